@@ -63,9 +63,9 @@ class Limits:
             )
 
     def check_tokens(self, count: int, param: str) -> None:
-        """Raises ``ApiError`` for a prompt of more token ids than the context has."""
+        """Raises ``ApiError`` for a prompt of more tokens than the context has."""
         if count > self.max_prompt_tokens:
-            raise invalid(f"'{param}' has {count} token ids; the context has {self.max_prompt_tokens}, so shorten it", param)
+            raise invalid(f"'{param}' has {count} tokens; the context has {self.max_prompt_tokens}, so shorten it or set truncate_prompt_tokens", param)
 
     def check_prompts(self, count: int) -> None:
         """Raises ``ApiError`` for more prompts than the queue holds when it is empty."""

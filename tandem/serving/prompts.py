@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from tandem.engine.processing.truncation import truncate_prompt
 from tandem.serving.errors import invalid
 from tandem.serving.limits import Limits
 from tandem.serving.protocol import ChatCompletionRequest, ChatMessage, SamplingFields
@@ -53,17 +54,27 @@ def _logit_bias(given: dict[str, float]) -> list[list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Converts the prompts of one request to token ids. ``limits``: those of a text; ``None`` for a prompt that is truncated."""
+    """Converts the prompts of one request to token ids, of which there are at most as many as the context has. ``truncate_prompt_tokens`` and
+    ``max_tokens`` as in ``truncate_prompt``."""
 
     encoder: TextEncoder
-    limits: Limits | None
+    limits: Limits
     request: Request
+    truncate_prompt_tokens: int | None = None
+    max_tokens: int | None = None
 
     async def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Returns the token ids of ``text``. Raises ``ApiError`` if it has none, or is too long for the context whatever they are."""
-        if self.limits is not None:
+        """Returns the token ids of ``text``. Raises ``ApiError`` if it has none, or too many for the context: without encoding it where its length
+        alone decides."""
+        if self.truncate_prompt_tokens is None:
             self.limits.check_text(text, param)
-        return await self.encoder.encode(self.request, text, add_special_tokens, param)
+        return self.fitting(await self.encoder.encode(self.request, text, add_special_tokens, param), param)
+
+    def fitting(self, tokens: list[int], param: str = "prompt") -> list[int]:
+        """Returns the tokens that are left by a truncation. Raises ``ApiError`` if they do not fit the context."""
+        left = truncate_prompt(tokens, self.truncate_prompt_tokens, self.max_tokens, self.limits.max_prompt_tokens)
+        self.limits.check_tokens(len(left), param)
+        return left
 
     async def completion_prompts(self, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
         """Returns the prompts of a completion request in any of their forms."""
@@ -71,8 +82,8 @@ class PromptReader:
         if not listed:
             raise invalid("'prompt' is empty; give at least one text or token", "prompt")
         if isinstance(listed[0], int):
-            return [list(listed)]
-        return [await self.encode(entry, add_special_tokens) if isinstance(entry, str) else entry for entry in listed]
+            return [self.fitting(list(listed))]
+        return [await self.encode(entry, add_special_tokens) if isinstance(entry, str) else self.fitting(entry) for entry in listed]
 
     async def chat_prompt(
         self, template: ChatTemplate, messages: list[ChatMessage], add_generation_prompt: bool, variables: dict[str, Any] | None

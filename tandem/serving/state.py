@@ -66,9 +66,9 @@ class ServerState:
             self._limits.append(found)
         return self._limits[0]
 
-    def prompt_reader(self, request: Request, is_truncated: bool = False) -> PromptReader:
+    def prompt_reader(self, request: Request, truncate_prompt_tokens: int | None = None, max_tokens: int | None = None) -> PromptReader:
         """Returns the reader of the prompts of ``request``."""
-        return PromptReader(self.encoder, None if is_truncated else self.limits, request)
+        return PromptReader(self.encoder, self.limits, request, truncate_prompt_tokens, max_tokens)
 
     @property
     def why_not_ready(self) -> str | None:

@@ -28,9 +28,11 @@ async def generate(state: ServerState, body: GenerateRequest, request: Request) 
     adapter = state.check_model(body.model)
     tokens = body.prompt_token_ids
     sampling = body.sampling_params or GenerateSampling()
+    reader = state.prompt_reader(request, sampling.truncate_prompt_tokens, sampling.max_tokens)
     if tokens is None:
-        reader = state.prompt_reader(request, sampling.truncate_prompt_tokens is not None)
         tokens = await reader.encode(body.prompt or "", add_special_tokens=True)
+    else:
+        tokens = reader.fitting(tokens, "prompt_token_ids")
     key = body.key
     if key is None:
         key = 0 if sampling.seed is not None else state.pool.next_key()

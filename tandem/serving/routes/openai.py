@@ -86,7 +86,7 @@ async def completions(state: ServerState, body: CompletionRequest, request: Requ
     if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
         # Before any of them is encoded.
         state.pool.check_room(len(body.prompt))
-    reader = state.prompt_reader(request, body.truncate_prompt_tokens is not None)
+    reader = state.prompt_reader(request, body.truncate_prompt_tokens, body.max_tokens)
     prompts = await reader.completion_prompts(body.prompt, body.add_special_tokens is not False)
     echo, scores = bool(body.echo), body.prompt_logprobs
     if echo and scores is None and (body.logprobs is not None or body.max_tokens == 0):
@@ -131,7 +131,7 @@ async def chat_completions(state: ServerState, body: ChatCompletionRequest, requ
     # A chat continues to the end of its context, where the offline default is 16 tokens.
     params.setdefault("max_tokens", None)
     generation = body.add_generation_prompt is not False
-    reader = state.prompt_reader(request, body.truncate_prompt_tokens is not None)
+    reader = state.prompt_reader(request, body.truncate_prompt_tokens, longest)
     prompt = await reader.chat_prompt(state.chat_template(), body.messages, generation, body.chat_template_kwargs)
 
     def write(job: Job, number: int, c: CompletionOutput, output: RequestOutput, is_first: bool, is_delta: bool) -> dict[str, Any]:
