@@ -11,8 +11,8 @@ from starlette.types import Receive
 from tandem.runtime.rpc.client_connections import client_of
 from tandem.serving.errors import ApiError, overloaded
 
-_READ_BEYOND_BYTES = 64 * 2**20
-"""How much of a body that is too large is read and thrown away: a client that still writes would not see the answer."""
+_FREE_BYTES = 2**14
+"""What every body may hold uncounted, so that large uploads of one client do not keep its small requests out. Connections are bounded anyway."""
 
 
 @dataclass
@@ -50,26 +50,30 @@ class UnfinishedBodies:
 
 @dataclass
 class Share:
-    """What one body holds of ``UnfinishedBodies``."""
+    """What one body holds. ``size``: bytes received. ``held_bytes``: those that count in ``UnfinishedBodies``. ``is_complete``: nothing more comes."""
 
     bodies: UnfinishedBodies
     client: str
+    size: int = 0
     held_bytes: int = 0
+    is_complete: bool = False
 
     def take(self, count: int) -> None:
-        self.bodies.take(self.client, count)
-        self.held_bytes += count
+        """Counts ``count`` more bytes. Raises ``ApiError`` where they exceed a bound."""
+        self.size += count
+        more = max(0, self.size - _FREE_BYTES) - self.held_bytes
+        if more:
+            self.bodies.take(self.client, more)
+            self.held_bytes += more
 
 
-async def read_body(receive: Receive, share: Share, limit_bytes: int, limit_s: float, too_large: ApiError) -> bytes | None:
+async def read_body(receive: Receive, share: Share, limit_bytes: int, limit_s: float) -> bytes | None:
     """Returns a request's body, ``None`` if the client left.
 
     Raises:
-        ApiError: it did not arrive within ``limit_s`` (408), is larger than ``limit_bytes`` (``too_large``), or there are too many unfinished
-            bodies (429).
+        ApiError: it did not arrive within ``limit_s`` (408), is larger than ``limit_bytes`` (413), or there are too many unfinished bodies (429).
     """
     parts: list[bytes] = []
-    size = 0
     try:
         async with asyncio.timeout(limit_s):
             while True:
@@ -77,18 +81,13 @@ async def read_body(receive: Receive, share: Share, limit_bytes: int, limit_s: f
                 if message["type"] == "http.disconnect":
                     return None
                 part = message.get("body", b"")
-                size += len(part)
-                if size <= limit_bytes:
-                    share.take(len(part))
-                    parts.append(part)
-                else:
+                if share.size + len(part) > limit_bytes:
                     parts.clear()
-                    if size > limit_bytes + _READ_BEYOND_BYTES:
-                        raise too_large
-                if not message.get("more_body", False):
-                    break
+                    raise ApiError(413, f"the request's body is larger than {limit_bytes} bytes", code="request_too_large")
+                share.take(len(part))
+                parts.append(part)
+                share.is_complete = not message.get("more_body", False)
+                if share.is_complete:
+                    return b"".join(parts)
     except TimeoutError:
         raise ApiError(408, f"the request's body did not arrive within {limit_s:g} s") from None
-    if size > limit_bytes:
-        raise too_large
-    return b"".join(parts)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-
 _MAX_CHARACTERS = 1000
 
 

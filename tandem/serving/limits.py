@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.serving.errors import ApiError, invalid, overloaded
+from tandem.serving.errors import invalid, overloaded
 from tandem.text.token_bytes import max_bytes_per_token
 from tandem.text.tokenizer import Tokenizer
 
@@ -71,14 +71,6 @@ class Limits:
         """Raises ``ApiError`` for more prompts than the queue holds when it is empty."""
         if count > self.max_prompts:
             raise overloaded(f"the request has {count} prompts and the queue holds {self.max_prompts} requests; send fewer at once")
-
-    def body_too_large(self) -> ApiError:
-        """Returns the error for a body that exceeds ``max_body_bytes``."""
-        return body_too_large(self.max_body_bytes)
-
-
-def body_too_large(limit_bytes: int) -> ApiError:
-    return ApiError(413, f"the request's body is larger than {limit_bytes} bytes", code="request_too_large")
 
 
 def make_limits(tokenizer: Tokenizer, max_model_len: int, vocab_size: int, max_prompts: int, max_body_bytes: int | None) -> Limits:

@@ -148,7 +148,7 @@ def _max_files() -> int:
 
 
 async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
-    await answer(overloaded("your address has too many open connections; close some, or raise --max-connections-per-client"), send)
+    await answer(overloaded("your address has too many open connections; close some, or raise --max-connections-per-client"), send, receive)
 
 
 def _say(text: str) -> None:

@@ -81,7 +81,7 @@ class ServerSettings:
             raise UserError("a model name or key of the server is empty; give it at least one character")
         for name in (*self.names, *(name for name, _ in self.adapters)):
             if not name.isprintable():
-                raise UserError(f"the model name {ascii(name)} has a character that cannot be printed; leave it out")
+                raise UserError(f"the model name {name!a} has a character that cannot be printed; leave it out")
         if not all(key.isprintable() for key in (*self.api_keys, self.control_key or "")):
             raise UserError("a key of the server has a character that cannot be printed; leave it out")
         names = [*self.names, *(name for name, _ in self.adapters)]

@@ -152,13 +152,17 @@ def test_a_client_is_an_ipv4_address_or_an_ipv6_network() -> None:
 
 def test_unfinished_bodies_are_counted_in_sum_and_by_client() -> None:
     bodies = UnfinishedBodies(limit_bytes=10, client_limit_bytes=6)
+    free = 2**14
     with bodies.of("10.0.0.1") as first, bodies.of("10.0.0.1") as second, bodies.of("10.0.0.2") as other:
-        first.take(4)
+        first.take(free + 4)
+        second.take(free)
         with pytest.raises(ApiError, match="your unfinished requests"):
             second.take(3)
-        second.take(2)
-        with pytest.raises(ApiError, match="of all clients"):
-            other.take(5)
-        other.take(4)
+        other.take(free)
+        other.take(6)
         assert bodies.held_bytes == 10
+        with bodies.of("10.0.0.3") as late, pytest.raises(ApiError, match="of all clients"):
+            late.take(free + 1)
+        with bodies.of("10.0.0.1") as small:
+            small.take(free)
     assert bodies.held_bytes == 0
