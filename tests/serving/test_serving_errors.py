@@ -135,7 +135,8 @@ def test_ten_megabytes_are_413_however_they_are_sent(shared: Server) -> None:
     parts = (big[at : at + 2**16] for at in range(0, len(big), 2**16))
     refusal(httpx.post(f"{shared.url}/v1/completions", content=parts, headers=TEXT, timeout=60), 413)
     nearly = json.dumps({"prompt": [5] * 300_000}).encode()
-    assert "'prompt' has 300000 tokens; the context has 512" in refusal(httpx.post(f"{shared.url}/v1/completions", content=nearly, headers=TEXT), 400)["message"]
+    error = refusal(httpx.post(f"{shared.url}/v1/completions", content=nearly, headers=TEXT), 400)
+    assert "'prompt' has 300000 tokens; the context has 512" in error["message"]
 
 
 def test_two_requests_of_one_id_are_refused_while_the_first_is_under_way(shared: Server) -> None:

@@ -61,11 +61,13 @@ BOUNDED = {
     "llama2": lambda: byte_fallback("bpe"),
     "unigram": lambda: byte_fallback("unigram"),
 }
+REPEATED = [" ", "=", "ab", "\n", "\u1fbe\u0308\u0301", "\u212a", "\U0001d400", "あ", "😀", "e\u0302\u0301"]
+MIXED = [" ", "<|a special token|>", "\u1100\u1161\u11a8", "the quick", "\x00", "\u0390"]
 TEXTS = st.one_of(
     st.text(max_size=300),
-    st.builds(lambda part, count: part * count, st.sampled_from([" ", "=", "ab", "\n", "\u1fbe\u0308\u0301", "\u212a", "\U0001d400", "あ", "😀", "e\u0302\u0301"]), st.integers(1, 400)),
-    st.builds(lambda texts: "".join(texts), st.lists(st.sampled_from([" ", "<|a special token|>", "\u1100\u1161\u11a8", "the quick", "\x00", "\u0390"]), max_size=60)),
-)  # fmt: skip
+    st.builds(lambda part, count: part * count, st.sampled_from(REPEATED), st.integers(1, 400)),
+    st.builds("".join, st.lists(st.sampled_from(MIXED), max_size=60)),
+)
 
 
 @pytest.mark.parametrize("kind", BOUNDED)
