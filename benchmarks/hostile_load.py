@@ -20,7 +20,7 @@ KINDS = {
     "brackets, 1,000,000 deep": 2, "a lone surrogate": 20, "absurd numbers": 20, "100,000 stop strings": 2, "a leaving reader": 5,
 }  # fmt: skip
 """Requests a second of each kind."""
-SLOW, UNFINISHED, IDLE = 40, 40, 300
+SLOW, UNFINISHED, IDLE = 40, 20, 300
 """Connections that send a byte of their body a second, that stop in the middle of one, and that send nothing."""
 
 

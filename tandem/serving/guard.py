@@ -46,7 +46,8 @@ class Guard:
             finally:
                 state.memory.after(share.size)
         if refusal is not None:
-            await answer(refusal, send, None if share.is_complete else receive)
+            # One that came too slowly sends nothing to wait for.
+            await answer(refusal, send, None if share.is_complete or refusal.status == 408 else receive)
             return
         if body is None:  # The client left.
             return

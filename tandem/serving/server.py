@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import resource
 import signal
 import socket
@@ -12,7 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from tandem.runtime.machine.heap import large_memory_given_back
+from tandem.runtime.machine.heap import large_memory_given_back, use_one_arena
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
@@ -38,6 +39,9 @@ def run_server(settings: ServerSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises ``UserError`` before any work where the settings, the
     model or the port cannot be used."""
     settings.check()
+    use_one_arena()
+    # Texts are encoded in this process's own threads.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer.from_folder(Path(settings.engine.model))
     listener = listen(settings.host, settings.port, backlog=_BACKLOG)
     _raise_file_limit()
