@@ -20,7 +20,7 @@ from tandem.runtime.rpc.patient_protocol import PatientProtocol
 from tandem.serving.app import make_app
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
-from tandem.serving.errors import overloaded
+from tandem.serving.errors import ApiError, overloaded
 from tandem.serving.guard import answer
 from tandem.serving.limits import BEFORE_LOAD_BYTES
 from tandem.serving.metrics import Metrics
@@ -122,7 +122,8 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
         _say(f"draining: {state.open_requests} requests are in flight; a second signal cuts them off")
         if state.pool.is_paused:
             # Otherwise the clients of paused requests would wait forever.
-            await state.pool.resume()
+            with contextlib.suppress(ApiError):  # A hung engine has no requests.
+                await state.pool.resume()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_s):
                 while state.open_requests:
