@@ -2,7 +2,8 @@
 
 100 honest clients stream completions of 64 tokens, first alone, then beside hostile clients: prompts of 9.9 MiB for a context of 512 tokens,
 texts and lists as large as the server accepts, uploads that crawl or stop, idle connections, readers that leave, lone surrogates, absurd numbers
-and deep nesting. The server has one engine of 3.2 million random parameters with one thread; the hostile clients run at the lowest priority, as
+and deep nesting; large requests once in two seconds of each kind, small ones ten times a second, 360 connections that are slow, stopped or idle.
+The server has one engine of 3.2 million random parameters with one thread; the hostile clients run at the lowest priority, as
 they would not share the server's cores. Latencies are seen by the clients. Memory is the resident size of the server with its engine:
 after the honest clients alone, at most beside the hostile ones, and a few seconds after they have left.
 

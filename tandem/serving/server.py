@@ -23,6 +23,7 @@ from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, overloaded
 from tandem.serving.guard import answer
 from tandem.serving.limits import BEFORE_LOAD_BYTES
+from tandem.serving.memory import freeze_start
 from tandem.serving.metrics import Metrics
 from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
@@ -112,6 +113,7 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
         _say("stopped before the model was loaded")
         return 0
     loading.result()
+    freeze_start()
     state.is_started = True
     engines = "1 engine" if settings.instances == 1 else f"{settings.instances} engines"
     names = ", ".join((*settings.names, *state.adapters.names))
