@@ -41,6 +41,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="time for in-flight requests after SIGTERM")
     parser.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a client to send its request")
     parser.add_argument("--stall-timeout", type=float, default=300.0, metavar="SECONDS", help="time after which a client that reads nothing is disconnected")
+    parser.add_argument(
+        "--heartbeat-timeout", type=float, default=30.0, metavar="SECONDS", help="time after which an engine that does not answer is hung (/readiness: 503)"
+    )
+    parser.add_argument(
+        "--step-timeout", type=float, default=600.0, metavar="SECONDS", help="time after which an engine that works on one step is hung, compilation included"
+    )
+    parser.add_argument(
+        "--max-connections-per-client", type=int, metavar="N",
+        help="open connections of one IPv4 address or IPv6 /64 network; 0: no limit (default: twice the requests that the queue holds, at least 2048)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-body-mib", type=float, metavar="MIB", help="largest body of a request (default: what the longest prompt of the context needs)"
+    )
     add_engine_options(parser, LEFT_OUT)
 
 
@@ -74,6 +87,8 @@ def _serve(options: argparse.Namespace, folder: str) -> int:
         api_keys=tuple(_key(key) for key in options.api_key), control_key=None if options.control_key is None else _key(options.control_key),
         instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances)),
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
+        heartbeat_s=options.heartbeat_timeout, step_s=options.step_timeout, max_connections_per_client=options.max_connections_per_client,
+        max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib),
     )  # fmt: skip
     if not settings.api_keys and not _is_loopback(settings.host):
         print(f"tandem: warning: anyone who reaches {settings.host} may use this server; give --api-key @FILE, or leave out --host", file=sys.stderr)
@@ -85,6 +100,12 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _bytes(mib: float) -> int:
+    if not 0 < mib <= 2**20:
+        raise UserError(f"--max-body-mib is {mib:g}; give more than 0 and at most {2**20}")
+    return int(mib * 2**20)
 
 
 def _module(given: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ import tandem
 from tandem.serving.engines.instance import InstanceDied
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
 from tandem.serving.guard import Guard
+from tandem.serving.json_body import ParsedRoute
 from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from tandem.serving.routes import adapters, control, generate, openai, probes
 from tandem.serving.sessions import ClientLeft
@@ -49,6 +50,7 @@ def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="Tandem", version=tandem.__version__, responses=_ERRORS, docs_url="/docs", redoc_url=None, swagger_ui_oauth2_redirect_url=None
     )
+    app.router.route_class = ParsedRoute
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(InstanceDied, _died)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -92,8 +94,8 @@ def _inference(app: FastAPI, state: ServerState) -> None:
         return await generate.generate(state, body, request)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        return await generate.tokenize(state, body)
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        return await generate.tokenize(state, body, request)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:

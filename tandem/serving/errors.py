@@ -2,15 +2,18 @@
 
 from typing import Any
 
+_MAX_CHARACTERS = 1000
+
 
 class ApiError(Exception):
-    """A request that is answered with an error. ``param``: the field that is to blame; ``retry_after_s``: when it is worth
-    trying again."""
+    """A request that is answered with an error. ``message``: one line, cut after 1000 characters, as it may quote what the client sent. ``param``:
+    the field that is to blame; ``retry_after_s``: when it is worth trying again."""
 
     def __init__(
         self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
+        message = " ".join(message[:_MAX_CHARACTERS].splitlines())
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
         self.retry_after_s = retry_after_s

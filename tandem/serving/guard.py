@@ -1,16 +1,21 @@
 """Middleware of every route: checks keys and the size and speed of bodies, and refuses requests while draining."""
 
 import asyncio
+import contextlib
 import hmac
 import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tandem.serving.bodies import read_body
 from tandem.serving.errors import ApiError, unauthorised, unavailable
+from tandem.serving.json_body import PARSED
+from tandem.serving.limits import BEFORE_LOAD_BYTES
 from tandem.serving.routes import adapters, control
 from tandem.serving.state import ServerState
 
 CONTROL = frozenset((*control.PATHS, *adapters.PATHS))
+_LINGER_S = 5.0
 PUBLIC = ("/health", "/liveness", "/readiness", "/startup", "/metrics", "/version", "/openapi.json", "/docs")
 
 
@@ -24,27 +29,41 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            self._check(scope)
-            body = await self._body(scope, receive)
-        except ApiError as error:
-            await answer(error, send)
+        state, is_inference = self._state, scope["path"] not in PUBLIC and scope["path"] not in CONTROL
+        refusal: ApiError | None = None
+        body: bytes | None = None
+        with state.bodies.of(scope["client"][0] if scope.get("client") else "") as share:
+            try:
+                self._check(scope)
+                limits = state.limits if state.is_started and scope["path"] not in PUBLIC else None
+                limit_bytes = BEFORE_LOAD_BYTES if limits is None else limits.max_body_bytes
+                body = await read_body(receive, share, limit_bytes, state.settings.request_s)
+                if body is not None:
+                    await state.parser.parse(scope, body, limits if is_inference else None)
+            except ApiError as error:
+                # The traceback would keep what was received.
+                refusal = error.with_traceback(None)
+            finally:
+                state.memory.after(share.size)
+        if refusal is not None:
+            # One that came too slowly sends nothing to wait for.
+            await answer(refusal, send, None if share.is_complete or refusal.status == 408 else receive)
             return
         if body is None:  # The client left.
             return
-        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        # A parsed body is not needed again, and would be held until the end of the answer; FastAPI asks for its JSON if there is any.
+        first: list[Message] = [{"type": "http.request", "body": b"{}" if PARSED in scope else body, "more_body": False}]
+        del body
 
         async def replay() -> Message:
             return first.pop() if first else await receive()
 
-        if scope["path"] in PUBLIC or scope["path"] in CONTROL:
-            await self._app(scope, replay, send)
-            return
-        self._state.open_requests += 1
+        state.open_requests += is_inference
         try:
             await self._app(scope, replay, send)
         finally:
-            self._state.open_requests -= 1
+            state.open_requests -= is_inference
+            state.memory.after(share.size)
 
     def _check(self, scope: Scope) -> None:
         """Raise ``ApiError`` for a request that is not answered here."""
@@ -67,29 +86,6 @@ class Guard:
         if self._state.is_draining:
             raise unavailable("the server is shutting down", retry_after_s=10)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        settings = self._state.settings
-        limit, parts, size = settings.max_body_bytes, [], 0
-        try:
-            async with asyncio.timeout(settings.request_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    size += len(message.get("body", b""))
-                    if size <= limit:
-                        parts.append(message.get("body", b""))
-                    elif size > 8 * limit:
-                        break
-                    if not message.get("more_body", False):
-                        break
-        except TimeoutError:
-            raise ApiError(408, f"the request's body did not come within {settings.request_s:g} s") from None
-        if size > limit:
-            # Read to its end, within reason: a client that still writes would not see the answer.
-            raise ApiError(413, f"the request's body is larger than {limit} bytes", code="request_too_large")
-        return b"".join(parts)
-
 
 def _bearer(scope: Scope) -> bytes:
     for name, value in scope["headers"]:
@@ -102,10 +98,18 @@ def _equal(given: bytes, known: str) -> bool:
     return hmac.compare_digest(given, known.encode())
 
 
-async def answer(error: ApiError, send: Send) -> None:
-    """Send an error as the whole response."""
+async def answer(error: ApiError, send: Send, rest: Receive | None) -> None:
+    """Send an error as the whole response. ``rest``: the rest of the request's body, which is read and thrown away for a few seconds: a connection
+    that is closed with unread bytes is reset, and its client would not see the answer."""
     body = json.dumps(error.body).encode()
     headers = [("content-type", "application/json"), ("content-length", str(len(body))), *error.headers.items()]
     plain = [(name.lower().encode(), value.encode()) for name, value in headers]
     await send({"type": "http.response.start", "status": error.status, "headers": plain})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": rest is not None})
+    if rest is None:
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while (message := await rest())["type"] == "http.request" and message.get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b""})

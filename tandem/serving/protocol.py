@@ -3,17 +3,30 @@ refused where they ask for something."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tandem.serving.errors import invalid
 
 MAX_COMPLETIONS = 1024
 MAX_LOGPROBS = 20
+MAX_SHORT_TEXT = 512
+"""Characters of a stop string, a forbidden word and a cache salt, which stay in memory while a request waits."""
 _INT64 = 2**63
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+# Otherwise a list of a million wrong entries has a million errors.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+ShortText = Annotated[str, Field(max_length=MAX_SHORT_TEXT)]
+
+
+def _numbers(given: Any) -> Any:
+    wrong = next((name for name, value in given.items() if type(value) not in (int, float)), None) if isinstance(given, dict) else None
+    if wrong is not None:
+        raise ValueError(f"the bias of {str(wrong)[:40]!r} is not a number")
+    return given
 
 
 class Body(BaseModel):
@@ -43,15 +56,15 @@ class SamplingFields(Body):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=128)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop: ShortText | Annotated[list[ShortText], Field(fail_fast=True, max_length=128)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    logit_bias: dict[str, float] | None = None
+    bad_words: Annotated[list[ShortText], Field(fail_fast=True, max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_numbers)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
@@ -68,7 +81,7 @@ class OpenAIFields(SamplingFields):
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    cache_salt: str | None = None
+    cache_salt: ShortText | None = None
     num_draft_tokens: Count | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -80,7 +93,7 @@ class CompletionRequest(OpenAIFields):
         "guided_regex", "guided_choice", "guided_grammar", "kv_transfer_params",
     )  # fmt: skip
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -88,7 +101,7 @@ class CompletionRequest(OpenAIFields):
 
 class ChatMessage(Body):
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
 class JsonSchema(Body):
@@ -108,7 +121,7 @@ class ChatCompletionRequest(OpenAIFields):
         "kv_transfer_params",
     )  # fmt: skip
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -129,12 +142,12 @@ class GenerateRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    prompt_token_ids: list[TokenId] | None = None
+    prompt_token_ids: TokenIds | None = None
     sampling_params: GenerateSampling | None = None
     stream: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    cache_salt: str | None = None
+    cache_salt: ShortText | None = None
     num_draft_tokens: Count | None = None
     key: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     first_index: Count | None = None
@@ -143,7 +156,7 @@ class GenerateRequest(Body):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -152,11 +165,11 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class AbortRequest(Body):
-    request_ids: list[str] | None = None
+    request_ids: Texts | None = None
 
 
 class LoadAdapter(Body):

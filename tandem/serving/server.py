@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import resource
 import signal
 import socket
@@ -10,31 +11,46 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
+from tandem.runtime.machine.heap import large_memory_given_back, use_one_arena
+from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
 from tandem.serving.app import make_app
+from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
+from tandem.serving.errors import ApiError, overloaded
+from tandem.serving.guard import answer
+from tandem.serving.limits import BEFORE_LOAD_BYTES
+from tandem.serving.memory import freeze_start
 from tandem.serving.metrics import Metrics
 from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
 from tandem.serving.state import ServerState
+from tandem.serving.text_encoder import TextEncoder
 from tandem.text.tokenizer import Tokenizer
 
 _BACKLOG = 2048
+_OTHER_FILES = 64
+"""Open files that are not connections of clients."""
 
 
 def run_server(settings: ServerSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises ``UserError`` before any work where the settings, the
     model or the port cannot be used."""
     settings.check()
+    use_one_arena()
+    # Texts are encoded in this process's own threads.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer.from_folder(Path(settings.engine.model))
     listener = listen(settings.host, settings.port, backlog=_BACKLOG)
     _raise_file_limit()
     metrics = Metrics(settings.names[0], settings.instances)
     pool = Pool(settings, metrics)
-    state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names))
-    with listener:
+    bodies = UnfinishedBodies(BEFORE_LOAD_BYTES * 64, BEFORE_LOAD_BYTES * 16)
+    state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names), TextEncoder(tokenizer), bodies)
+    with listener, large_memory_given_back():
         return asyncio.run(_serve(state, listener))
 
 
@@ -48,7 +64,9 @@ class _Server(uvicorn.Server):
 
 async def _serve(state: ServerState, listener: socket.socket) -> int:
     settings = state.settings
-    protocol = type("Protocol", (PatientProtocol,), {"request_s": settings.request_s, "stall_s": settings.stall_s})
+    connections = ClientConnections(_max_files() - _OTHER_FILES, settings.connections_per_client)
+    deadlines = {"request_s": settings.request_s, "stall_s": settings.stall_s}
+    protocol = type("Protocol", (PatientProtocol,), {**deadlines, "connections_of_clients": connections, "refusal": staticmethod(_too_many_connections)})
     config = uvicorn.Config(
         make_app(state), http=protocol, log_level="critical", access_log=False, lifespan="off", loop="asyncio", backlog=_BACKLOG,
         timeout_graceful_shutdown=5, server_header=False, timeout_keep_alive=30,
@@ -95,6 +113,7 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
         _say("stopped before the model was loaded")
         return 0
     loading.result()
+    freeze_start()
     state.is_started = True
     engines = "1 engine" if settings.instances == 1 else f"{settings.instances} engines"
     names = ", ".join((*settings.names, *state.adapters.names))
@@ -105,7 +124,8 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
         _say(f"draining: {state.open_requests} requests are in flight; a second signal cuts them off")
         if state.pool.is_paused:
             # Otherwise the clients of paused requests would wait forever.
-            await state.pool.resume()
+            with contextlib.suppress(ApiError):  # A hung engine has no requests.
+                await state.pool.resume()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_s):
                 while state.open_requests:
@@ -127,6 +147,15 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 16, hard))
+
+
+def _max_files() -> int:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft, 2 * _OTHER_FILES)
+
+
+async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
+    await answer(overloaded("your address has too many open connections; close some, or raise --max-connections-per-client"), send, receive)
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a server can be told."""
+"""The settings of a server."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +9,26 @@ from tandem.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """``engine``: the options of each engine. ``port`` 0 takes a free one. ``served_model_names``: the names that clients may ask for; the first is answered.
-    ``adapters``: the name and the folder of each LoRA adapter that is served from the start.
-    ``api_keys``: a request needs one of them (empty: no key is needed). ``control_key``: needed by control calls; without
-    one they are refused. ``instances``: engines, each in a process of its own with ``threads`` threads.
-    ``max_waiting``: in-flight requests, besides those that the engines' rows hold; more are answered with 429.
-    ``max_body_bytes`` of a request. ``request_s``: how long a client may take to send a request. ``stall_s``: how long a
-    reader may take no byte of its answer. ``drain_s``: how long in-flight requests may continue after SIGTERM."""
+    """Settings of one server.
+
+    Args:
+        engine: the options of each engine.
+        port: 0 takes a free one.
+        served_model_names: the names that clients may ask for; the first is answered.
+        adapters: the name and the folder of each LoRA adapter that is served from the start.
+        api_keys: a request needs one of them (empty: no key is needed).
+        control_key: needed by control calls, which are refused without one.
+        instances: engines, each in a process of its own with ``threads`` threads.
+        max_waiting: in-flight requests besides those that the engines' rows hold; more are answered with 429.
+        max_body_bytes: the largest body of a request. ``None``: what the longest prompt of the context needs.
+        max_connections_per_client: open connections of one address; 0 is no limit. ``None``: twice ``max_requests``, at least 2048, so that one
+            load generator or proxy can fill the queue.
+        heartbeat_s: how long an engine's process may not answer before its requests end with an error.
+        step_s: how long an engine may work on one step or control call before it counts as hung.
+        request_s: how long a client may take to send a request.
+        stall_s: how long a reader may take no byte of its answer.
+        drain_s: how long in-flight requests may continue after SIGTERM.
+    """
 
     engine: EngineArgs
     host: str = "127.0.0.1"
@@ -27,7 +40,10 @@ class ServerSettings:
     instances: int = 1
     threads: int = 1
     max_waiting: int = 1024
-    max_body_bytes: int = 10 * 2**20
+    max_body_bytes: int | None = None
+    max_connections_per_client: int | None = None
+    heartbeat_s: float = 30.0
+    step_s: float = 600.0
     request_s: float = 30.0
     stall_s: float = 300.0
     drain_s: float = 600.0
@@ -40,6 +56,11 @@ class ServerSettings:
     def max_requests(self) -> int:
         return self.max_waiting + self.instances * self.engine.max_num_seqs
 
+    @property
+    def connections_per_client(self) -> int:
+        given = self.max_connections_per_client
+        return max(2048, 2 * self.max_requests) if given is None else given
+
     def check(self) -> None:
         """Raise ``UserError`` for a value that cannot work."""
         folder = Path(self.engine.model)
@@ -47,16 +68,22 @@ class ServerSettings:
             raise UserError(f"model '{folder}' has no config.json; give a Hugging Face folder")
         if not (folder / "tokenizer.json").is_file():
             raise UserError(f"model '{folder}' has no tokenizer.json; a server needs the model's tokenizer")
-        for name, low in (("instances", 1), ("threads", 1), ("max_waiting", 1), ("max_body_bytes", 1024)):
-            if getattr(self, name) < low:
+        for name, low in (("instances", 1), ("threads", 1), ("max_waiting", 1), ("max_body_bytes", 1024), ("max_connections_per_client", 0)):
+            value = getattr(self, name)
+            if value is not None and value < low:
                 raise UserError(f"server {name} is {getattr(self, name)}; it must be at least {low}")
-        for name in ("request_s", "stall_s", "drain_s"):
+        for name in ("request_s", "stall_s", "drain_s", "heartbeat_s", "step_s"):
             if not getattr(self, name) > 0:
                 raise UserError(f"server {name} is {getattr(self, name)}; it must be above 0 seconds")
         if not 0 <= self.port <= 65535:
             raise UserError(f"server port is {self.port}; it must be from 0 to 65535")
         if any(not name for name in (*self.names, *self.api_keys)) or self.control_key == "":
             raise UserError("a model name or key of the server is empty; give it at least one character")
+        for name in (*self.names, *(name for name, _ in self.adapters)):
+            if not name.isprintable():
+                raise UserError(f"the model name {name!a} has a character that cannot be printed; leave it out")
+        if not all(key.isprintable() for key in (*self.api_keys, self.control_key or "")):
+            raise UserError("a key of the server has a character that cannot be printed; leave it out")
         names = [*self.names, *(name for name, _ in self.adapters)]
         for name in names:
             if names.count(name) > 1:

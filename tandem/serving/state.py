@@ -4,12 +4,20 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from starlette.requests import Request
+
 from tandem.engine.lora.request import LoRARequest
+from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, invalid
+from tandem.serving.json_body import BodyParser
+from tandem.serving.limits import Limits, make_limits
+from tandem.serving.memory import MemoryReturn
 from tandem.serving.metrics import Metrics
+from tandem.serving.prompts import PromptReader
 from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
+from tandem.serving.text_encoder import TextEncoder
 from tandem.text.chat import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError, WeightVersion
@@ -24,6 +32,10 @@ class ServerState:
     metrics: Metrics
     tokenizer: Tokenizer
     adapters: ServedAdapters
+    encoder: TextEncoder
+    bodies: UnfinishedBodies
+    parser: BodyParser = field(default_factory=BodyParser)
+    memory: MemoryReturn = field(default_factory=MemoryReturn)
     is_started: bool = False
     is_draining: bool = False
     open_requests: int = 0
@@ -31,6 +43,7 @@ class ServerState:
     update: tuple[WeightVersion, list[str]] | None = None
     """The weight update in progress: its version, and the folders that were read for it."""
     created: int = field(default_factory=lambda: int(time.time()))
+    _limits: list[Limits] = field(default_factory=list)
     _templates: list[ChatTemplate] = field(default_factory=list)
 
     @property
@@ -43,15 +56,32 @@ class ServerState:
         return self.pool.info.max_model_len
 
     @property
+    def limits(self) -> Limits:
+        """The limits of one request; known once the model is loaded."""
+        if not self._limits:
+            info, settings = self.pool.info, self.settings
+            assert info is not None, "the model is loaded before requests are admitted"
+            found = make_limits(self.tokenizer, info.max_model_len, info.vocab_size, settings.max_requests, settings.max_body_bytes)
+            self.bodies.limit_bytes, self.bodies.client_limit_bytes = found.max_unfinished_bytes, found.max_unfinished_bytes_per_client
+            self._limits.append(found)
+        return self._limits[0]
+
+    def prompt_reader(self, request: Request, truncate_prompt_tokens: int | None = None, max_tokens: int | None = None) -> PromptReader:
+        """Returns the reader of the prompts of ``request``."""
+        return PromptReader(self.encoder, self.limits, request, truncate_prompt_tokens, max_tokens)
+
+    @property
     def why_not_ready(self) -> str | None:
-        """One word or two for a balancer's log, ``None`` while requests are welcome."""
+        """A few words for a balancer's log, ``None`` while requests are welcome."""
         if not self.is_started:
             return "loading"
         if self.is_draining:
             return "draining"
         if self.pool.is_sleeping:
             return "asleep"
-        return None if self.pool.has_engine else "no engine"
+        if self.pool.has_engine:
+            return None
+        return "no engine" if self.pool.why_hung is None else "no engine answers"
 
     def check_model(self, name: str | None) -> LoRARequest | None:
         """The adapter of that name, ``None`` for the model itself. Raises ``ApiError`` for a model that is not served here."""

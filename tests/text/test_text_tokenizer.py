@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import threading
+import time
 
 import pytest
 
@@ -120,6 +122,22 @@ def test_an_unknown_character_is_named_and_never_dropped(text, named, characters
     with pytest.raises(UserError) as error:
         characters.encode(text)
     assert named in str(error.value)
+
+
+def test_a_lone_surrogate_is_named(characters) -> None:
+    with pytest.raises(UserError, match=r"lone surrogate \(U\+D83D, at 2\)"):
+        characters.encode("ab\ud83d")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(byte_level) -> None:
+    tokenizer = Tokenizer.from_folder(byte_level)
+    encoding = threading.Thread(target=tokenizer.encode, args=("x" * 400_000,))
+    encoding.start()
+    turns = 0
+    while encoding.is_alive():
+        turns += 1
+        time.sleep(0.0001)
+    assert turns > 3, "the thread held the interpreter"
 
 
 def test_impossible_character_sets_are_refused(tmp_path) -> None:

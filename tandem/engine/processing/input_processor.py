@@ -5,6 +5,7 @@ from collections.abc import Sequence as Series
 from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.request import Request, Sequence, random_key
 from tandem.engine.processing.stop_checker import StopChecker
+from tandem.engine.processing.truncation import truncate_prompt
 from tandem.engine.sample.logits_processors import LogitsProcessors, make_logits_processors
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings, check_completions
@@ -96,12 +97,7 @@ class InputProcessor:
         return make_logits_processors(params, prompt_token_ids, end_tokens, vocab, self._tokenizer, self._structured_outputs)
 
     def _truncated(self, prompt_token_ids: Series[int], params: SamplingParams) -> Series[int]:
-        """Returns the last tokens of the prompt, as ``truncate_prompt_tokens`` asks for."""
-        limit = params.truncate_prompt_tokens
-        if limit is not None and limit < 0:
-            room = 1 if params.max_tokens is None else params.max_tokens
-            limit = max(1, self._settings.max_model_len - room)
-        return prompt_token_ids if limit is None else prompt_token_ids[-limit:]
+        return truncate_prompt(prompt_token_ids, params.truncate_prompt_tokens, params.max_tokens, self._settings.max_model_len)
 
     def _draft_tokens(self, asked: int | None) -> int:
         """Returns the maximum number of draft tokens in one step for a request that asks for ``asked`` of them."""

@@ -13,7 +13,7 @@ the end of a chunk; in a thread's cache that remainder never merges with the chu
 the next tensor of its size (glibc bug 14581, fixed in 2.38) and the heap grows by two to three times. One arena: threads reuse each other's
 memory. Measured on two ranks of 106M parameters, ZeRO 3: a peak of 2,618 MiB instead of 3,866 MiB, and a third less time in page faults."""
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _DEFAULTS = {_TRIM_THRESHOLD: 128 * 1024, _MMAP_MAX: 65536}
 _LARGE_BYTES = 1 << 20
 
@@ -46,6 +46,14 @@ def large_memory_given_back() -> Iterator[None]:
         # glibc does not adapt a threshold that was set.
         mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
     yield
+
+
+def use_one_arena() -> None:
+    """Makes glibc serve all threads that start from here on from one arena: what one thread frees another reuses, and ``give_back`` returns it. In
+    a process with an arena for each thread, 140 MiB of freed memory stayed after a few texts of 1 MiB were tokenized."""
+    mallopt = _mallopt()
+    if mallopt is not None:
+        mallopt(_ARENA_MAX, 1)
 
 
 def kept_heap_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,22 +1,44 @@
 """uvicorn's HTTP/1.1 with deadlines of its own for slow clients. Needs the extra ``serve``."""
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tandem.runtime.rpc.client_connections import ClientConnections
+
+_REFUSED_S = 1.0
+"""How long a refused connection may take to send the request that is answered with the refusal."""
 
 
 class PatientProtocol(H11Protocol):
     """HTTP/1.1 that closes a connection if a request's head does not arrive within ``request_s``, or if the client reads nothing of its answer
-    for ``stall_s``."""
+    for ``stall_s``. A connection that its client may not have (``connections_of_clients``) is answered by the application ``refusal`` and closed;
+    one that exceeds what the server can have is closed at once."""
 
     request_s = 30.0
     stall_s = 300.0
+    connections_of_clients: ClientConnections | None = None
+    refusal: Any = None
+    _address: str | None = None
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch()
+        counted = self.connections_of_clients
+        if counted is None:
+            return
+        peer = transport.get_extra_info("peername")
+        self._address = str(peer[0]) if peer else ""
+        is_welcome = counted.add(self._address)
+        if counted.is_full:
+            transport.abort()
+        elif not is_welcome:
+            self.app = self.refusal
+            self._unwatch()
+            self._deadline = self.loop.call_later(min(_REFUSED_S, self.request_s), transport.abort)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -24,6 +46,8 @@ class PatientProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.refusal is not None and self.app is self.refusal:
+            self.transport.close()
         # The head of the next request has begun; an idle connection has a longer timeout.
         if self.conn.trailing_data[0]:
             self._watch()
@@ -41,6 +65,9 @@ class PatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
         self.resume_writing()
+        if self.connections_of_clients is not None and self._address is not None:
+            self.connections_of_clients.remove(self._address)
+            self._address = None
         super().connection_lost(exc)
 
     def _watch(self) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ class EngineLoop:
         self._staged: list[tuple[str, Tensor]] | None = None
         self._refused: dict[str, str] = {}
         self._failed: dict[str, str] = {}
+        self._working_since: float | None = None
         self._calls: dict[str, Callable[..., dict[str, Any]]] = {
             "pause": self._pause, "resume": self._resume, "abort_requests": self._abort_requests, "sleep": self._sleep,
             "wake_up": self._wake_up, "reset_prefix_cache": self._reset_prefix_cache, "start_weight_update": self._start_weight_update,
@@ -50,12 +52,21 @@ class EngineLoop:
         """Serve until ``None`` comes in."""
         while True:
             while self._may_step() is False or not self.inbox.empty():
+                self._working_since = None
                 frame = self.inbox.get()
                 if frame is None:
                     return
+                self._working_since = time.monotonic()
                 self._handle(frame)
                 self._flush()
+            self._working_since = time.monotonic()
             self._step()
+
+    @property
+    def working_s(self) -> float:
+        """Seconds for which it has worked on the present step or frame; 0 while it waits. Any thread may ask."""
+        since = self._working_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def _may_step(self) -> bool:
         is_idle = not self._engine.has_unfinished_requests

@@ -63,7 +63,11 @@ def serve(server: Channel, args: EngineArgs) -> None:
 def _receive(server: Channel, loop: EngineLoop) -> None:
     with contextlib.suppress(EOFError, OSError, BrokenFrame):
         while True:
-            loop.inbox.put(server.receive())
+            frame = server.receive()
+            if frame.method == "ping":
+                server.send({"working_s": loop.working_s}, kind="event", method="pong")
+            else:
+                loop.inbox.put(frame)
     loop.inbox.put(None)
 
 

@@ -14,6 +14,7 @@ from tandem.config.load import to_mapping
 from tandem.runtime.process.processes import Threads, describe_exit, kill, spawn, terminate
 from tandem.runtime.rpc.calls import Meta, message_from, message_meta
 from tandem.runtime.rpc.channel import BrokenFrame, receive_from
+from tandem.serving.engines.heartbeat import Heartbeat
 from tandem.serving.engines.messages import Abort, EngineInfo, EngineRequest, Step, step_of
 from tandem.types import RunError, UserError
 from tandem.types.wire import Frame, encode
@@ -26,10 +27,14 @@ class InstanceDied(RunError):
 
 
 class Instance:
-    """A running engine process. Lives in one event loop; ``on_step`` is called with what each step made known."""
+    """A running engine process. Lives in one event loop; ``on_step`` is called with what each step made known. ``heartbeat_s``, ``step_s``: the limits of
+    its ``Heartbeat``."""
 
-    def __init__(self, name: str, args: EngineArgs, threads: int, on_step: Callable[[Step], None]) -> None:
+    def __init__(
+        self, name: str, args: EngineArgs, threads: int, on_step: Callable[[Step], None], heartbeat_s: float, step_s: float
+    ) -> None:
         self.name = name
+        self.heartbeat = Heartbeat(heartbeat_s, step_s, lambda: self._write({}, "event", "ping"))
         self._on_step = on_step
         ours, theirs = socket.socketpair()
         with theirs:
@@ -62,6 +67,11 @@ class Instance:
             raise RunError(f"{self.name} cannot load the model: {frame.meta['class']}: {message}")
         self._reader_task = asyncio.create_task(self._receive(reader), name=f"{self.name} reader")
         return message_from(EngineInfo, frame.meta)
+
+    @property
+    def has_calls(self) -> bool:
+        """Control calls wait for its answer."""
+        return bool(self._calls)
 
     def add(self, request: EngineRequest) -> None:
         self._write(message_meta(request), "event", "add")
@@ -115,6 +125,10 @@ class Instance:
                 answer.set_exception(error)
 
     def _take(self, frame: Frame) -> None:
+        if frame.method == "pong":
+            self.heartbeat.answered(frame.meta["working_s"])
+            return
+        self.heartbeat.heard()
         if frame.kind == "event":
             self._on_step(step_of(frame.meta))
             return

@@ -1,8 +1,9 @@
 """What the server and an engine's process tell each other: frames over the socket pair of ``tandem.runtime.rpc.channel``.
 
-To the engine: the events ``add`` (``EngineRequest``) and ``abort`` (``Abort``), and numbered ``call`` frames of the control calls, whose
+To the engine: the events ``add`` (``EngineRequest``), ``abort`` (``Abort``) and ``ping``, and numbered ``call`` frames of the control calls, whose
 meta are the arguments. From it: once the ``result`` (``EngineInfo``) or ``error`` of ``load``; the event ``step`` (``Step``) after every step
-that has outputs; and the ``result`` or ``error`` of each call under its number. Imports no torch.
+that has outputs; the event ``pong`` (``working_s``: seconds spent on the present step) for each ping, during steps too; and the ``result`` or
+``error`` of each call under its number. Imports no torch.
 """
 
 from collections.abc import Iterable

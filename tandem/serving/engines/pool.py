@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tandem.runtime.process.backoff import Backoff
@@ -39,7 +40,7 @@ class Pool:
         self.slots = [Slot(i) for i in range(settings.instances)]
         self._say = say or (lambda text: print(f"tandem: {text}", file=sys.stderr, flush=True))
         self._unassigned: dict[str, Stream] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._control = asyncio.Lock()
         self._keys = 0
 
@@ -57,20 +58,33 @@ class Pool:
             raise
         for slot, instance in zip(self.slots, instances, strict=True):
             slot.instance = instance
-            self._keepers.append(asyncio.create_task(self._keep(slot, instance), name=f"{slot.name} keeper"))
+            self._tasks.append(asyncio.create_task(self._keep(slot, instance), name=f"{slot.name} keeper"))
+            self._tasks.append(asyncio.create_task(self._watch(slot, instance.heartbeat.period_s), name=f"{slot.name} watch"))
 
     async def stop(self) -> None:
         """End every engine. In-flight requests get an error."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for stream in self.streams:
             stream.fail(unavailable("the server was stopped"))
         await asyncio.gather(*(slot.instance.stop() for slot in self.slots if slot.instance is not None))
 
     @property
     def has_engine(self) -> bool:
-        return any(slot.instance is not None for slot in self.slots)
+        """An engine takes requests."""
+        return any(slot.is_ready for slot in self.slots)
+
+    @property
+    def why_hung(self) -> str | None:
+        """Why an engine does not answer; ``None`` if all that are loaded do."""
+        return next((slot.hung for slot in self.slots if slot.hung is not None), None)
+
+    def probe(self) -> None:
+        """Asks every engine for a sign of life; ``has_engine`` follows within ``heartbeat_s``."""
+        for slot in self.slots:
+            if slot.instance is not None and slot.is_ready:
+                slot.instance.heartbeat.ask()
 
     @property
     def num_streams(self) -> int:
@@ -96,7 +110,9 @@ class Pool:
 
     async def _load(self, slot: Slot) -> Instance:
         """An engine for ``slot`` in the state that the others are in."""
-        instance = Instance(slot.name, self.settings.engine, self.settings.threads, lambda step: self._take(slot, step))
+        settings = self.settings
+        take = partial(self._take, slot)
+        instance = Instance(slot.name, settings.engine, settings.threads, take, settings.heartbeat_s, settings.step_s)
         try:
             self.info = await instance.start()
             self.metrics.loaded(slot.index, self.info)
@@ -118,7 +134,7 @@ class Pool:
         """Replace the slot's engine whenever it dies."""
         while True:
             await instance.died.wait()
-            slot.instance = None
+            slot.instance = slot.hung = None
             self._say(f"{instance.how}; it is started again")
             self.metrics.restarted(slot.index)
             self._move(slot, instance.how)
@@ -131,15 +147,48 @@ class Pool:
                     except (UserError, OSError) as error:
                         self._say(f"{slot.name} could not be started again: {error}")
             self._say(f"{slot.name} is back")
-            unassigned, self._unassigned = self._unassigned, {}
-            for stream in unassigned.values():
-                self._give(stream)
+            self._give_unassigned()
+
+    async def _watch(self, slot: Slot, period_s: float) -> None:
+        """Notice when the slot's engine does not answer, and when it answers again."""
+        while True:
+            await asyncio.sleep(period_s)
+            instance = slot.instance
+            if instance is None:
+                continue
+            how = instance.heartbeat.tick(bool(slot.streams) or instance.has_calls)
+            if how is None:
+                continue
+            if instance.has_calls:
+                # It would run the calls later, when the others are in another state; one that is started again has theirs.
+                self._say(f"{slot.name} {how} and a control call waits for it; it is killed")
+                kill(instance.process)
+                await instance.died.wait()
+                continue
+            slot.hung = f"{slot.name} {how}"
+            self._say(f"{slot.hung}; its requests are ended and it gets none until it answers")
+            self._move(slot, slot.hung)
+            with contextlib.suppress(RunError):
+                # The engine answers this after all that it was given before, whose outputs nobody takes any more.
+                await instance.call("abort_requests", ids=None)
+                slot.hung = None
+                instance.heartbeat.answered(0.0)
+                self._say(f"{slot.name} answers again")
+                self._give_unassigned()
+
+    def _give_unassigned(self) -> None:
+        unassigned, self._unassigned = self._unassigned, {}
+        for stream in unassigned.values():
+            self._give(stream)
 
     def _move(self, slot: Slot, how: str) -> None:
-        """Give the requests of a dead engine to others."""
+        """Give the requests of a dead engine to others, or let them wait for its successor; those of a hung one do not wait."""
         moving, slot.streams, slot.outstanding = slot.streams, {}, 0
         for stream in moving.values():
-            if stream.attempts >= MAX_ATTEMPTS:
+            if slot.hung is not None and not self.has_engine:
+                stream.fail(unavailable(f"{how}; try again", retry_after_s=5))
+                self.metrics.failed(slot.index)
+            elif stream.attempts >= MAX_ATTEMPTS:
                 stream.fail(internal(f"{how}, as did {stream.attempts - 1} engines that had the request before it"))
             elif stream.versions - {self.weights.version}:
                 stream.fail(unavailable(f"{how}; the request was begun under weights that were replaced and cannot be repeated"))
@@ -159,7 +208,7 @@ class Pool:
         if self.is_sleeping:
             raise unavailable("the engine is asleep")
         if not self.has_engine:
-            raise unavailable("no engine is ready", retry_after_s=5)
+            raise unavailable(self.why_hung or "no engine is ready", retry_after_s=5)
         if self.num_streams + count > self.settings.max_requests:
             raise overloaded(f"the queue is full with {self.settings.max_requests} requests; try again")
 
@@ -193,7 +242,7 @@ class Pool:
                     slot.instance.abort([stream.request.id])
 
     def _give(self, stream: Stream) -> None:
-        ready = [slot for slot in self.slots if slot.instance is not None]
+        ready = [slot for slot in self.slots if slot.is_ready]
         if not ready:
             self._unassigned[stream.request.id] = stream
             return
@@ -237,7 +286,13 @@ class Pool:
         async with self._control:
             return await self._broadcast(name, **arguments)
 
+    def _check_answering(self) -> None:
+        """Raise ``ApiError`` for a control call while an engine hangs, which would miss it."""
+        if self.why_hung is not None:
+            raise unavailable(self.why_hung, retry_after_s=5)
+
     async def _broadcast(self, name: str, **arguments: Any) -> list[dict[str, Any]]:
+        self._check_answering()
         alive = [slot.instance for slot in self.slots if slot.instance is not None]
         if not alive:
             raise unavailable("no engine is ready", retry_after_s=5)
@@ -254,6 +309,7 @@ class Pool:
         return results
 
     async def pause(self, mode: str) -> None:
+        self._check_answering()
         self.is_paused = True
         if mode == "wait":
             # It may take as long as its longest request, and must not keep anybody from resuming.
@@ -262,11 +318,13 @@ class Pool:
             await self.call("pause", mode=mode)
 
     async def resume(self) -> None:
+        self._check_answering()
         self.is_paused = False
         with contextlib.suppress(RunError):
             await self._broadcast("resume")
 
     async def sleep(self) -> None:
+        self._check_answering()
         # First, so that nothing new is taken meanwhile.
         self.is_sleeping = True
         try:
@@ -282,6 +340,7 @@ class Pool:
     async def update(self, version: WeightVersion, folders: tuple[str, ...]) -> list[dict[str, Any]]:
         """Take the staged weights everywhere. Where no engine can take them none does. One that cannot where others could, as
         after a restart in the middle of the update, is replaced by one that starts with them."""
+        self._check_answering()
         async with self._control:
             before, self.weights = self.weights, Weights(version, folders)
             alive = [slot.instance for slot in self.slots if slot.instance is not None]

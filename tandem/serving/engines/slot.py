@@ -10,8 +10,8 @@ from tandem.types import WeightVersion
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one engine and its requests. ``instance``: ``None`` while none is ready. ``outstanding``: tokens that its requests may still
-    ask for. ``failures``: unsuccessful starts since its last step."""
+    """A place for one engine and its requests. ``instance``: ``None`` while none is loaded. ``hung``: why its engine takes no requests, ``None`` if
+    it answers. ``outstanding``: tokens that its requests may still ask for. ``failures``: unsuccessful starts since its last step."""
 
     index: int
     instance: Instance | None = None
@@ -19,6 +19,11 @@ class Slot:
     streams: dict[str, Stream] = field(default_factory=dict)
     outstanding: int = 0
     failures: int = 0
+    hung: str | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.instance is not None and self.hung is None
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from tandem.engine.lora.request import LoRARequest
 from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, invalid
+from tandem.serving.json_body import ParsedRoute
 from tandem.serving.protocol import LoadAdapter, UnloadAdapter
 from tandem.types import UserError
 
@@ -59,7 +60,7 @@ def adapter_meta(request: LoRARequest | None) -> list[Any] | None:
 
 def router(adapters: ServedAdapters) -> APIRouter:
     """Returns the routes ``POST /v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, which require the control key."""
-    routes = APIRouter(tags=["control"])
+    routes = APIRouter(tags=["control"], route_class=ParsedRoute)
 
     @routes.post("/v1/load_lora_adapter")
     async def load_lora_adapter(body: LoadAdapter) -> dict[str, Any]:

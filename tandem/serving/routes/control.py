@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 
 from tandem.serving.errors import ApiError, invalid
+from tandem.serving.json_body import ParsedRoute
 from tandem.serving.protocol import AbortRequest, InitTransfer, StartUpdate, UpdateWeights
 from tandem.serving.state import ServerState
 from tandem.types import UserError, WeightVersion
@@ -19,7 +20,7 @@ PATHS = (
 
 def router(state: ServerState) -> APIRouter:
     """All control calls."""
-    routes = APIRouter(tags=["control"])
+    routes = APIRouter(tags=["control"], route_class=ParsedRoute)
     _pausing(routes, state)
     _weights(routes, state)
     return routes

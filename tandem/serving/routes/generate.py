@@ -1,5 +1,6 @@
 """``POST /generate``: tokens in, tokens out, with what a trainer needs to know of each of them."""
 
+import asyncio
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator
@@ -12,11 +13,12 @@ from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.logprobs import by_token_id, prompt_logprobs
-from tandem.serving.prompts import chat_prompt, encode, sampling_params
+from tandem.serving.prompts import sampling_params
 from tandem.serving.protocol import DetokenizeRequest, GenerateRequest, GenerateSampling, TokenizeRequest
 from tandem.serving.routes.adapters import adapter_meta
 from tandem.serving.sessions import DONE, answers, begin, each, sse, submitted, while_connected
 from tandem.serving.state import ServerState
+from tandem.text.tokenizer import Tokenizer
 
 
 async def generate(state: ServerState, body: GenerateRequest, request: Request) -> Response:
@@ -25,9 +27,12 @@ async def generate(state: ServerState, body: GenerateRequest, request: Request) 
         raise invalid("give either 'prompt' or 'prompt_token_ids'", "prompt")
     adapter = state.check_model(body.model)
     tokens = body.prompt_token_ids
-    if tokens is None:
-        tokens = await encode(state.tokenizer, body.prompt or "", add_special_tokens=True)
     sampling = body.sampling_params or GenerateSampling()
+    reader = state.prompt_reader(request, sampling.truncate_prompt_tokens, sampling.max_tokens)
+    if tokens is None:
+        tokens = await reader.encode(body.prompt or "", add_special_tokens=True)
+    else:
+        tokens = reader.fitting(tokens, "prompt_token_ids")
     key = body.key
     if key is None:
         key = 0 if sampling.seed is not None else state.pool.next_key()
@@ -74,25 +79,31 @@ def _completion(completion: CompletionOutput) -> dict[str, Any]:
     return plain
 
 
-async def tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
-    """``POST /tokenize``: of a text, or of a conversation."""
+async def tokenize(state: ServerState, body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    """``POST /tokenize``: the tokens of a text, or of a conversation. A text that no context can hold is refused as in a completion."""
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either 'prompt' or 'messages'", "prompt")
+    reader = state.prompt_reader(request)
     if body.messages is not None:
         generation = body.add_generation_prompt is not False
-        tokens = await chat_prompt(state.tokenizer, state.chat_template(), body.messages, generation, body.chat_template_kwargs)
+        tokens = await reader.chat_prompt(state.chat_template(), body.messages, generation, body.chat_template_kwargs)
     else:
-        tokens = await encode(state.tokenizer, body.prompt or "", body.add_special_tokens is not False)
+        tokens = await reader.encode(body.prompt or "", body.add_special_tokens is not False)
     response: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": state.max_model_len}
     if body.return_token_strs:
-        response["token_strs"] = [state.tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        response["token_strs"] = await asyncio.to_thread(_token_texts, state.tokenizer, tokens)
     return response
 
 
+def _token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+
+
 async def detokenize(state: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
-    """``POST /detokenize``."""
+    """``POST /detokenize``: the text of as many tokens as the context has, or fewer."""
     state.check_model(body.model)
+    state.limits.check_tokens(len(body.tokens), "tokens")
     wrong = next((token for token in body.tokens if token >= state.tokenizer.vocab_size), None)
     if wrong is not None:
         raise invalid(f"token id {wrong} is not in the tokenizer's vocabulary of {state.tokenizer.vocab_size}", "tokens")

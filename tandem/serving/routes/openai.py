@@ -14,7 +14,7 @@ from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from tandem.serving.prompts import chat_prompt, completion_prompts, response_format, sampling_params
+from tandem.serving.prompts import response_format, sampling_params
 from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, OpenAIFields, StreamOptions
 from tandem.serving.routes.adapters import adapter_meta
 from tandem.serving.sessions import DONE, answers, begin, each, sse, submitted, while_connected
@@ -83,7 +83,11 @@ class Job:
 async def completions(state: ServerState, body: CompletionRequest, request: Request) -> Response:
     """``POST /v1/completions``."""
     adapter = _check_model(state, body)
-    prompts = await completion_prompts(state.tokenizer, body.prompt, body.add_special_tokens is not False)
+    if isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int):
+        # Before any of them is encoded.
+        state.pool.check_room(len(body.prompt))
+    reader = state.prompt_reader(request, body.truncate_prompt_tokens, body.max_tokens)
+    prompts = await reader.completion_prompts(body.prompt, body.add_special_tokens is not False)
     echo, scores = bool(body.echo), body.prompt_logprobs
     if echo and scores is None and (body.logprobs is not None or body.max_tokens == 0):
         scores = body.logprobs or 0
@@ -127,7 +131,8 @@ async def chat_completions(state: ServerState, body: ChatCompletionRequest, requ
     # A chat continues to the end of its context, where the offline default is 16 tokens.
     params.setdefault("max_tokens", None)
     generation = body.add_generation_prompt is not False
-    prompt = await chat_prompt(state.tokenizer, state.chat_template(), body.messages, generation, body.chat_template_kwargs)
+    reader = state.prompt_reader(request, body.truncate_prompt_tokens, longest)
+    prompt = await reader.chat_prompt(state.chat_template(), body.messages, generation, body.chat_template_kwargs)
 
     def write(job: Job, number: int, c: CompletionOutput, output: RequestOutput, is_first: bool, is_delta: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"delta": {"content": c.text}} if is_delta else {"message": {"role": "assistant", "content": c.text}}

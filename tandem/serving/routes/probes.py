@@ -23,13 +23,14 @@ def router(state: ServerState) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> Response:
-        """200 while an engine is there or being loaded for the first time; 503 while every one is dead."""
+        """200 while an engine answers or is loaded for the first time; 503 while every one is dead or hung."""
         is_well = not state.is_started or state.pool.has_engine
-        return JSONResponse({"status": "healthy" if is_well else "no engine is alive"}, 200 if is_well else 503)
+        return JSONResponse({"status": "healthy" if is_well else "no engine answers"}, 200 if is_well else 503)
 
     @routes.get("/readiness")
     async def readiness() -> Response:
-        """503 while loading, draining or asleep, and while no engine is alive."""
+        """503 while loading, draining or asleep, and while no engine answers. Asks the engines for a sign of life."""
+        state.pool.probe()
         why = state.why_not_ready
         return JSONResponse({"status": why or "ready"}, 503 if why else 200)
 
