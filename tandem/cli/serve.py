@@ -13,8 +13,6 @@ examples:
 
 import argparse
 import importlib.util
-import ipaddress
-import sys
 from pathlib import Path
 
 from tandem.cli.engine_options import add_engine_options, engine_args
@@ -90,16 +88,7 @@ def _serve(options: argparse.Namespace, folder: str) -> int:
         heartbeat_s=options.heartbeat_timeout, step_s=options.step_timeout, max_connections_per_client=options.max_connections_per_client,
         max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib),
     )  # fmt: skip
-    if not settings.api_keys and not _is_loopback(settings.host):
-        print(f"tandem: warning: anyone who reaches {settings.host} may use this server; give --api-key @FILE, or leave out --host", file=sys.stderr)
     return run_server(settings)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _bytes(mib: float) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import resource
 import signal
@@ -103,6 +104,8 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
     """Load, be ready, and drain after ``stop``."""
     settings = state.settings
     host = f"[{address[0]}]" if ":" in str(address[0]) else address[0]
+    if not settings.api_keys and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        _say(f"warning: anyone who reaches {host} may use this server; give --api-key @FILE, or leave out --host")
     _say(f"loading '{settings.engine.model}'; http://{host}:{address[1]} answers probes meanwhile")
     loading = asyncio.create_task(_load(state))
     stopping = asyncio.create_task(stop.wait())
