@@ -11,6 +11,7 @@ from tandem.config.engine import EngineArgs, SpeculativeConfig
 from tandem.types import UserError
 
 GIVEN: dict[str, tuple[Any, ...]] = {
+    "verify": ("--verify",),
     "download_dir": ("--download-dir", "cache"),
     "weight_cache_gib": ("--weight-cache-gib", "0.5"),
     "dtype": ("--dtype", "bfloat16"),
@@ -44,7 +45,7 @@ GIVEN: dict[str, tuple[Any, ...]] = {
 }
 OWN = {"serve": {"tokenizer"}, "generate": {"enable_lora", "max_loras", "max_lora_rank"}}
 EXPECTED = EngineArgs(
-    model="m", download_dir="cache", weight_cache_gib=0.5, dtype="bfloat16", quantization="int8+head", device="cuda:1", kernels="reference",
+    model="m", verify=True, download_dir="cache", weight_cache_gib=0.5, dtype="bfloat16", quantization="int8+head", device="cuda:1", kernels="reference",
     attention="flash3", deterministic=False, max_model_len=77, max_num_seqs=7, max_num_batched_tokens=99, batching="dynamic",
     enable_chunked_prefill=False, enable_prefix_caching=False, cache_implementation="static", kv_cache_tokens=1024, kv_cache_dtype="int8",
     preemption_mode="swap", swap_space=2.0, watermark=0.25, tensor_parallel_size=2, rank_timeout_s=9.5, enable_lora=True, max_loras=3, max_lora_rank=5,

@@ -96,7 +96,7 @@ def test_replay_sees_half_a_nat_added_to_the_recorded_log_probability_of_one_tok
 
 def test_replay_of_a_step_that_is_not_there_or_of_no_run_is_one_line(undisturbed: PodRun, tmp_path: Path) -> None:
     run = copy_of(undisturbed, tmp_path)
-    for arguments, said in ((("--step", "6"), "the steps 0 to 5"), (("--step", "-1"), "first step is 0"), (("--step", "x"), "invalid int")):
+    for arguments, said in ((("--step", "6"), "the steps 0 to 5"), (("--step", "-1"), "first step is 0"), (("--step", "x"), "is not a whole number")):
         done = replay(run, *arguments)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and said in done.stderr
     empty = PodRun(tmp_path, name="nothing")
