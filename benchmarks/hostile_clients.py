@@ -174,8 +174,9 @@ def report(found: Found, began: str) -> str:
     lines.append(f"| tokens | {tokens[0]} | {tokens[1]} | {tokens[1] / tokens[0]:.2f} |")
     lines.append(f"| requests without an answer | {found.failed[0]:.0f} | {found.failed[1]:.0f} | |")
     lines += ["", "| resident memory | before | at most | after | after / before |", "| --- | --- | --- | --- | --- |"]
-    for i, name in enumerate(("server", "engine")):
-        before, most, after = found.before[i], found.most[i], found.after[i]
+    sizes = {name: (found.before[i], found.most[i], found.after[i]) for i, name in enumerate(("server", "engine"))}
+    sizes["both"] = (sum(found.before), sum(found.most), sum(found.after))
+    for name, (before, most, after) in sizes.items():
         lines.append(f"| {name} | {before / MIB:.0f} MiB | {most / MIB:.0f} MiB | {after / MIB:.0f} MiB | {after / before:.2f} |")
     lines += ["", "| hostile requests | statuses (count; 0: the connection ended without one) |", "| --- | --- |"]
     for kind, counts in sorted(found.answers.items()):
