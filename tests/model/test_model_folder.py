@@ -2,15 +2,21 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from tandem.config.model import NewModelConfig
 from tandem.kernels import Kernels, select
 from tandem.layout.shapes import ModelShapes, parameters
+from tandem.model.create_model import create_model
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_model, load_tensors, read_tensors, save_model, to_huggingface
 from tandem.model.initialise import initialise
+from tandem.storage.folder_manifest import check_folder
 from tandem.text.characters import make_character_tokenizer
 from tandem.types import RunError, UserError
 
@@ -196,6 +202,29 @@ def test_nothing_is_overwritten_and_a_failed_save_leaves_nothing(tmp_path) -> No
     with pytest.raises(RunError, match="cannot be saved"):
         save_model(decoder_of(TIED), tmp_path / "file" / "model")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "model"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tandem.config.model import NewModelConfig
+from tandem.model import create_model
+from tandem.model.huggingface import model_folder
+model_folder.write_manifest = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+config = NewModelConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8, intermediate_size=32)
+create_model.create_model(config, 0, Path(sys.argv[1]))
+"""
+
+
+def test_a_save_that_is_killed_leaves_no_model_and_the_next_one_removes_what_it_wrote(tmp_path) -> None:
+    folder = tmp_path / "model"
+    assert subprocess.run([sys.executable, "-c", KILLED, str(folder)], timeout=120).returncode == -signal.SIGKILL
+    assert not folder.exists() and list(tmp_path.iterdir())
+    create_model(
+        NewModelConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8, intermediate_size=32), 0, folder
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    check_folder(folder)
 
 
 def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization.scheme import Scheme
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from tandem.types import RunError, UserError
@@ -261,28 +261,26 @@ def save_model(
     generation = {
         key: special[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id") if special[key] is not None
     }
-    temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        temporary.chmod(0o755)
-        if tensors is None:
-            write_file(temporary / WEIGHTS, to_huggingface(decoder))
-        else:
-            write_file(temporary / WEIGHTS, tensors, [Form(name, decoder.dtype, tuple(shape)) for name, shape in parameters(decoder.shapes)])
-        _write_json(temporary / "config.json", {**special, "dtype": dtype, "torch_dtype": dtype})
-        _write_json(temporary / "generation_config.json", generation)
-        if tokenizer_folder is not None:
-            for name in TOKENIZER_FILES:
-                if (Path(tokenizer_folder) / name).is_file():
-                    shutil.copyfile(Path(tokenizer_folder) / name, temporary / name)
-        write_manifest(temporary)
-        temporary.rename(folder)
+        # The next model of this name removes what a killed process left.
+        with temporary_folder(folder.parent, f".{folder.name}") as scratch:
+            written = scratch / folder.name
+            written.mkdir()
+            if tensors is None:
+                write_file(written / WEIGHTS, to_huggingface(decoder))
+            else:
+                write_file(written / WEIGHTS, tensors, [Form(name, decoder.dtype, tuple(shape)) for name, shape in parameters(decoder.shapes)])
+            _write_json(written / "config.json", {**special, "dtype": dtype, "torch_dtype": dtype})
+            _write_json(written / "generation_config.json", generation)
+            if tokenizer_folder is not None:
+                for name in TOKENIZER_FILES:
+                    if (Path(tokenizer_folder) / name).is_file():
+                        shutil.copyfile(Path(tokenizer_folder) / name, written / name)
+            write_manifest(written)
+            written.rename(folder)
     except OSError as error:
         raise RunError(f"the model cannot be saved to '{folder}': {error}") from None
-    finally:
-        if temporary is not None and temporary.exists():
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
