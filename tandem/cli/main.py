@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from tandem.runtime.process.temporary import choose_temporary_folder
 from tandem.types import UserError
 
 COMMANDS = {
@@ -78,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # torch warns of this if NumPy is not installed, which Tandem does not need.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     signal.signal(signal.SIGTERM, _interrupt)
+    choose_temporary_folder()
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
         _check_text(given)

@@ -12,6 +12,7 @@ from helpers_cli import real
 
 from tandem.config.model import NewModelConfig
 from tandem.model.create_model import create_model
+from tandem.runtime.process import temporary
 from tandem.runtime.records.run_lock import RunLock
 
 
@@ -44,6 +45,10 @@ def test_a_full_folder_for_temporary_files_is_named_before_any_work(command, rec
 def test_no_folder_for_temporary_files_at_all_is_refused_with_those_that_were_tried(command, recipe, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    monkeypatch.setattr(temporary, "SYSTEM_FOLDERS", ())
+    monkeypatch.setenv("TMPDIR", "/proc/none")
+    for name in ("TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
     message = command("train", recipe, "--dry-run").refusal(1)
     assert "No usable temporary directory found in ['/proc/none']; make room, or set TMPDIR" in message
 

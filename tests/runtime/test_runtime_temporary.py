@@ -1,5 +1,6 @@
 """Temporary folders of killed owners, and files without a name."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -42,3 +43,16 @@ def test_unnamed_file_is_written_and_read_by_other_processes_and_has_no_name(tmp
     assert file.read_text() == "ab" and "memfd" in str(file.path.readlink())
     file.close()
     assert not file.path.exists()
+
+
+def test_the_temporary_folder_is_pythons_choice_and_nothing_is_written_to_find_it(tmp_path: Path) -> None:
+    code = (
+        "import tempfile, sys; from tandem.runtime.process.temporary import choose_temporary_folder\n"
+        "class Names:\n    def __next__(self): sys.exit('a file was written')\n"
+        "choose_temporary_folder(); tempfile._get_candidate_names = Names; print(tempfile.gettempdir())"
+    )
+    for given in (str(tmp_path), "", str(tmp_path / "missing")):
+        environment = {name: value for name, value in os.environ.items() if name not in ("TEMP", "TMP")} | {"TMPDIR": given}
+        python = subprocess.run([sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"], env=environment, capture_output=True, text=True)
+        ours = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert (ours.stdout, ours.stderr) == (python.stdout, "")

@@ -31,6 +31,10 @@ def main() -> None:
     if kind == "exec":
         os.execvp(target, [target, *arguments])
     sys.argv = [target, *arguments]
+    # After the request above, which must not wait for an import.
+    from tandem.runtime.process.temporary import choose_temporary_folder
+
+    choose_temporary_folder()
     runpy.run_module(target, run_name="__main__", alter_sys=True)
 
 

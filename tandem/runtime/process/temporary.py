@@ -12,6 +12,20 @@ from pathlib import Path
 PREFIX = "tandem"
 
 
+SYSTEM_FOLDERS = ("/tmp", "/var/tmp", "/usr/tmp")
+
+
+def choose_temporary_folder() -> None:
+    """Sets the folder for temporary files of this process, as Python would choose it: Python's own search writes a file to it, which a kill at that
+    moment leaves behind. Without a folder that can be written nothing is set."""
+    if tempfile.tempdir is not None:
+        return
+    for folder in (*(os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")), *SYSTEM_FOLDERS):
+        if folder and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK):
+            tempfile.tempdir = str(Path(folder).absolute())
+            return
+
+
 class UnnamedFile:
     """An empty file in memory without a name, which the kernel frees with the last process that has it open. ``path``: by which processes of this
     user open it while this process lives and the file is not closed."""
