@@ -16,7 +16,7 @@ from tandem.jobs.result import RunResult
 from tandem.jobs.run_files import PRIVATE, SFT_FOLDER, record_config, write_recipe
 from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.uploads import check_upload_is_free
-from tandem.jobs.verify.resume_checks import check_records
+from tandem.jobs.verify.resume_checks import check_recipe_text, check_records
 from tandem.jobs.verify.verify_config import MAY_CHANGE, may_change
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
@@ -53,7 +53,11 @@ def resume(
     """Resumes the run in ``run_directory`` from its newest whole checkpoint, after its records were verified. ``overrides``: new values of the keys
     that ``may_change`` allows; they are written to the run's recipe, unless the run is refused with them."""
     directory, callback = Path(run_directory), callback or Callback()
-    recipe = read_recipe(directory, overrides)
+    try:
+        recipe = read_recipe(directory, overrides)
+    except UserError:
+        check_recipe_text(directory)
+        raise
     check_records(directory, isinstance(recipe, Recipe), callback)
     if overrides:
         _check_may_change(overrides)

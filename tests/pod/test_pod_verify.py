@@ -14,6 +14,7 @@ import pytest
 import yaml
 from pod_runs import PodRun, difference
 
+from tandem.jobs.start import resume
 from tandem.jobs.verify.resume_checks import check_records
 from tandem.runtime.callback import Callback
 from tandem.types import RunError
@@ -168,6 +169,24 @@ def test_damage_that_no_later_step_depends_on_is_told_journalled_and_reported_an
     assert "is missing" in (run.directory / "report.html").read_text()
     (run.directory / "metrics.jsonl").write_text((run.directory / "metrics.jsonl").read_text().replace('"step": 1, "x": 1,', '"step": 1,'))
     assert difference(run, undisturbed) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("learning_rate:", "learning_rbte:", "has sft.learning_rate no value, and the run began with 0.005"),
+        ("model:", "model: [", "is not YAML any more"),
+        ("model:", "modfl:", "values that are not those that the run began with"),
+    ],
+)
+def test_a_damaged_recipe_is_not_taken_for_one_of_another_version(killed: PodRun, tmp_path: Path, before: str, after: str, expected: str) -> None:
+    run = copy_of(killed, tmp_path)
+    path = run.directory / "config.yaml"
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after))
+    with pytest.raises(RunError) as caught:
+        resume(run.directory)
+    assert "\n" not in str(caught.value) and expected in str(caught.value)
 
 
 def test_a_lost_head_is_told_and_made_again(killed: PodRun, tmp_path: Path) -> None:

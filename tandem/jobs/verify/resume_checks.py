@@ -4,11 +4,25 @@ import shlex
 from pathlib import Path
 
 from tandem.jobs.run_files import SFT_FOLDER
+from tandem.jobs.verify.verify_config import verify_config
 from tandem.jobs.verify.verify_records import verify_records
 from tandem.runtime.callback import Callback
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_lock import RunLock
 from tandem.types import RunError
+
+
+def check_recipe_text(directory: Path) -> None:
+    """Raises ``RunError`` if ``config.yaml`` of the run in ``directory`` is not what the journal has. For a recipe that cannot be read: whether it was
+    damaged or is of another version."""
+    try:
+        with Journal(directory / "journal.sqlite", read_only=True) as journal:
+            findings = verify_config(directory, journal)
+    except RunError:
+        return
+    for finding in findings:
+        if finding.stops:
+            raise RunError(finding.line())
 
 
 def check_records(directory: Path, needs_journal: bool, callback: Callback) -> None:

@@ -20,6 +20,9 @@ MAY_CHANGE = (
 )
 """The keys that ``may_change`` allows, for messages."""
 
+MOST_NAMED = 8
+"""Values that are named one by one; a file with more of them is not one that somebody edited."""
+
 _SECTIONS = ("parallel", "machine", "checkpoint", "registry")
 _KEYS = ("trainer.sleep_offload", "run.max_steps", "run.max_restarts", "run.elastic", "run.on_mismatch")
 _ABSENT = object()
@@ -57,11 +60,14 @@ def verify_config(directory: Path, journal: Journal, is_stage: bool = False) -> 
             findings.append(Finding(what, "how the run continues depends on it", "the new value is taken", stops=False))
         else:
             findings.append(Finding(what, "every result depends on it", "put the old value back, or start a new run", stops=True))
+    stopping = [finding for finding in findings if finding.stops]
+    if len(stopping) > MOST_NAMED:
+        return [_damaged(path, f"has {len(stopping)} values that are not those that the run began with")]
     return findings
 
 
 def _damaged(path: Path, trouble: str) -> Finding:
-    fix = "restore it from a copy (report.html has none; journal.sqlite has its text under 'config' in its table 'run')"
+    fix = "restore it from a copy; the table 'run' of journal.sqlite has its text, as JSON, under 'config'"
     return Finding(f"'{path}' {trouble}", "every result depends on it", fix, stops=True)
 
 
