@@ -53,9 +53,12 @@ def _run_parts(directory: Path, is_on_data: bool, is_stage: bool) -> Iterator[Pa
     start = None if is_done else _start_model(directory)
     if start is not None:
         yield Part(f"{name}start model", sum(file.size for file in start[1].values()), partial(_verify_start, *start, is_on_data))
-    for folder in (directory / "models" / "initial", directory / "model"):
+    for folder, depends, fix in (
+        (directory / "models" / "initial", "the fine-tuning stage began with it", "nothing to do once that stage has ended; else start a new run"),
+        (directory / "model", "whatever is done with this model depends on it", "restore it from a copy, or export it again: remove the folder and resume"),
+    ):
         if folder.is_dir() and (start is None or folder != start[0]):
-            yield Part(f"{name}{folder.relative_to(directory)}", _size(folder.iterdir()), partial(_verify_model, folder))
+            yield Part(f"{name}{folder.relative_to(directory)}", _size(folder.iterdir()), partial(_verify_model, folder, depends, fix))
     for step in steps_on_disk(directory):
         folder = directory / "checkpoints" / f"step-{step}"
         is_newest = step == steps_on_disk(directory)[-1]
@@ -92,8 +95,7 @@ def _verify_start(folder: Path, files: Files, is_on_data: bool) -> list[Finding]
     return [Finding(line, "a run without a checkpoint begins with it", fix, stops=".safetensors'" not in line) for line in damaged]
 
 
-def _verify_model(folder: Path) -> list[Finding]:
-    depends, fix = "whatever is done with this model depends on it", "restore it from a copy, or export it again: remove the folder and resume"
+def _verify_model(folder: Path, depends: str, fix: str) -> list[Finding]:
     try:
         files = read_manifest(folder)
     except RunError as error:
