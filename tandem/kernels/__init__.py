@@ -37,6 +37,7 @@ __all__ = [
     "empty_cache",
     "select",
     "stored_dtype",
+    "why_reference",
 ]
 
 
@@ -56,6 +57,21 @@ def select(
     load_backend(attention)
     check_device(attention, torch.device(device))
     return with_attention(kernels, attention, dtype, torch.device(device), deterministic)
+
+
+def why_reference(choice: KernelChoice, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> str:
+    """Returns why ``select`` took the reference for ``auto``, where faster kernels exist for ``dtype`` and ``device``; empty if it did not."""
+    if choice != "auto" or kernels.name != "reference":
+        return ""
+    if device.type == "cuda":
+        from tandem.kernels import triton
+
+        why = f"kernels triton: {triton.missing()}" if dtype != torch.float64 else ""
+    else:
+        from tandem.kernels import cpu
+
+        why = cpu.why_unavailable() if dtype == torch.float32 else ""
+    return f"{why}; using kernels reference, which are slower" if why else ""
 
 
 def _select(choice: KernelChoice, dtype: torch.dtype, on_gpu: bool, deterministic: bool) -> Kernels:

@@ -80,6 +80,9 @@ class Pod:
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
             loaded = self.trainer.load(self.start, step)
+            if self.kernels not in ("", loaded["kernels"]):
+                was, now = self.kernels, loaded["kernels"]
+                raise RunError(f"the trainer computed with kernels {was} and now with {now}, so its bits would differ; repair the compiler, then resume")
             self.trainer_step, self.kernels, self.online = int(loaded["step"]), str(loaded["kernels"]), True
             self.loaded = (self.trainer_step, str(loaded["digest"])) if loaded["digest"] is not None else None
             self.all_damaged, self.boundaries = bool(loaded["damaged"]), {}
@@ -100,7 +103,7 @@ class Pod:
         """Bring up the rollout sidecar with dummy weights."""
         with self.transitions.rollout_does(RolloutState.START_ENGINE, step):
             self.rollout.channel.start()
-            self.rollout.start_engine(self.start)
+            self.rollout.start_engine(self.start, self.kernels)
             self.engine_step = None
 
     def export(self, folder: Path) -> None:

@@ -38,7 +38,8 @@ class RolloutWorker:
         return {name: getattr(self, name) for name in CALLS}
 
     def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Starts the recipe's engine with dummy weights for the model in ``folder``: shapes and tokenizer are read, weights are not."""
+        """Starts the recipe's engine with dummy weights for the model in ``folder``: shapes and tokenizer are read, weights are not. ``kernels``: those
+        of the trainer, so that both have the same bits."""
         folder, recipe, machine = Path(meta["folder"]), self.recipe, self.recipe.machine
         length = context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         args = replace(
@@ -50,7 +51,7 @@ class RolloutWorker:
             kv_cache_tokens=kv_cache_tokens(recipe.rollout, recipe.algorithm.group_size, length),
             dtype=recipe.trainer.dtype,
             device=pod_device(machine),
-            kernels=machine.kernels,
+            kernels=meta["kernels"],
             attention=machine.attention,
         )
         self.llm = LLM.from_engine_args(args, precision=self.recipe.rollout_precision)

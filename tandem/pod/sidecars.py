@@ -82,9 +82,9 @@ class RolloutSidecar:
 
     channel: Channel
 
-    def start_engine(self, folder: Path) -> None:
-        """Start the worker's engine with dummy weights for the model in ``folder``."""
-        self.channel.call("start_engine", {"folder": str(folder)})
+    def start_engine(self, folder: Path, kernels: str) -> None:
+        """Start the worker's engine with dummy weights for the model in ``folder`` and the trainer's ``kernels``."""
+        self.channel.call("start_engine", {"folder": str(folder), "kernels": kernels})
 
     def update_weight(self, version: WeightVersion) -> dict[str, Any]:
         """Read, verify and apply the weights published as ``version``."""

@@ -14,7 +14,7 @@ import torch
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
-from tandem.kernels import select
+from tandem.kernels import select, why_reference
 from tandem.layout.flops import step_flops
 from tandem.model.create_model import create_model
 from tandem.pod.actor import Actor, build_actor
@@ -22,6 +22,7 @@ from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.release import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence
 from tandem.rl.algorithms.update import update_policy
+from tandem.runtime.collectives.agreement import check_same_kernels
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
@@ -62,7 +63,10 @@ class TrainerWorker:
         self.recipe, self.rank, self.directory = recipe, rank, rank.directory
         self.device, machine = rank.ranks.device, recipe.machine
         # The engine's kernels, so that both have the same bits.
-        self.kernels = select(machine.kernels, getattr(torch, recipe.trainer.dtype), self.device, attention=machine.attention)
+        dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
+        self.kernels = select(machine.kernels, dtype, self.device, attention=machine.attention)
+        check_same_kernels(rank.ranks.world, self.kernels.name)
+        self.kernel_note = why_reference(machine.kernels, self.kernels, dtype, self.device)
         self.speed = DeviceSpeed(self.device, recipe.trainer.multiplies_in)
         self.store = EmbeddedStore(self.directory / "pod" / "store.sqlite")
         self.writer: WeightWriter | None = None
@@ -129,6 +133,7 @@ class TrainerWorker:
         self.inferred = self.converted = None
         is_same = recipe.rollout_precision == recipe.trainer.precision
         notes = device_notes(self.device, recipe.trainer, "in trainer and rollout" if is_same else "in the trainer")
+        notes += [self.kernel_note] if self.kernel_note else []
         return {
             "step": self.steps, "notes": notes, "digest": None if loaded is None else loaded.digest, "kernels": self.kernels.name,
             "damaged": list(checkpoints.damaged) if loaded is None else [], "passed_over": list(checkpoints.damaged),

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.kernels import cpu, select
+from tandem.kernels import cpu, select, why_reference
 from tandem.kernels.cpu import build
 from tandem.kernels.cpu.kernels import CpuKernels
 from tandem.kernels.cpu.library import Library
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 
 @pytest.fixture
@@ -93,6 +93,28 @@ def test_a_failing_compiler_is_one_clear_line(small_source: Path, tmp_path: Path
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def compiler_that_is_killed(path: Path, times: int, by_the_driver: bool) -> str:
+    """Returns a compiler that is killed the first ``times`` times, or whose driver says that the program it had started was."""
+    count = path.with_suffix(".count")
+    end = "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1" if by_the_driver else "kill -9 $$"
+    path.write_text(f'#!/bin/sh\necho x >> {count}\nif [ $(wc -l < {count}) -le {times} ]; then {end}; fi\nexec g++ "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("by_the_driver", [False, True])
+def test_a_compiler_that_is_killed_once_is_run_again(by_the_driver: bool, small_source: Path, tmp_path: Path) -> None:
+    compiler = compiler_that_is_killed(tmp_path / "compiler", 1, by_the_driver)
+    assert answer(build.built_library(compiler, tmp_path / "cache")) == 42
+
+
+def test_a_compiler_that_is_killed_again_ends_the_process_instead_of_changing_its_kernels(small_source: Path, tmp_path: Path) -> None:
+    compiler = compiler_that_is_killed(tmp_path / "compiler", 9, False)
+    with pytest.raises(RunError, match="was killed twice") as caught:
+        cpu.load_or_none(compiler, tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_may_not_be_written_is_one_clear_line(small_source: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir(mode=0o500)
@@ -104,6 +126,18 @@ def test_a_directory_that_cannot_be_made_is_one_clear_line(small_source: Path, t
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write to"):
         build.built_library("g++", tmp_path / "file" / "cache")
+
+
+def test_a_run_is_told_why_it_computes_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.device("cpu")
+    assert why_reference("auto", select("auto"), torch.float32, here) == ""
+    assert why_reference("auto", select("auto", torch.float64), torch.float64, here) == ""
+    assert why_reference("reference", select("reference"), torch.float32, here) == ""
+    monkeypatch.setattr(build.shutil, "which", lambda program: None)
+    for cached in (cpu._load, cpu._load_or_none):
+        monkeypatch.setattr(cpu, cached.__wrapped__.__name__, cached.__wrapped__)
+    why = why_reference("auto", select("auto"), torch.float32, here)
+    assert "install g++" in why and "which are slower" in why and "\n" not in why
 
 
 def test_auto_takes_the_reference_for_other_dtypes() -> None:

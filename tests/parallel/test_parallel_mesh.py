@@ -10,9 +10,9 @@ from ranks import RankContext, Ranks
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.mesh import AXES, Mesh, MeshShape, crossing, smaller
 from tandem.layout.placement import check_placement
-from tandem.runtime.collectives.agreement import INLINE_BYTES, gather_values
+from tandem.runtime.collectives.agreement import INLINE_BYTES, check_same_kernels, gather_values
 from tandem.runtime.collectives.communicator import FEW_BYTES
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 SHAPES = [MeshShape(), MeshShape(data=2, tensor=2), MeshShape(2, 2, 2), MeshShape(data=4, context=2, expert=4), MeshShape(3, 2, 2, 2, 6)]
 
@@ -88,6 +88,20 @@ def test_every_rank_is_told_the_value_of_each_whatever_their_lengths(ranks: Rank
     # Quotation marks make a text two bytes longer.
     expected = ["a" * lengths[0], "b" * lengths[1]]
     assert ranks.run(MeshShape(data=2), values_of, lengths) == [expected, expected]
+
+
+def kernels_of(here: RankContext, names: list[str]) -> str:
+    try:
+        check_same_kernels(here.groups["data"], names[here.mesh.rank])
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_compute_with_different_kernels_are_told_so_on_every_rank(ranks: Ranks) -> None:
+    first, second = ranks.run(MeshShape(data=2), kernels_of, ["reference", "cpu"])
+    assert first == second and "(rank 0 reference, rank 1 cpu)" in first
+    assert ranks.run(MeshShape(data=2), kernels_of, ["cpu", "cpu"]) == ["", ""]
 
 
 def test_rows_reach_the_rank_they_are_sent_to_none_included(ranks: Ranks) -> None:

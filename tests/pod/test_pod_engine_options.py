@@ -55,7 +55,7 @@ def roll_out(engine: dict[str, Any], folder: Path, model: Decoder, directory: Pa
     recipe = recipe_of(engine)
     (directory / "pod").mkdir(exist_ok=True)
     worker = RolloutWorker(recipe, directory)
-    worker.start_engine({"folder": str(folder / "model")}, {}, lambda *_: None)
+    worker.start_engine({"folder": str(folder / "model"), "kernels": "auto"}, {}, lambda *_: None)
     assert worker.llm is not None
     worker.llm.update_weights(read_tensors(folder / "model"), WeightVersion(0, 0))
     prompts = prompt_source(recipe, folder / "model").for_step(0)

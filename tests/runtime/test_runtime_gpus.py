@@ -40,6 +40,21 @@ def test_without_a_driver_nobody_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert chosen_device(MachineConfig(), 2) == "cpu"
 
 
+def test_a_run_takes_no_other_device_because_the_process_that_lists_the_gpus_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    program = tmp_path / "python"
+    program.write_text(
+        f'#!/bin/sh\necho x >> {count}\nif [ $(wc -l < {count}) -le $KILLED ]; then kill -9 $$; fi\necho \'{{"gpus": [["NVIDIA H200", 1, 2]], "why": ""}}\'\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(gpus.sys, "executable", str(program))
+    monkeypatch.setenv("KILLED", "1")
+    assert gpus.probe.__wrapped__() == Probe((Gpu("NVIDIA H200", 1, 2),))
+    monkeypatch.setenv("KILLED", "9")
+    with pytest.raises(RunError, match="killed twice"):
+        gpus.probe.__wrapped__()
+
+
 def test_too_few_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path, 0, why="torch is built without CUDA")
     with pytest.raises(UserError, match=r"'machine.device' is 'cuda' and no GPU is found: torch is built without CUDA; .* machine.device to cpu$"):

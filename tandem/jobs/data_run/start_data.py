@@ -22,12 +22,13 @@ from tandem.jobs.run_files import begun, continue_from, initial_folder, opened_f
 from tandem.jobs.try_commands import data_commands
 from tandem.jobs.verify.start_model import check_start_model
 from tandem.jobs.verify.verify_records import steps_on_disk
-from tandem.kernels import select
+from tandem.kernels import select, why_reference
 from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.runtime.callback import Callback
+from tandem.runtime.collectives.agreement import check_same_kernels
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import chosen_device
 from tandem.runtime.machine.heap import freed_memory_kept, large_memory_given_back
@@ -170,6 +171,9 @@ def _load(settings: ReplicaSettings, machine: MachineConfig, ranks: Ranks, callb
     if trainer.offload == "cpu" and ranks.device.type == "cpu":
         callback.message("trainer.offload cpu has no effect on the CPU: weights and optimizer state are in host memory already")
     kernels = _kernels(machine, trainer, ranks.device, read_shapes(settings.start).head_dim)
+    check_same_kernels(ranks.world, kernels.name)
+    if why := why_reference(machine.kernels, kernels, getattr(torch, trainer.dtype), ranks.device):
+        callback.message(why)
     return build_replica(settings, ranks, kernels), kernels
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tandem.kernels.api import Kernels
 from tandem.kernels.cpu.build import built_library, default_directory
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,8 +18,14 @@ def load(compiler: str = "g++", directory: Path | None = None) -> Kernels:
 
 
 def load_or_none(compiler: str = "g++", directory: Path | None = None) -> Kernels | None:
-    """Does ``load``, but logs once why the kernels are unavailable."""
-    return _load_or_none(compiler, directory or default_directory())
+    """Does ``load``, but returns ``None`` where this machine cannot have the kernels, and logs once why. Raises ``RunError`` where that is not
+    certain, because the processes of a run must not compute with different kernels."""
+    return _load_or_none(compiler, directory or default_directory())[0]
+
+
+def why_unavailable() -> str:
+    """Returns why ``load_or_none`` returns ``None``; empty if it does not."""
+    return _load_or_none("g++", default_directory())[1]
 
 
 @cache
@@ -35,9 +41,11 @@ def _load(compiler: str, directory: Path) -> Kernels:
 
 
 @cache
-def _load_or_none(compiler: str, directory: Path) -> Kernels | None:
+def _load_or_none(compiler: str, directory: Path) -> tuple[Kernels | None, str]:
     try:
-        return _load(compiler, directory)
+        return _load(compiler, directory), ""
+    except RunError:
+        raise
     except UserError as error:
         _LOG.warning("%s; using kernels reference, which are slower", error)
-        return None
+        return None, str(error)

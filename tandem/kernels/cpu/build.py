@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tandem.runtime.process.temporary import temporary_folder
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
@@ -28,7 +28,7 @@ def default_directory() -> Path:
 
 
 def built_library(compiler: str, directory: Path) -> Path:
-    """Returns the built library. Raises ``UserError`` if it cannot be built."""
+    """Returns the built library. Raises ``UserError`` if it cannot be built on this machine, and ``RunError`` if the compiler was killed twice."""
     program = shutil.which(compiler)
     if program is None:
         raise UserError(f"kernels cpu: no compiler {compiler!r} on this machine; install g++ or use kernels reference")
@@ -81,12 +81,17 @@ def _build(program: str, scratch: Path) -> Path:
 
 
 def _run(command: list[str], scratch: Path | None = None) -> str:
-    """Returns what ``command`` prints. ``scratch``: for its temporary files, which it would leave behind where it is killed."""
+    """Returns what ``command`` prints. ``scratch``: for its temporary files, which it would leave behind where it is killed. One that is killed is
+    run once more: its death says nothing about the compiler."""
     environment = None if scratch is None else {**os.environ, "TMPDIR": str(scratch)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
+    name = Path(command[0]).name
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if done.returncode == 0:
+            return done.stdout
         lines = done.stderr.splitlines() or ["no message"]
         reason = next((line for line in lines if "error" in line), lines[0]).strip()
-        name = Path(command[0]).name
-        raise UserError(f"kernels cpu: {name} failed ({reason}); repair the compiler or use kernels reference")
-    return done.stdout
+        # The compiler's driver reports so that a program it had started was killed.
+        if done.returncode > 0 and "signal terminated program" not in done.stderr:
+            raise UserError(f"kernels cpu: {name} failed ({reason}); repair the compiler or use kernels reference")
+    raise RunError(f"kernels cpu: {name} was killed twice ({reason}); free memory, or use kernels reference")

@@ -32,6 +32,14 @@ def _gather(ranks: Communicator, data: bytes, length: int, name: str) -> list[by
     return [ctypes.string_at(row.data_ptr(), length) for row in ranks.all_gather(padded, name)]
 
 
+def check_same_kernels(ranks: Communicator, name: str) -> None:
+    """Raises the same ``RunError`` on every rank if ``name``, of the kernels that a rank computes with, is not the same on all."""
+    names = gather_values(ranks, name, "the kernels")
+    if len(set(names)) > 1:
+        used = ", ".join(f"rank {rank} {kernels}" for rank, kernels in enumerate(names))
+        raise RunError(f"ranks compute with different kernels ({used}), so their bits differ; set machine.kernels, or repair the compiler of the others")
+
+
 def vote(ranks: Communicator, what: str, trouble: str | None, value: Any = None) -> list[Any]:
     """Returns every rank's ``value``. Raises the same ``RunError``, which names the rank, on every rank if one has ``trouble``."""
     votes = gather_values(ranks, [trouble, value], what)

@@ -36,11 +36,17 @@ class Probe(NamedTuple):
 
 @cache
 def probe() -> Probe:
-    """Returns the GPUs, in the order in which ranks take them."""
-    try:
-        done = subprocess.run([sys.executable, "-m", "tandem.runtime.machine.gpus"], capture_output=True, text=True, timeout=PROBE_S, check=False)
-    except subprocess.TimeoutExpired:
-        return Probe((), f"torch did not list the GPUs within {PROBE_S:.0f} s")
+    """Returns the GPUs, in the order in which ranks take them. Raises ``RunError`` if the process that lists them was killed twice: a run must not
+    take another device because of it."""
+    for _ in range(2):
+        try:
+            done = subprocess.run([sys.executable, "-m", "tandem.runtime.machine.gpus"], capture_output=True, text=True, timeout=PROBE_S, check=False)
+        except subprocess.TimeoutExpired:
+            return Probe((), f"torch did not list the GPUs within {PROBE_S:.0f} s")
+        if done.returncode >= 0:
+            break
+    else:
+        raise RunError("the process that lists the GPUs was killed twice; free memory, or set machine.device to cpu")
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
