@@ -4,13 +4,14 @@
 #   make run RECIPE=recipes/arithmetic.yaml ARGS="--run.seed=1"
 #   make test                             set up, then run the tests (under 15 minutes on two cores)
 #   make test-full                        the slow tests, those that passed longest ago first; records the passes
-#   make lint                             style, types and the import contract
+#   make lint                             style, types, the import contract, and the documentation without a broken link
+#   make docs                             the documentation as a web site in site/
 #   make dist                             wheel, source distribution and bill of materials (SBOM) in dist/
 #   make lock                             requirements.lock again, after a change of constraints.txt
 #   make bench                            every benchmark with its peer (in .venv-peer)
 #
-# PIP_ARGS is passed to every pip install: on Linux, `PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu
-# --extra-index-url https://pypi.org/simple"` takes the CPU build of torch instead of the much larger CUDA one.
+# PIP_ARGS is passed to every pip install. On Linux, `PIP_ARGS="--extra-index-url INDEX"` takes the CPU build of torch instead of the much
+# larger CUDA one; INDEX is the address that PyTorch's "Get Started" page shows for Linux, Pip and CPU.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 RECIPE ?= recipes/sort.yaml
@@ -19,7 +20,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: run test test-full lint bench dist lock clean
+.PHONY: run test test-full lint docs bench dist lock clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
@@ -31,10 +32,13 @@ test: .venv/.test lint
 test-full: .venv/.test
 	$(BIN)/python tests/full_proofs.py --record $(ARGS)
 
-lint: .venv/.test
+lint: .venv/.test docs
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: .venv/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
 bench: .venv/.test .venv-peer/.installed
 	$(BIN)/python benchmarks/run_all.py $(ARGS)
@@ -63,7 +67,7 @@ lock: .venv-dist/.installed
 	@touch $@
 
 .venv/.test: .venv/.run
-	$(PIP) -e ".[test,lint,chat,serve,structured,s3,reasoning-gym]"
+	$(PIP) -e ".[test,lint,docs,chat,serve,structured,s3,reasoning-gym]"
 	@touch $@
 
 .venv-peer/.installed: benchmarks/peer-requirements.txt

@@ -48,7 +48,7 @@ from absurd_files import (
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 
-LOADED = ("tandem.jobs.start", "tandem.cli.display")
+LOADED = ("tandem.jobs.start", "tandem.jobs.display")
 LOADED_WITH_TORCH = (
     "tandem.engine.llm", "tandem.evaluation.tasks", "tandem.evaluation.perplexity", "tandem.pod.prompts",
     "tandem.data.tokenizing.tokenize", "tandem.data.tokenizing.train_tokenizer", "tandem.model.quantization.quantize", "tandem.jobs.convert",

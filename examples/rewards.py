@@ -1,6 +1,6 @@
 """Two reward functions for examples/questions.jsonl, one in each of the signatures that Tandem supports.
 
-recipes/jsonl.yaml names them as examples/rewards.py:exact_symbol and examples/rewards.py:compute_score.
+recipes/dataset.yaml names them as examples/rewards.py:exact_symbol and examples/rewards.py:compute_score.
 """
 
 from collections.abc import Mapping, Sequence

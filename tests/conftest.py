@@ -20,9 +20,30 @@ if "avx512f" in Path("/proc/cpuinfo").read_text():
     os.environ["OPENBLAS_CORETYPE"] = "SkylakeX"
 
 import torch
+from hub_server import Hub, hub_server
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell starts background jobs so, and the commands that tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def empty_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A server with the API of the Hugging Face Hub and no models, with an empty cache and without a token, for this process and its children."""
+    constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed, so models of the Hub are not tested")
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    with hub_server() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
+        yield running
 
 
 @pytest.fixture(scope="session")

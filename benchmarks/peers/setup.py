@@ -6,8 +6,8 @@ vllm   .venv-vllm: vLLM 0.32.0 on CPU (3.5 GB, about 9 minutes). Its wheel asks 
 llama  .venv-llama: llama-cpp-python, built from source for this machine's instruction set (a C++ compiler, about 10 minutes
        on one core), and gguf.
 
-Both take torch 2.13.0 as pip finds it; on Linux, ``--pip-args "--index-url https://download.pytorch.org/whl/cpu
---extra-index-url https://pypi.org/simple"`` gives the CPU build. Standard library only.
+Both take torch 2.13.0 as pip finds it; on Linux, ``--pip-args "--extra-index-url INDEX"`` gives the CPU build, where INDEX is the address
+that PyTorch's "Get Started" page shows for Linux, Pip and CPU. Standard library only.
 """
 
 import argparse

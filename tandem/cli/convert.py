@@ -1,9 +1,9 @@
 """Convert a model to another file format, bit for bit.
 
-SRC is a Hugging Face folder, a Tandem checkpoint (runs/NAME/checkpoints/step-N) or a Megatron checkpoint; its files show which.
-DST is a new folder. --tensor, --pipeline and --expert are the sizes of a Megatron mesh; the config and the tokenizer, which
-Megatron checkpoints do not contain, are written to DST/huggingface. Without that folder, the config of a Megatron SRC is read
-from its args or from --config.
+SRC is a Hugging Face folder, a model of the Hugging Face Hub (OWNER/NAME), a Tandem checkpoint (runs/NAME/checkpoints/step-N)
+or a Megatron checkpoint; its files show which. DST is a new folder. --tensor, --pipeline and --expert are the sizes of a
+Megatron mesh; the config and the tokenizer, which Megatron checkpoints do not contain, are written to DST/huggingface. Without
+that folder, the config of a Megatron SRC is read from its args or from --config.
 
 examples:
   tandem convert runs/pretrain/checkpoints/step-300 models/small
@@ -31,15 +31,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from tandem.cli.engine_options import local_model
     from tandem.jobs.convert import convert
     from tandem.model.megatron.layout import MegatronMesh
+    from tandem.model.model_source import find_model
     from tandem.types import UserError
 
+    source = Path(local_model(options.source))
+    config = None if options.config is None else find_model(str(options.config), "description")
     mesh = MegatronMesh(options.tensor, options.pipeline, options.expert)
     if options.to != "megatron" and mesh != MegatronMesh():
         raise UserError("--tensor, --pipeline and --expert shard a Megatron checkpoint; add --to megatron or leave them out")
     done = convert(
-        Path(options.source), Path(options.target), of=options.of, to=options.to, mesh=mesh, spelling=options.spelling, config=options.config
+        source, Path(options.target), of=options.of, to=options.to, mesh=mesh, spelling=options.spelling, config=config
     )
     if options.json:
         print(json.dumps({"from": done.source, "to": done.target, "tensors": done.tensors, "numbers": done.numbers, "path": options.target}))

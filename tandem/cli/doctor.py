@@ -17,6 +17,7 @@ from tandem.runtime.process.processes import available_cores
 
 OPTIONAL = {
     "jinja2": "chat templates (pip install tandem-rl[chat])",
+    "huggingface_hub": "models of the Hugging Face Hub (pip install tandem-rl[hub])",
     "fastapi": "tandem serve (pip install tandem-rl[serve])",
     "reasoning_gym": "tasks by name (pip install tandem-rl[reasoning-gym])",
     "math_verify": "comparing mathematical answers (pip install tandem-rl[math])",

@@ -1,8 +1,9 @@
 """Measure a model: on a task's held-out prompts, by the perplexity of a text, or on tasks of lm-eval.
 
-MODEL is a Hugging Face folder (of a run: runs/NAME/model). The task and the reward functions come from a recipe (of a run:
-runs/NAME/config.yaml), or from --task with the task's own reward. Keys of the recipe can be set as in tandem train.
---task perplexity reads --data; --task lm-eval:NAME[,NAME] runs tasks of lm-evaluation-harness (pip install 'tandem-rl[evaluate]').
+MODEL is a Hugging Face folder (of a run: runs/NAME/model) or a model of the Hugging Face Hub (OWNER/NAME). The task and the
+reward functions come from a recipe (of a run: runs/NAME/config.yaml), or from --task with the task's own reward. Keys of the
+recipe can be set as in tandem train. --task perplexity reads --data; --task lm-eval:NAME[,NAME] runs tasks of
+lm-evaluation-harness (pip install 'tandem-rl[evaluate]').
 
 examples:
   tandem evaluate runs/sort/model --recipe runs/sort/config.yaml
@@ -19,12 +20,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from tandem.cli.engine_options import local_model
 from tandem.types import Prompt, Sample, UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a Hugging Face folder")
-    parser.add_argument("--task", help="sort, addition, reasoning_gym:DATASET, perplexity or lm-eval:NAME; a JSONL file needs --recipe")
+    parser.add_argument("model", help="a Hugging Face folder, or a model of the Hub (OWNER/NAME)")
+    parser.add_argument("--task", help="sort, addition, reasoning_gym:DATASET, perplexity or lm-eval:NAME; a dataset of your own needs --recipe")
     parser.add_argument("--recipe", help="a YAML recipe whose task, rewards and rollout sections are used")
     parser.add_argument("--prompts", type=int, default=1024, help="number of prompts, the ones of a run's final evaluation (default: 1024)")
     parser.add_argument("--greedy", action="store_true", help="decode greedily instead of sampling at temperature 1")
@@ -35,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=0, help="perplexity: tokens per window (default: the model's context)")
     parser.add_argument("--stride", type=int, default=0, help="perplexity: tokens from the start of a window to the next (default: a window less one)")
     parser.add_argument("--tasks-folder", help="lm-eval: a folder with YAML files of additional tasks")
-    parser.add_argument("--limit", type=int, help="lm-eval: maximum number of samples per task")
+    parser.add_argument("--limit", type=int, help="perplexity: number of documents to read; lm-eval: maximum number of samples per task")
     parser.add_argument("--few-shot", type=int, help="lm-eval: examples before each question (default: the task's)")
     parser.add_argument("--verify", action="store_true", help="compare the model with the digests in its manifest.json first")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -43,14 +45,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    options.model = local_model(options.model)
     if options.recipe is None and options.task is not None and (options.task == "perplexity" or options.task.startswith("lm-eval:")):
         from tandem.cli.evaluate_text import run_text
 
         return run_text(options)
+    if options.limit is not None:
+        raise UserError("--limit is for --task perplexity and lm-eval:NAME; --prompts is the number of prompts of a task")
     if options.data is not None:
         raise UserError("--data is for --task perplexity; the data of a task is set in its recipe")
     from tandem.engine.llm import LLM
     from tandem.evaluation.tasks import evaluate
+    from tandem.jobs.checks.check_answers import check_answers, check_columns
     from tandem.jobs.checks.check_counts import check_prompts
     from tandem.pod.prompts import prompt_source
     from tandem.rl.rewards.pool import RewardPool
@@ -63,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
     recipe = _recipe(options)
     settings = evaluation_settings(recipe.rollout, options.seed, greedy=options.greedy, purpose="evaluate")
     with closing(prompt_source(recipe, Path(options.model))) as source, RewardPool(recipe.rewards) as rewards:
+        check_answers(source, recipe.rewards)
+        check_columns(source.task.train_prompt(0).columns, rewards.columns)
         check_prompts("--prompts", options.prompts, recipe.rollout, available_bytes(recipe.machine.memory_gib), source.task.size)
         prompts = source.fresh(options.prompts)
         llm = LLM(options.model, kernels=recipe.machine.kernels, verify=options.verify)

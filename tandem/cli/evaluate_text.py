@@ -1,6 +1,7 @@
 """``tandem evaluate`` without a recipe: the perplexity of a text, and tasks of lm-eval."""
 
 import argparse
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,8 @@ def run_text(options: argparse.Namespace) -> int:
     """Runs ``--task perplexity`` or ``--task lm-eval:NAME[,NAME]``."""
     if options.overrides:
         raise UserError(f"'{options.overrides[0]}' sets a key of a recipe, and --task {options.task} has none; leave it out")
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit is {options.limit}; it must be at least 1")
     return _perplexity(options) if options.task == "perplexity" else _lm_eval(options)
 
 
@@ -21,7 +24,7 @@ def _perplexity(options: argparse.Namespace) -> int:
 
     if options.data is None:
         raise UserError("--task perplexity needs a text: --data FILE.txt, or --data FILE.jsonl with one document per line")
-    texts = read_texts(Path(options.data), options.text_key)
+    texts = read_texts(Path(options.data), options.text_key, options.limit)
     with LLM(options.model, verify=options.verify) as llm:
         result = perplexity(llm, texts, options.context, options.stride)
     if options.json:
@@ -32,9 +35,9 @@ def _perplexity(options: argparse.Namespace) -> int:
     return 0
 
 
-def read_texts(path: Path, text_key: str) -> list[str]:
-    """Returns the documents of ``path``: JSON lines (``.jsonl``, ``.ndjson``, both also with ``.gz``) and WebDataset shards hold several,
-    any other file is one."""
+def read_texts(path: Path, text_key: str, limit: int | None = None) -> list[str]:
+    """Returns the documents of ``path``, or the first ``limit``: JSON lines (``.jsonl``, ``.ndjson``, both also with ``.gz``) and WebDataset shards
+    hold several, any other file is one."""
     from tandem.data.tokenizing.documents import LINES, DocumentFormat, Part, check_whole, documents
     from tandem.data.webdataset import TARS
     from tandem.storage.files import StoredFile, open_storage
@@ -46,7 +49,8 @@ def read_texts(path: Path, text_key: str) -> list[str]:
     form.check()
     storage, size = open_storage(str(path.parent)), path.stat().st_size
     check_whole(storage, [StoredFile(path.name, size)], form)
-    return [document.text for document in documents(storage, Part(path.name, 0, size), form) if document.text]
+    texts = (document.text for document in documents(storage, Part(path.name, 0, size), form) if document.text)
+    return list(itertools.islice(texts, limit))
 
 
 def _lm_eval(options: argparse.Namespace) -> int:
@@ -60,10 +64,8 @@ def _lm_eval(options: argparse.Namespace) -> int:
     folder = None if options.tasks_folder is None else Path(options.tasks_folder)
     if folder is not None and not folder.is_dir():
         raise UserError(f"--tasks-folder '{folder}' is not a folder; name one with lm-eval's YAML files")
-    for name, least in (("limit", 1), ("few_shot", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+    if options.few_shot is not None and options.few_shot < 0:
+        raise UserError(f"--few-shot is {options.few_shot}; it must be at least 0")
     from tandem.engine.llm import LLM
 
     with LLM(options.model, verify=options.verify) as llm:

@@ -1,7 +1,8 @@
 """Complete prompts with a model.
 
-MODEL is a Hugging Face folder (of a run: runs/NAME/model), or the address of one in object storage (s3://bucket/folder),
-which is cached on the local disk. A prompt is continued as given, or with --chat rendered with the tokenizer's chat template.
+MODEL is a Hugging Face folder (of a run: runs/NAME/model), a model of the Hugging Face Hub (OWNER/NAME), or the address of a
+folder in object storage (s3://bucket/folder); the last two are cached on the local disk. A prompt is continued as given, or
+with --chat rendered with the tokenizer's chat template.
 
 Prompts come from --prompt, from the lines of a --prompts file, or from standard input. In a .jsonl file each line is an object
 with "prompt", "prompt_token_ids" or "messages".
@@ -21,11 +22,11 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tandem.cli.engine_options import add_engine_options, engine_args
+from tandem.cli.engine_options import add_engine_options, engine_args, template_text
 from tandem.runtime.machine.available_memory import total_bytes
 from tandem.text.surrogates import has_lone_surrogate
 from tandem.types import UserError
@@ -40,29 +41,32 @@ if TYPE_CHECKING:
 
 BYTES_PER_BYTE = 8
 """Memory for each byte of a file of prompts, at least: its text, its lines and its prompts, with up to 4 bytes a character."""
+DEFAULT_TOKENS = 64
 LEFT_OUT = ("seed", "skip_tokenizer_init", "enable_lora", "max_loras", "max_lora_rank")
 """What the command's other options decide."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a Hugging Face folder, local or in object storage (s3://...)")
+    parser.add_argument("model", help="a Hugging Face folder, a model of the Hub (OWNER/NAME), or a folder in object storage (s3://...)")
     given = parser.add_argument_group("prompts and output")
     given.add_argument("--prompt", action="append", help="a prompt; may be repeated")
     given.add_argument("--prompts", metavar="FILE", help="a file with one prompt per line, or JSON lines if it ends in .jsonl; - is standard input")
     given.add_argument("--chat", action="store_true", help="use the tokenizer's chat template")
     given.add_argument("--system", metavar="TEXT", help="the system message of --chat")
+    given.add_argument("--chat-template", metavar="FILE", help="a chat template in Jinja, or its text, instead of the tokenizer's own")
     given.add_argument("--output", metavar="FILE", help="write the completions to this file, one JSON object each")
     given.add_argument("--json", action="store_true", help="print the completions as one JSON object each")
     drawn = parser.add_argument_group("sampling")
-    drawn.add_argument("--max-tokens", type=int, default=64, help="maximum number of new tokens (default: 64); 0 scores the prompt")
+    drawn.description = "The defaults are those of the model's generation_config.json, else the ones that are shown."
+    drawn.add_argument("--max-tokens", type=int, help="maximum number of new tokens (default: 64); 0 scores the prompt")
     drawn.add_argument("--min-tokens", type=int, default=0)
-    drawn.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
-    drawn.add_argument("--top-k", type=int, default=0)
-    drawn.add_argument("--top-p", type=float, default=1.0)
-    drawn.add_argument("--min-p", type=float, default=0.0)
+    drawn.add_argument("--temperature", type=float, help="0 is greedy (default: 1)")
+    drawn.add_argument("--top-k", type=int, help="draw from the K most likely tokens (default: 0, all)")
+    drawn.add_argument("--top-p", type=float, help="draw from the most likely tokens with this share of the probability (default: 1, all)")
+    drawn.add_argument("--min-p", type=float, help="draw from the tokens with this share of the largest probability (default: 0, all)")
     drawn.add_argument("--presence-penalty", type=float, default=0.0)
     drawn.add_argument("--frequency-penalty", type=float, default=0.0)
-    drawn.add_argument("--repetition-penalty", type=float, default=1.0)
+    drawn.add_argument("--repetition-penalty", type=float, help="divide the logits of tokens that occurred before (default: 1, off)")
     drawn.add_argument("--stop", action="append", default=[], help="a text that ends a completion; may be repeated")
     drawn.add_argument("--bad-word", action="append", default=[], help="a text that is never generated; may be repeated")
     drawn.add_argument("--n", type=int, default=1, help="number of completions per prompt")
@@ -82,13 +86,15 @@ def run(options: argparse.Namespace) -> int:
     if options.system is not None and not options.chat:
         raise UserError("--system needs --chat; it is the system message of the chat template")
     asked = _prompts(options)
-    params = _params(options)
+    # A wrong value is refused before the model is loaded.
+    _params(options, {})
     from tandem.engine.llm import LLM
 
     adapter, rank = _adapter(options.lora)
     lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": rank}
     args = engine_args(options, model=options.model, seed=options.seed, **lora)
     with LLM.from_engine_args(args) as llm, _writer(options) as out:
+        params = _params(options, llm.sampling_defaults)
         inputs = [_input(llm, entry, options) for entry in asked]
         with _progress() as on_progress:
             outputs = llm.generate(inputs, params, use_tqdm=False, on_progress=on_progress, lora_request=adapter)
@@ -104,11 +110,14 @@ def _adapter(folder: str | None) -> "tuple[LoRARequest | None, int]":
         return None, 1
     from tandem.engine.lora.request import LoRARequest
     from tandem.model.lora import rank_of
+    from tandem.model.model_source import find_model
 
-    return LoRARequest(folder, 1, folder), rank_of(folder)
+    path = str(find_model(folder, "adapter"))
+    return LoRARequest(folder, 1, path), rank_of(path)
 
 
-def _params(options: argparse.Namespace) -> "SamplingParams":
+def _params(options: argparse.Namespace, defaults: Mapping[str, float | int]) -> "SamplingParams":
+    """Returns the sampling parameters: those given, else the model's ``defaults``, else the command's."""
     from tandem.engine.sample.sampling_params import SamplingParams
     from tandem.engine.structured_output.params import StructuredOutputsParams
 
@@ -122,8 +131,9 @@ def _params(options: argparse.Namespace) -> "SamplingParams":
         "n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "min_tokens", "stop", "seed", "logprobs", "prompt_logprobs",
         "presence_penalty", "frequency_penalty", "repetition_penalty",
     )  # fmt: skip
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return SamplingParams(
-        **{name: getattr(options, name) for name in names},
+        **{"max_tokens": DEFAULT_TOKENS, **defaults, **given},
         bad_words=options.bad_word,
         structured_outputs=StructuredOutputsParams(**wanted) if any(v is not None for v in wanted.values()) else None,
     )
@@ -175,7 +185,7 @@ def _input(llm: "LLM", entry: dict[str, Any], options: argparse.Namespace) -> "P
         system = [] if options.system is None else [{"role": "system", "content": options.system}]
         messages = [*system, {"role": "user", "content": entry["prompt"]}]
     if messages is not None:
-        return llm.chat_prompt(messages)
+        return llm.chat_prompt(messages, template=None if options.chat_template is None else template_text(options.chat_template))
     return {name: entry[name] for name in ("prompt", "prompt_token_ids") if name in entry}
 
 

@@ -6,30 +6,37 @@ import importlib
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from tandem import __version__
+from tandem.cli.flags_file import expanded
+from tandem.cli.number_types import whole_number
+from tandem.cli.vllm_flags import check_flags
 from tandem.runtime.process.temporary import choose_temporary_folder
 from tandem.types import UserError
 
 COMMANDS = {
     "train": "train a model from a recipe: pretraining, fine-tuning, or GRPO in a pod",
+    "recipes": "list, print or copy the recipes that come with Tandem",
     "resume": "continue an interrupted run",
     "verify": "verify every byte that a run's results depend on",
     "replay": "repeat a recorded step and compare every number",
     "generate": "complete prompts with a model",
     "serve": "serve OpenAI's API over HTTP",
+    "data": "check a data file: rows as the model sees them, lengths, mistakes",
     "tokenize": "tokenize text or examples to shards of token ids",
     "evaluate": "measure accuracy on a task, perplexity, or tasks of lm-eval",
     "quantize": "quantize a model to 8 or 4 bits: int8, fp8, round to nearest, GPTQ, AWQ",
     "convert": "convert a model between Hugging Face, Megatron and Tandem checkpoints",
     "models": "list, show, promote and compare the versions of the model registry",
-    "report": "write a run's report.html again",
+    "report": "write a run's report.html again, or compare runs",
     "doctor": "show what Tandem finds and uses on this machine",
+    "completion": "print the completion script of a shell",
 }
 
-
+ENGINE_COMMANDS = ("serve", "generate")
+"""The commands with the options of ``EngineArgs``, which take vLLM's flags."""
 LONGEST_LINE = 1500
 """Characters of an error message; longer ones repeat a value that is absurd."""
 _ESCAPES = {"\n": " "}
@@ -40,44 +47,36 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.register("type", int, _whole_number)
+        self.register("type", int, whole_number)
+        self.commands: dict[str, Parser] = {}
+        """The parsers of the commands, by name."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message}; see '{self.prog} --help'")
 
 
-def _whole_number(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if not -(2**63) <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number below 2^63")
-    return value
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Returns the parser of all commands; each module of ``tandem.cli`` adds the arguments of its own."""
     main_parser = Parser(
         prog="tandem",
         description="Pretraining, fine-tuning and reinforcement-learning post-training of language models.",
-        epilog="example: tandem train recipes/sort.yaml --run.seed=1",
+        epilog="example: tandem train sort --run.seed=1",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    main_parser.add_argument("--version", action="version", version=f"tandem {__version__}")
+    commands: argparse._SubParsersAction[Parser] = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, help_text in COMMANDS.items():
         module = importlib.import_module(f"tandem.cli.{name}")
         command = commands.add_parser(
             name, help=help_text, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.arguments(command)
+        main_parser.commands[name] = command
     return main_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. 0: success; 1: the run failed; 2: usage error; 130: interrupted."""
-    # torch warns of this if NumPy is not installed, which Tandem does not need.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     signal.signal(signal.SIGTERM, _interrupt)
     choose_temporary_folder()
     try:
@@ -86,13 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not given:
             raise UserError(f"no command; give one of {', '.join(COMMANDS)}, or see 'tandem --help'")
         _check_command(given[0])
-        options, extra = parser().parse_known_args(given)
+        main_parser = parser()
+        if given[0] in ENGINE_COMMANDS:
+            command = main_parser.commands[given[0]]
+            given[1:] = expanded(given[1:], command)
+            check_flags(given, command._option_string_actions)
+        options, extra = main_parser.parse_known_args(given)
         if options.command is None:
             raise UserError(f"unknown argument '{given[0]}'; see 'tandem --help'")
         overrides = [text for text in extra if text.startswith("--") and "=" in text]
         unknown = [text for text in extra if text not in overrides]
         if unknown or (overrides and not getattr(options, "takes_overrides", False)):
-            raise UserError(_unknown_argument((unknown or overrides)[0], options))
+            raise UserError(_unknown_argument((unknown or overrides)[0], options, main_parser))
         options.overrides = overrides
         return int(importlib.import_module(f"tandem.cli.{options.command}").run(options))
     except UserError as error:
@@ -138,11 +142,12 @@ def _check_command(given: str) -> None:
     raise UserError(f"unknown command '{given}'; {hint}")
 
 
-def _unknown_argument(text: str, options: argparse.Namespace) -> str:
+def _unknown_argument(text: str, options: argparse.Namespace, main_parser: Parser) -> str:
     help_hint = f"see 'tandem {options.command} --help'"
     if text.startswith("--") and getattr(options, "takes_overrides", False) and "=" not in text and "." in text:
         return f"unknown argument '{text}'; a key of the recipe is set with an equals sign: {text}=VALUE"
-    return f"unknown argument '{text}'; {help_hint}"
+    near = difflib.get_close_matches(text.partition("=")[0], main_parser.commands[options.command]._option_string_actions, n=1, cutoff=0.75)
+    return f"unknown argument '{text}'; did you mean '{near[0]}'? {help_hint}" if near else f"unknown argument '{text}'; {help_hint}"
 
 
 def _interrupt(signum: int, frame: object) -> None:

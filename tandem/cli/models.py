@@ -25,6 +25,8 @@ from tandem.model_registry.versions import STAGES, Registry, Version, difference
 from tandem.types import RunError, UserError
 
 DEFAULT = "runs/registry"
+_MEASURED = {"train/loss": "TRAIN LOSS", "held_out/loss": "HELD-OUT LOSS", "evaluation/accuracy": "ACCURACY"}
+"""Metrics of a version's own step that ``list`` shows, with the titles of their columns."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +71,10 @@ def _list(registry: Registry, options: argparse.Namespace) -> str:
     versions = registry.versions(options.name) if not options.name or registry.versions(options.name) else [find(registry, options.name)]
     if options.json:
         return "\n".join(json.dumps(version.to_json()) for version in versions)
-    rows = [("VERSION", "STAGE", "STEP", "LOSS", "REGISTERED", "PATH")]
-    return _table(rows + [(v.reference, v.stage, str(v.entry.step), _loss(v), _when(v), _where(v)) for v in versions])
+    measured = {name: title for name, title in _MEASURED.items() if any(name in v.entry.metrics for v in versions)}
+    rows = [("VERSION", "STAGE", "STEP", *measured.values(), "REGISTERED", "PATH")]
+    figures = lambda version: [_figure(version, name) for name in measured]
+    return _table(rows + [(v.reference, v.stage, str(v.entry.step), *figures(v), _when(v), _where(v)) for v in versions])
 
 
 def _show(registry: Registry, options: argparse.Namespace) -> str:
@@ -131,9 +135,8 @@ def _table(rows: list[Any]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _loss(version: Version) -> str:
-    metrics = version.entry.metrics
-    value = metrics.get("held_out/loss", metrics.get("train/loss"))
+def _figure(version: Version, name: str) -> str:
+    value = version.entry.metrics.get(name)
     return "-" if value is None else f"{value:.4f}"
 
 

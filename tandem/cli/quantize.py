@@ -1,9 +1,9 @@
 """Quantize a model's weights to 8 or 4 bits, and measure the effect.
 
-SRC is a float Hugging Face folder, DST a new one that Tandem and other engines can load: int8 and fp8 (weights and inputs, one
-scale per row) and rtn (4 bits, rounded to nearest) in the format compressed-tensors, gptq and awq in formats of their own. gptq
-and awq need --calibration: a .jsonl file with the field "text", or plain text. With any method the end of that text is held out,
-and its perplexity is measured before and after.
+SRC is a float Hugging Face folder or a model of the Hugging Face Hub (OWNER/NAME), DST a new one that Tandem and other engines
+can load: int8 and fp8 (weights and inputs, one scale per row) and rtn (4 bits, rounded to nearest) in the format
+compressed-tensors, gptq and awq in formats of their own. gptq and awq need --calibration: a .jsonl file with the field "text",
+or plain text. With any method the end of that text is held out, and its perplexity is measured before and after.
 
 examples:
   tandem quantize models/qwen models/qwen-int8 --method int8
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="a float Hugging Face folder")
+    parser.add_argument("source", metavar="SRC", help="a float Hugging Face folder, or a model of the Hub (OWNER/NAME)")
     parser.add_argument("target", metavar="DST", help="the folder to write; must not exist")
     parser.add_argument("--method", required=True, help="int8, fp8, rtn, gptq or awq")
     parser.add_argument("--bits", type=int, default=4, help="bits per weight of rtn, gptq and awq: 4")
@@ -55,11 +55,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from tandem.kernels import select
     from tandem.model.huggingface.model_folder import read_shapes
+    from tandem.model.model_source import find_model
     from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
 
     chosen = QuantizeOptions(options.method, options.bits, options.group_size, options.damping, options.act_order)
     chosen.check()
-    source, target = Path(options.source), Path(options.target)
+    source, target = find_model(options.source), Path(options.target)
     positions = read_shapes(source).max_position_embeddings
     if options.samples < 1:
         raise UserError(f"--samples is {options.samples}; it must be at least 1")

@@ -1,13 +1,15 @@
 """Continue an interrupted or killed run from its newest committed checkpoint.
 
 Samples and scores in the run's journal are used again, not drawn or computed a second time. On the same mesh the resumed run
-equals an undisturbed one bit for bit; a machine with another thread count, instruction set or torch build is refused.
+equals an undisturbed one bit for bit; a machine with another thread count, instruction set or torch build is refused. A run that has
+finished is only reported, unless it is given more steps or a higher target.
 
 The run's recipe, journal, metrics and start model are verified first, and every byte of the checkpoint; 'tandem verify' shows more.
 
 The sections parallel, machine, checkpoint and registry, and trainer.offload, trainer.offload_parameters, trainer.offload_activations,
-trainer.offload_folder, trainer.sleep_offload, run.max_steps, run.max_restarts, run.elastic and run.on_mismatch, may have new values; on
-another mesh results differ in their last bits.
+trainer.offload_folder, trainer.sleep_offload, run.max_steps, run.max_restarts, run.elastic, run.on_mismatch, evaluation.target_accuracy and
+evaluation.consecutive, may have new values; on another mesh results differ in their last bits. run.max_steps cannot change once the learning
+rate has begun to fall towards it (trainer.schedule linear, cosine and wsd).
 
 examples:
   tandem resume runs/sort --run.max_steps=400        train longer
@@ -29,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tandem.cli.display import display
+    from tandem.jobs.display import display
     from tandem.jobs.start import resume
     from tandem.jobs.uploads import restore
 
@@ -37,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         restore(options.run_directory, options.source)
     with display() as callback:
         result = resume(
-            options.run_directory, inline=options.inline, callback=callback, overrides=options.overrides,
+            options.run_directory, inline=options.inline, callbacks=[callback], progress=False, overrides=options.overrides,
             faults=FaultPlan.parse(options.fault) if options.fault else None,
         )
     print(result.summary())

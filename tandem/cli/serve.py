@@ -1,11 +1,12 @@
 """Serve OpenAI's API over HTTP.
 
-MODEL is a Hugging Face folder, local or in object storage (s3://...). Completions, chat completions and models are under /v1;
-/generate returns token ids, log-probabilities and weight versions; /metrics is for Prometheus. After SIGTERM the server finishes
-its in-flight requests and exits.
+MODEL is a Hugging Face folder, local or in object storage (s3://...), or a model of the Hugging Face Hub. Completions, chat
+completions and models are under /v1; /generate returns token ids, log-probabilities and weight versions; /metrics is for
+Prometheus. After SIGTERM the server finishes its in-flight requests and exits.
 
 examples:
   tandem serve runs/sort/model
+  tandem serve Qwen/Qwen3-0.6B --max-model-len 4096
   tandem serve runs/sort/model --port 8001 --served-model-name sort --instances 2
   tandem serve models/qwen --lora-modules sql=adapters/sql --speculative-config '{"method": "ngram"}'
   tandem serve runs/sort/model --host 0.0.0.0 --api-key @key.txt --control-key @control.txt
@@ -13,23 +14,32 @@ examples:
 
 import argparse
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
-from tandem.cli.engine_options import add_engine_options, engine_args
+from tandem.cli.engine_options import add_engine_options, engine_args, template_text
 from tandem.types import UserError
 from tandem.types.input_file import read_input
 
 MOST_KEY_BYTES = 2**16
 """Of a file with a key in its first line. An HTTP header is no longer."""
-LEFT_OUT = ("tokenizer", "skip_tokenizer_init", "load_format")
-"""Options that a server does not have: it uses the tokenizer and the weights of the model."""
+LEFT_OUT = ("skip_tokenizer_init", "load_format")
+"""Options that a server does not have: it needs a tokenizer and the weights of the model."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a Hugging Face folder, local or in object storage (s3://...)")
+    parser.add_argument("model", help="a Hugging Face folder, a model of the Hub (OWNER/NAME), or a folder in object storage (s3://...)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: 8000)")
     parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="name of the model for clients (default: MODEL)")
+    parser.add_argument("--chat-template", metavar="FILE", help="a chat template in Jinja, or its text, instead of the tokenizer's own")
+    parser.add_argument("--allowed-origins", type=_texts, default=(), metavar="JSON", help='origins of web pages that may call (CORS), for example \'["*"]\'')
+    parser.add_argument("--allowed-methods", type=_texts, default=("*",), metavar="JSON", help="methods that they may use (default: all)")
+    parser.add_argument("--allowed-headers", type=_texts, default=("*",), metavar="JSON", help="headers that they may send (default: all)")
+    parser.add_argument("--allow-credentials", action="store_true", help="they may send cookies")
+    parser.add_argument("--disable-uvicorn-access-log", action="store_true", help="do not log a line for each request")
+    parser.add_argument("--disable-log-stats", action="store_true", help="do not log throughput every ten seconds")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key that clients must send, or @FILE; may be repeated")
     parser.add_argument("--control-key", metavar="KEY", help="the key of control calls, or @FILE (default: control calls are refused)")
     parser.add_argument("--instances", type=int, default=1, help="number of engines, each in a process of its own")
@@ -59,29 +69,32 @@ def run(options: argparse.Namespace) -> int:
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(module) is None:
             raise UserError(f"'tandem serve' needs {module}, which is not installed; pip install 'tandem-rl[serve]'")
-    from tandem.model.weight_store import WeightStore, is_remote
-    from tandem.storage.folder_manifest import check_folder
+    from tandem.model.model_source import hold_model
 
     given = engine_args(options)
-    if not is_remote(options.model):
-        if given.verify:
-            check_folder(Path(options.model))
-        return _serve(options, options.model)
-    with WeightStore(given.download_dir, int(given.weight_cache_gib * 2**30)).hold(options.model, verify=given.verify) as held:
-        return _serve(options, str(held.path))
+    with hold_model(
+        options.model, revision=given.revision, download_dir=given.download_dir, weight_cache_gib=given.weight_cache_gib, verify=given.verify
+    ) as held:
+        return _serve(options, held.path)
 
 
-def _serve(options: argparse.Namespace, folder: str) -> int:
+def _serve(options: argparse.Namespace, folder: Path) -> int:
+    from tandem.model.model_source import find_model
     from tandem.runtime.process.processes import available_cores
     from tandem.serving.server import run_server
     from tandem.serving.settings import ServerSettings
 
-    adapters = tuple(_module(given) for given in options.lora_modules)
+    adapters = tuple((name, str(find_model(given, "adapter"))) for name, given in map(_module, options.lora_modules))
     loras = {"enable_lora": True} if adapters else {}
     count = {} if hasattr(options, "max_loras") else {"max_loras": max(1, len(adapters))}
-    engine = engine_args(options, model=folder, **loras, **count)
+    # The engines start from folders, which need no network.
+    found = {} if getattr(options, "tokenizer", None) is None else {"tokenizer": str(find_model(options.tokenizer, "tokenizer"))}
+    engine = engine_args(options, **{"model": str(folder), "revision": None, **found, **_draft(options), **loras, **count})
     settings = ServerSettings(
         engine=engine, adapters=adapters, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name) or (options.model,),
+        chat_template=None if options.chat_template is None else template_text(options.chat_template),
+        allowed_origins=tuple(options.allowed_origins), allowed_methods=tuple(options.allowed_methods), allowed_headers=tuple(options.allowed_headers),
+        allow_credentials=options.allow_credentials, log_requests=not options.disable_uvicorn_access_log, log_stats=not options.disable_log_stats,
         api_keys=tuple(_key(key) for key in options.api_key), control_key=None if options.control_key is None else _key(options.control_key),
         instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances)),
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
@@ -89,6 +102,26 @@ def _serve(options: argparse.Namespace, folder: str) -> int:
         max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib),
     )  # fmt: skip
     return run_server(settings)
+
+
+def _draft(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the option of speculative decoding with the folder of its draft model; nothing without one."""
+    from tandem.model.model_source import find_model
+
+    given = getattr(options, "speculative_config", None)
+    if given is None or not isinstance(given.get("model"), str):
+        return {}
+    return {"speculative_config": {**given, "model": str(find_model(given["model"]))}}
+
+
+def _texts(given: str) -> list[str]:
+    try:
+        value = json.loads(given)
+    except (ValueError, RecursionError):
+        value = given
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return value
+    raise argparse.ArgumentTypeError(f"{given!r} is not a JSON list of texts, for example '[\"*\"]'")
 
 
 def _bytes(mib: float) -> int:

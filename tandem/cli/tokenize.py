@@ -1,10 +1,11 @@
 """Tokenize text into WebDataset shards, in as many processes as there are cores.
 
-SOURCE has JSON lines (.jsonl, .ndjson, also with .gz), WebDataset shards (.tar, .tar.gz, .tgz) or files with one document each; it
-and DESTINATION are folders or URLs such as s3://bucket/prefix (pip install 'tandem-rl[s3]'). In a shard, KEY.txt is a document, or else
-KEY.json an object like a JSON line; other members are skipped. Repeating the command resumes interrupted work; the shards have the
-same bytes for any number of processes. --new-vocabulary first trains a tokenizer on the source and writes it to the folder of
---tokenizer. --side selects the documents for training, or those held out.
+SOURCE has JSON lines (.jsonl, .ndjson, also with .gz), tables (.parquet, .arrow; pip install 'tandem-rl[data]'), WebDataset shards
+(.tar, .tar.gz, .tgz) or files with one document each; it and DESTINATION are folders or URLs such as s3://bucket/prefix
+(pip install 'tandem-rl[s3]'). A row of a table is like a JSON line. In a shard, KEY.txt is a document, or else KEY.json an object like a
+JSON line; other members are skipped. Repeating the command resumes interrupted work; the shards have the same bytes for any number of
+processes. --new-vocabulary first trains a tokenizer on the source and writes it to the folder of --tokenizer. --side selects the
+documents for training, or those held out.
 
 --examples reads JSON objects for supervised fine-tuning: a prompt with its completion, or a conversation ("messages", rendered with the
 tokenizer's chat template). The shards then mark the learned tokens: the completion, or the turns of the assistant.
@@ -33,7 +34,7 @@ MOST_SHARD_MIB = 2**20
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a folder or URL with text")
     parser.add_argument("destination", help="a folder or URL for the shards")
-    parser.add_argument("--tokenizer", required=True, help="a Hugging Face folder")
+    parser.add_argument("--tokenizer", required=True, help="a Hugging Face folder, or a model of the Hub (OWNER/NAME)")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSON object")
     parser.add_argument("--examples", action="store_true", help="JSON objects are examples for supervised fine-tuning, not texts")
     parser.add_argument("--prompt-key", default="prompt", help="with --examples: the key of the prompt")
@@ -57,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
     from tandem.data.tokenizing.tokenize import tokenize
     from tandem.data.tokenizing.tokenize_plan import TokenizeSettings
     from tandem.data.tokenizing.train_tokenizer import train_tokenizer
+    from tandem.model.model_source import find_model
     from tandem.storage.files import open_storage
 
     if not 0 < options.shard_mib <= MOST_SHARD_MIB:
@@ -65,8 +67,9 @@ def run(options: argparse.Namespace) -> int:
     form = DocumentFormat(
         options.text_key, suffixes, tuple(options.exclude), options.skip_broken, options.examples, options.prompt_key, options.completion_key
     )
+    tokenizer = options.tokenizer if options.new_vocabulary is not None else str(find_model(options.tokenizer, "tokenizer"))
     settings = TokenizeSettings(
-        options.source, options.destination, options.tokenizer, form,
+        options.source, options.destination, tokenizer, form,
         unit_bytes=int(options.shard_mib * 2**20), append_end=not options.no_end, side=options.side,
         held_out_share=options.held_out_share, workers=options.workers,
     )

@@ -4,6 +4,7 @@ The run writes runs/NAME/{config.yaml, journal.sqlite, metrics.jsonl, checkpoint
 Any key of the recipe can be set on the command line: --section.key=value.
 
 examples:
+  tandem train sort                               a recipe that comes with Tandem, by name; 'tandem recipes' lists them
   tandem train recipes/sort.yaml
   tandem train recipes/sort.yaml --run.seed=1 --run.name=second
   tandem train recipes/sort.yaml --rollout.sleep_mode=terminate
@@ -19,7 +20,7 @@ from tandem.runtime.process.faults import FaultPlan
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a YAML file; see recipes/")
+    parser.add_argument("recipe", help="a YAML file, or the name of a recipe that comes with Tandem ('tandem recipes')")
     parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
     parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan and exit")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
@@ -27,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tandem.cli.display import display
+    from tandem.jobs.display import display
     from tandem.jobs.start import dry_run, train
 
     recipe = load_config(options.recipe, options.overrides)
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     with display() as callback:
         result = train(
-            recipe, recipe_path=options.recipe, inline=options.inline, callback=callback,
+            recipe, recipe_path=options.recipe, inline=options.inline, callbacks=[callback], progress=False,
             faults=FaultPlan.parse(options.fault) if options.fault else None,
         )
     print(result.summary())

@@ -18,7 +18,8 @@ class AlgorithmConfig:
     """The policy-gradient algorithm and its options."""
 
     name: AlgorithmName = "grpo"
-    """The algorithm, by its advantage estimator. `grpo`: (reward - group mean) / (group std + `advantage_epsilon`) (DeepSeekMath, 2024).
+    """The algorithm, by its advantage estimator. `grpo`: (reward - group mean) / (group std + `advantage_epsilon`) (DeepSeekMath, 2024), with the
+    sample standard deviation of the group's n rewards, whose sum of squares is divided by n - 1, as in TRL and verl.
     `dr_grpo`: reward - group mean (Liu et al., 2025). `rloo`: reward - mean of the group's other samples (Ahmadian et al., 2024).
     `pretrain` and `sft` train on data and have sections of their own."""
     group_size: int = 8
@@ -51,9 +52,11 @@ class AlgorithmConfig:
     """Source of pi_old: reported by the `rollout`, or `recompute`d by the trainer before the first update. With `top_k`, `top_p` or `min_p`
     and a temperature other than 1 it must be `recompute`."""
     minibatches: int = 1
-    """Optimizer updates per pass over the batch."""
+    """Optimizer updates per pass over the batch. Its completions with a learned token are divided in the order of their prompts, without shuffling,
+    into this many parts of nearly equal number. Each update is normalised by the tokens and completions of its own part; all updates of a step
+    have the same learning rate."""
     epochs: int = 1
-    """Passes over the batch."""
+    """Passes over the batch, with the same minibatches in the same order."""
     mask_truncated: bool = False
     """Exclude completions truncated at the token limit from the loss; they still count in their group's statistics."""
 

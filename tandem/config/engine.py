@@ -1,11 +1,14 @@
 """``EngineArgs``: every option of the inference engine, for ``LLM``, ``tandem serve``, ``tandem generate`` and section ``rollout.engine``."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from tandem.config.arguments import explained
 from tandem.config.limits import MOST_GIB, MOST_SECONDS
 from tandem.config.unread import refuse_unread
+from tandem.config.vllm_names import ENGINE
 from tandem.types.errors import UserError
 from tandem.types.kv_cache import KVCacheDtype
 
@@ -23,7 +26,7 @@ class SpeculativeConfig:
     """`draft` proposes tokens with a small model; `ngram` proposes what followed the last few tokens at an earlier occurrence (Saxena,
     2023)."""
     model: str | None = None
-    """For `draft`: the folder of the small model, which has the same vocabulary."""
+    """For `draft`: the folder, or the name on the Hub, of the small model, which has the same vocabulary."""
     num_speculative_tokens: int = 4
     """Maximum number of draft tokens per step."""
     prompt_lookup_max: int = 4
@@ -66,22 +69,31 @@ class SpeculativeConfig:
         return 0.4 if self.method == "draft" else 0.15
 
 
+@explained(ENGINE)
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
     """The options of one engine, with vLLM's names where vLLM has the option."""
 
     model: str = ""
-    """A Hugging Face folder, or the address of one in object storage (`s3://bucket/folder`)."""
+    """A Hugging Face folder, the name of a model of the Hugging Face Hub (`Qwen/Qwen3-0.6B`, `hf://Qwen/Qwen3-0.6B@REVISION`), or the address of a
+    folder in object storage (`s3://bucket/folder`)."""
+    revision: str | None = None
+    """The branch, tag or commit of a model of the Hub. Empty: that of its name, else `main`."""
     tokenizer: str | None = None
-    """A folder with `tokenizer.json`. Empty: the model's own; without one, prompts are token ids."""
+    """A folder with a tokenizer, or a name of the Hub. Empty: the model's own; without one, prompts are token ids."""
     skip_tokenizer_init: bool = False
     """Start without a tokenizer: prompts and completions are token ids."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` reads shapes and tokenizer and initialises random weights."""
+    generation_config: str = "auto"
+    """Sampling defaults for what a request does not give. `auto`: the model's own `generation_config.json`; `vllm`: none; else a folder with such a
+    file."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Values that replace those of `generation_config.json`: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `max_new_tokens`."""
     verify: bool = False
     """Compare every byte of the model with the digests in its `manifest.json`, or with those of its download, before it is used."""
     download_dir: str | None = None
-    """Cache folder for models from object storage. Empty: `~/.cache/tandem/weights`."""
+    """Cache folder for downloaded models. Empty: `~/.cache/tandem/weights` for object storage, the Hub's own cache (`HF_HOME`) for its models."""
     weight_cache_gib: float = 0.0
     """Maximum size of that cache in GiB. 0: no limit."""
     dtype: ModelDtype = "float32"
@@ -120,6 +132,9 @@ class EngineArgs:
     kv_cache_tokens: int = 0
     """Size of the KV cache in tokens. 0: what `max_num_seqs` sequences can fill, at most 1 GiB; in a pod, what one step of rollouts can
     fill."""
+    gpu_memory_utilization: float | None = None
+    """Share of the GPU's memory for weights, activations and KV cache; the cache takes what the others leave. Empty: the size is
+    `kv_cache_tokens`. It has no effect on a CPU, for which programs written for vLLM give it too."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """Dtype of keys and values: `auto` (the model's dtype), `bfloat16`, or 8 bits with a scale for each token and head, `int8` or
     `fp8_e4m3`. In a pod the trainer rounds its keys and values in the same way, so rollout and trainer still agree bit for bit."""
@@ -186,6 +201,7 @@ class EngineArgs:
                     f"before them, so it must be below max_num_batched_tokens ({self.max_num_batched_tokens})"
                 )
         self._check_async_scheduling()
+        self._check_memory()
         if self.attention != "auto" and (self.device == "cpu" or self.dtype not in ("bfloat16", "float16")):
             raise UserError(
                 f"engine attention is '{self.attention}', which needs a GPU and 16 bits, and device is '{self.device}' with dtype '{self.dtype}'; set "
@@ -198,6 +214,18 @@ class EngineArgs:
         if self.preemption_mode == "recompute":
             reason = "engine.preemption_mode is 'recompute', which swaps nothing out"
             refuse_unread("engine", self, reason, "swap_space", fix="set engine.preemption_mode to auto or swap")
+
+    def _check_memory(self) -> None:
+        share = self.gpu_memory_utilization
+        if share is None:
+            return
+        if not 0 < share <= 1:
+            raise UserError(f"engine gpu_memory_utilization is {share}; it must be above 0 and at most 1")
+        if self.kv_cache_tokens and self.device != "cpu":
+            raise UserError(
+                f"engine gpu_memory_utilization is {share} and kv_cache_tokens {self.kv_cache_tokens}, and each sets the size of the KV cache; leave one "
+                "of them out"
+            )
 
     def _check_async_scheduling(self) -> None:
         if not self.async_scheduling:

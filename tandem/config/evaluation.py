@@ -15,7 +15,7 @@ class EvaluationConfig:
     prompts: int = 256
     """Number of held-out prompts."""
     target_accuracy: float = 0.9
-    """Training ends when `consecutive` evaluations in a row reach this accuracy."""
+    """Training ends when `consecutive` evaluations in a row reach this accuracy. A resume may change both."""
     consecutive: int = 2
     """Number of evaluations in a row that must reach `target_accuracy`."""
     final_prompts: int = 1024

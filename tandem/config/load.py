@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar, Union
 
 import yaml
 
+from tandem.config.bundled import how_to_name
+from tandem.config.run_paths import without_run_paths
 from tandem.config.yaml_text import parse_yaml
 from tandem.types.errors import UserError
 from tandem.types.input_file import read_input
@@ -31,7 +33,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         text = read_input(path, MOST_RECIPE_BYTES, "a recipe is a short YAML file, for example recipes/sort.yaml").decode("utf-8")
     except FileNotFoundError:
-        raise UserError(f"recipe '{path}' does not exist; name a YAML file, for example recipes/sort.yaml") from None
+        raise UserError(f"recipe '{path}' does not exist; {how_to_name(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe '{path}' cannot be read: {error}") from None
     try:
@@ -42,7 +44,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: a recipe is a mapping of sections, this is {_describe(data)}")
-    return data
+    return without_run_paths(data, Path(path).parent)
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         if not equals or not name:
             raise UserError(f"override '{override}' is not of the form --key.sub=value")
         try:
-            value = parse_yaml(text, f"override '{name}'") if text else ""
+            value = _as_written(parse_yaml(text, f"override '{name}'") if text else "", text)
         except yaml.YAMLError:
             value = text
         target = result
@@ -65,6 +67,26 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             target = child
         target[last] = value
     return result
+
+
+class _WrittenMapping(dict[str, Any]):
+    """The mapping that an override's ``text`` is in YAML: ``{prompt}`` is one, and for a key that is a text it is that text."""
+
+    text = ""
+
+
+class _WrittenList(list[Any]):
+    """The list that an override's ``text`` is in YAML."""
+
+    text = ""
+
+
+def _as_written(value: Any, text: str) -> Any:
+    if not isinstance(value, dict | list):
+        return value
+    written = _WrittenMapping(value) if isinstance(value, dict) else _WrittenList(value)
+    written.text = text
+    return written
 
 
 def build(section: type[Section], data: Mapping[str, Any], where: str = "") -> Section:
@@ -218,6 +240,8 @@ def _convert_plain(hint: Any, value: Any, where: str) -> Any:
         return number
     if hint is str and isinstance(value, str):
         return _text(value, where)
+    if hint is str and isinstance(value, _WrittenMapping | _WrittenList):
+        return _text(value.text, where)
     if hint is str and isinstance(value, int | float) and not isinstance(value, bool):
         return _describe(value)
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

@@ -1,6 +1,7 @@
-"""Section ``model``: a Hugging Face folder, or the shape of a small model that the run creates."""
+"""Section ``model``: a Hugging Face folder or a model of the Hub, or the shape of a small model that the run creates."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.unread import refuse_unread
@@ -35,7 +36,7 @@ class NewModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
     tokenizer: str = ""
-    """Folder of the tokenizer to use. Empty: one with a token per character."""
+    """Folder of the tokenizer to use, or a model of the Hub that has it. Empty: one with a token per character."""
     characters: str = "ascii"
     """Vocabulary besides the special tokens. `ascii`: the 95 printable ASCII characters and the line break."""
     initializer_range: float = 0.02
@@ -78,14 +79,17 @@ class NewModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A local Hugging Face folder, or the shape of a small model that the run creates. Exactly one of `path` and `create`."""
+    """A Hugging Face folder or a model of the Hub, or the shape of a small model that the run creates. Exactly one of `path` and `create`."""
 
     path: str | None = None
-    """A local Hugging Face folder of a family in `tandem.model.families`, with weights in safetensors and the tokenizer as `tokenizer.json`."""
+    """A Hugging Face folder of a family in `tandem.model.families`, with weights in safetensors, or the name of such a model on the Hugging Face Hub:
+    `OWNER/NAME` or `hf://OWNER/NAME@REVISION`. A run records the commit that it downloaded."""
     create: NewModelConfig | None = None
     """The model to create; a section of its own, below."""
     max_length: int = 0
     """Maximum tokens of prompt and completion together. 0: the model's context."""
+    export_dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
+    """Dtype of the trained model that the run writes at its end. `auto`: that of the model in `path`; of a created model, `trainer.dtype`."""
 
     def check(self) -> None:
         if (self.path is None) == (self.create is None):

@@ -4,9 +4,10 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
+from tandem.config.bundled import recipe_file
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.load import apply_overrides, build, read_yaml
@@ -140,9 +141,13 @@ AnyRecipe = Recipe | PretrainRecipe
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Returns the recipe in the file ``path`` with ``--key.sub=value`` overrides. ``algorithm.name`` selects its class. Raises
-    ``UserError``."""
-    data = apply_overrides(read_yaml(path), overrides)
+    """Returns the recipe in the file ``path``, or of this name among those that come with Tandem, with ``--key.sub=value`` overrides.
+    Raises ``UserError``."""
+    return recipe_of(apply_overrides(read_yaml(recipe_file(path)), overrides))
+
+
+def recipe_of(data: Mapping[str, Any]) -> AnyRecipe:
+    """Returns the recipe with the sections ``data``; ``algorithm.name`` selects its class. Raises ``UserError``."""
     algorithm = data.get("algorithm")
     name = algorithm.get("name", IN_A_POD[0]) if isinstance(algorithm, Mapping) else IN_A_POD[0]
     if name not in (*IN_A_POD, *ON_DATA):

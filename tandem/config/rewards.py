@@ -4,11 +4,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
+from tandem.config.addresses import check_no_secret
 from tandem.config.limits import check_at_least_one, check_float32, check_seconds
 from tandem.types.errors import UserError
 
-BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker")
+SCORED_AS_PUBLISHED = ("gsm8k", "math", "multiple_choice")
+BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", *SCORED_AS_PUBLISHED)
+ADDRESSES = ("http://", "https://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +21,13 @@ class AnswerMatcherConfig:
 
     extract: Literal["whole", "last_number", "boxed"] = "whole"
     """What to extract from the completion. `whole`: all of it without surrounding white space; `last_number`: the last number; `boxed`: the
-    content of the last `\\boxed{...}`."""
+    content of the last `\\boxed{...}`, also of a ground truth that has one."""
     compare: Literal["exact", "numeric", "math_verify"] = "exact"
     """How to compare: `exact` text, `numeric` value (1,000.0 equals 1e3 and 3/4 equals 0.75), or `math_verify` (needs `pip install
     'tandem-rl[math]'`)."""
     after: str = ""
-    """Use only the text after the last occurrence of this text (`####` for GSM8K). Empty: everything."""
+    """Use only the text after the last occurrence of this text (`####` for GSM8K), in the completion and in a ground truth that contains it. Empty:
+    everything."""
     ignore_case: bool = False
     """Treat upper and lower case as equal."""
     tolerance: float = 0.0
@@ -62,37 +67,74 @@ class FormatCheckerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointConfig:
+    """How an HTTP endpoint is asked."""
+
+    retries: int = 4
+    """Further attempts where it does not answer, or answers that it is busy (429, 5xx), with waits of 0.5, 1, 2, ... seconds."""
+    timeout_s: float = 60.0
+    """Maximum seconds of one request; `rewards.deadline_s` bounds all of them."""
+    batch_size: int = 0
+    """Maximum samples of a request; several requests are sent at once. 0: all samples in one."""
+    token_variable: str = ""
+    """The environment variable with the token that is sent as `Authorization: Bearer`. Empty: none."""
+
+    def check(self) -> None:
+        check_seconds("endpoint", self, "timeout_s")
+        for name in ("retries", "batch_size"):
+            if not 0 <= getattr(self, name) <= 10**6:
+                raise UserError(f"'endpoint.{name}' of a reward function is {getattr(self, name)}; it must be from 0 to 1000000")
+        if self.token_variable and not self.token_variable.isidentifier():
+            raise UserError("'endpoint.token_variable' of a reward function is not the name of an environment variable; write the name, never the token")
+
+
+@dataclass(frozen=True, slots=True)
 class RewardFunctionConfig:
     """One reward function."""
 
     function: str
-    """`task` (the task's own), `answer_matcher`, `format_checker`, or your own as `module:function` or `path/to/file.py:function`."""
+    """`task` (the task's own), `answer_matcher`, `format_checker`; `gsm8k`, `math` or `multiple_choice`, which score as the benchmark's authors do; your own
+    as `module:function` or `path/to/file.py:function`; or the address of an HTTP endpoint, `http://host:port/path`."""
     name: str = ""
     """Name of its value in metrics. Empty: the function's name."""
     weight: float = 1.0
     """Its weight in the reward."""
     signature: Literal["auto", "trl", "verl"] = "auto"
-    """Signature of your own function: `trl` is `f(prompts, completions, completion_ids, **columns)`, `verl` is `compute_score(data_source,
-    solution_str, ground_truth, extra_info)`; `auto` detects it from the parameters' names."""
+    """Signature of your own function: `trl` is `f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns)`, of which it
+    takes what it names, and `None` for a sample to which it does not apply; `verl` is `compute_score(data_source, solution_str, ground_truth, extra_info)`;
+    `auto` detects it from the parameters' names. Both may be `async`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Additional keyword arguments for your own function."""
     answer: AnswerMatcherConfig = AnswerMatcherConfig()
     """Settings of `answer_matcher` and `task`, below."""
     format: FormatCheckerConfig | None = None
     """Settings of `format_checker`, below."""
+    endpoint: EndpointConfig = EndpointConfig()
+    """Settings of an HTTP endpoint, below."""
+
+    @property
+    def is_endpoint(self) -> bool:
+        """Whether it is an address."""
+        return self.function.startswith(ADDRESSES)
 
     @property
     def label(self) -> str:
         """The name of its value in metrics."""
+        if self.is_endpoint:
+            path = self.function.partition("://")[2].partition("?")[0].rstrip("/")
+            return self.name or path.rpartition("/")[2].partition(":")[0]
         return self.name or self.function.rpartition(":")[2]
 
     def check(self) -> None:
         built_in = self.function in BUILT_IN_REWARDS
         where, colon, what = self.function.rpartition(":")
-        if not built_in and not (colon and where and what.isidentifier()):
+        if self.is_endpoint:
+            check_no_secret(f"reward function '{self.label}'", self.function)
+            self._check_address()
+        elif not built_in and not (colon and where and what.isidentifier()):
             raise UserError(
-                f"reward function '{self.function}' is neither one of {', '.join(BUILT_IN_REWARDS)} nor of the form module:function or "
-                "path/to/file.py:function"
+                f"reward function '{self.function}' is neither one of {', '.join(BUILT_IN_REWARDS)} nor of the form module:function, "
+                "path/to/file.py:function or http://host/path"
             )
         if not -1e6 < self.weight < 1e6:
             raise UserError(f"'weight' of reward function '{self.label}' is {self.weight}; it must be a finite number")
@@ -101,8 +143,19 @@ class RewardFunctionConfig:
             raise UserError(f"reward function '{self.label}' {problem}")
         if self.answer != AnswerMatcherConfig() and self.function not in ("task", "answer_matcher"):
             raise UserError(f"reward function '{self.label}' has a section 'answer', which belongs to answer_matcher and task")
-        if built_in and (self.arguments or self.signature != "auto"):
-            raise UserError(f"'arguments' and 'signature' belong to functions of your own, and '{self.label}' is built in; remove them")
+        if (built_in or self.is_endpoint) and (self.arguments or self.signature != "auto"):
+            what = "is built in" if built_in else "is an endpoint"
+            raise UserError(f"'arguments' and 'signature' belong to functions of your own, and '{self.label}' {what}; remove them")
+        if self.endpoint != EndpointConfig() and not self.is_endpoint:
+            raise UserError(f"reward function '{self.label}' has a section 'endpoint', which belongs to an address such as http://host/score")
+
+    def _check_address(self) -> None:
+        try:
+            is_valid = bool(urlsplit(self.function).hostname) and urlsplit(self.function).port != 0
+        except ValueError:
+            is_valid = False
+        if not is_valid or any(character.isspace() for character in self.function):
+            raise UserError(f"reward function '{self.function}' is not an address; write http://host:port/path")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,10 @@ class RolloutConfig:
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "engine.model": "the engine samples from the model that is trained, section 'model'",
+        "engine.revision": "a model of the Hub has its revision in 'model.path': OWNER/NAME@REVISION",
+        "engine.generation_config": "rollouts are drawn with the sampling parameters of section 'rollout' alone",
+        "engine.override_generation_config": "rollouts are drawn with the sampling parameters of section 'rollout' alone",
+        "engine.gpu_memory_utilization": "trainer and engine share the GPU, and its memory is planned; set kv_cache_tokens",
         "engine.tokenizer": "prompts are encoded with the tokenizer of the model that is trained",
         "engine.skip_tokenizer_init": "rewards read the completions as text",
         "engine.enable_lora": "the samples of a step come from the model that is trained, without an adapter",

@@ -20,7 +20,8 @@ class RunConfig:
     seed: int = 0
     """Seed of every random number of the run."""
     max_steps: int = 200
-    """Maximum number of optimizer steps, not counting those of section `sft`."""
+    """Maximum number of optimizer steps, not counting those of section `sft`. A resume may raise it, also after the end of the run, unless the learning
+    rate has begun to fall towards it."""
     max_restarts: int = 20
     """Maximum number of times that the processes of a run are restarted after one died or hung (see `training.md`)."""
     elastic: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
-BUILT_IN_TASKS = ("sort", "addition", "jsonl")
+BUILT_IN_TASKS = ("sort", "addition", "dataset")
 REASONING_GYM = "reasoning_gym:"
 
 
@@ -17,30 +17,42 @@ class TaskConfig:
     """The task that the model learns."""
 
     name: str
-    """`sort`, `addition`, `jsonl`, or `reasoning_gym:DATASET` (needs `pip install 'tandem-rl[reasoning-gym]'`)."""
+    """`sort`, `addition`, `dataset` (your own prompts), or `reasoning_gym:NAME` (needs `pip install 'tandem-rl[reasoning-gym]'`)."""
     min_digits: int | None = None
     """For `sort`: minimum digits of a list (default 3). For `addition`: minimum digits of an operand (default 1)."""
     max_digits: int | None = None
     """The maximum (default 6; 2)."""
     path: str | None = None
-    """For `jsonl`: the file, one JSON object per line. All of it is checked before work begins."""
+    """For `dataset`: a file (JSON lines, JSON, CSV, Parquet, Arrow; also with `.gz`), a folder that `datasets` saved or with such files, or the name of a
+    dataset of the Hugging Face Hub, such as `openai/gsm8k`. All rows are checked before work begins. Parquet, Arrow, folders and the Hub need
+    `pip install 'tandem-rl[data]'`."""
+    subset: str = ""
+    """For `dataset`, of the Hub: the subset (`main` of `openai/gsm8k`). Empty: the only one."""
+    split: str = "train"
+    """For `dataset`, of the Hub or a folder: the split of the training prompts."""
+    revision: str = ""
+    """For `dataset`, of the Hub: the branch, tag or commit. Empty: the newest."""
     eval_path: str | None = None
-    """For `jsonl`: a second file for evaluations and the final accuracy."""
-    prompt_key: str = "prompt"
-    """For `jsonl`: the key of the prompt."""
-    answer_key: str = "answer"
-    """For `jsonl`: the key of the ground truth; empty: none. Every other key is passed to reward functions as a column."""
+    """For `dataset`: a second file, folder or name, with the prompts of evaluations and of the final accuracy."""
+    eval_split: str = ""
+    """For `dataset`: the split of those prompts, of `eval_path` or, without it, of `path`."""
+    prompt_key: str = "auto"
+    """For `dataset`: the key of the prompt, a text or a list of messages; `a.b` is the key `b` inside the key `a`. `auto`: `prompt`, `messages`,
+    `question` or `problem`."""
+    answer_key: str = "auto"
+    """For `dataset`: the key of the ground truth; empty: none. Every key but that of the prompt is passed to reward functions as a column. `auto`:
+    `answer`, `reward_model.ground_truth` (rows prepared for verl), `ground_truth` or `solution`, or else the assistant's last message."""
     held_out_share: float | None = None
-    """Without `eval_path`, the share of all instances held out for evaluations, and as many again for the final accuracy, by a hash of the
+    """Without `eval_path` and `eval_split`, the share of all instances held out for evaluations, and as many again for the final accuracy, by a hash of the
     instance. Default 0.1, or 1/3 for a `reasoning_gym` dataset."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """For `reasoning_gym`: the dataset's own settings."""
     prompt_template: str = "{prompt}"
-    """The text that the model reads, with `{prompt}` in place of the task's text."""
-    chat: bool = False
-    """Apply the tokenizer's chat template to the prompt (needs `pip install 'tandem-rl[chat]'`)."""
+    """The text that the model reads, with `{prompt}` in place of the task's text. With `chat` it is the text of the user's message."""
+    chat: bool | None = None
+    """Apply the tokenizer's chat template to the prompt (needs `pip install 'tandem-rl[chat]'`). Empty: to prompts that are messages, not to texts."""
     system_prompt: str = ""
-    """With `chat`: the system message."""
+    """With `chat`: the system message of prompts that have none."""
 
     def check(self) -> None:
         """Raises ``UserError`` for an unknown task, a value out of range or a key that belongs to another task."""
@@ -48,18 +60,19 @@ class TaskConfig:
             raise UserError(f"'task.name' is '{self.name}'; name the dataset behind it, for example reasoning_gym:chain_sum")
         if self.name not in BUILT_IN_TASKS and not self.name.startswith(REASONING_GYM):
             near = difflib.get_close_matches(self.name, BUILT_IN_TASKS, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else "use sort, addition, jsonl or reasoning_gym:DATASET"
+            hint = f"did you mean '{near[0]}'?" if near else "use sort, addition, dataset or reasoning_gym:NAME"
             raise UserError(f"'task.name' is '{self.name}'; {hint}")
         self._check_foreign_keys()
         self._check_digits()
-        if self.eval_path:
-            reason = "the prompts of task.eval_path are held out"
-            refuse_unread("task", self, reason, "held_out_share", fix="leave task.eval_path empty")
-        if self.name != "jsonl":
-            refuse_unread("task", self, f"task.name is '{self.name}'", "prompt_key", "answer_key", fix="set task.name to jsonl")
-        if self.name == "jsonl" and not self.path:
-            raise UserError("'task.path' is missing; task 'jsonl' needs the file to read")
-        if self.name == "jsonl" and not self.prompt_key:
+        if self.eval_path or self.eval_split:
+            given = "eval_path" if self.eval_path else "eval_split"
+            refuse_unread("task", self, f"the prompts of task.{given} are held out", "held_out_share", fix=f"leave task.{given} empty")
+        if self.name != "dataset":
+            reason = f"task.name is '{self.name}'"
+            refuse_unread("task", self, reason, "prompt_key", "answer_key", "subset", "split", "revision", "eval_split", fix="set task.name to dataset")
+        if self.name == "dataset" and not self.path:
+            raise UserError("'task.path' is missing; task 'dataset' needs the file, the folder or the name on the Hub to read")
+        if self.name == "dataset" and not self.prompt_key:
             raise UserError("'task.prompt_key' is empty; name the key that holds the prompt")
         if not 0 < self.share_held_out < 0.5:
             raise UserError(
@@ -68,9 +81,9 @@ class TaskConfig:
             )
         if "{prompt}" not in self.prompt_template:
             raise UserError(f"'task.prompt_template' is {self.prompt_template!r}; it must contain {{prompt}} where the task's text goes")
-        if self.system_prompt and not self.chat:
+        if self.system_prompt and not self.chat and (self.chat is not None or self.name != "dataset"):
             raise UserError(
-                "'task.system_prompt' is given but 'task.chat' is false; set task.chat to true or put it in task.prompt_template"
+                "'task.system_prompt' is given but 'task.chat' is not true; set task.chat to true or put it in task.prompt_template"
             )
 
     def digits(self) -> tuple[int, int]:
@@ -90,8 +103,8 @@ class TaskConfig:
         owners: dict[str, tuple[bool, str]] = {
             "min_digits": (self.name in ("sort", "addition"), "sort and addition"),
             "max_digits": (self.name in ("sort", "addition"), "sort and addition"),
-            "path": (self.name == "jsonl", "jsonl"),
-            "eval_path": (self.name == "jsonl", "jsonl"),
+            "path": (self.name == "dataset", "dataset"),
+            "eval_path": (self.name == "dataset", "dataset"),
             "settings": (self.name.startswith(REASONING_GYM), "reasoning_gym"),
         }
         for key, (belongs, owner) in owners.items():

@@ -1,11 +1,10 @@
-"""Examples for supervised fine-tuning, read from lines of JSON: a prompt with its completion, or a conversation."""
+"""Examples for supervised fine-tuning: a prompt with its completion, or a conversation."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ASSISTANT = "assistant"
+from tandem.data.rows.messages import ASSISTANT, BadMessages, Message, as_text, is_messages, read_messages, read_tools
 
 
 class BrokenExample(Exception):
@@ -34,17 +33,25 @@ class Example:
         if not self.messages:
             return self.prompt
         first = next(i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT)
-        return json.dumps([[message["role"], message.get("content")] for message in self.messages[:first]], ensure_ascii=False)
+        return as_text(self.messages[:first])
 
 
 def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
-    """Returns the example in a JSON object. Raises ``BrokenExample``."""
+    """Returns the example in a JSON object: texts, or messages as in TRL's conversational form. Raises ``BrokenExample``."""
     if not isinstance(row, dict):
         raise BrokenExample("it is not a JSON object")
-    if "messages" in row:
-        if completion_key in row:
-            raise BrokenExample(f"there are both 'messages' and '{completion_key}'; an example must be one of the two")
-        return Example(messages=_messages(row["messages"]), tools=_tools(row.get("tools")))
+    try:
+        if "messages" in row:
+            if completion_key in row:
+                raise BrokenExample(f"there are both 'messages' and '{completion_key}'; an example must be one of the two")
+            return Example(messages=_learned(read_messages(row["messages"], "messages")), tools=read_tools(row.get("tools")))
+        if is_messages(row.get(prompt_key)) and is_messages(row.get(completion_key)):
+            prompt = read_messages(row[prompt_key], prompt_key)
+            if any(message["role"] == ASSISTANT for message in prompt):
+                raise BrokenExample(f"'{prompt_key}' has a message of the assistant, which would be learned too; leave it out, or name texts")
+            return Example(messages=_learned((*prompt, *read_messages(row[completion_key], completion_key))), tools=read_tools(row.get("tools")))
+    except BadMessages as error:
+        raise BrokenExample(str(error)) from None
     for key in (prompt_key, completion_key):
         if not isinstance(row.get(key), str):
             raise BrokenExample(f"there is neither 'messages' nor a text under the key '{key}' (it has {', '.join(map(repr, row)) or 'no keys'})")
@@ -53,27 +60,10 @@ def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
     return Example(row[prompt_key], row[completion_key])
 
 
-def _messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(messages, list) or not messages:
-        raise BrokenExample("'messages' is not a list of messages")
+def _learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BrokenExample(f"message {number} needs a 'role' that is a text")
-        is_assistant, calls, content = message["role"] == ASSISTANT, message.get("tool_calls"), message.get("content")
-        if calls is not None and not (is_assistant and isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-            raise BrokenExample(f"message {number} has 'tool_calls' that are not a list of calls by the assistant")
-        if not isinstance(content, str) and not (calls and content is None):
-            raise BrokenExample(f"message {number} needs a 'content' that is a text")
-        if is_assistant and not content and not calls:
+        if message["role"] == ASSISTANT and not message.get("content") and not message.get("tool_calls"):
             raise BrokenExample(f"message {number} is the assistant's and empty, so there is nothing to learn")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise BrokenExample("no message is the assistant's, so there is nothing to learn")
-    return tuple(messages)
-
-
-def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
-    if tools is None:
-        return ()
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BrokenExample("'tools' is not a list of tools (JSON schemas)")
-    return tuple(tools)
+    return messages

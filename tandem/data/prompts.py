@@ -1,17 +1,15 @@
 """The prompts of a run from a task's instances: rendered, tokenized once, and refused before work begins if they do not fit the context."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tandem.config.task import TaskConfig
 from tandem.data.order import prompt_indices
+from tandem.data.prompt_format import ChatFormat, Encode, PromptFormat
 from tandem.data.split import Split
 from tandem.data.tasks import Task, TaskItem, make_task
 from tandem.text.long_text import exceeds
 from tandem.types import Prompt, UserError
-
-Encode = Callable[[str], Sequence[int]]
-RenderChat = Callable[[list[dict[str, str]]], str]
 
 
 class EncodedDemonstration(NamedTuple):
@@ -26,9 +24,9 @@ class EncodedDemonstration(NamedTuple):
 class PromptSource:
     """The prompts of a run. Every prompt is a function of ``seed`` and its position, so that a resume needs no state.
 
-    ``encode``: text to token ids, with the special tokens that the model expects first. ``render_chat``: messages to the text of the
-    tokenizer's chat template, up to where the answer begins (required if ``config.chat`` is set). A prompt may have at most
-    ``context_tokens - max_new_tokens`` tokens. A finite task is checked as a whole in the constructor. Raises ``UserError``.
+    ``encode``: text to token ids, with the special tokens that the model expects first. ``chat_format``: for prompts that the chat template formats,
+    those of a task with messages and all with ``config.chat``. A prompt may have at most ``context_tokens - max_new_tokens`` tokens. A finite task is
+    checked as a whole in the constructor. Raises ``UserError``.
     """
 
     def __init__(
@@ -40,20 +38,18 @@ class PromptSource:
         prompts_per_step: int,
         context_tokens: int,
         max_new_tokens: int,
-        render_chat: RenderChat | None = None,
+        chat_format: ChatFormat | None = None,
     ) -> None:
-        if config.chat and render_chat is None:
-            raise UserError("'task.chat' is true, but the tokenizer has no chat template; set it to false or use a chat model")
         self.config = config
         self.seed = seed
         self.prompts_per_step = prompts_per_step
         self.context_tokens = context_tokens
         self.max_new_tokens = max_new_tokens
-        self._encode = encode
-        self._render_chat = render_chat
         self._evaluations: dict[tuple[Split, int], list[Prompt]] = {}
         self.task: Task = make_task(config, seed)
         try:
+            self._format = PromptFormat(config, encode, chat_format, self.task.has_messages)
+            self._encode = self._format.encode
             self._check_all()
         except BaseException:
             self.task.close()
@@ -62,12 +58,16 @@ class PromptSource:
     @property
     def fingerprint(self) -> str:
         """A digest that changes whenever a prompt of the run would; a resume compares it."""
-        return f"{self.task.fingerprint} {self.config.prompt_template!r} {self.config.chat} {self.config.system_prompt!r}"
+        return f"{self.task.fingerprint} {self.config.prompt_template!r} {self._format.is_chat} {self.config.system_prompt!r}"
 
     def for_step(self, step: int) -> list[Prompt]:
         """Returns the training prompts of ``step``."""
         indices = prompt_indices(step, self.prompts_per_step, self.seed, self.task.size)
         return [self.prompt(f"train-{index}", self.task.train_prompt(index)) for index in indices]
+
+    def epoch(self, step: int) -> float:
+        """Returns the passes over the training prompts before ``step``, 0 for a task that generates them."""
+        return 0.0 if self.task.size is None else step / (self.task.size // self.prompts_per_step)
 
     def held_out(self, count: int) -> list[Prompt]:
         """Returns the prompts of the evaluations, the same for every step; fewer if the task has fewer."""
@@ -104,7 +104,7 @@ class PromptSource:
 
     def prompt(self, id: str, item: TaskItem) -> Prompt:
         """Returns ``item`` rendered and tokenized. Raises ``UserError`` with its location if it is empty or too long."""
-        text, longest = self._render(item.text), self.context_tokens - self.max_new_tokens
+        text, longest = self._format.render(item), self.context_tokens - self.max_new_tokens
         if exceeds(self._encode, text, longest):
             raise UserError(f"{item.where}: the prompt has {len(text):,} characters, far more than {longest} tokens; shorten it or raise model.max_length")
         token_ids = tuple(self._encode(text))
@@ -115,7 +115,7 @@ class PromptSource:
                 f"{item.where}: the prompt has {len(token_ids)} tokens, more than {longest} (a context of {self.context_tokens} less "
                 f"{self.max_new_tokens} new tokens); shorten it, lower rollout.max_tokens or raise model.max_length"
             )
-        return Prompt(id, text, token_ids, item.ground_truth, self.task.name, item.columns)
+        return Prompt(id, text, token_ids, item.ground_truth, self.task.name, item.columns, item.messages)
 
     def close(self) -> None:
         """Ends the processes that the task started."""
@@ -141,17 +141,6 @@ class PromptSource:
             name = split.replace("_", "-")
             self._evaluations[split, count] = [self.prompt(f"{name}-{i}", item) for i, item in enumerate(items)]
         return self._evaluations[split, count]
-
-    def _render(self, text: str) -> str:
-        # Not str.format, because a prompt or template may contain braces.
-        filled = self.config.prompt_template.replace("{prompt}", text)
-        if not self.config.chat:
-            return filled
-        assert self._render_chat is not None
-        messages = [{"role": "user", "content": filled}]
-        if self.config.system_prompt:
-            messages.insert(0, {"role": "system", "content": self.config.system_prompt})
-        return self._render_chat(messages)
 
     def _encode_completion(self, prompt: Prompt, completion: str) -> tuple[int, ...]:
         # The completion's tokens are those that the tokenizer adds to the prompt, so that nothing is prepended twice (a

@@ -3,22 +3,17 @@
 from pathlib import Path
 
 from tandem.config.task import TaskConfig
+from tandem.data.prompt_format import chat_format_of, text_encode
 from tandem.data.prompts import PromptSource
-from tandem.text.chat import apply_chat_template
 from tandem.text.tokenizer import Tokenizer
 
 
 def task_prompts(
     task: TaskConfig, folder: Path, *, seed: int, prompts_per_step: int = 1, context_tokens: int, max_new_tokens: int = 0
 ) -> PromptSource:
-    """Returns the prompts of ``task``, tokenized for the model in ``folder``. A chat template adds its own special tokens."""
+    """Returns the prompts of ``task``, tokenized for the model in ``folder``."""
     tokenizer = Tokenizer.from_folder(folder)
     return PromptSource(
-        task,
-        lambda text: tokenizer.encode(text, add_special_tokens=not task.chat),
-        seed=seed,
-        prompts_per_step=prompts_per_step,
-        context_tokens=context_tokens,
-        max_new_tokens=max_new_tokens,
-        render_chat=(lambda messages: apply_chat_template(folder, messages)) if task.chat else None,
-    )
+        task, text_encode(tokenizer), seed=seed, prompts_per_step=prompts_per_step, context_tokens=context_tokens, max_new_tokens=max_new_tokens,
+        chat_format=chat_format_of(folder, tokenizer),
+    )  # fmt: skip

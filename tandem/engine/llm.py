@@ -4,25 +4,28 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from torch import Tensor
 
+from tandem.config.arguments import NotHere
 from tandem.config.engine import EngineArgs
+from tandem.config.vllm_names import METHODS
 from tandem.engine.engine import FIRST_VERSION, Engine
 from tandem.engine.executor.load import check_quantization, load_decoder
 from tandem.engine.executor.ranks import Ranks, RankSettings
 from tandem.engine.llm_inputs import PromptInput, check_count, lora_requests_of, params_of, prompts_of
+from tandem.engine.llm_options import EngineOptions, whole_signature
 from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tokenizer_of
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import check_completions, resolve
 from tandem.kernels.mixed import Precision
+from tandem.model.huggingface.generation_config import default_sampling
 from tandem.model.huggingface.model_folder import read_shapes
-from tandem.model.weight_store import HeldModel, WeightStore, is_remote
-from tandem.storage.folder_manifest import check_folder
+from tandem.model.model_source import find_model, hold_model
 from tandem.text.chat import apply_chat_template
 from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
@@ -35,11 +38,18 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model for offline generation. As a context manager it closes itself."""
+    """A model for offline generation, with vLLM's interface.
+
+    As a context manager it closes itself::
+
+        with LLM("runs/sort/model", max_num_seqs=64) as llm:
+            outputs = llm.generate(["3142="], SamplingParams(temperature=0, max_tokens=16))
+            answers = llm.chat([{"role": "user", "content": "Who are you?"}])
+    """
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, weight_version: WeightVersion | None = None,
-        digest_weights: bool = False, precision: Precision = "fp32", **options: Any,
+        digest_weights: bool = False, precision: Precision = "fp32", **options: Unpack[EngineOptions],
     ) -> None:
         """Loads ``model``, a Hugging Face folder or the address of one in object storage.
 
@@ -49,7 +59,9 @@ class LLM:
             digest_weights: Keep digests of the weights in ``engine.weight_digests``.
             precision: ``trainer.precision`` of the trainer whose bits the engine is to have: fp32 weights and products in 16 bits, which on a CPU
                 are emulated. Use ``dtype`` to hold and compute a model in 16 bits.
-            options: Every other field of ``tandem.config.engine.EngineArgs``, for example ``max_num_seqs=64``. ``dtype`` may be a ``torch.dtype``.
+            options: Every other field of ``tandem.EngineArgs``, for example ``max_num_seqs=64``; ``tandem serve --help`` describes them. ``None``
+                is the default, ``dtype`` may be a ``torch.dtype`` and ``speculative_config`` a mapping. ``gpu_memory_utilization`` has no effect
+                on a CPU.
 
         Raises:
             UserError: An option that is unknown or cannot work, before the weights are read.
@@ -57,19 +69,18 @@ class LLM:
         args = engine_args(model, tokenizer, options)
         dtype = dtype_of(args)
         check_device(args.device)
-        self._held: HeldModel | None = None
-        folder = Path(args.model)
-        if is_remote(args.model):
-            store = WeightStore(args.download_dir, int(args.weight_cache_gib * 2**30), _show_download if sys.stderr.isatty() else None)
-            self._held = store.hold(args.model, verify=args.verify)
-            folder = self._held.path
-        elif args.verify:
-            check_folder(folder)
+        self._held = hold_model(
+            args.model, revision=args.revision, download_dir=args.download_dir, weight_cache_gib=args.weight_cache_gib, verify=args.verify
+        )
+        folder = self._held.path
         shapes = read_shapes(folder)
         check_ranks(shapes, args)
         check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)
         settings = resolve(args, shapes, dtype)
-        own_tokenizer = None if args.skip_tokenizer_init else tokenizer_of(tokenizer, folder)
+        self.sampling_defaults = default_sampling(folder, args.generation_config, args.override_generation_config)
+        self._tokenizer_folder = folder if args.tokenizer is None else find_model(args.tokenizer, "tokenizer")
+        given_tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) or args.tokenizer is None else self._tokenizer_folder
+        own_tokenizer = None if args.skip_tokenizer_init else tokenizer_of(given_tokenizer, folder)
         if own_tokenizer is not None and own_tokenizer.vocab_size > shapes.vocab_size:
             raise UserError(
                 f"the tokenizer has {own_tokenizer.vocab_size} tokens and '{folder}' {shapes.vocab_size}; they do not belong together"
@@ -93,10 +104,9 @@ class LLM:
         speculative, draft = args.speculative_config, None
         if speculative is not None and speculative.model is not None:
             draft = load_decoder(
-                speculative.model, args.kernels, dtype, decoder.embed_tokens.device, "auto", args.seed, deterministic=args.deterministic
+                find_model(speculative.model), args.kernels, dtype, decoder.embed_tokens.device, "auto", args.seed, deterministic=args.deterministic
             )
         self._engine: Engine | None = Engine(decoder, settings, own_tokenizer, weight_version, ranks, digest_weights, speculative, draft)
-        self._tokenizer_folder = folder if args.tokenizer is None else Path(args.tokenizer)
         self._requests = 0
 
     @classmethod
@@ -117,8 +127,14 @@ class LLM:
         if self._engine is not None:
             self._engine.close()
         self._engine = None
-        if self._held is not None:
-            self._held.release()
+        self._held.release()
+
+    if not TYPE_CHECKING:
+        # A type checker that saw it would accept every name.
+        def __getattr__(self, name: str) -> Any:
+            if name in METHODS:
+                raise NotHere(f"LLM has no '{name}': {METHODS[name]}")
+            raise AttributeError(f"'LLM' object has no attribute {name!r}")
 
     def __enter__(self) -> "LLM":
         return self
@@ -131,6 +147,16 @@ class LLM:
         if self.engine.tokenizer is None:
             raise UserError("this engine has no tokenizer; give one, or token ids")
         return self.engine.tokenizer
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The folder of the tokenizer and of its chat template."""
+        return self._tokenizer_folder
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the parameters of prompts without their own: vLLM's defaults, and over them the model's ``generation_config.json``, as the
+        options ``generation_config`` and ``override_generation_config`` say."""
+        return SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -146,7 +172,7 @@ class LLM:
         Args:
             prompts: Texts, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``; with ``cache_salt`` for a prompt whose cached blocks
                 are shared only with prompts of the same salt.
-            sampling_params: The settings of all prompts, or of each.
+            sampling_params: The settings of all prompts, or of each. ``None``: those of ``get_default_sampling_params``.
             use_tqdm: Whether the progress is shown on a terminal.
             request_keys: Keys of the prompts' random numbers, together with the seed. By default the key is the prompt's index in this
                 call if its parameters have a seed, else its index among all requests of this engine.
@@ -161,13 +187,13 @@ class LLM:
         given = [sampling_params] if sampling_params is None or isinstance(sampling_params, SamplingParams) else sampling_params
         is_cut = any(own is not None and own.truncate_prompt_tokens is not None for own in given)
         asked = prompts_of(prompts, self.engine.tokenizer, None if is_cut else self.engine.settings.max_model_len)
-        params = params_of(sampling_params, len(asked))
+        params = params_of(self.get_default_sampling_params() if sampling_params is None else sampling_params, len(asked))
         check_count("request_keys", request_keys, len(asked))
         check_count("priority", priority, len(asked))
         if self.engine.is_paused:
             raise UserError("the engine is paused; call engine.resume() before generate")
         for (_, tokens, _), own in zip(asked, params, strict=True):
-            if own.is_streamed:
+            if own.is_streamed and own.output_kind is not None:
                 raise UserError(f"sampling output_kind is {own.output_kind.name}; generate answers whole, leave it at FINAL_ONLY")
             self.engine.check_request(tokens, own)
         check_completions(sum(own.n for own in params))
@@ -195,9 +221,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
         chat_template: str | None = None, add_generation_prompt: bool = True, continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None, lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Generates a message for one conversation, or for each of several. The options are those of ``chat_prompt``, with vLLM's names."""
+        """Generates a message for one conversation, or for each of several.
+
+        Args:
+            messages: A conversation, or several: each a list of messages with ``role`` and ``content``.
+            chat_template: A template, instead of that of the tokenizer's folder.
+            tools: The functions that the model may call, in OpenAI's form, for the template.
+            chat_template_kwargs: Further variables of the template, such as ``enable_thinking``.
+
+        The other arguments are those of ``generate`` and ``chat_prompt``.
+        """
         several = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [
             self.chat_prompt(
@@ -206,7 +241,7 @@ class LLM:
             )
             for conversation in several
         ]
-        return self.generate(prompts, sampling_params, use_tqdm, on_progress=on_progress)
+        return self.generate(prompts, sampling_params, use_tqdm, on_progress=on_progress, lora_request=lora_request)
 
     def chat_prompt(
         self, messages: Messages, *, add_generation_prompt: bool = True, continue_final_message: bool = False, **options: Any
@@ -255,13 +290,9 @@ class LLM:
         return self.engine.update_weights_from(source, version)
 
 
+LLM.__signature__ = whole_signature(LLM.__init__)  # type: ignore[attr-defined]
+
+
 def _show(done: int, asked: int) -> None:
     end = "\n" if done == asked else ""
     print(f"\rgenerated {done} of {asked}", end=end, file=sys.stderr, flush=True)
-
-
-def _show_download(here: int, total: int) -> None:
-    width = 30 * here // max(total, 1)
-    bar = "=" * width + " " * (30 - width)
-    end = "\n" if here == total else ""
-    print(f"\rdownloading [{bar}] {here / 2**20:.0f} of {total / 2**20:.0f} MiB", end=end, file=sys.stderr, flush=True)

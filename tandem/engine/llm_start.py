@@ -1,13 +1,16 @@
 """Checks and converts the options of an ``LLM`` before anything is loaded."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tandem.config.arguments import check_names
 from tandem.config.engine import EngineArgs
 from tandem.config.load import build
+from tandem.config.vllm_names import DTYPES, ENGINE, NEUTRAL, QUANTIZED_FOLDERS, with_method
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
 from tandem.text.tokenizer import Tokenizer
@@ -16,13 +19,33 @@ from tandem.types import UserError
 
 def engine_args(model: str | Path, tokenizer: str | Path | Tokenizer | None, given: Mapping[str, Any]) -> EngineArgs:
     """Returns the checked options of an ``LLM``. Raises ``UserError`` for an unknown name or an invalid value."""
-    named = dict(given)
+    named = _of_engine_args(given)
     if isinstance(named.get("dtype"), torch.dtype):
         named["dtype"] = str(named["dtype"]).removeprefix("torch.")
-    for name in ("download_dir", "speculative_config"):
-        named[name] = _plain(named.get(name))
+    if named.get("quantization") in QUANTIZED_FOLDERS:
+        raise UserError(f"LLM quantization is '{named['quantization']}', which is the format of a folder and recognised without it; leave it out")
+    named = {name: _plain(value) for name, value in named.items()}
+    if isinstance(dtype := named.get("dtype"), str):
+        named["dtype"] = DTYPES.get(dtype, dtype)
+    if isinstance(speculative := named.get("speculative_config"), Mapping):
+        named["speculative_config"] = with_method(speculative)
     folder = None if tokenizer is None or isinstance(tokenizer, Tokenizer) else str(tokenizer)
     return build(EngineArgs, {**named, "model": str(model), "tokenizer": folder}, "engine")
+
+
+def _of_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that ``EngineArgs`` has. Raises ``UserError`` for a name that neither it nor vLLM has, and for one of vLLM with a value
+    that has no place here."""
+    fields = {field.name: field for field in dataclasses.fields(EngineArgs)}
+    named = {}
+    for name, value in given.items():
+        if name in fields:
+            # As in vLLM, None is the default.
+            if value is not None or fields[name].default is None:
+                named[name] = value
+        elif name not in {*ENGINE, *NEUTRAL} or value not in (None, *NEUTRAL.get(name, ())):
+            check_names("LLM", [name], fields, ENGINE)
+    return named
 
 
 def _plain(value: Any) -> Any:

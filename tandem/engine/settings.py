@@ -8,6 +8,7 @@ from tandem.config.engine import EngineArgs
 from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.estimate.count_bytes import SAMPLE_BYTES, lora_bytes, row_bytes
 from tandem.estimate.model_bytes import kv_bytes_per_token
+from tandem.estimate.pod_gpu import cache_tokens_within
 from tandem.kernels import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes
 from tandem.runtime.machine.available_memory import total_bytes
@@ -65,9 +66,10 @@ def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype) -> Engine
     length = shapes.max_position_embeddings if args.max_model_len is None else args.max_model_len
     args.check_length(length)
     block_bytes = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), args.kv_cache_dtype) * BLOCK_TOKENS
+    fills_gpu = args.gpu_memory_utilization is not None and args.device != "cpu"
     settings = EngineSettings(
         max_model_len=length,
-        num_blocks=_cache_blocks(args, length, block_bytes),
+        num_blocks=_blocks_on_gpu(args, shapes, dtype, length) if fills_gpu else _cache_blocks(args, length, block_bytes),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         enable_prefix_caching=args.enable_prefix_caching,
@@ -96,6 +98,19 @@ def _cache_blocks(args: EngineArgs, max_model_len: int, block_bytes: int) -> int
         return blocks_for(args.kv_cache_tokens)
     one = blocks_for(max_model_len)
     return max(one, min(one * args.max_num_seqs, DEFAULT_CACHE_BYTES // block_bytes))
+
+
+def _blocks_on_gpu(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype, max_model_len: int) -> int:
+    """Returns the number of KV-cache blocks within the share ``gpu_memory_utilization`` of the GPU. Raises ``UserError`` if one sequence does not
+    fit."""
+    total = torch.cuda.get_device_properties(torch.device(args.device)).total_memory
+    tokens = cache_tokens_within(shapes, args, str(dtype).removeprefix("torch."), total)
+    if tokens < max_model_len:
+        raise UserError(
+            f"engine gpu_memory_utilization is {args.gpu_memory_utilization}, which leaves {max(0, tokens):,} tokens of KV cache on a GPU of "
+            f"{total / 2**30:.0f} GiB, and one sequence has up to {max_model_len:,}; raise it, or lower max_model_len"
+        )
+    return tokens // BLOCK_TOKENS
 
 
 def check_engine_fits(args: EngineArgs, shapes: ModelShapes, max_model_len: int, cache_bytes: int) -> None:

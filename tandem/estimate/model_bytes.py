@@ -2,10 +2,10 @@
 
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.layout.sharding import ShardSpec, local_parameters
+from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.kv_cache import KVCacheDtype
 
 _CODED_BLOCK, _FEWEST_CODED = 256, 4096
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 def weight_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1, rank: int = 0) -> int:

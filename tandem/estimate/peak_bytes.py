@@ -2,9 +2,10 @@
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.model_bytes import DTYPE_BYTES, held_by_layer, held_outside_layers
+from tandem.estimate.model_bytes import held_by_layer, held_outside_layers
 from tandem.estimate.training_bytes import ONE_PROCESS, checkpoint_bytes, training_bytes
 from tandem.layout.shapes import ModelShapes
+from tandem.types.dtypes import DTYPE_BYTES
 
 TRAINING_PROCESS_BYTES = 270 * 2**20
 """Measured, torch 2.13 on a CPU: a rank that has loaded torch and the kernels and joined its process groups, without its weights; 160 MiB

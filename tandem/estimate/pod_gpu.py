@@ -55,5 +55,14 @@ def engine_weight_bytes(shapes: ModelShapes, dtype: str, packed_dtype: str) -> i
     return packed * (matrices + head) + plain * (rest + layer)
 
 
+def cache_tokens_within(shapes: ModelShapes, engine: EngineArgs, dtype: str, gpu_bytes: int) -> int:
+    """Returns how many tokens of KV cache fit, beside weights of ``dtype`` and activations, in the share ``gpu_memory_utilization`` of each GPU of an
+    engine. ``gpu_bytes``: the memory of a GPU. 0 or less: none."""
+    assert engine.gpu_memory_utilization is not None
+    shared = engine_weight_bytes(shapes, dtype, dtype) + _engine_working_bytes(shapes, engine)
+    left = int(engine.gpu_memory_utilization * gpu_bytes) - ENGINE_CONTEXT_BYTES - shared // engine.tensor_parallel_size
+    return left * engine.tensor_parallel_size // kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
+
+
 def _engine_working_bytes(shapes: ModelShapes, engine: EngineArgs) -> int:
     return engine.max_num_batched_tokens * largest_layer_activation_bytes_per_token(shapes) + LOGITS_COPIES * 4 * engine.max_num_seqs * shapes.vocab_size

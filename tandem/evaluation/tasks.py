@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tandem.types import Prompt, RunError, Sample, Score
+from tandem.types import Prompt, RunError, Sample, Score, ScoreState
 
 Generate = Callable[[Sequence[Prompt]], list[Sample]]
 Judge = Callable[[Sequence[Sample], Sequence[Prompt]], list[Score]]
@@ -62,13 +62,17 @@ def summarize(prompts: Sequence[Prompt], samples: Sequence[Sample], scores: Sequ
     """The figures of samples that were judged already; ``scores[i]`` is of ``samples[i]``."""
     correct: dict[str, list[float]] = defaultdict(list)
     rewards: list[float] = []
+    unsaid = 0
     for sample, score in zip(samples, scores, strict=True):
         if score.value is None:
             continue
-        if score.correct is None:
-            raise RunError("no reward function says which samples are correct; name one in 'rewards.accuracy'")
+        if score.correct is None:  # The function that says so does not apply to this sample.
+            unsaid += 1
+            continue
         correct[sample.prompt_id].append(float(score.correct))
         rewards.append(score.value)
+    if unsaid and not rewards:
+        raise RunError("no reward function says which samples are correct; name one in 'rewards.accuracy'")
     if not rewards:
         reason = scores[0].reason if scores else "there are no prompts"
         raise RunError(f"none of {len(scores)} samples of the evaluation could be judged: {reason}")
@@ -79,7 +83,7 @@ def summarize(prompts: Sequence[Prompt], samples: Sequence[Sample], scores: Sequ
         standard_error=_standard_error(shares, accuracy),
         count=len(shares),
         samples=len(rewards),
-        faults=len(scores) - len(rewards),
+        faults=sum(score.state is ScoreState.INFRASTRUCTURE_FAULT for score in scores),
         mean_reward=math.fsum(rewards) / len(rewards),
         examples=_examples(prompts, samples, scores, examples),
     )

@@ -46,11 +46,11 @@ class Registered:
         return {"parallel/data": min(span.now for span in spans), "parallel/data_asked": spans[-1].asked} if spans else {}
 
     def _evaluated(self, step: int) -> dict[str, float]:
-        """Returns the newest evaluation of each kind up to ``step``."""
+        """Returns the evaluations of the weights after ``step`` steps; those of earlier weights say nothing of them."""
         names = {"held_out": ("held_out/loss", "loss"), "sampled": ("evaluation/accuracy", "accuracy")}
-        newest = {}
-        for at, kind, result in self._journal.evaluations():
-            if kind in names and at <= step:
-                name, key = names[kind]
-                newest[name] = float(result[key])
-        return newest
+        evaluated = {}
+        for kind, (name, key) in names.items():
+            result = self._journal.evaluation(step, kind)
+            if result is not None:
+                evaluated[name] = float(result[key])
+        return evaluated

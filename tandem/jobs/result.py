@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.report.run_report import report_run
+from tandem.jobs.metrics_table import MetricsTable
+from tandem.report.run_facts import RESULT_KEY
+from tandem.report.run_report import REPORT, report_run
 from tandem.runtime.records.elastic import describe_fewer_ranks, fewer_ranks
 from tandem.runtime.records.journal import Journal
 
@@ -42,6 +44,14 @@ class RunResult:
     reached: bool | None = None
     note: str = ""
 
+    @property
+    def metrics(self) -> MetricsTable:
+        """The metrics of every step, read from ``metrics.jsonl``."""
+        return MetricsTable(self.directory / "metrics.jsonl")
+
+    def __repr__(self) -> str:
+        return f"RunResult({self._headline()}; model='{self.model}', report='{self.report}')"
+
     def summary(self) -> str:
         """Returns the text that is printed at the end of the run."""
         lines = [self._headline(), f"report: {self.report}", "try the model:", *(f"  {command}" for command in self.commands)]
@@ -73,12 +83,15 @@ class RunResult:
 def finish_run(
     directory: Path, journal: Journal, model: Path, steps: int, figures: Mapping[str, Figure], commands: Sequence[str], reached: bool | None = None
 ) -> RunResult:
-    """Journals the commands, writes the report and returns the result."""
-    journal.set("commands", list(commands))
+    """Journals the result, writes the report and returns the result."""
     note = describe_fewer_ranks(fewer_ranks(journal.events()))
-    return RunResult(directory, steps, figures, model, report_run(directory), tuple(commands), reached, note)
+    result = RunResult(directory, steps, figures, model, directory / REPORT, tuple(commands), reached, note)
+    journal.set("commands", list(commands))
+    journal.set(RESULT_KEY, result.to_json())
+    report_run(directory)
+    return result
 
 
 def _after_and_before(figure: Figure) -> str:
     before = "" if figure.before is None else f" (before: {figure.before:.3f})"
-    return f"{figure.after:.3f}{before}"
+    return "-" if figure.after is None else f"{figure.after:.3f}{before}"

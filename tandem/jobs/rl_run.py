@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,17 @@ from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
 from tandem.estimate.memory import PodMemory
 from tandem.evaluation.tasks import EvaluationResult, evaluate
+from tandem.jobs.finished import target_reached
 from tandem.jobs.run import Run
 from tandem.pod.pod import Pod
 from tandem.pod.states import RolloutState
+from tandem.rl.rewards.judgement import TrainerState
 from tandem.rl.rewards.pool import RewardPool, check_fault_share
 from tandem.rl.rollout.dispatch import evaluation_settings, sampling_settings
 from tandem.rl.step_metrics import sample_metrics, staleness
 from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
-from tandem.types import Prompt, RunError, Sample, Score
+from tandem.types import Prompt, RunError, Sample, Score, ScoreState
 
 if TYPE_CHECKING:
     from tandem.trainer.checkpoint.uploader import Uploader
@@ -34,6 +37,7 @@ class RLRun(Run):
     memory: PodMemory
     trigger: CheckpointTrigger
     uploader: "Uploader | None" = None
+    target_was_told: bool = False
 
     # -- samples and scores: those in the journal are used and never computed again ------------------------------------
 
@@ -53,20 +57,26 @@ class RLRun(Run):
         if recorded is not None:
             return recorded
         began = perf_counter()
-        judging = self.rewards.submit(samples, self.prompts.for_step(step))
+        judging = self.rewards.submit(samples, self.prompts.for_step(step), self.trainer_state(step))
         if self.recipe.algorithm.kl_coef > 0:
             pod.infer(step, samples)
         judged = judging.result()
         self.records.add_time("reward", perf_counter() - began)
-        faults = [score for score in judged if score.value is None]
+        faults = [score for score in judged if score.state is ScoreState.INFRASTRUCTURE_FAULT]
         if faults:
             self.journal.record_event(
                 "reward_fault", {"step": step, "count": len(faults), "first": faults[0].sample_id, "reason": faults[0].reason}
             )
             self.records.callback.message(f"step {step}: {len(faults)} of {len(judged)} samples masked; {faults[0].sample_id}: {faults[0].reason}")
         check_fault_share(judged, self.recipe.rewards)
+        if judged and all(score.state is ScoreState.NOT_APPLICABLE for score in judged):
+            self.records.callback.message(f"step {step}: every reward function returned None for every sample, so the step teaches nothing")
         self.journal.commit_scores(step, judged)
         return judged
+
+    def trainer_state(self, step: int) -> TrainerState:
+        """Returns where the run is at ``step``, for reward functions."""
+        return TrainerState(step, self.recipe.run.max_steps, self.prompts.epoch(step))
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -85,15 +95,14 @@ class RLRun(Run):
                     f"the model that reinforcement learning starts from already has a held-out sampled accuracy of {accuracy:.3f}, more than sft.max_accuracy "
                     f"({sft.max_accuracy:g}); lower sft.steps or raise sft.corrupted_share"
                 )
-        return self.target_reached(step)
-
-    def target_reached(self, step: int) -> bool:
-        """Returns whether the last ``consecutive`` sampled evaluations up to ``step`` all reached the target."""
-        settings = self.recipe.evaluation
-        last = step - step % settings.every_steps
-        # Lazily: ``consecutive`` may be more than there are evaluations.
-        recent = (self.journal.evaluation(last - k * settings.every_steps, "sampled") for k in range(settings.consecutive))
-        return all(each is not None and each["accuracy"] >= settings.target_accuracy for each in recent)
+        reached = target_reached(self.journal, settings, step)
+        if reached and not self.target_was_told:
+            self.target_was_told = True
+            self.records.callback.message(
+                f"step {step}: target reached: the held-out accuracy is {accuracy:.3f}, and the target {settings.target_accuracy:g} in {settings.consecutive} "
+                f"evaluation{'s in a row' if settings.consecutive > 1 else ''}"
+            )
+        return reached
 
     def final_evaluation(self, pod: Pod, step: int) -> dict[str, Any]:
         """Evaluates sampled and greedy on prompts with a new seed. Returns the sampled evaluation."""
@@ -113,7 +122,7 @@ class RLRun(Run):
             settings = evaluation_settings(self.recipe.rollout, self.recipe.run.seed, greedy=greedy, purpose=kind)
             return pod.roll_out(step, chosen, settings, RolloutState.EVALUATE)
 
-        result = evaluate(generate, prompts, self.rewards.score, examples=self.recipe.evaluation.examples)
+        result = evaluate(generate, prompts, partial(self.rewards.score, state=self.trainer_state(step)), examples=self.recipe.evaluation.examples)
         self.journal.commit_evaluation(step, kind, result.to_json())
         self.records.callback.evaluated(step, result.accuracy, result.count, kind)
         return result

@@ -1,11 +1,10 @@
 """A run of any job: its folder, its records, and its stop on request."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tandem.jobs.run_files import folder_to_resume
+from tandem.jobs.run_files import RunStopped, resume_command
 from tandem.runtime.records.run_records import Records
 
 
@@ -18,7 +17,6 @@ class Run:
     first_step: int = 0
 
     def stop(self, step: int) -> NoReturn:
-        """Stops the run at ``step``, whose checkpoint is saved, after SIGTERM or Ctrl-C. Raises ``KeyboardInterrupt``."""
-        resume = f"tandem resume {shlex.quote(str(folder_to_resume(self.directory)))}"
-        self.records.callback.message(f"stopped after step {step}, which is saved: '{resume}' continues")
-        raise KeyboardInterrupt
+        """Stops the run at ``step``, whose checkpoint is saved, after SIGTERM or Ctrl-C. Raises ``RunStopped``."""
+        self.records.callback.message(f"stopped after step {step}, which is saved: '{resume_command(self.directory)}' continues")
+        raise RunStopped

@@ -1,6 +1,7 @@
 """The files of a run of any job: creates and opens them, and cuts them to the checkpoint that the run continues from."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -12,12 +13,15 @@ import yaml
 from tandem.config.load import to_mapping
 from tandem.config.model import ModelConfig
 from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.config.run_paths import with_run_paths
 from tandem.jobs.verify.verify_config import KEY as CONFIG_KEY
 from tandem.jobs.verify.verify_config import verify_config
 from tandem.layout.mesh import MeshShape
+from tandem.model.model_source import found_model
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.numerics import check_numerics
 from tandem.runtime.process.faults import FaultPoint, no_fault
+from tandem.runtime.process.program import program
 from tandem.runtime.process.temporary import sweep_temporary
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.logs import setup
@@ -31,10 +35,17 @@ PRIVATE = 0o700
 SFT_FOLDER = "sft"
 """The folder, in that of a run of reinforcement learning, of the supervised fine-tuning that it begins with."""
 
+INPUTS_FOLDER = "inputs"
+"""The folder, in that of a run, with the reward functions and the rows that ``train`` was given as objects."""
+
+
+class RunStopped(KeyboardInterrupt):
+    """The run was stopped by a signal, and the user was told how to continue it."""
+
 
 def initial_folder(model: ModelConfig, directory: Path) -> Path:
     """Returns the folder of the model that the run in ``directory`` is given or makes."""
-    return Path(model.path).resolve() if model.path is not None else directory / "models" / "initial"
+    return found_model(model.path).resolve() if model.path is not None else directory / "models" / "initial"
 
 
 def rl_start_folder(recipe: Recipe, directory: Path) -> Path:
@@ -48,9 +59,15 @@ def folder_to_resume(directory: Path) -> Path:
     return directory.parent if is_stage else directory
 
 
+def resume_command(directory: Path) -> str:
+    """Returns the command that continues what runs in ``directory``."""
+    return f"{program()} resume {shlex.quote(str(folder_to_resume(directory)))}"
+
+
 def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
     """Writes ``config.yaml`` by one atomic rename."""
-    text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
+    data = with_run_paths(to_mapping(recipe), directory, directory.parent if directory.name == SFT_FOLDER else directory)
+    text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
     fresh = directory / "config.yaml.tmp"
     fresh.write_text(text, encoding="utf-8")
     sync_path(fresh)
@@ -59,12 +76,19 @@ def write_recipe(recipe: AnyRecipe, directory: Path) -> None:
 
 @contextlib.contextmanager
 def begun(directory: Path, role: str, callback: Callback, max_steps: int, target: float | None = None) -> Iterator[None]:
-    """Holds the run's lock and logs as ``role``. ``target``: the held-out accuracy that the run trains to, ``None`` without one."""
+    """Holds the run's lock and logs as ``role``. ``target``: the held-out accuracy that the run trains to, ``None`` without one. Raises
+    ``RunStopped`` where a signal ends the body, after a message that says how to continue."""
     with RunLock(directory):
         sweep_temporary()
         setup(role, directory / "logs")
         callback.started(str(directory), max_steps, target)
-        yield
+        try:
+            yield
+        except RunStopped:
+            raise
+        except KeyboardInterrupt:
+            callback.message(f"stopped at once: '{resume_command(directory)}' continues from the newest checkpoint")
+            raise RunStopped from None
 
 
 @contextlib.contextmanager
@@ -96,8 +120,8 @@ def continue_from(
     step: int, journal: Journal, metrics: MetricsFile, callback: Callback, *, numerics: dict[str, str | int], shape: MeshShape, device: str,
     journal_loaded: Callable[[], None], resumed: bool,
 ) -> None:
-    """Cuts the files to the checkpoint of ``step`` (0: the start). ``journal_loaded`` journals a checkpoint that was committed right before the
-    run died. Raises ``UserError`` where this machine cannot give the same bits."""
+    """Cuts the files to the checkpoint of ``step`` (0: the start), and reports a resume. ``journal_loaded`` journals a checkpoint that was committed
+    right before the run died. Raises ``UserError`` where this machine cannot give the same bits."""
     _check_numerics(journal, numerics, shape, device, step, callback)
     if resumed:
         journal.cut_after(step)
@@ -105,6 +129,8 @@ def continue_from(
     metrics.cut_after(step)
     if resumed:
         journal.record_event("resume", {"step": step, "data": shape.data})
+        sampled = [result["accuracy"] for _, kind, result in journal.evaluations() if kind == "sampled"]
+        callback.resumed(step, sampled[-1] if sampled else None)
 
 
 def _check_numerics(journal: Journal, now: dict[str, str | int], shape: MeshShape, device: str, step: int, callback: Callback) -> None:

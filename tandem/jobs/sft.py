@@ -32,7 +32,7 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
     )  # fmt: skip
     return PretrainRecipe(
         algorithm=PretrainConfig("sft"),
-        model=ModelConfig(path=str(model), max_length=recipe.model.max_length),
+        model=ModelConfig(path=str(model), max_length=recipe.model.max_length, export_dtype=given.dtype),
         data=DataConfig(sequence_length=context_tokens, global_batch_size=sft.batch_size),
         task=recipe.task,
         demonstrations=sft.demonstrations,
@@ -67,7 +67,11 @@ class _StageCallback(Callback):
         self._callback, self._steps = callback, steps
 
     def row(self, row: Mapping[str, float | int | str]) -> None:
-        self._callback.progress("sft", int(row["step"]) + 1, self._steps, f"loss {row['train/loss']:.3f}")
+        figures = f"loss {float(row['train/loss']):.3f}, {float(row['perf/tokens_per_s']):.0f} tokens/s"
+        self._callback.progress("sft", int(row["step"]) + 1, self._steps, figures)
 
     def message(self, text: str) -> None:
         self._callback.message(text)
+
+    def wants_stop(self) -> bool:
+        return self._callback.wants_stop()

@@ -2,18 +2,24 @@
 
 import contextlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tandem.config.load import read_yaml
 from tandem.config.pretrain import PretrainRecipe
-from tandem.config.recipe import AnyRecipe, Recipe, load_config
+from tandem.config.recipe import AnyRecipe, Recipe, load_config, recipe_of
 from tandem.config.run import RunConfig
+from tandem.jobs.callbacks import Callbacks
 from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.checks.check_rl import check_rl_run
+from tandem.jobs.checks.predicted_time import describe_data_time, describe_rl_time
 from tandem.jobs.data_run.supervise import supervise
+from tandem.jobs.finished import check_steps, describe_finished, finished_result
+from tandem.jobs.hub_models import describe_download, with_commits
+from tandem.jobs.python_inputs import Rewards, python_inputs, with_dataset_task, written_for_checks
 from tandem.jobs.result import RunResult
-from tandem.jobs.run_files import PRIVATE, SFT_FOLDER, record_config, write_recipe
+from tandem.jobs.run_files import INPUTS_FOLDER, PRIVATE, SFT_FOLDER, record_config, write_recipe
 from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.jobs.verify.resume_checks import check_recipe_text, check_records
@@ -27,18 +33,47 @@ from tandem.types import RunError, UserError
 
 
 def train(
-    recipe: AnyRecipe, *, recipe_path: str | Path = "", inline: bool = False, callback: Callback | None = None,
-    faults: FaultPlan | None = None,
+    recipe: AnyRecipe | str | Path | Mapping[str, Any], *, rewards: Rewards | None = None, dataset: Any = None, callbacks: Sequence[Callback] = (),
+    progress: bool = True, inline: bool = False, recipe_path: str | Path = "", faults: FaultPlan | None = None,
 ) -> RunResult:
-    """Runs ``recipe`` in a new directory. Raises ``UserError`` before any work where the run cannot work, ``RunError`` where it fails."""
-    warnings = [line for line in _check(recipe) if line.startswith("warning: ")]
+    """Trains as ``recipe`` says, in a new folder, and returns the result.
+
+    Ctrl-C, and SIGTERM, finish the step, save it and raise ``KeyboardInterrupt``; a second one stops at once. ``resume`` continues the run in both
+    cases. Outside the main thread of a program signals do not reach the run.
+
+    Args:
+        recipe: A YAML file, the name of a recipe that comes with Tandem, a mapping of sections, or what ``load_config`` returns.
+        rewards: Reward functions instead of the recipe's: functions, ``module:function`` or addresses, each alone or in a pair with its weight.
+        dataset: Prompts instead of the recipe's: a ``datasets.Dataset``, a list of dicts, a pandas data frame, a path or a name on the Hub.
+        callbacks: Receive the events of the run; see ``tandem.Callback``.
+        progress: Show the progress: a panel in a terminal, a display that updates itself in a notebook, otherwise lines on standard error.
+        inline: Run everything of reinforcement learning in this process, for a debugger, instead of a pod of processes.
+        recipe_path: Names the run's folder, where ``recipe`` is not a file and ``run.name`` is empty.
+        faults: Faults to inject, for tests.
+
+    Raises:
+        UserError: The run cannot work; before any work.
+        RunError: The run failed, or a callback raised or stopped it.
+        KeyboardInterrupt: The run was stopped by a signal.
+    """
+    if isinstance(recipe, str | Path):
+        recipe_path = recipe_path or recipe
+        recipe = load_config(recipe)
+    elif isinstance(recipe, Mapping):
+        recipe = recipe_of(recipe if dataset is None else with_dataset_task(recipe))
+    told = Callbacks(callbacks)
+    recipe = with_commits(recipe)
+    inputs = python_inputs(recipe, rewards, dataset)
+    with written_for_checks(inputs) as checked:
+        warnings = [line for line in _check(checked) if line.startswith("warning: ")]
     check_upload_is_free(recipe.checkpoint)
     directory = _new_directory(recipe.run, Path(recipe_path).stem or "run")
+    recipe = inputs.write(directory / INPUTS_FOLDER)
     write_recipe(recipe, directory)
-    callback = callback or Callback()
-    for line in warnings:
-        callback.message(line)
-    return _execute(recipe, directory, inline, callback, faults)
+    with _shown(told, progress):
+        for line in warnings:
+            told.message(line)
+        return _execute(recipe, directory, inline, told, faults)
 
 
 def _check(recipe: AnyRecipe) -> list[str]:
@@ -47,20 +82,33 @@ def _check(recipe: AnyRecipe) -> list[str]:
 
 
 def resume(
-    run_directory: str | Path, *, inline: bool = False, callback: Callback | None = None, faults: FaultPlan | None = None,
-    overrides: Sequence[str] = (),
+    run_directory: str | Path, *, callbacks: Sequence[Callback] = (), progress: bool = True, inline: bool = False, overrides: Sequence[str] = (),
+    faults: FaultPlan | None = None,
 ) -> RunResult:
     """Resumes the run in ``run_directory`` from its newest whole checkpoint, after its records were verified. ``overrides``: new values of the keys
-    that ``may_change`` allows; they are written to the run's recipe, unless the run is refused with them."""
-    directory, callback = Path(run_directory), callback or Callback()
+    that ``may_change`` allows; they are written to the run's recipe, unless the run is refused with them. A run that has finished is only reported,
+    unless they ask for further steps. The other arguments are those of ``train``."""
+    told = Callbacks(callbacks)
+    with _shown(told, progress):
+        return _resume(Path(run_directory), told, inline, overrides, faults)
+
+
+def _resume(directory: Path, callback: Callbacks, inline: bool, overrides: Sequence[str], faults: FaultPlan | None) -> RunResult:
     try:
         recipe = read_recipe(directory, overrides)
     except UserError:
         check_recipe_text(directory)
         raise
     check_records(directory, isinstance(recipe, Recipe), callback)
+    _check_may_change(overrides)
+    finished = finished_result(recipe, directory)
+    if finished is not None:
+        callback.message(describe_finished(recipe, finished, overrides))
+        return finished
+    check_steps(recipe, directory)
+    # On another machine, or after its cache was emptied, they are not there. Nothing reads the weights again once the stage has ended.
+    recipe = with_commits(recipe, "description" if (directory / SFT_FOLDER / "model").is_dir() else "model")
     if overrides:
-        _check_may_change(overrides)
         _check(recipe)
     before = _write_new_values(recipe, directory) if overrides else recipe
     try:
@@ -136,8 +184,34 @@ def _new_directory(run: RunConfig, stem: str) -> Path:
         raise UserError(f"'run.directory' is '{parent}', where a folder cannot be made: {error.strerror}") from None
 
 
+@contextlib.contextmanager
+def _shown(told: Callbacks, progress: bool) -> Iterator[None]:
+    """Shows the events that ``told`` is told of, if ``progress`` is true."""
+    if not progress:
+        yield
+        return
+    from tandem.jobs.display import python_display
+
+    with python_display() as shown:
+        told.add(shown)
+        yield
+
+
 def _execute(
-    recipe: AnyRecipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool = False
+    recipe: AnyRecipe, directory: Path, inline: bool, callback: Callbacks, faults: FaultPlan | None, resumed: bool = False
+) -> RunResult:
+    """Runs ``recipe`` in ``directory``. Raises ``RunError`` where a callback failed or stopped the run."""
+    try:
+        result = _run_job(recipe, directory, inline, callback, faults, resumed)
+    except KeyboardInterrupt:
+        callback.raise_why(directory, is_stopped=True)
+        raise
+    callback.raise_why(directory, is_stopped=False)
+    return result
+
+
+def _run_job(
+    recipe: AnyRecipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
     if isinstance(recipe, PretrainRecipe) and recipe.parallel.world > 1:
         if inline:
@@ -153,4 +227,10 @@ def _execute(
 
 def dry_run(recipe: AnyRecipe, recipe_path: str | Path) -> str:
     """Returns what the run will need, after every check of ``train`` that needs no work."""
-    return "\n".join([f"recipe {recipe_path} is valid", *_check(recipe)])
+    recipe = with_commits(recipe, "description")
+    if isinstance(recipe, PretrainRecipe):
+        lines = [*check_data_run(recipe), describe_data_time(recipe)]
+    else:
+        plan = check_rl_run(recipe)
+        lines = [*plan.lines(), describe_rl_time(recipe, plan.prompt_tokens)]
+    return "\n".join([f"recipe {recipe_path} is valid", *describe_download(recipe.model), *lines])

@@ -9,6 +9,7 @@ from time import sleep
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
 from tandem.jobs.checks.check_rl import check_pod
+from tandem.jobs.finished import remove_model, target_reached
 from tandem.jobs.pod_plan import plan_of
 from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
@@ -18,6 +19,7 @@ from tandem.jobs.run_files import SFT_FOLDER, begun, check_config, continue_from
 from tandem.jobs.sft import run_sft_stage, sft_recipe
 from tandem.jobs.try_commands import task_commands
 from tandem.jobs.uploads import make_uploader
+from tandem.jobs.verify.input_files import check_input_files
 from tandem.jobs.verify.start_model import check_start_model
 from tandem.layout.placement import mesh_of
 from tandem.model.huggingface.model_config import read_shapes
@@ -66,6 +68,7 @@ def execute_rl(
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
+        check_input_files({**prompts.task.files, **rewards.files}, journal, callback)
         registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
         uploader = make_uploader(recipe.checkpoint, directory, callback.message, start if start.is_relative_to(directory) else None)
         if uploader is not None:
@@ -91,7 +94,7 @@ def execute_rl(
             step, journal, metrics, callback, numerics=numerics, shape=mesh_of(recipe.parallel),
             device=device, journal_loaded=pod.journal_loaded, resumed=resumed,
         )  # fmt: skip
-        trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(callback.message)))
+        trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(callback.message, callback.wants_stop)))
         run = RLRun(
             directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=prompts, rewards=rewards, memory=planned.host,
             trigger=trigger, uploader=uploader,
@@ -156,8 +159,9 @@ def _check_prompts(prompts: PromptSource, journal: Journal) -> None:
 
 
 def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
-    """Writes the model and the report."""
+    """Writes the model and the report, in place of those of an earlier end of the run."""
     model = run.directory / "model"
+    remove_model(model)
     while True:
         try:
             pod.export(model)
@@ -174,4 +178,4 @@ def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
         "greedy_accuracy": Figure(accuracy(0, "greedy"), accuracy(steps, "final_greedy")),
     }
     commands = task_commands(model, run.prompts.held_out(1)[0].text)
-    return finish_run(run.directory, run.journal, model, steps, figures, commands, run.target_reached(steps))
+    return finish_run(run.directory, run.journal, model, steps, figures, commands, target_reached(run.journal, run.recipe.evaluation, steps))

@@ -5,22 +5,23 @@ import shlex
 from pathlib import Path
 
 from tandem.data.stream import Piece
+from tandem.runtime.process.program import program
 from tandem.text.tokenizer import Tokenizer
 
 
 def data_commands(model: Path, example: Piece | None) -> tuple[str, ...]:
     """Returns the command that completes a text or, for a model trained on examples, answers ``example``."""
     if example is None:
-        return (f'tandem generate {shlex.quote(str(model))} --prompt "import " --max-tokens 64',)
+        return (f'{program()} generate {shlex.quote(str(model))} --prompt "import " --max-tokens 64',)
     prompt = shell_word(taught_prompt(example, model))
-    return (f"tandem generate {shlex.quote(str(model))} --prompt {prompt} --max-tokens 64 --temperature 0",)
+    return (f"{program()} generate {shlex.quote(str(model))} --prompt {prompt} --max-tokens 64 --temperature 0",)
 
 
 def task_commands(model: Path, prompt: str) -> tuple[str, ...]:
     """Returns the commands that answer ``prompt`` of the run's task, and evaluate ``model`` on the task."""
     return (
-        f"tandem generate {shlex.quote(str(model))} --prompt {shell_word(prompt)} --temperature 0",
-        f"tandem evaluate {shlex.quote(str(model))} --recipe {shlex.quote(os.path.relpath(model.parent / 'config.yaml'))}",
+        f"{program()} generate {shlex.quote(str(model))} --prompt {shell_word(prompt)} --temperature 0",
+        f"{program()} evaluate {shlex.quote(str(model))} --recipe {shlex.quote(os.path.relpath(model.parent / 'config.yaml'))}",
     )
 
 

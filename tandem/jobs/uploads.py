@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.recipe import Recipe, load_config
-from tandem.jobs.run_files import PRIVATE, rl_start_folder
+from tandem.jobs.run_files import INPUTS_FOLDER, PRIVATE, rl_start_folder
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.sqlite_file import snapshot
 from tandem.storage.files import open_storage
@@ -26,7 +26,7 @@ def make_uploader(
     checkpoint: CheckpointConfig, directory: Path, say: Callable[[str], None], start: Path | None = None
 ) -> "Uploader | None":
     """Returns what copies the checkpoints of the run in ``directory`` to ``checkpoint.upload`` (``None`` where that is empty). ``start``: a folder of
-    the run that is copied once. ``say`` is told of a copy that failed."""
+    the run that is copied once, as what ``train`` was given is. ``say`` is told of a copy that failed."""
     if not checkpoint.upload:
         return None
     from tandem.trainer.checkpoint.uploader import Uploader
@@ -37,6 +37,7 @@ def make_uploader(
         return {CONFIG: directory / CONFIG, METRICS: directory / METRICS, JOURNAL: copy}
 
     once = {f"{START}{path.name}": path for path in sorted(start.iterdir())} if start is not None else {}
+    once |= {f"{INPUTS_FOLDER}/{path.name}": path for path in sorted((directory / INPUTS_FOLDER).glob("*"))}
     storage = open_storage(checkpoint.upload, create=True)
     return Uploader(storage, directory / "checkpoints", checkpoint.keep, run_files, once, say)
 
@@ -82,7 +83,8 @@ def restore(run_directory: str | Path, url: str) -> None:
         start = rl_start_folder(recipe, directory)
         for name in sorted(name for name in names if name.startswith(START)):
             fetch(name, start / name.removeprefix(START))
-    for name in (METRICS, JOURNAL):
+    inputs = sorted(name for name in names if name.startswith(f"{INPUTS_FOLDER}/"))
+    for name in (*inputs, METRICS, JOURNAL):
         if name in names:
             fetch(name, directory / name)
     if JOURNAL in names:

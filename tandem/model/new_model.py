@@ -13,6 +13,7 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.family import all_families, family_to_create
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.huggingface.model_config import config_json
+from tandem.model.model_source import found_model
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.text.characters import make_character_tokenizer
 from tandem.text.tokenizer import TOKENIZER_FILES, Tokenizer
@@ -62,7 +63,7 @@ def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
     if not config.tokenizer:
         make_character_tokenizer(config.characters, folder)
         return
-    source = Path(config.tokenizer)
+    source = found_model(config.tokenizer)
     Tokenizer.from_folder(source)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from tandem.config.leaves import leaves
 from tandem.types import UserError
 
 Stage = Literal["none", "staging", "production", "archived"]
@@ -121,18 +122,10 @@ def differences(left: Version, right: Version) -> list[Difference]:
         {
             "weights": entry.digest, "step": entry.step, "parent": entry.parent,
             **{f"data {name}": digest for name, digest in entry.data.items()},
-            **dict(_leaves("recipe ", entry.recipe)),
+            **{f"recipe {key}": value for key, value in leaves(entry.recipe)},
             **{f"metric {name}": value for name, value in entry.metrics.items()},
         }
         for entry in (a, b)
     )  # fmt: skip
     names = dict.fromkeys([*flat_a, *flat_b])
     return [Difference(name, flat_a.get(name), flat_b.get(name)) for name in names if flat_a.get(name) != flat_b.get(name)]
-
-
-def _leaves(at: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(f"{at}{key}" if at.endswith(" ") else f"{at}.{key}", inner)
-    else:
-        yield at, value

@@ -46,6 +46,7 @@ class RolloutWorker:
             recipe.rollout.engine,
             model=str(folder),
             load_format="dummy",
+            generation_config="vllm",
             seed=recipe.run.seed,
             max_model_len=length,
             kv_cache_tokens=kv_cache_tokens(recipe.rollout, recipe.algorithm.group_size, length),

@@ -17,6 +17,7 @@ from tandem.config.recipe import Recipe
 from tandem.kernels import select, why_reference
 from tandem.layout.flops import step_flops
 from tandem.model.create_model import create_model
+from tandem.model.export_dtype import export_dtype
 from tandem.pod.actor import Actor, build_actor
 from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.release import release
@@ -110,7 +111,7 @@ class TrainerWorker:
         """The actor as a Hugging Face folder, written whole or not at all, once."""
         actor = self._awake()
         actor.checkpoints.wait(self.rank.beat)
-        actor.checkpoints.export(Path(meta["folder"]))
+        actor.checkpoints.export(Path(meta["folder"]), export_dtype(self.recipe.model, self.recipe.trainer.dtype))
         self.rank.ranks.world.barrier("the exported model")
         return {}, {}
 

@@ -1,13 +1,11 @@
-"""Draws the traced steps of a run: one row per rank, one bar per span, and the measured pipeline bubble beside the predicted one."""
+"""The traced steps of a run as timelines: one row per rank, one bar per span, and the measured pipeline bubble beside the predicted one."""
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean
 from typing import Any
-
-import plotly.graph_objects as graph
 
 from tandem.layout.schedules import (
     Compute,
@@ -21,11 +19,8 @@ from tandem.layout.schedules import (
 )
 from tandem.runtime.records.tracing import Span
 
-_COLOURS = {
-    "forward": "#6ea8fe", "backward": "#479f76", "receive_activation": "#dee2e6", "receive_gradient": "#dee2e6", "send_activation": "#ffda6a",
-    "send_gradient": "#ffda6a", "reference": "#9ec5fe", "load the batch": "#f0b6d5", "shard the batch": "#e685b5", "reduce": "#fd9843",
-    "clip": "#a370f7", "optimizer": "#6f42c1", "checkpoint": "#8c6d46", "checkpoint write": "#c9b08f",
-}  # fmt: skip
+MOST_BARS = 3000
+"""Bars of one traced step, so that a page stays below a megabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +59,19 @@ def _operation(span: Span) -> Operation:
     return Operation("forward" if span.name == "forward" else "backward", span.arguments["stage"], span.arguments["micro_batch"])
 
 
-def timeline_section(traces: Mapping[int, Sequence[Span]], order: ScheduleName, figure: Callable[..., str]) -> str:
-    """Returns the traced steps as HTML, empty without one. ``figure``: converts plotly traces and a layout to HTML."""
-    return "".join(_step(step, spans, order, figure) for step, spans in sorted(traces.items()))
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """A traced step as a part of the page: ``bars`` are the data of its chart, ``said`` is HTML on its bubble, and ``left_out`` the number of its
+    shortest spans that have no bar."""
+
+    step: int
+    said: str
+    bars: dict[str, Any]
+    left_out: int
 
 
-def _step(step: int, spans: Sequence[Span], order: ScheduleName, figure: Callable[..., str]) -> str:
+def traced_step(step: int, spans: Sequence[Span], order: ScheduleName, most_bars: int = MOST_BARS) -> TracedStep:
+    """Returns the timeline of ``step``: one row for each rank, one bar for each span, at most ``most_bars``."""
     idle, said = bubble(spans, order), ""
     if idle is not None:
         shape = idle.shape
@@ -80,21 +82,17 @@ def _step(step: int, spans: Sequence[Span], order: ScheduleName, figure: Callabl
         )
     # Calls enclose the parts of the step, and collectives are inside them.
     spans = [span for span in spans if not span.category]
+    longest = sorted(spans, key=lambda span: -span.seconds)[:most_bars]
+    shown = sorted(longest, key=lambda span: span.start_s)
     began = min((span.start_s for span in spans), default=0.0)
-    ranks = sorted({span.rank for span in spans})
-    bars = [_bar(name, [span for span in spans if span.name == name], began) for name in dict.fromkeys(span.name for span in spans)]
-    layout: dict[str, Any] = {
-        "barmode": "overlay", "xaxis_title": "seconds since the step began", "legend": {"orientation": "h", "y": 1.12},
-        "yaxis": {"autorange": "reversed", "tickvals": ranks, "ticktext": [f"rank {rank}" for rank in ranks]},
+    groups: dict[str, list[list[Any]]] = {}
+    for span in shown:
+        mark = span.arguments.get("micro_batch") if span.name in ("forward", "backward") else None
+        detail = ", ".join(f"{key} {value}" for key, value in span.arguments.items())
+        bar = [span.rank, round(span.start_s - began, 6), round(span.seconds, 6), 0 if mark is None else mark + 1, detail]
+        groups.setdefault(span.name.replace("_", " "), []).append(bar)
+    bars = {
+        "kind": "gantt", "ranks": sorted({span.rank for span in spans}), "seconds": round(max((span.end_s for span in spans), default=began) - began, 6),
+        "bars": [{"name": name, "items": items} for name, items in groups.items()],
     }  # fmt: skip
-    return f"<h2>Step {step}, traced</h2>{said}" + figure(bars, **layout)
-
-
-def _bar(name: str, spans: Sequence[Span], began: float) -> Any:
-    numbers = [span.arguments.get("micro_batch") for span in spans]
-    return graph.Bar(
-        orientation="h", name=name.replace("_", " "), y=[span.rank for span in spans], x=[span.seconds for span in spans],
-        base=[span.start_s - began for span in spans], marker={"color": _COLOURS.get(name, "#adb5bd"), "line": {"width": 0.5, "color": "white"}},
-        text=["" if number is None or name not in ("forward", "backward") else str(number + 1) for number in numbers], textposition="inside",
-        hovertext=[", ".join(f"{key} {value}" for key, value in span.arguments.items()) for span in spans],
-    )  # fmt: skip
+    return TracedStep(step, said, bars, len(spans) - len(shown))

@@ -4,19 +4,18 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tandem.types import FinishReason, Sample, Score
+from tandem.types import FinishReason, Sample, Score, ScoreState
 
 
 def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
-    """Returns the metrics: rewards over the samples that have one, lengths over all. All sums are exact (``math.fsum``), so a row does not
-    depend on the order in which scores arrived."""
+    """Returns the metrics: rewards over the samples that have one (no metric without any), lengths over all. All sums are exact (``math.fsum``), so
+    a row does not depend on the order in which scores arrived."""
     values = [score.value for score in scores if score.value is not None]
-    row = {
-        "reward/mean": _mean(values),
-        "reward/std": _deviation(values),
-        "reward/frac_zero_std": _share_without_spread(samples, scores),
-        "reward/fault_share": 1.0 - len(values) / max(len(scores), 1),
-    }
+    row = {"reward/mean": _mean(values), "reward/std": _deviation(values)} if values else {}
+    row["reward/frac_zero_std"] = _share_without_spread(samples, scores)
+    row["reward/fault_share"] = sum(score.state is ScoreState.INFRASTRUCTURE_FAULT for score in scores) / max(len(scores), 1)
+    if not_applicable := sum(score.state is ScoreState.NOT_APPLICABLE for score in scores):
+        row["reward/not_applicable_share"] = not_applicable / len(scores)
     components: dict[str, list[float]] = defaultdict(list)
     for score in scores:
         if score.value is not None:

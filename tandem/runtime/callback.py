@@ -1,13 +1,29 @@
-"""The events of a job. The command line shows them; a library user may ignore them."""
+"""The events of a job. The display shows them; ``train(recipe, callbacks=[...])`` passes them on."""
 
 from collections.abc import Mapping
 
 
 class Callback:
-    """Receives the events of a run and ignores them; override the methods that you need. All are called from the job's thread."""
+    """Receives the events of a run and ignores them; override the methods that you need::
+
+        class Log(tandem.Callback):
+            def row(self, row):                                       # on_step_end and on_log of transformers and TRL
+                tracker.log({"reward": row["reward/mean"]}, step=row["step"])
+
+            def evaluated(self, step, accuracy, count, kind):         # on_evaluate
+                tracker.log({f"accuracy/{kind}": accuracy}, step=step)
+
+        tandem.train("sort", callbacks=[Log()])
+
+    All are called in the process and the thread of ``train``, between the work of two phases; the run waits meanwhile. If a method raises, its
+    callback is told nothing more, the step is completed and saved, and ``train`` raises ``RunError``: ``resume`` continues the run.
+    """
 
     def started(self, run_directory: str, max_steps: int, target: float | None) -> None:
         """The run has its directory and starts. ``target``: the held-out accuracy that it trains to, ``None`` without one."""
+
+    def resumed(self, step: int, accuracy: float | None) -> None:
+        """The run continues from the checkpoint after ``step`` steps. ``accuracy``: of the newest sampled evaluation before it, ``None`` without one."""
 
     def phase(self, name: str, step: int) -> None:
         """The run entered the phase ``name`` (a state of the pod, or a stage such as ``sft``) in ``step``."""
@@ -23,3 +39,7 @@ class Callback:
 
     def message(self, text: str) -> None:
         """A line for the user, such as a recovery or the share of faults."""
+
+    def wants_stop(self) -> bool:
+        """Returns whether the run is to be saved and stopped. Asked between two steps; ``train`` then raises ``RunError``."""
+        return False

@@ -6,13 +6,16 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import tandem
 from tandem.serving.engines.instance import InstanceDied
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
 from tandem.serving.guard import Guard
+from tandem.serving.ignored_fields import WARNING, warned
 from tandem.serving.json_body import ParsedRoute
+from tandem.serving.log_lines import RequestLog
 from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from tandem.serving.routes import adapters, control, generate, openai, probes
 from tandem.serving.sessions import ClientLeft
@@ -62,6 +65,14 @@ def make_app(state: ServerState) -> FastAPI:
     app.include_router(adapters.router(state.adapters))
     app.include_router(probes.router(state))
     app.add_middleware(Guard, state=state)
+    settings = state.settings
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=settings.allowed_methods, allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials, expose_headers=[WARNING],
+        )  # fmt: skip
+    if settings.log_requests:
+        app.add_middleware(RequestLog, lines=state.lines)
     return app
 
 
@@ -71,12 +82,12 @@ def _inference(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", responses=streamed, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
-        return await openai.completions(state, body, request)
+        return warned(body, await openai.completions(state, body, request))
 
     @app.post("/v1/chat/completions", responses=streamed, response_model=None)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer in a conversation."""
-        return await openai.chat_completions(state, body, request)
+        return warned(body, await openai.chat_completions(state, body, request))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -91,7 +102,7 @@ def _inference(app: FastAPI, state: ServerState) -> None:
     @app.post("/generate", responses=streamed, response_model=None)
     async def generate_tokens(body: GenerateRequest, request: Request) -> Response:
         """Tokens in, tokens out."""
-        return await generate.generate(state, body, request)
+        return warned(body, await generate.generate(state, body, request))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.engine.processing.outputs import Logprob
+from tandem.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent (as in vLLM)."""
@@ -15,9 +16,10 @@ Entry = dict[int, Logprob]
 @dataclass
 class CompletionLogprobs:
     """The ``logprobs`` object of a completion's choice, as its tokens come. ``count``: the number of most likely tokens
-    asked for; ``offset``: characters of text before the next token."""
+    asked for; ``tokenizer``: gives the text of tokens without an entry; ``offset``: characters of text before the next token."""
 
     count: int
+    tokenizer: Tokenizer
     offset: int = 0
     tokens: list[str] = field(default_factory=list)
 
@@ -25,13 +27,16 @@ class CompletionLogprobs:
         """Returns the object for further tokens. An entry is ``None`` for the first token of a prompt, which nothing predicts."""
         columns: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token, entry in zip(token_ids, entries, strict=True):
-            text = _text(token, entry)
+            text = self._text(token) if entry is None else entry[token].decoded_token or ""
             columns["tokens"].append(text)
             columns["token_logprobs"].append(None if entry is None else _number(entry[token].logprob))
             columns["top_logprobs"].append(None if entry is None else _top(entry, token, self.count))
             columns["text_offset"].append(self.offset)
             self.offset += len(text)
         return columns
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special_tokens=False) if token < self.tokenizer.vocab_size else ""
 
 
 def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], count: int) -> dict[str, Any]:
@@ -69,10 +74,6 @@ def _top(entry: Entry, drawn: int, count: int) -> dict[str, float]:
     return {
         value.decoded_token or "": _number(value.logprob) for token, value in entry.items() if token == drawn or value.rank <= count
     }
-
-
-def _text(token: int, entry: Entry | None) -> str:
-    return "" if entry is None else entry[token].decoded_token or ""
 
 
 def _number(value: float) -> float:

@@ -1,6 +1,7 @@
 """Metrics in Prometheus' text format, with vLLM's names, so that its dashboards work."""
 
 import time
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -15,6 +16,18 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _REASONS = ("stop", "length", "abort", "error")
 
 
+class Totals(NamedTuple):
+    """Tokens that all engines have computed so far, and their load now. ``prompt_tokens``: of answered requests. ``kv_cache_usage``: the mean."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+
+
 class Metrics:
     """The figures of one server; label ``engine`` is the instance's number. Times of the engine are its own; tokens of a
     request that is not streamed arrive together and count in no ``inter_token_latency``."""
@@ -23,6 +36,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._before = [EngineStats(0, 0, 0.0, 0, 0, 0)] * engines
+        self._prompt_tokens = self._generation_tokens = self._prefix_queries = self._prefix_hits = 0
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, _LABELS, registry=self.registry)
@@ -77,6 +91,14 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
+    def totals(self) -> Totals:
+        """Returns the figures of the log."""
+        loads = self._before
+        return Totals(
+            self._prompt_tokens, self._generation_tokens, self._prefix_queries, self._prefix_hits, sum(stats.num_requests_running for stats in loads),
+            sum(stats.num_requests_waiting for stats in loads), sum(stats.kv_cache_usage for stats in loads) / len(loads),
+        )  # fmt: skip
+
     def loaded(self, engine: int, info: EngineInfo) -> None:
         """The engine is there, with an empty cache."""
         prefix_caching = str(info.enable_prefix_caching)
@@ -104,6 +126,7 @@ class Metrics:
         """An output with ``tokens`` new tokens."""
         labels, now = self._labels(engine), time.monotonic()
         self._generated.labels(*labels).inc(tokens)
+        self._generation_tokens += tokens
         stream.generated += tokens
         if tokens and not stream.last_output_s:
             first = output.times.first_token_s if output.times is not None and output.times.first_token_s else now
@@ -118,6 +141,7 @@ class Metrics:
         labels, now = self._labels(engine), time.monotonic()
         prompt = len(stream.request.prompt_token_ids)
         self._prompt.labels(*labels).inc(prompt)
+        self._prompt_tokens += prompt
         self._whole.labels(*labels).observe(now - stream.started_s)
         self._request_prompt.labels(*labels).observe(prompt)
         self._request_generated.labels(*labels).observe(stream.generated)
@@ -128,6 +152,8 @@ class Metrics:
         self._success.labels(*labels, reason or "stop").inc()
         self._queries.labels(*labels).inc(prompt)
         self._hits.labels(*labels).inc(output.num_cached_tokens)
+        self._prefix_queries += prompt
+        self._prefix_hits += output.num_cached_tokens
         times = output.times
         if times is not None and times.scheduled_s and times.first_token_s:
             self._queue.labels(*labels).observe(times.scheduled_s - times.arrival_s)

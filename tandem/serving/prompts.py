@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ _MANY_MESSAGES = 64
 """Messages above which a conversation is rendered beside the event loop."""
 
 
-def sampling_params(body: SamplingFields, **more: Any) -> dict[str, Any]:
-    """Keyword arguments of ``SamplingParams``: the fields that were given, and ``more`` where it is not ``None``."""
+def sampling_params(body: SamplingFields, defaults: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Returns keyword arguments of ``SamplingParams``: the fields that were given, ``more`` where it is not ``None``, and ``defaults`` for the rest."""
     body.check()
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid(f"'best_of' is {body.best_of}; it is not supported: ask for n and choose among them", "best_of")
@@ -33,7 +33,7 @@ def sampling_params(body: SamplingFields, **more: Any) -> dict[str, Any]:
         params["logit_bias"] = _logit_bias(params["logit_bias"])
     if params["structured_outputs"] is not None:
         _check_grammar(params["structured_outputs"])
-    return {name: value for name, value in params.items() if value is not None}
+    return {**(defaults or {}), **{name: value for name, value in params.items() if value is not None}}
 
 
 def _check_grammar(given: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from tandem.model.huggingface.generation_config import default_sampling
 from tandem.runtime.machine.heap import large_memory_given_back, use_one_arena
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
@@ -24,12 +25,14 @@ from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, overloaded
 from tandem.serving.guard import answer
 from tandem.serving.limits import BEFORE_LOAD_BYTES
+from tandem.serving.log_lines import log_stats
 from tandem.serving.memory import freeze_start
 from tandem.serving.metrics import Metrics
 from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
 from tandem.serving.state import ServerState
 from tandem.serving.text_encoder import TextEncoder
+from tandem.text.chat import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 
 _BACKLOG = 2048
@@ -44,13 +47,16 @@ def run_server(settings: ServerSettings) -> int:
     use_one_arena()
     # Texts are encoded in this process's own threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = Tokenizer.from_folder(Path(settings.engine.model))
+    tokenizer = Tokenizer.from_folder(settings.tokenizer_folder)
+    defaults = default_sampling(Path(settings.engine.model), settings.engine.generation_config, settings.engine.override_generation_config)
+    if settings.chat_template is not None:
+        ChatTemplate.from_folder(settings.tokenizer_folder, source=settings.chat_template)
     listener = listen(settings.host, settings.port, backlog=_BACKLOG)
     _raise_file_limit()
     metrics = Metrics(settings.names[0], settings.instances)
     pool = Pool(settings, metrics)
     bodies = UnfinishedBodies(BEFORE_LOAD_BYTES * 64, BEFORE_LOAD_BYTES * 16)
-    state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names), TextEncoder(tokenizer), bodies)
+    state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names), TextEncoder(tokenizer), bodies, defaults)
     with listener, large_memory_given_back():
         return asyncio.run(_serve(state, listener))
 
@@ -84,16 +90,19 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
     serving = asyncio.create_task(server.serve([listener]))
     life = asyncio.create_task(_life(state, stop, listener.getsockname()))
     hurry = asyncio.create_task(stop_now.wait())
+    stats = asyncio.create_task(log_stats(state.metrics, state.lines)) if settings.log_stats else None
     try:
         await asyncio.wait({life, hurry, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not life.done():
+            state.lines.close()
             _say("stopped at once; in-flight requests were cut off")
             return 1
         return life.result()
     finally:
-        for task in (life, hurry):
+        tasks = [task for task in (life, hurry, stats) if task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(life, hurry, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         server.should_exit = True
         server.force_exit = stop_now.is_set()
         await state.pool.stop()
@@ -116,6 +125,9 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
         _say("stopped before the model was loaded")
         return 0
     loading.result()
+    if state.sampling_defaults:
+        given = ", ".join(f"{name} {value:g}" for name, value in state.sampling_defaults.items())
+        _say(f"requests that do not say otherwise are sampled with {given} (--generation-config vllm: with vLLM's defaults)")
     freeze_start()
     state.is_started = True
     engines = "1 engine" if settings.instances == 1 else f"{settings.instances} engines"
@@ -134,6 +146,7 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
                 while state.open_requests:
                     await asyncio.sleep(0.05)
     left = state.open_requests
+    state.lines.close()
     _say("stopped" if not left else f"stopped after {settings.drain_s:g} s; {left} requests were cut off")
     return 0 if not left else 1
 

@@ -16,6 +16,10 @@ class ServerSettings:
         port: 0 takes a free one.
         served_model_names: the names that clients may ask for; the first is answered.
         adapters: the name and the folder of each LoRA adapter that is served from the start.
+        chat_template: the text of a template that replaces the tokenizer's own.
+        allowed_origins: the origins of web pages that may call the server (CORS; empty: none); ``allowed_methods``, ``allowed_headers`` and
+            ``allow_credentials`` are what they may send.
+        log_requests: log a line for each request. ``log_stats``: log throughput every ten seconds.
         api_keys: a request needs one of them (empty: no key is needed).
         control_key: needed by control calls, which are refused without one.
         instances: engines, each in a process of its own with ``threads`` threads.
@@ -34,6 +38,13 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
+    chat_template: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    log_requests: bool = True
+    log_stats: bool = True
     api_keys: tuple[str, ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()
     control_key: str | None = None
@@ -53,6 +64,10 @@ class ServerSettings:
         return self.served_model_names or (self.engine.model,)
 
     @property
+    def tokenizer_folder(self) -> Path:
+        return Path(self.engine.tokenizer or self.engine.model)
+
+    @property
     def max_requests(self) -> int:
         return self.max_waiting + self.instances * self.engine.max_num_seqs
 
@@ -66,8 +81,8 @@ class ServerSettings:
         folder = Path(self.engine.model)
         if not (folder / "config.json").is_file():
             raise UserError(f"model '{folder}' has no config.json; give a Hugging Face folder")
-        if not (folder / "tokenizer.json").is_file():
-            raise UserError(f"model '{folder}' has no tokenizer.json; a server needs the model's tokenizer")
+        if not (self.tokenizer_folder / "tokenizer.json").is_file():
+            raise UserError(f"'{self.tokenizer_folder}' has no tokenizer.json; a server needs a tokenizer: name one with --tokenizer")
         for name, low in (("instances", 1), ("threads", 1), ("max_waiting", 1), ("max_body_bytes", 1024), ("max_connections_per_client", 0)):
             value = getattr(self, name)
             if value is not None and value < low:

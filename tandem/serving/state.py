@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from starlette.requests import Request
 
@@ -12,6 +11,7 @@ from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.json_body import BodyParser
 from tandem.serving.limits import Limits, make_limits
+from tandem.serving.log_lines import LogLines
 from tandem.serving.memory import MemoryReturn
 from tandem.serving.metrics import Metrics
 from tandem.serving.prompts import PromptReader
@@ -34,6 +34,9 @@ class ServerState:
     adapters: ServedAdapters
     encoder: TextEncoder
     bodies: UnfinishedBodies
+    sampling_defaults: dict[str, float | int]
+    """What the model's ``generation_config.json`` gives a request that does not."""
+    lines: LogLines = field(default_factory=LogLines)
     parser: BodyParser = field(default_factory=BodyParser)
     memory: MemoryReturn = field(default_factory=MemoryReturn)
     is_started: bool = False
@@ -95,7 +98,7 @@ class ServerState:
         """Raises ``ApiError`` where the model's tokenizer has none."""
         if not self._templates:
             try:
-                self._templates.append(ChatTemplate.from_folder(Path(self.settings.engine.model)))
+                self._templates.append(ChatTemplate.from_folder(self.settings.tokenizer_folder, source=self.settings.chat_template))
             except UserError as error:
                 raise invalid(str(error), "messages") from None
         return self._templates[0]

@@ -4,10 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from tandem.config.arguments import NotHere
+from tandem.config.vllm_names import TOKENIZER
 from tandem.types import UserError
 from tandem.types.input_file import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, read_input
 
@@ -19,6 +21,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "tokenizer.model",
 )
 """The files of a folder that belong to its tokenizer."""
 
@@ -34,6 +37,13 @@ class Tokenizer:
     bos_token_id: int | None
     pad_token_id: int | None
 
+    if not TYPE_CHECKING:
+        # A type checker that saw it would accept every name.
+        def __getattr__(self, name: str) -> Any:
+            if name in TOKENIZER:
+                raise NotHere(f"this tokenizer is not one of transformers and has no '{name}': {TOKENIZER[name]}")
+            raise AttributeError(f"'Tokenizer' object has no attribute {name!r}")
+
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
         """Read ``tokenizer.json`` and ``tokenizer_config.json``. The end-of-sequence ids are those of
@@ -41,6 +51,8 @@ class Tokenizer:
         a folder that is not a tokenizer."""
         folder = Path(path)
         file = folder / "tokenizer.json"
+        if not folder.is_dir():
+            raise UserError(f"'{folder}' is not a folder here; name a Hugging Face folder, or OWNER/NAME of a model of the Hub")
         if not file.is_file():
             raise UserError(f"'{folder}' has no tokenizer.json; save the tokenizer in its fast form first")
         content = read_input(file, MOST_TOKENIZER_BYTES, "save the tokenizer again")

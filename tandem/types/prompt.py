@@ -11,6 +11,7 @@ class Prompt:
 
     ``id`` is unique within a task and stable over restarts. ``token_ids`` is what the model reads: text is never
     tokenised a second time. ``ground_truth`` and ``columns`` are JSON values that reward functions receive untouched.
+    ``messages``: the prompt as a conversation, if its row has one.
     """
 
     id: str
@@ -19,3 +20,4 @@ class Prompt:
     ground_truth: Any = None
     task: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()

@@ -91,6 +91,7 @@ def encode_prompts(prompts: Sequence[Prompt]) -> bytes:
         "task": [p.task for p in prompts],
         "ground_truth": [p.ground_truth for p in prompts],
         "columns": [dict(p.columns) for p in prompts],
+        "messages": [list(p.messages) for p in prompts],
     }
     blobs: dict[str, Buffer] = {}
     _pack_rows(blobs, "token_ids", _INT32, [p.token_ids for p in prompts])
@@ -109,6 +110,7 @@ def decode_prompts(data: Buffer) -> list[Prompt]:
         truths,
         _column(frame, "task", str, count),
         _column(frame, "columns", dict, count),
+        map(tuple, _column(frame, "messages", list, count)),
         strict=True,
     )
     return [Prompt(*fields) for fields in columns]
@@ -179,6 +181,7 @@ def encode_scores(scores: Sequence[Score]) -> bytes:
         "sample_id": [s.sample_id for s in scores],
         "reason": [s.reason for s in scores],
         "components": [list(s.components) for s in scores],
+        "extra": [dict(s.extra) for s in scores],
     }
     blobs: dict[str, Buffer] = {
         "state": _pack(_INT8, (_STATES.index(s.state) for s in scores)),
@@ -192,7 +195,7 @@ def encode_scores(scores: Sequence[Score]) -> bytes:
 def decode_scores(data: Buffer) -> list[Score]:
     frame, count = _open(data, "scores")
     ids, reasons = _column(frame, "sample_id", str, count), _column(frame, "reason", str, count)
-    names = _column(frame, "components", list, count)
+    names, extra = _column(frame, "components", list, count), _column(frame, "extra", dict, count)
     states, values = _unpack(frame, "state", _INT8, count), _unpack(frame, "value", _FLOAT64, count)
     correct = _unpack(frame, "correct", _INT8, count)
     components = _unpack_rows(frame, "component_values", _FLOAT64, count)
@@ -203,10 +206,10 @@ def decode_scores(data: Buffer) -> list[Score]:
         if len(names[i]) != len(components[i]) or any(type(name) is not str for name in names[i]):
             raise ValueError(f"score {ids[i]} has {len(components[i])} component values for the names {names[i]!r}")
         state = _STATES[states[i]]
-        value = None if state is ScoreState.INFRASTRUCTURE_FAULT else values[i]
+        value = values[i] if state.has_value else None
         scores.append(
             Score(
-                ids[i], state, value, dict(zip(names[i], components[i], strict=True)), _CORRECT[correct[i]], reasons[i]
+                ids[i], state, value, dict(zip(names[i], components[i], strict=True)), _CORRECT[correct[i]], reasons[i], extra[i]
             )
         )
     return scores

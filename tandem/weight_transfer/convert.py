@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.shapes import parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
 from tandem.runtime.collectives.agreement import vote
@@ -20,6 +19,7 @@ from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.checkpoint.format.shard import Key, Piece, divide
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.replica_state import ReplicaState, WeightShard
+from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.errors import RunError
 from tandem.weight_transfer.manifest import are_partition, place
 
@@ -125,11 +125,11 @@ def _holder(offsets: ShardOffsets, shards: Sequence[WeightShard]) -> WeightShard
 def _gathered(ranks: Communicator, shards: Sequence[WeightShard], trouble: str | None) -> list[list[Piece]]:
     """Returns every rank's pieces, by rank."""
     if ranks.size == 1 and trouble is None:
-        return [[Piece(Key(WEIGHTS, s.name), s.whole, s.offsets, s.dtype) for s in shards]]
+        return [[Piece(Key(WEIGHTS, s.name), s.whole, s.offsets, dtype_name(s.dtype)) for s in shards]]
     told = [[s.name, dtype_name(s.dtype), s.whole, *s.offsets] for s in shards]
     return [
         [
-            Piece(Key(WEIGHTS, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), getattr(torch, dtype))
+            Piece(Key(WEIGHTS, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), dtype)
             for name, dtype, whole, start, stop in pieces
         ]
         for pieces in vote(ranks, "the weights are not converted", trouble, told)
@@ -143,7 +143,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 class _Owned(NamedTuple):
     whole: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     parts: list[tuple[ShardOffsets, int]]
 
 
@@ -180,7 +180,7 @@ def _disjoint(parts: Sequence[tuple[ShardOffsets, int]]) -> list[tuple[ShardOffs
 def _placed(owned: dict[str, _Owned], order: Sequence[str]) -> list[PlacedTensor]:
     rank_of = {name: place for place, name in enumerate(order)}
     names = sorted(owned, key=lambda name: rank_of.get(name, len(rank_of)))
-    dtypes = [dtype_name(owned[name].dtype) for name in names]
+    dtypes = [owned[name].dtype for name in names]
     sizes = [math.prod(owned[name].whole) * DTYPE_BYTES[dtype] for name, dtype in zip(names, dtypes, strict=True)]
     placed = []
     for name, dtype, size, offset in zip(names, dtypes, sizes, place(sizes), strict=True):

@@ -8,9 +8,9 @@ from itertools import accumulate, combinations
 
 import xxhash
 
-from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.layout.shard_offsets import ShardOffsets, flat_range, intersection, whole_offsets
+from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
 

@@ -9,8 +9,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.shard_offsets import ShardOffsets, flat_range, intersection, whole_offsets
+from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.weights import PartEntry, TensorEntry
 from tandem.weight_transfer.copying import CHUNK_BYTES, copy_and_digest
 from tandem.weight_transfer.manifest import offsets_of, part_offsets

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.estimate.model_bytes import DTYPE_BYTES
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.runtime.coordination.store import Store
 from tandem.runtime.rpc.calls import PeerDied
+from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import TensorEntry, Updated, WeightManifest

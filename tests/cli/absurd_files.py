@@ -145,7 +145,7 @@ def places_in(folder: Path) -> list[Place]:
     model = folder / "model"
     generate, train = ("generate", str(model), "--prompt", "1=", "--max-tokens", "2"), ("train", "recipe.yaml", "--dry-run")
     tokenize = ("tokenize", "data", "tokens", "--tokenizer", str(model), "--workers", "1")
-    jsonl = ("--task={name: jsonl, path: data/prompts.jsonl}", "--sft.corrupted_share=0")
+    jsonl = ("--task={name: dataset, path: data/prompts.jsonl}", "--sft.corrupted_share=0")
     evaluate = ("evaluate", str(model), "--task", "perplexity", "--data")
     model_files = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
     sharded = ("generate", "sharded", "--prompt", "1=", "--max-tokens", "2")

@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.config.load import read_yaml
-from tandem.data.tasks.jsonl import read_jsonl
+from tandem.config.task import TaskConfig
+from tandem.data.rows.source import file_rows
+from tandem.data.tasks.dataset import items_of
 from tandem.data.tokenizing.documents import DocumentFormat, Part, documents, most_bytes
 from tandem.data.tokenizing.tokenize import read_dataset
 from tandem.model.huggingface.model_config import read_shapes
@@ -42,7 +44,7 @@ def test_a_recipe_that_is_a_special_file_or_a_bomb_is_refused(command, tmp_path:
 @pytest.mark.parametrize("kind", [*SPECIAL_FILES, "100,000 nested lists", "lone surrogates", "infinite numbers", "one line of 2 MiB"])
 def test_prompts_that_are_a_special_file_or_no_characters_are_refused(command, recipe: Path, tmp_path: Path, kind: str) -> None:
     SPECIAL[kind](tmp_path / "prompts.jsonl")
-    task = f"--task={{name: jsonl, path: {json.dumps(str(tmp_path / 'prompts.jsonl'))}}}"
+    task = f"--task={{name: dataset, path: {json.dumps(str(tmp_path / 'prompts.jsonl'))}}}"
     assert "prompts.jsonl" in command("train", recipe, task, "--sft.corrupted_share=0", "--dry-run").refusal()
 
 
@@ -152,7 +154,7 @@ def read_any(folder: Path, name: str) -> None:
     if name == "recipe.yaml":
         read_yaml(path)
     elif name == "data/prompts.jsonl":
-        read_jsonl(str(path), "prompt", "answer")
+        items_of(file_rows(str(path)), TaskConfig("dataset", path=str(path)))
     elif name == "data/rows.jsonl":
         for examples in (False, True):
             form = DocumentFormat(suffixes=(), examples=examples)

@@ -95,7 +95,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--run.max_steps=100000000000000000000", "below 2^63"),
         ("--model.create.rope_theta=-1", "'model.create.rope_theta' is -1; it must be above 0"),
         ("--rollout.engine.tensor_parallel_size=3", "'rollout.engine.tensor_parallel_size' is 3: the model's num_attention_heads 2"),
-        ("--rollout.engine.speculative_config={method: draft, model: /nowhere}", "'/nowhere' has no config.json"),
+        ("--rollout.engine.speculative_config={method: draft, model: /nowhere}", "'/nowhere' is not a folder here"),
         ("--trainer.dtype=float64", "tis_cap"),
         ("--trainer.dtype=float16", "bfloat16"),
         ("--rollout.engine.device=cuda", "machine.device"),
@@ -193,7 +193,7 @@ def test_a_recipe_that_is_a_folder_or_not_text_is_refused(command, tmp_path) -> 
 def jsonl(recipe: Path, lines: str | bytes) -> tuple[str, str]:
     path = recipe.parent / "questions.jsonl"
     path.write_bytes(lines if isinstance(lines, bytes) else lines.encode())
-    return "--task={name: jsonl, path: " + json.dumps(str(path)) + "}", "--sft.corrupted_share=0"
+    return "--task={name: dataset, path: " + json.dumps(str(path)) + "}", "--sft.corrupted_share=0"
 
 
 GOOD = "".join(json.dumps({"prompt": f"q{i}?", "answer": str(i)}) + "\n" for i in range(30))
@@ -213,6 +213,11 @@ GOOD = "".join(json.dumps({"prompt": f"q{i}?", "answer": str(i)}) + "\n" for i i
         (GOOD + json.dumps({"prompt": "a", "answer": "1" * 300}) + "\n", "questions.jsonl:31: prompt and answer have 302 tokens"),
         (GOOD + '{"prompt": "größer?", "answer": "1"}\n', "'ö' (U+00F6"),
         ('{"prompt": "x", "answer": "1"}\n', "too few to hold some out"),
+        (GOOD + '{"prompt": "x", "answer": {"a": 1}}\n', "questions.jsonl:31: the answer is"),
+        (GOOD.replace("answer", "anser"), "there is no answer for reward function 'correct' (besides the prompt the row has 'anser'); set task.answer_key"),
+        (GOOD.replace("prompt", "frage"), "questions.jsonl:1: key 'prompt' is missing; the row has 'frage', 'answer': set task.prompt_key"),
+        (GOOD + '{"prompt": [{"role": "user", "content": "a"}], "answer": "1"}\n', "questions.jsonl:31: 'prompt' is a list; and the first row has a text"),
+        (GOOD.replace('"q', '[{"role": "user", "content": "q').replace('?"', '?"}]'), "has no chat template"),
     ],
 )
 def test_a_broken_line_of_a_file_is_named_by_file_and_line(command, recipe, lines, says) -> None:

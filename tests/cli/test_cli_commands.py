@@ -3,14 +3,16 @@
 import importlib.metadata
 import json
 import os
+import re
 import shlex
 import shutil
+import stat
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers_cli import Done, real
+from helpers_cli import COMMAND, ROOT, Done, real
 
 from tandem.cli.main import COMMANDS
 from tandem.runtime.records.metrics import read_rows
@@ -25,7 +27,7 @@ def test_the_help_of_every_command_has_an_example_that_its_parser_takes(command,
 
 def test_the_help_lists_every_command(command) -> None:
     done: Done = command("--help")
-    assert done.code == 0 and all(f"  {name} " in done.out for name in COMMANDS)
+    assert done.code == 0 and re.findall(r"^    (\w+)", done.out, re.M) == list(COMMANDS)
 
 
 def json_lines(text: str) -> list[dict]:
@@ -89,7 +91,7 @@ def test_accuracy_is_the_share_of_completions_that_generate_gives_and_a_person_w
     recipe = {
         "model": {"path": "elsewhere"},
         "task": {
-            "name": "jsonl", "path": str(questions(tmp_path / "train.jsonl", {f"q{i}": "x" for i in range(9)})),
+            "name": "dataset", "path": str(questions(tmp_path / "train.jsonl", {f"q{i}": "x" for i in range(9)})),
             "eval_path": str(questions(tmp_path / "eval.jsonl", answers)),
         },
     }
@@ -114,9 +116,11 @@ def test_a_run_prints_plain_lines_and_commands_that_work_as_they_stand(command, 
     directory, out = finished_run
     assert "\x1b" not in out
     assert "create model" in out and "] sft" in out and "step 0: reward" in out and "final accuracy" in out
-    commands = [shlex.split(line) for line in out.splitlines() if line.startswith("  tandem ")]
+    commands = [shlex.split(line) for line in out.splitlines() if line.startswith("  ")]
     assert [words[1] for words in commands] == ["generate", "evaluate"]
     for words in commands:
+        # The tests run without an activated environment, so that ``tandem`` alone would not be found.
+        assert (ROOT / words[0]).samefile(COMMAND)
         done: Done = command(*words[1:], *(("--prompts", "4") if words[1] == "evaluate" else ()))
         assert done.code == 0 and done.out, done.err
     (row,) = read_rows(directory / "metrics.jsonl")
@@ -131,6 +135,20 @@ def test_report_writes_the_page_again_from_the_runs_files(command, finished_run)
     done: Done = command("report", directory)
     assert done.code == 0 and done.out.strip() == str(page)
     assert len(page.read_text(encoding="utf-8")) > 0.9 * len(before)
+
+
+def test_report_of_two_runs_is_one_page_and_its_output_must_be_a_file(command, finished_run, tmp_path: Path) -> None:
+    directory, _ = finished_run
+    other = shutil.copytree(directory, tmp_path / "other")
+    done: Done = command("report", directory, other, "-o", tmp_path / "both.html")
+    assert done.code == 0 and done.out.strip() == str(tmp_path / "both.html")
+    assert "<td><code>run.name" not in (page := (tmp_path / "both.html").read_text()) and "The recipes are the same." in page
+    os.mkfifo(tmp_path / "pipe")
+    for path, problem in (("pipe", "no regular file"), (".", "no regular file"), ("none/x.html", "is not a folder; make it")):
+        assert problem in command("report", directory, "-o", tmp_path / path).refusal()
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert "is named twice" in command("report", directory, directory).refusal()
+    assert "is not a run" in command("report", directory, tmp_path).refusal()
 
 
 def lasting(directory: Path) -> list[dict]:

@@ -42,20 +42,25 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "enforce_eager": ("--enforce-eager",),
     "seed": ("--seed", "8"),
     "tokenizer": ("--tokenizer", "folder"),
+    "revision": ("--revision", "v1"),
+    "generation_config": ("--generation-config", "vllm"),
+    "override_generation_config": ("--override-generation-config", '{"top_k": 3}'),
 }
-OWN = {"serve": {"tokenizer"}, "generate": {"enable_lora", "max_loras", "max_lora_rank"}}
+OWN: dict[str, set[str]] = {"serve": set(), "generate": {"enable_lora", "max_loras", "max_lora_rank"}}
 EXPECTED = EngineArgs(
     model="m", verify=True, download_dir="cache", weight_cache_gib=0.5, dtype="bfloat16", quantization="int8+head", device="cuda:1", kernels="reference",
     attention="flash3", deterministic=False, max_model_len=77, max_num_seqs=7, max_num_batched_tokens=99, batching="dynamic",
     enable_chunked_prefill=False, enable_prefix_caching=False, cache_implementation="static", kv_cache_tokens=1024, kv_cache_dtype="int8",
     preemption_mode="swap", swap_space=2.0, watermark=0.25, tensor_parallel_size=2, rank_timeout_s=9.5, enable_lora=True, max_loras=3, max_lora_rank=5,
     speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3), async_scheduling=False, enforce_eager=True, seed=8, tokenizer="folder",
+    revision="v1", generation_config="vllm", override_generation_config={"top_k": 3},
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_every_field_is_an_option(command: str) -> None:
-    assert GIVEN.keys() | {"model", "load_format", "skip_tokenizer_init"} == {field.name for field in dataclasses.fields(EngineArgs)}
+    # gpu_memory_utilization is instead of kv_cache_tokens.
+    assert GIVEN.keys() | {"model", "load_format", "skip_tokenizer_init", "gpu_memory_utilization"} == {field.name for field in dataclasses.fields(EngineArgs)}
     words = [word for name, given in GIVEN.items() if name not in OWN[command] for word in given]
     args = engine_args(parser().parse_args([command, "m", *words]), model="m")
     defaults = EngineArgs()
@@ -72,6 +77,9 @@ def test_every_field_is_an_option(command: str) -> None:
         (("--speculative-config", "ngram"), "--speculative-config is not JSON"),
         (("--speculative-config", "[]"), "it must be a JSON object"),
         (("--speculative-config", '{"metod": "ngram"}'), "did you mean 'engine.speculative_config.method'?"),
+        (("--gpu-memory-utilization", "90"), "it must be above 0 and at most 1"),
+        (("--gpu-memory-utilization", ".9", "--device", "cuda", "--kv-cache-tokens", "64"), "each sets the size of the KV cache; leave one of them out"),
+        (("--override-generation-config", "[]"), "--override-generation-config is []; it must be a JSON object"),
         (("--attention", "flash3"), "engine attention is 'flash3', which needs a GPU and 16 bits"),
         (("--async-scheduling", "--tensor-parallel-size", "2"), "tensor-parallel ranks follow each step"),
     ],

@@ -1,5 +1,6 @@
 """The recipes of the repository run, each with a tiny model and for a step or two."""
 
+import datetime
 import json
 import re
 import shlex
@@ -12,9 +13,17 @@ from helpers_cli import ROOT, TINY_MODEL, TINY_RUN, TINY_WARM_UP, real
 from tandem import LLM, SamplingParams
 from tandem.cli.main import parser
 from tandem.config.recipe import load_config
-from tandem.data.tasks.jsonl import read_jsonl
+from tandem.config.task import TaskConfig
+from tandem.data.rows.source import file_rows
+from tandem.data.tasks.base import TaskItem
+from tandem.data.tasks.dataset import items_of
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import read_rows
+
+
+def questions() -> list[TaskItem]:
+    path = str(ROOT / "examples" / "questions.jsonl")
+    return items_of(file_rows(path), TaskConfig("dataset", path=path))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
@@ -29,7 +38,7 @@ def their_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    items, _ = read_jsonl(str(ROOT / "examples" / "questions.jsonl"), "prompt", "answer")
+    items = questions()
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -51,7 +60,7 @@ def their_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_of_transformers_and_a_file_train_with_the_users_judges(their_model, tmp_path) -> None:
     done = real(
-        "train", "recipes/jsonl.yaml", f"--model.path={their_model}", f"--run.directory={tmp_path}", "--run.name=mine", *TINY_RUN,
+        "train", "recipes/dataset.yaml", f"--model.path={their_model}", f"--run.directory={tmp_path}", "--run.name=mine", *TINY_RUN,
         "--run.max_steps=2",
     )
     assert done.code == 0, done.err
@@ -63,7 +72,7 @@ def test_a_folder_of_transformers_and_a_file_train_with_the_users_judges(their_m
         samples, scores = journal.samples(1), journal.scores(1)
     assert samples is not None and scores is not None
     assert {frozenset(score.components) for score in scores} == {frozenset({"exact_symbol", "partial_credit", "partial_credit/length"})}
-    items, _ = read_jsonl(str(ROOT / "examples" / "questions.jsonl"), "prompt", "answer")
+    items = questions()
     for sample, score in zip(samples, scores, strict=True):
         words = sample.text.split()
         given = words[0].rstrip(".,;") if words else ""
@@ -121,11 +130,11 @@ def test_the_examples_judges_give_what_their_words_say() -> None:
     exact, score = judges["exact_symbol"], judges["compute_score"]
     completions, answers = [" Fe.", "fe", "", "Au is it"], ["Fe", "Fe", "Fe", "Au"]
     assert exact(completions=completions, answer=answers, atomic_number=[26, 26, 26, 79]) == [1, 0, 0, 1]
-    assert [score("jsonl", text, "Fe")["score"] for text in ("Fe", "fe", "F", "Au", "")] == [1.0, 0.5, 0.5, 0.0, 0.0]
+    assert [score("dataset", text, "Fe")["score"] for text in ("Fe", "fe", "F", "Au", "")] == [1.0, 0.5, 0.5, 0.0, 0.0]
 
 
 def test_the_examples_questions_are_the_first_92_elements_each_once() -> None:
-    items, _ = read_jsonl(str(ROOT / "examples" / "questions.jsonl"), "prompt", "answer")
+    items = questions()
     assert [item.columns["atomic_number"] for item in items] == list(range(1, 93))
     assert len({item.text for item in items}) == len({item.ground_truth for item in items}) == 92
 
@@ -149,15 +158,27 @@ def test_commands_in_the_head_of_the_fine_tuning_recipe_are_in_order() -> None:
 
 
 @pytest.mark.full
-def test_the_fine_tuning_recipe_teaches_the_answers_from_random_weights(tmp_path: Path) -> None:
+def test_fine_tuning_recipe_teaches_dates_that_it_was_not_shown_and_its_held_out_loss_falls(tmp_path: Path) -> None:
     for name in ("examples", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for words in commands_of("sft.yaml")[:3]:
         done = real(*words, *["--machine.threads=1"] * (words[0] == "train"), cwd=tmp_path)
         assert done.code == 0, done.err
-    assert "120 steps: held-out loss" in done.out
-    items, _ = read_jsonl(str(ROOT / "examples" / "questions.jsonl"), "prompt", "answer")
+    assert "160 steps: held-out loss" in done.out
+    with Journal(tmp_path / "runs" / "sft" / "journal.sqlite", read_only=True) as journal:
+        losses = [result["loss"] for _, kind, result in journal.evaluations() if kind == "held_out"]
+    assert len(losses) == 9 and losses == sorted(losses, reverse=True) and losses[-1] < 0.05
+    shown = (tmp_path / "examples" / "dates" / "dates.jsonl").read_text()
+    days = [day for day in (datetime.date(1951, 2, 3) + datetime.timedelta(days=311 * n) for n in range(100)) if f"{day}" not in shown][:40]
     llm = LLM(str(tmp_path / "runs" / "sft" / "model"))
-    answers = llm.generate([item.text for item in items], SamplingParams(temperature=0, max_tokens=8))
-    right = sum(answer.outputs[0].text == item.ground_truth for answer, item in zip(answers, items, strict=True))
-    assert right >= 85, "all that it was trained on"
+    answers = llm.generate([f"Write {day} in words." for day in days], SamplingParams(temperature=0, max_tokens=16))
+    right = sum(answer.outputs[0].text == f"{day.day} {day:%B} {day.year}" for answer, day in zip(answers, days, strict=True))
+    assert right >= 36
+
+
+def test_example_dates_are_right_and_each_once() -> None:
+    rows = [json.loads(line) for line in (ROOT / "examples" / "dates" / "dates.jsonl").read_text().splitlines()]
+    for row in rows:
+        day = datetime.date.fromisoformat(row["prompt"].removeprefix("Write ").removesuffix(" in words."))
+        assert row["completion"] == f"{day.day} {day:%B} {day.year}"
+    assert len({row["prompt"] for row in rows}) == len(rows) == 1000

@@ -1,25 +1,16 @@
-"""``docs/recipes.md`` has the tables of the configuration classes, and the commands of the documents are valid."""
+"""``docs/recipes.md`` has the tables of the configuration classes."""
 
 import dataclasses
-import re
-import shlex
 
-import pytest
-import yaml
 from helpers_cli import ROOT
 
-import tandem
-from tandem.cli.main import parser
 from tandem.config.describe import field_descriptions
 from tandem.config.document import document, sections
 from tandem.config.engine import EngineArgs
-from tandem.config.load import build, read_yaml
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
-from tandem.config.rewards import RewardsConfig
 
 TEXT = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-PRETRAINING = (ROOT / "docs" / "pretraining.md").read_text(encoding="utf-8")
 
 
 def rows(text: str, section: str) -> dict[str, str]:
@@ -56,34 +47,3 @@ def test_a_field_without_a_description_cannot_be_documented() -> None:
 
     assert field_descriptions(EngineArgs).keys() == {field.name for field in dataclasses.fields(EngineArgs)}
     assert field_descriptions(Bare) == {}
-
-
-def test_commands_of_pretraining_are_in_order() -> None:
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", PRETRAINING, re.S) for line in block.splitlines()]
-    commands = []
-    for line in lines:
-        program, *words = shlex.split(line, comments=True)
-        assert program == "tandem"
-        commands.append(parser().parse_args(words).command)
-    assert commands == ["tokenize", "tokenize", "train", "resume", "tokenize", "train"]
-
-
-@pytest.mark.parametrize("name", ["README.md", "docs/inference.md", "docs/quantization.md", "docs/recipes.md", "docs/training.md"])
-def test_yaml_in_a_document_is_part_of_a_recipe(name: str) -> None:
-    for block in re.findall(r"```yaml\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.S):
-        recipe = read_yaml(ROOT / "recipes" / "sort.yaml")
-        for section, keys in yaml.safe_load(block).items():
-            recipe[section] = {**recipe.get(section, {}), **keys}
-        build(Recipe, recipe)
-
-
-def test_its_commands_and_its_yaml_are_in_order() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
-    assert build(RewardsConfig, yaml.safe_load(block)["rewards"]).accuracy_function == "exact_symbol"
-    commands = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.S) for line in block.splitlines()]
-    for line in commands:
-        program, *words = shlex.split(line, comments=True)
-        options, overrides = parser().parse_known_args(words)
-        assert program == "tandem" and options.command == "train"
-        tandem.load_config(ROOT / options.recipe, overrides)
-    assert len(commands) >= 5

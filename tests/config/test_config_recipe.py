@@ -110,7 +110,7 @@ def test_a_key_that_a_job_does_not_read_is_refused_by_name() -> None:
 
 def test_a_recipe_is_read_back_from_what_is_saved_with_a_run() -> None:
     for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"):
-        loaded = load_config(path, ["model.path=m", "task.path=x"] if path.stem == "jsonl" else ())
+        loaded = load_config(path, ["model.path=m", "task.path=x"] if path.stem == "dataset" else ())
         saved = to_mapping(loaded)
         assert build(type(loaded), saved) == loaded
         assert "model" not in saved.get("rollout", {}).get("engine", {})

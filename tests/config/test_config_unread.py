@@ -37,7 +37,7 @@ UNREAD: list[tuple[dict[str, Any], str, Any, str, dict[str, Any]]] = [
     (DATA, "parallel.deterministic", True, "parallel.tensor is 1", {"parallel.tensor": 2}),
     (RL, "parallel.across_nodes", True, "all ranks (1) are on one machine", {"parallel.data": 2, "parallel.ranks_per_node": 1}),
     (RL, "registry.name", "small", "there is no registry", {"registry.path": "registry"}),
-    (RL, "task.prompt_key", "question", "task.name is 'sort'", {"task.name": "jsonl", "task.path": "prompts.jsonl"}),
+    (RL, "task.prompt_key", "question", "task.name is 'sort'", {"task.name": "dataset", "task.path": "prompts.jsonl"}),
     (RL, "rollout.engine.swap_space", 1.0, "preemption_mode is 'recompute'", {"rollout.engine.preemption_mode": "swap"}),
 ]  # fmt: skip
 OTHER = {"algorithm.advantage_epsilon": {"algorithm.name": "dr_grpo"}, "rollout.engine.swap_space": {"rollout.engine.preemption_mode": "recompute"}}
@@ -71,7 +71,7 @@ def test_a_key_is_refused_where_it_is_not_read_and_accepted_where_it_is(
         (DEMONSTRATED, {"evaluation.every_steps": 5}, "'evaluation.every_steps' is 5"),
         (DEMONSTRATED, {"data.held_out": "data"}, "'data.held_out' is 'data'"),
         (RL, {"parallel.pipeline_layers": [5]}, "'parallel.pipeline_layers' is"),
-        (RL, {"task.name": "jsonl", "task.path": "a", "task.eval_path": "b", "task.held_out_share": 0.2}, "'task.held_out_share' is 0.2"),
+        (RL, {"task.name": "dataset", "task.path": "a", "task.eval_path": "b", "task.held_out_share": 0.2}, "'task.held_out_share' is 0.2"),
         (RL, {"run.trace_steps": [200]}, "'run.trace_steps' has 200"),
     ],
 )

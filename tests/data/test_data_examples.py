@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from tandem.config.model import NewModelConfig
-from tandem.data.examples import read_example
+from tandem.data.examples import BrokenExample, read_example
 from tandem.data.shards import ShardReader
 from tandem.data.tokenizing.documents import DocumentFormat
 from tandem.data.tokenizing.encode_examples import ExampleEncoder
@@ -239,6 +239,38 @@ def test_no_question_is_both_trained_on_and_held_out(marked: Path, tmp_path: Pat
     assert asked["train"] and asked["held_out"] and not asked["train"] & asked["held_out"] and len(asked["train"] | asked["held_out"]) == 40
 
 
+def test_rows_of_tables_are_the_examples_of_the_same_json_lines(source: Path, tmp_path: Path) -> None:
+    from tandem.data.tokenizing.documents import Document, Part, divide, documents
+
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(CHATS), tables / "a.parquet")
+    with pyarrow.ipc.new_stream(str(tables / "b.arrow"), pyarrow.Table.from_pylist(PAIRS).schema) as stream:
+        stream.write_table(pyarrow.Table.from_pylist(PAIRS))
+
+    def read(folder: Path) -> list[Document]:
+        storage = open_storage(str(folder))
+        parts = [part for unit in divide(storage.files(), EXAMPLES, 10**6) for part in unit]
+        assert [part.name for part in parts] == sorted(path.name for path in folder.iterdir() if path.suffix != ".txt")
+        return [document for part in parts for document in documents(storage, part, EXAMPLES)]
+
+    found = read(tables)
+    assert [document.example for document in found] == [document.example for document in read(source)] and len(found) == 120
+    assert sum(document.size for document in found) == sum(path.stat().st_size for path in tables.iterdir())
+    (tables / "a.parquet").write_bytes((tables / "a.parquet").read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"a.parquet: is not a whole Parquet file: .*correct it, remove it or skip broken documents"):
+        list(documents(open_storage(str(tables)), Part("a.parquet", 0, (tables / "a.parquet").stat().st_size), EXAMPLES))
+
+
+def test_trls_conversational_prompts_and_completions_are_learned_as_the_conversation(marked: Path) -> None:
+    question, answer = {"role": "user", "content": "What color is the sky?"}, {"role": "assistant", "content": "It is blue."}
+    row = read_example({"prompt": [question], "completion": [answer]}, "prompt", "completion")
+    assert row == read_example({"messages": [question, answer]}, "prompt", "completion")
+    with pytest.raises(BrokenExample, match="'prompt' has a message of the assistant, which would be learned too"):
+        read_example({"prompt": [question, answer, question], "completion": [answer]}, "prompt", "completion")
+
+
 BROKEN: list[tuple[Any, str]] = [
     ({"prompt": "a", "completion": ""}, "'completion' is empty"),
     ({"prompt": "a", "completions": "b"}, "neither 'messages' nor a text under the key 'completion' (it has 'prompt', 'completions')"),
@@ -247,7 +279,7 @@ BROKEN: list[tuple[Any, str]] = [
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, "message 2 is the assistant's and empty"),
     ({"messages": [{"role": "user"}]}, "message 1 needs a 'content' that is a text"),
     ({"messages": [{"content": "a"}]}, "message 1 needs a 'role' that is a text"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, "message 1 needs a 'content' that is a text"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "image", "image": "a"}]}]}, "message 1 needs a 'content' that is a text"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "message 1 has 'tool_calls' that are not a list of calls by the assistant"),
     ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "message 1 needs a 'content' that is a text"),
     ({"messages": CHATS[0]["messages"], "tools": {"name": "add"}}, "'tools' is not a list of tools"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tandem.config.task import TaskConfig
+from tandem.data.prompt_format import ChatFormat, Messages
 from tandem.data.prompts import PromptSource
 from tandem.types import UserError
 
@@ -24,7 +25,7 @@ def source(config: TaskConfig | None = None, **settings: Any) -> PromptSource:
 def jsonl(folder: Path, prompts: list[str]) -> TaskConfig:
     path = folder / "data.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "answer": "yes"}) + "\n" for p in prompts), encoding="utf-8")
-    return TaskConfig("jsonl", path=str(path))
+    return TaskConfig("dataset", path=str(path))
 
 
 def test_prompts_are_tokenised_once_and_carry_what_the_judges_need() -> None:
@@ -92,22 +93,45 @@ def test_fewer_prompts_than_a_step_takes_are_refused_before_work_begins(tmp_path
 def test_the_template_is_filled_and_braces_are_left_alone(tmp_path: Path) -> None:
     template = 'Answer as {"answer": ...}.\n{prompt}\nAnswer:'
     path = jsonl(tmp_path, [f"{{q{i}}}" for i in range(20)]).path
-    prompts = source(TaskConfig("jsonl", path=path, prompt_template=template))
+    prompts = source(TaskConfig("dataset", path=path, prompt_template=template))
     text = prompts.for_step(0)[0].text
     assert text.startswith('Answer as {"answer": ...}.\n{q')
     assert text.endswith("}\nAnswer:")
 
 
 def test_chat_goes_through_the_template_of_the_tokenizer() -> None:
-    def render(messages: list[dict[str, str]]) -> str:
+    def render(messages: Messages, tools: object) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
     config = TaskConfig("sort", chat=True, system_prompt="Be brief.")
-    text = source(config, render_chat=render, context_tokens=128).for_step(0)[0].text
+    text = source(config, chat_format=ChatFormat(render, encode), context_tokens=128).for_step(0)[0].text
     assert text.startswith("<system>Be brief.<user>")
     assert text.endswith("=<assistant>")
     with pytest.raises(UserError, match="no chat template"):
         source(config)
+
+
+def test_prompts_that_are_messages_go_through_the_template_with_their_tools(tmp_path: Path) -> None:
+    def render(messages: Messages, tools: object) -> str:
+        return f"{tools}" + "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+    path, system = tmp_path / "data.jsonl", {"role": "system", "content": "own"}
+    rows = [{"prompt": [*([system] if i % 2 else []), {"role": "user", "content": f"q{i}"}], "answer": "a"} for i in range(20)]
+    path.write_text("".join(json.dumps({**row, "tools": [{"type": "t"}]}) + "\n" for row in rows))
+    settings: dict[str, Any] = {"chat_format": ChatFormat(render, encode), "context_tokens": 128}
+    prompts = source(TaskConfig("dataset", path=str(path), system_prompt="Be brief."), **settings)
+    texts = {prompt.text for step in range(4) for prompt in prompts.for_step(step)}
+    assert texts <= {f"({{'type': 't'}},)<system>{'own' if i % 2 else 'Be brief.'}<user>q{i}<assistant>" for i in range(20)} and len(texts) == 16
+    assert prompts.for_step(0)[0].messages in [tuple(row["prompt"]) for row in rows]
+    for wrong, said in (({"chat": False}, "only the chat template formats"), ({"prompt_template": "Q {prompt}"}, "'task.prompt_template' is 'Q {prompt}'")):
+        with pytest.raises(UserError, match=said):
+            source(TaskConfig("dataset", path=str(path), **wrong), **settings)
+
+
+def test_a_system_prompt_for_texts_of_a_dataset_needs_chat(tmp_path: Path) -> None:
+    config = jsonl(tmp_path, [f"q{i}" for i in range(20)])
+    with pytest.raises(UserError, match=r"set task.chat to true"):
+        source(TaskConfig("dataset", path=config.path, system_prompt="Be brief."))
 
 
 def test_demonstrations_are_the_rollouts_prompts_with_an_answer_and_an_end() -> None:

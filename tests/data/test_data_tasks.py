@@ -115,17 +115,17 @@ def test_a_task_with_too_few_instances_to_hold_some_out_is_refused() -> None:
     ("data", "problem"),
     [
         ({"name": "sorting"}, "'task.name' is 'sorting'; did you mean 'sort'?"),
-        ({"name": "chess"}, "use sort, addition, jsonl or reasoning_gym:DATASET"),
+        ({"name": "chess"}, "use sort, addition, dataset or reasoning_gym:NAME"),
         ({"name": "reasoning_gym:"}, "name the dataset behind it"),
         ({"name": "sort", "min_digits": 5, "max_digits": 4}, "'task.max_digits' is 4"),
         ({"name": "sort", "min_digits": 1}, "'task.min_digits' is 1"),
-        ({"name": "sort", "path": "x.jsonl"}, "'task.path' is given but belongs to task jsonl"),
-        ({"name": "jsonl", "path": "x", "max_digits": 3}, "belongs to task sort and addition"),
+        ({"name": "sort", "path": "x.jsonl"}, "'task.path' is given but belongs to task dataset"),
+        ({"name": "dataset", "path": "x", "max_digits": 3}, "belongs to task sort and addition"),
         ({"name": "sort", "settings": {"a": 1}}, "belongs to task reasoning_gym"),
-        ({"name": "jsonl"}, "'task.path' is missing"),
+        ({"name": "dataset"}, "'task.path' is missing"),
         ({"name": "sort", "held_out_share": 0.5}, "'task.held_out_share' is 0.5"),
         ({"name": "sort", "prompt_template": "Sort!"}, "must contain {prompt}"),
-        ({"name": "sort", "system_prompt": "Be brief."}, "'task.chat' is false"),
+        ({"name": "sort", "system_prompt": "Be brief."}, "'task.chat' is not true"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_name(data: dict[str, Any], problem: str) -> None:

@@ -93,7 +93,7 @@ def test_a_model_in_object_storage_is_held_while_it_is_open(make_folder: Callabl
 
 
 def test_an_unknown_option_is_named_with_the_nearest_known_one(make_folder: Callable[..., Path]) -> None:
-    with pytest.raises(UserError, match=r"unknown key 'engine.max_num_seq'; did you mean 'engine.max_num_seqs'\?"):
+    with pytest.raises(UserError, match=r"LLM has no 'max_num_seq'; did you mean 'max_num_seqs'\?"):
         LLM(make_folder(), max_num_seq=3)
 
 

@@ -8,7 +8,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.estimate.gpu_bytes import gpu_training_bytes
 from tandem.estimate.memory import predict_beside_gpus
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES
-from tandem.estimate.pod_gpu import engine_weight_bytes, predict_gpu
+from tandem.estimate.pod_gpu import cache_tokens_within, engine_weight_bytes, predict_gpu
 from tandem.layout.shapes import ModelShapes, parameter_count
 
 LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
@@ -60,6 +60,16 @@ def test_ranks_divide_what_a_gpu_holds() -> None:
     assert sharded.trainer_idle == 2 * 4 * COUNT
     divided = plan(TrainerConfig(), ParallelConfig(), replace(ENGINE, tensor_parallel_size=2))
     assert divided.rollout - (1 << 30) == (plan(TrainerConfig()).rollout - (1 << 30)) // 2
+
+
+def test_the_cache_takes_what_the_share_of_the_gpu_leaves() -> None:
+    engine, gpu, one_token = replace(ENGINE, gpu_memory_utilization=0.5, device="cuda"), 4 << 30, 2 * 3 * 16 * 2
+    tokens = cache_tokens_within(LLAMA, engine, "bfloat16", gpu)
+    used = predict_gpu(LLAMA, TrainerConfig(dtype="bfloat16"), ParallelConfig(), engine, tokens=50, kv_cache_tokens=tokens, reference=False).rollout
+    assert 0 <= gpu // 2 - used < one_token and tokens > 1_000_000
+    halves = replace(engine, tensor_parallel_size=2)
+    assert 2 * tokens < cache_tokens_within(LLAMA, halves, "bfloat16", gpu) < 2.01 * tokens
+    assert cache_tokens_within(LLAMA, engine, "bfloat16", 1 << 30) < 0
 
 
 def test_host_memory_beside_gpus_has_processes_copies_and_pinned_state() -> None:

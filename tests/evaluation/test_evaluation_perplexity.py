@@ -65,10 +65,21 @@ def test_command_reads_text_and_json_lines_alike(small_model: Path, tmp_path: Pa
     assert f"perplexity {answers[0]['perplexity']:.4f}" in capsys.readouterr().out
 
 
+def test_limit_is_the_number_of_documents_that_are_read(small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    given = ["evaluate", str(small_model), "--task", "perplexity", "--data", str(tmp_path / "lines.jsonl"), "--limit", "2", "--json"]
+    assert main(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    total, tokens = truth(small_model, TEXTS[:2], 64, 63)
+    assert (found["documents"], found["tokens"]) == (2, tokens) and found["loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--task", "perplexity"), "needs a text"),
+        (("--task", "perplexity", "--data", "{data}", "--limit", "0"), "--limit is 0; it must be at least 1"),
+        (("--task", "sort", "--limit", "3"), "--prompts is the number of prompts of a task"),
         (("--task", "perplexity", "--data", "nix.txt"), "'nix.txt' is not a file"),
         (("--task", "perplexity", "--data", "{data}", "--context", "65"), "between 2 and the model's 64"),
         (("--task", "perplexity", "--data", "{data}", "--context", "8", "--stride", "8"), "between 1 and 7, or 0"),

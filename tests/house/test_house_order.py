@@ -24,6 +24,7 @@ def test_no_package_imports_from_one_above_it() -> None:
         "tandem", "tandem.config.recipe", "tandem.types", "tandem.types.wire", "tandem.types.wire_records", "tandem.layout.shapes", "tandem.layout.sharding",
         "tandem.estimate.memory", "tandem.cli.main", "tandem.runtime.records.journal", "tandem.runtime.rpc.rpc_client", "tandem.pod.shim",
         "tandem.rl.rewards.worker", "tandem.jobs.start", "tandem.report.run_report", "tandem.model.family", "tandem.model.new_model",
+        "tandem.jobs.verify.verify_run",
     ],
 )
 def test_what_must_start_without_torch_does(module: str) -> None:
@@ -42,9 +43,19 @@ def test_every_file_that_the_table_of_packages_names_exists() -> None:
 
 def test_every_file_that_is_not_python_is_in_the_wheel() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["tandem"]
-    packaged = {path for pattern in patterns for path in (ROOT / "tandem").glob(pattern)}
+    packaged = {path for pattern in patterns for path in (ROOT / "tandem").glob(pattern) if path.is_file()}
     others = {path for path in (ROOT / "tandem").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert others == packaged and len(others) > 20
+    linked = {ROOT / "tandem" / path.relative_to(ROOT) for name in ("recipes", "examples") for path in (ROOT / name).rglob("*") if path.is_file()}
+    assert others | linked == packaged and len(others) > 20 and len(linked) > 8
+
+
+def test_no_tracked_file_names_the_address_of_a_package_index() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is not a git checkout")
+    names = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    address = re.compile(rb"https?://[^\s\"']*(pypi|pythonhosted|pytorch\.org/whl|anaconda|/simple\b)", re.I)
+    assert len(names) > 700 and [name for name in names if address.search((ROOT / name).read_bytes())] == []
 
 
 def test_help_of_the_command_loads_neither_torch_nor_the_display_nor_the_jobs() -> None:

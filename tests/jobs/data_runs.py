@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tandem.report.run_facts import RESULT_KEY
+from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import VOLATILE
 
 
@@ -15,6 +17,12 @@ def command(*arguments: str, status: int = 0, folder: Path | None = None) -> str
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def forget_end(run: Path) -> None:
+    """Makes the finished ``run`` one that was killed right before its end was recorded."""
+    with Journal(run / "journal.sqlite") as journal:
+        journal.set(RESULT_KEY, None)
 
 
 def rows(run: Path, *, every_key: bool = False) -> list[dict[str, Any]]:

@@ -141,7 +141,7 @@ def test_a_run_that_was_on_a_gpu_goes_on_on_a_cpu_and_says_so_but_is_not_replaye
         replay_data_step(load_config(run / "config.yaml", ["machine.device=cpu"]), run, 3)  # type: ignore[arg-type]
     shutil.rmtree(run / "checkpoints" / "step-4")
     heard = Heard()
-    resume(run, callback=heard, overrides=["--machine.device=cpu"])
+    resume(run, callbacks=[heard], overrides=["--machine.device=cpu"])
     assert "Resuming on cpu at step 2. Results will not be bit-identical to the cuda run." in heard.messages
     with Journal(run / "journal.sqlite") as journal:
         (changed,) = [event.detail for event in journal.events() if event.kind == "mesh"]

@@ -43,7 +43,7 @@ def begin(data: Path, directory: Path, *overrides: str, callback: Callback | Non
         data={"train": [{"path": str(data / "train")}], "global_batch_size": 4}, trainer={"micro_batch_tokens": 100},
         checkpoint={"every_steps": 3, "keep": 3}, run={"max_steps": 7},
     )  # fmt: skip
-    train(load_config(recipe, list(overrides)), callback=callback)
+    train(load_config(recipe, list(overrides)), callbacks=[callback or Callback()])
     return directory / "run"
 
 

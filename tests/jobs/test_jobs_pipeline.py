@@ -168,3 +168,4 @@ def test_a_dry_run_says_which_stages_there_will_be_and_the_bubble(data: Path, tm
     status, out, error = run(tmp_path, data, "--parallel.pipeline=2", "--dry-run")
     assert status == 0, error
     assert "about 4 micro-batches a step: 20% of the ranks' time is bubble" in " ".join(out.split())
+    assert "predicted time: " in out

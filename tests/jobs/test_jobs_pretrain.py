@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from data_runs import rows
+from data_runs import forget_end, rows
 from pretrain_recipe import recipe_sections
 from transformers import AutoModelForCausalLM
 
@@ -195,7 +196,7 @@ def test_run_saves_on_request_ends_on_sigterm_and_goes_on_from_its_upload_to_the
     wait_for(lambda: any(name.name not in ("step-0",) for name in (tmp_path / "run" / "checkpoints").glob("step-*")))
     process.send_signal(signal.SIGTERM)
     status, out, error = finish(process)
-    assert (status, error) == (130, "tandem: interrupted\n") and "which is saved: 'tandem resume" in out
+    assert (status, error) == (130, "tandem: interrupted\n") and re.search(r"which is saved: '\S*tandem resume", out)
     stopped = len(rows(tmp_path / "run"))
     assert stopped < steps and (tmp_path / "run" / "checkpoints" / f"step-{stopped}" / "COMMIT").is_file()
     assert any("timing_s/checkpoint_stall" in line for line in path.read_text().splitlines())
@@ -227,13 +228,42 @@ def test_interrupted_run_says_so_and_a_finished_one_is_resumed_to_the_same(undis
     process.send_signal(signal.SIGINT)
     status, out, error = finish(process)
     assert (status, error) == (130, "tandem: interrupted\n") and "Traceback" not in out
-    assert "a second signal stops at once" in out and "which is saved: 'tandem resume" in out
+    assert "a second signal stops at once" in out and re.search(r"which is saved: '\S*tandem resume", out)
     assert (tmp_path / "run" / "checkpoints" / f"step-{len(rows(path.parent))}" / "COMMIT").is_file()
     shutil.copytree(undisturbed / "run", tmp_path / "done")
-    before = (tmp_path / "done" / "metrics.jsonl").read_bytes()
+    before = {path: path.read_bytes() for path in files_of(tmp_path / "done")}
     status, out, error = finish(command(tmp_path, "resume", "done"))
     assert status == 0, error
-    assert (tmp_path / "done" / "metrics.jsonl").read_bytes() == before and "12 steps" in out
+    assert "'done' has finished: it has taken all of its 12 steps; nothing is repeated" in out and "12 steps: held-out loss" in out
+    assert "start a new run with --model.path=done/model --model.create=null: trainer.schedule 'cosine' ended with its last step" in out
+    assert {path: path.read_bytes() for path in files_of(tmp_path / "done")} == before
+    forget_end(tmp_path / "done")
+    status, out, error = finish(command(tmp_path, "resume", "done"))
+    assert status == 0, error
+    assert rows(tmp_path / "done") == rows(undisturbed / "run") and "continuing after step 12" in out
+    with pytest.raises(UserError, match=r"it is where trainer.schedule 'cosine' ends, and step 6, already taken, would have had another learning rate"):
+        resume(tmp_path / "done", overrides=["--run.max_steps=20"])
+    assert load_config(tmp_path / "done" / "config.yaml").run.max_steps == 12, "a refused resume changes nothing"
+
+
+def files_of(run: Path) -> list[Path]:
+    """Returns every file that a resume may not touch."""
+    return [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != "lock" and path.suffix != ".log" and "journal" not in path.name]
+
+
+def test_finished_run_with_more_steps_is_the_run_that_had_them_from_the_start(data: Path, tmp_path: Path) -> None:
+    sections = recipe(data, trainer={"schedule": "constant"}, evaluation={"every_steps": 4})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    longer, run = tmp_path / "longer", tmp_path / "run"
+    for folder, steps in ((longer, 8), (run, 4)):
+        train(load_config(tmp_path / "recipe.yaml", [f"--run.directory={tmp_path}", f"--run.name={folder.name}", f"--run.max_steps={steps}"]))
+    assert (run / "model/model.safetensors").read_bytes() != (longer / "model/model.safetensors").read_bytes()
+    result = resume(run, overrides=["--run.max_steps=8"])
+    assert result.steps == 8 and rows(run) == rows(longer)
+    assert (run / "model/model.safetensors").read_bytes() == (longer / "model/model.safetensors").read_bytes()
+    before = {path: path.read_bytes() for path in files_of(run)}
+    assert resume(run) == result
+    assert {path: path.read_bytes() for path in files_of(run)} == before
 
 
 def test_report_shows_the_loss_and_the_trained_model_generates(undisturbed: Path) -> None:
@@ -330,6 +360,7 @@ def test_resume_says_what_is_damaged_or_gone_and_never_begins_again_over_a_run(u
     assert f"the journal has no record of the {step} steps" in out
     for folder in (run / "checkpoints").glob("step-*"):
         flip(folder / "rank-00000.safetensors")
+    forget_end(run)
     kept = (run / "metrics.jsonl").read_bytes()
     status, _, error = finish(command(tmp_path, "resume", "run"))
     assert status == 1 and "no checkpoint of this run is whole" in error and len(error.splitlines()) == 1
@@ -350,12 +381,14 @@ def test_damage_of_a_start_model_that_a_checkpoint_has_replaced_is_told_and_of_i
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    status, out, error = finish(command(tmp_path, "resume", "run", "--run.max_steps=13"))
+    forget_end(run)
+    status, out, error = finish(command(tmp_path, "resume", "run"))
     assert status == 0, error
     assert "model.safetensors' does not have the digest it was written with; the run continues from its checkpoint" in out
     with Journal(run / "journal.sqlite", read_only=True) as journal:
         assert any("model.safetensors" in event.detail["reason"] for event in journal.events() if event.kind == "damage")
     (run / "models" / "initial" / "config.json").write_text((run / "models" / "initial" / "config.json").read_text() + " ")
+    forget_end(run)
     status, out, error = finish(command(tmp_path, "resume", "run"))
     assert status == 1 and "config.json' has" in error and "the model that the run starts from" in error and len(error.splitlines()) == 1
 
@@ -368,6 +401,7 @@ def test_run_is_not_resumed_on_other_data(undisturbed: Path, data: Path, tmp_pat
     assert status == 1 and "config.yaml' has data.train" in error and "put the old value back" in error and len(error.splitlines()) == 1
     with Journal(tmp_path / "run" / "journal.sqlite") as journal:
         record_config(tmp_path / "run", journal)
+    forget_end(tmp_path / "run")
     status, _, error = finish(command(tmp_path, "resume", "run"))
     assert status == 2 and "has changed since this run started" in error and len(error.splitlines()) == 1
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from data_runs import rows
+from data_runs import forget_end, rows
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -36,7 +36,7 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.records.journal import Journal
 from tandem.storage.files import open_storage
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 STEPS, PER_STEP, SEED = 60, 6, 3
 IGNORED = -100
@@ -115,7 +115,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     before = torch.get_num_threads()
     heard = Heard()
-    found = train(load_config(write_recipe(folder, data)), callback=heard)
+    found = train(load_config(write_recipe(folder, data)), callbacks=[heard])
     torch.set_num_threads(before)
     assert "60 steps: held-out loss" in found.summary() and "--prompt" in found.summary()
     (folder / "heard").write_text("\n".join(heard.messages))
@@ -232,16 +232,42 @@ def is_same_run(folder: Path, other: Path) -> bool:
     return rows(folder / "run") == rows(other / "run") and all((folder / "run" / name).read_bytes() == (other / "run" / name).read_bytes() for name in names)
 
 
-class Failing(Callback):
+class Crash(BaseException):
+    """No ``Exception``, so that the run ends at once: after one of a callback it would be saved."""
+
+
+class Crashing(Callback):
     def row(self, row: Any) -> None:
         if row["step"] == 13:
+            raise Crash
+
+
+class Failing(Callback):
+    def row(self, row: Any) -> None:
+        if row["step"] == 7:
             raise OSError("this callback fails")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_step_of_a_callback_that_raises_is_saved(undisturbed: Path, data: Path, tmp_path: Path, ranks: int) -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(RunError, match=r"Failing\.row raised OSError: this callback fails; the run is saved, and .*tandem resume"):
+        train(load_config(write_recipe(tmp_path, data), [f"parallel.data={ranks}"]), callbacks=[Failing()], progress=False)
+    torch.set_num_threads(before)
+    saved = len(rows(tmp_path / "run"))
+    # A second process may have begun the next step before it is told.
+    assert 8 <= saved < STEPS and (tmp_path / "run" / "checkpoints" / f"step-{saved}" / "COMMIT").is_file()
+    resume(tmp_path / "run", progress=False)
+    torch.set_num_threads(before)
+    if ranks == 1:
+        assert is_same_run(tmp_path, undisturbed)
 
 
 def test_run_that_failed_goes_on_to_the_same_bits(undisturbed: Path, data: Path, tmp_path: Path) -> None:
     before = torch.get_num_threads()
-    with pytest.raises(OSError, match="this callback fails"):
-        train(load_config(write_recipe(tmp_path, data)), callback=Failing())
+    with pytest.raises(Crash):
+        train(load_config(write_recipe(tmp_path, data)), callbacks=[Crashing()])
     assert len(rows(tmp_path / "run")) == 14 and not (tmp_path / "run" / "model").exists()
     resume(tmp_path / "run")
     torch.set_num_threads(before)
@@ -300,7 +326,7 @@ def test_examples_that_are_too_long_are_counted_and_left_out(data: Path, tmp_pat
     left_out = f"left out of '{data / 'chats'}': 2 of 4 examples"
     assert f"{left_out}, which have more than 20 tokens" in dry_run(recipe, "recipe.yaml") and "10 examples in 2 datasets" in dry_run(recipe, "")
     heard, before = Heard(), torch.get_num_threads()
-    train(recipe, callback=heard)
+    train(recipe, callbacks=[heard])
     torch.set_num_threads(before)
     assert f"{left_out}, which are too long" in heard.messages
 
@@ -308,7 +334,7 @@ def test_examples_that_are_too_long_are_counted_and_left_out(data: Path, tmp_pat
 def test_pretraining_learns_every_token_of_examples_and_says_so(data: Path, tmp_path: Path) -> None:
     recipe = load_config(write_recipe(tmp_path, data, algorithm={"name": "pretrain"}, run={"max_steps": 1}))
     heard, before = Heard(), torch.get_num_threads()
-    train(recipe, callback=heard)
+    train(recipe, callbacks=[heard])
     torch.set_num_threads(before)
     assert any("has a loss mask, which pretraining ignores" in message for message in heard.messages)
     (row,) = rows(tmp_path / "run")
@@ -321,6 +347,7 @@ def test_run_is_not_resumed_on_other_examples(undisturbed: Path, data: Path, tmp
     config.write_text(config.read_text().replace(str(data / "pairs"), str(data / "held-out")))
     with Journal(tmp_path / "run" / "journal.sqlite") as journal:
         record_config(tmp_path / "run", journal)
+    forget_end(tmp_path / "run")
     with pytest.raises(UserError, match="has changed since this run started"):
         resume(tmp_path / "run")
 

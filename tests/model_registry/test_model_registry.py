@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 
 from tandem.cli.main import main
+from tandem.config.recipe import load_config
 from tandem.config.registry import RegistryConfig
+from tandem.jobs.registered import Registered
 from tandem.model_registry.local import LocalRegistry
 from tandem.model_registry.open import open_registry
 from tandem.model_registry.versions import NewVersion, Registry, differences, find
+from tandem.runtime.callback import Callback
+from tandem.runtime.records.journal import Journal
 from tandem.storage.digests import bytes_digest
 from tandem.trainer.checkpoint.format.manifest import Manifest, marker_of, read_manifest
 from tandem.types import RunError, UserError
@@ -156,6 +160,7 @@ def test_commands_list_show_promote_and_compare(tmp_path: Path, capsys: pytest.C
         return capsys.readouterr().out
 
     assert [line.split()[:4] for line in said("list").splitlines()[1:]] == [["small/1", "none", "1", "2.9000"], ["small/2", "none", "2", "2.8000"]]
+    assert "HELD-OUT" not in said("list"), "no version has such a loss"
     assert "small/2 is in production" in said("promote", "small", "production")
     assert [json.loads(line)["stage"] for line in said("list", "small", "--json").splitlines()] == ["none", "production"]
     shown = json.loads(said("show", "small@production", "--json"))
@@ -166,6 +171,19 @@ def test_commands_list_show_promote_and_compare(tmp_path: Path, capsys: pytest.C
     for words, problem in ((["show", "nix"], "has no model 'nix'"), (["promote", "small/1", "live"], "the stage 'live'"), (["list", "nix"], "has no model")):
         assert main(["models", *words, *where]) == 2
         assert problem in capsys.readouterr().err
+
+
+def test_versions_have_the_evaluation_of_their_own_step_and_no_earlier_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load_config(Path(__file__).resolve().parents[2] / "recipes" / "pretrain.yaml", [f"registry.path={tmp_path / 'registry'}"])
+    with Journal(tmp_path / "journal.sqlite") as journal, closing(Registered(recipe, tmp_path, journal, Callback())) as registered:
+        for step, loss in ((0, 6.25), (4, 3.5)):
+            journal.commit_evaluation(step, "held_out", {"loss": loss})
+        for step in (2, 4):
+            registered.enter(step, f"digest {step}", {"train/loss": 5.0 - step / 10})
+    assert main(["models", "list", "--registry", str(tmp_path / "registry")]) == 0
+    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head[3:7] == ["TRAIN", "LOSS", "HELD-OUT", "LOSS"]
+    assert [row[2:5] for row in rows] == [["2", "4.8000", "-"], ["4", "4.6000", "3.5000"]]
 
 
 def harm(folder: Path) -> None:

@@ -75,6 +75,7 @@ def test_run_stops_with_one_line_past_the_share_of_faults_and_goes_on_when_the_f
     resumed = run.resume()
     assert resumed.returncode == 0, resumed.stderr
     assert [row["reward/fault_share"] for row in run.rows()] == [0.0]
+    assert "judge.py' was changed since the run began" in resumed.stdout and [event.kind for event in run.events("reward_function_changed")]
 
 
 KILLED = """

@@ -11,11 +11,14 @@ import pytest
 from pod_runs import PodRun, difference, finish
 
 from tandem.config.recipe import load_config
-from tandem.jobs.start import train
+from tandem.jobs.start import resume, train
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.pod.states import RolloutState
+from tandem.report.run_facts import RESULT_KEY
 from tandem.runtime.callback import Callback
+from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_lock import RunLock
+from tandem.types import UserError
 
 
 def wait_for_row(run: PodRun, step: int, limit_s: float = 240.0) -> None:
@@ -24,6 +27,12 @@ def wait_for_row(run: PodRun, step: int, limit_s: float = 240.0) -> None:
     while not path.exists() or path.read_bytes().count(b"\n") <= step:
         assert time.monotonic() < ends, f"no row of step {step}"
         time.sleep(0.01)
+
+
+def forget_end(run: PodRun) -> None:
+    """Makes a finished run one that was killed right before its end was recorded."""
+    with Journal(run.directory / "journal.sqlite") as journal:
+        journal.set(RESULT_KEY, None)
 
 
 def started_workers(run: PodRun, role: str) -> list[str]:
@@ -73,11 +82,95 @@ def test_interrupted_run_says_so_leaves_nothing_behind_and_is_resumed(undisturbe
     os.killpg(process.pid, signal.SIGINT)  # As a terminal sends it: to all foreground processes.
     done = finish(process)
     assert done.returncode == 130 and "Traceback" not in done.stderr + done.stdout
-    assert done.stderr.count("interrupted") == 1
+    assert done.stderr == "tandem: interrupted\n"
+    steps = len(run.rows())
+    assert done.stdout.count("a second signal stops at once") == 1
+    last = done.stdout.splitlines()[-1]
+    assert f"stopped after step {steps}, which is saved: '" in last and last.endswith(f"tandem resume {run.directory}' continues")
+    assert (run.directory / "checkpoints" / f"step-{steps}" / "COMMIT").is_file()
     assert run.left_behind() == []
     resumed = run.resume()
     assert resumed.returncode == 0, resumed.stderr
+    assert f"continuing after step {steps}" in resumed.stdout
     assert difference(run, undisturbed) == []
+
+
+@pytest.mark.full
+def test_second_signal_ends_a_pod_at_once_and_says_how_to_continue(tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", f"--run.name={run.name}", "--run.max_steps=100000")
+    wait_for_row(run, 0)
+    # The rollout's worker cannot finish the step.
+    worker = next(pid for pid, line in run.processes().items() if "rollout_worker" in line)
+    os.kill(worker, signal.SIGSTOP)
+    os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    began = time.monotonic()
+    done = finish(process)
+    assert done.returncode == 130 and done.stderr == "tandem: interrupted\n" and time.monotonic() - began < 30
+    assert done.stdout.splitlines()[-1].endswith(f"stopped at once: 'tandem resume {run.directory}' continues from the newest checkpoint")
+    assert run.left_behind() == []
+
+
+@pytest.mark.full
+def test_signal_before_the_first_step_says_how_to_continue(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", f"--run.name={run.name}")
+    while not (run.directory / "models").exists():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    done = finish(process)
+    assert done.returncode == 130 and done.stderr == "tandem: interrupted\n"
+    assert f"'tandem resume {run.directory}' continues" in done.stdout.splitlines()[-1] and run.left_behind() == []
+    resumed = run.resume()
+    assert resumed.returncode == 0, resumed.stderr
+    assert difference(run, undisturbed) == []
+
+
+class Heard(Callback):
+    """Remembers the messages of a run."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def resumed(self, step: int, accuracy: float | None) -> None:
+        self.lines.append(f"resumed {step} {accuracy}")
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_finished_pod_with_more_steps_is_the_run_that_had_them_from_the_start(
+    undisturbed: PodRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    run, heard = PodRun(tmp_path), Heard()
+    train(load_config("tiny.yaml", [f"run.directory={tmp_path}", "run.name=run", "run.max_steps=4"]), inline=True)
+    resume(run.directory, inline=True, callbacks=[heard], overrides=["--run.max_steps=6"])
+    assert heard.lines == ["resumed 4 0.0"]
+    assert run.rows() == undisturbed.rows()
+    assert [each for each in run.evaluations() if each[0] != 4 or not each[1].startswith("final")] == undisturbed.evaluations()
+    assert (run.directory / "model/model.safetensors").read_bytes() == (undisturbed.directory / "model/model.safetensors").read_bytes()
+    with pytest.raises(UserError, match=r"'run.max_steps' is 5, and '.*' has taken 6 steps; give 6 or more"):
+        resume(run.directory, inline=True, overrides=["--run.max_steps=5"])
+
+
+def test_reached_target_is_told_and_a_higher_one_trains_further(undisturbed: PodRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)
+    run, heard = PodRun(tmp_path), Heard()
+    given = [f"run.directory={tmp_path}", "run.name=run", "rewards.accuracy_threshold=0.0", "evaluation.final_prompts=4"]
+    result = train(load_config("tiny.yaml", given), inline=True, callbacks=[heard])
+    assert result.steps == 2 and result.reached
+    assert heard.lines == ["step 2: target reached: the held-out accuracy is 1.000, and the target 1 in 2 evaluations in a row"]
+    again = resume(run.directory, inline=True, callbacks=[heard], overrides=["--run.max_steps=50"])
+    assert again == result and len(run.rows()) == 2
+    assert "has finished: it reached its target, a held-out accuracy of 1, after 2 steps; nothing is repeated" in heard.lines[-1]
+    assert heard.lines[-1].endswith(f"'tandem resume {run.directory} --evaluation.target_accuracy=VALUE'; more steps alone change nothing")
+    further = resume(run.directory, inline=True, overrides=["--evaluation.consecutive=3"])
+    assert further.steps == 4 and further.reached
+    assert [row["actor/grad_norm"] for row in run.rows()] == [row["actor/grad_norm"] for row in undisturbed.rows()[:4]]
 
 
 def test_interrupt_while_the_model_is_fine_tuned_names_the_run_and_not_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +186,8 @@ def test_interrupt_while_the_model_is_fine_tuned_names_the_run_and_not_its_stage
             said.append(text)
 
     with pytest.raises(KeyboardInterrupt):
-        train(load_config("tiny.yaml", [f"run.directory={tmp_path}", "run.name=mine"]), inline=True, callback=Interrupting())
-    assert f"'tandem resume {tmp_path / 'mine'}'" in said[-1]
+        train(load_config("tiny.yaml", [f"run.directory={tmp_path}", "run.name=mine"]), inline=True, callbacks=[Interrupting()])
+    assert f"tandem resume {tmp_path / 'mine'}' continues" in said[-1]
 
 
 def test_second_command_on_a_running_directory_is_refused_with_one_line(undisturbed: PodRun, tmp_path: Path) -> None:
@@ -116,9 +209,15 @@ def test_second_command_on_a_running_directory_is_refused_with_one_line(undistur
 def test_finished_run_is_resumed_to_the_same_result_and_other_threads_are_refused(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     shutil.copytree(undisturbed.directory, run.directory)
-    again = run.resume()
+    again = run.resume("--parallel.data=2")
     assert again.returncode == 0, again.stderr
+    assert "has finished: it has taken all of its 6 steps; nothing is repeated" in again.stdout and "target NOT reached after 6 steps" in again.stdout
+    assert difference(run, undisturbed) == [] and run.transitions() == undisturbed.transitions()
+    forget_end(run)
+    again = run.resume()
+    assert again.returncode == 0 and "continuing after step 6" in again.stdout, again.stderr
     assert difference(run, undisturbed) == []
+    forget_end(run)
     config = run.directory / "config.yaml"
     before = config.read_bytes()
     with RunLock(run.directory):

@@ -1,3 +1,4 @@
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,15 +8,20 @@ import pytest
 
 from tandem.config.rewards import RewardFunctionConfig
 from tandem.rl.rewards.functions import call_trl, call_verl, detect_signature, load_function, user_judge
-from tandem.rl.rewards.judgement import Item, Judgement
+from tandem.rl.rewards.judgement import Item, JudgeCall, Judgement
 from tandem.types import ScoreState, UserError
 
 
 def items(*completions: str) -> list[Item]:
     return [
-        Item(f"0/p{i}/0", f"prompt {i}", text, (i, i + 1), f"truth {i}", "jsonl", {"level": i, "data_source": "school"})
+        Item(f"0/p{i}/0", f"prompt {i}", text, (i, i + 1), f"truth {i}", "dataset", {"level": i, "data_source": "school"})
         for i, text in enumerate(completions)
     ]
+
+
+async def waited(result: Any) -> list[Judgement]:
+    judgements: list[Judgement] = await result
+    return judgements
 
 
 def values(judgements: Sequence[Judgement]) -> list[float | None]:
@@ -26,6 +32,8 @@ def test_a_trl_function_receives_prompts_completions_ids_and_columns_as_lists() 
     seen: dict[str, Any] = {}
 
     def reward(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        assert columns.pop("trainer_state").global_step == 0
+        assert callable(columns.pop("log_extra")) and callable(columns.pop("log_metric"))
         seen.update(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
         return [float(len(text)) for text in completions]
 
@@ -44,17 +52,18 @@ def test_an_async_trl_function_is_awaited() -> None:
     async def reward(completions: list[str], **_: Any) -> list[float]:
         return [1.0 for _ in completions]
 
-    assert values(call_trl(reward, items("a", "b"), {})) == [1.0, 1.0]
+    assert values(asyncio.run(waited(call_trl(reward, items("a", "b"), {})))) == [1.0, 1.0]
 
 
 def test_a_verl_function_receives_its_four_arguments() -> None:
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
         assert (data_source, solution_str, ground_truth) == ("school", "a", "truth 0")
         assert extra_info == {"level": 0, "data_source": "school"}
-        return {"score": 0.5, "acc": True, "length": 1, "note": "kept out", "broken": float("nan")}
+        return {"score": 0.5, "acc": True, "length": 1, "note": "kept", "broken": float("nan")}
 
-    judgement = call_verl(compute_score, items("a")[0], {})
+    (judgement,) = call_verl(compute_score, items("a"), {})
     assert (judgement.value, judgement.correct, judgement.details) == (0.5, True, {"length": 1.0})
+    assert judgement.extra == {"note": "kept", "broken": "nan"}
 
 
 def test_verls_own_extra_info_column_is_handed_on() -> None:
@@ -63,7 +72,7 @@ def test_verls_own_extra_info_column_is_handed_on() -> None:
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
         return float(extra_info["index"])
 
-    assert call_verl(compute_score, item, {}).value == 7.0
+    assert values(call_verl(compute_score, [item], {})) == [7.0]
 
 
 class Scalar:
@@ -76,7 +85,6 @@ class Scalar:
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (None, "None instead of a number"),
         (float("nan"), "it returned nan"),
         (float("inf"), "it returned inf"),
         (10**400, "which is not a number"),
@@ -90,7 +98,7 @@ def test_a_value_that_is_no_finite_number_is_that_samples_fault_and_no_reward(va
     assert good.value == 1.0
     assert (bad.state, bad.value) == (ScoreState.INFRASTRUCTURE_FAULT, None)
     assert problem in bad.reason
-    assert call_verl(lambda solution_str: value, items("a")[0], {}).state is ScoreState.INFRASTRUCTURE_FAULT
+    assert call_verl(lambda solution_str: value, items("a"), {})[0].state is ScoreState.INFRASTRUCTURE_FAULT
 
 
 def test_integers_booleans_and_scalars_of_other_libraries_are_numbers() -> None:
@@ -104,7 +112,7 @@ def test_a_trl_result_of_another_length_or_type_raises(result: Any) -> None:
 
 
 def test_a_verl_dict_without_score_is_a_fault() -> None:
-    judgement = call_verl(lambda solution_str: {"reward": 1.0}, items("a")[0], {})
+    (judgement,) = call_verl(lambda solution_str: {"reward": 1.0}, items("a"), {})
     assert judgement.state is ScoreState.INFRASTRUCTURE_FAULT
     assert "without 'score'" in judgement.reason
 
@@ -121,13 +129,13 @@ def test_a_signature_can_be_said_instead(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(**everything):\n    return [1.0 for _ in everything['completions']]\n")
     judge = user_judge(RewardFunctionConfig(f"{tmp_path}/mine.py:reward", signature="trl"))
     assert judge.batched
-    assert values(judge.judge(items("a"))) == [1.0]
+    assert values(judge.judge(items("a"), JudgeCall())) == [1.0]
 
 
 def test_a_file_can_import_what_stands_beside_it(tmp_path: Path) -> None:
     (tmp_path / "beside_it.py").write_text("VALUE = 3.0\n")
     (tmp_path / "mine.py").write_text("from beside_it import VALUE\ndef f(completions):\n    return [VALUE]\n")
-    assert load_function(f"{tmp_path}/mine.py:f")(["a"]) == [3.0]
+    assert load_function(f"{tmp_path}/mine.py:f")[0](["a"]) == [3.0]
     sys.modules.pop("beside_it")
 
 
@@ -157,6 +165,6 @@ def test_a_file_that_cannot_be_imported_is_one_clear_line(tmp_path: Path, text: 
 def test_an_argument_that_the_function_does_not_take_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(completions, width=1):\n    return [width for _ in completions]\n")
     judge = user_judge(RewardFunctionConfig(f"{tmp_path}/mine.py:f", arguments={"width": 2}))
-    assert values(judge.judge(items("a"))) == [2.0]
+    assert values(judge.judge(items("a"), JudgeCall())) == [2.0]
     with pytest.raises(UserError, match="'widht', which is not a parameter of it; its parameters are completions, width"):
         user_judge(RewardFunctionConfig(f"{tmp_path}/mine.py:f", arguments={"widht": 2}))

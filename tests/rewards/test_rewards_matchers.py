@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tandem.config.rewards import AnswerMatcherConfig, FormatCheckerConfig
-from tandem.rl.rewards.answer_matcher import answer_matcher, last_boxed, last_number, match_answer, numeric_value
+from tandem.rl.rewards.answer_matcher import check_installed, last_boxed, last_number, match_answer, numeric_value
 from tandem.rl.rewards.format_checker import format_checker
 from tandem.rl.rewards.judgement import Item, Judgement
 from tandem.types import ScoreState, UserError
@@ -119,14 +119,14 @@ def test_math_verify_is_refused_with_the_fix_where_it_is_not_installed() -> None
         import math_verify  # noqa: F401
     except ImportError:
         with pytest.raises(UserError, match=r"pip install 'tandem-rl\[math\]'"):
-            answer_matcher(config, 0.0)
+            check_installed(config)
     else:
         assert judged(r"\frac{2}{4}", r"\frac{1}{2}", compare="math_verify").value == 1.0
 
 
 def formed(text: str, **settings: Any) -> float | None:
     item = Item("s", "p", text, (), None, "t", {})
-    return format_checker(FormatCheckerConfig(**settings))([item])[0].value
+    return format_checker(FormatCheckerConfig(**settings))(item).value
 
 
 @pytest.mark.parametrize(

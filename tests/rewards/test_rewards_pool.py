@@ -49,7 +49,7 @@ def act(text):
         sys.exit(5)
     if text == "hang":
         time.sleep(1000)
-    if text == "child":
+    if text == "child" and not os.path.exists(os.path.dirname(__file__) + "/go on"):
         child = subprocess.Popen(["sleep", "1000"])
         with open(__file__ + ".pid", "w") as file:
             file.write(str(child.pid))
@@ -85,7 +85,7 @@ def sample(i: int, text: str) -> Sample:
 
 
 def prompt(i: int, truth: Any = "1") -> Prompt:
-    return Prompt(f"p{i}", "?", (1,), truth, "jsonl")
+    return Prompt(f"p{i}", "?", (1,), truth, "dataset")
 
 
 @pytest.fixture
@@ -153,7 +153,6 @@ def test_judging_goes_on_beside_other_work(start: Callable[..., Any]) -> None:
         ("die", "it ended its process twice (exit status 7)"),
         ("kill", "it ended its process twice (killed by SIGKILL)"),
         ("nan", "it returned nan"),
-        ("none", "it returned None"),
     ],
 )
 def test_a_bad_sample_is_masked_and_named_and_its_neighbours_keep_their_rewards(
@@ -165,6 +164,27 @@ def test_a_bad_sample_is_masked_and_named_and_its_neighbours_keep_their_rewards(
         assert problem in scores[1].reason
         assert f"reward function '{name}' on sample '0/p1/0'" in scores[1].reason
         assert [score.value for score in judge(pool, "next", "batch")] == [1.0, 1.0]
+
+
+def test_a_function_that_is_changed_while_the_run_uses_it_is_not_loaded_again(start: Callable[..., Any], tmp_path: Path) -> None:
+    with start("trl", deadline_s=20.0, sample_deadline_s=5.0) as pool:
+        assert judge(pool, "a")[0].value == 1.0
+        (tmp_path / "functions.py").write_text(FUNCTIONS.replace("return 1.0", "return 2.0"))
+        os.kill(worker_pids(pool)[0], signal.SIGKILL)
+        assert gone(worker_pids(pool)[0])
+        assert "functions.py' was changed while the run used it: restore it, or resume the run with it" in judge(pool, "a")[0].reason
+
+
+def test_none_is_a_fault_in_verls_signature_and_in_trls_that_the_function_does_not_apply(start: Callable[..., Any]) -> None:
+    with start("verl") as pool:
+        assert "it returned None instead of a number" in judge(pool, "none")[0].reason
+    with start("trl", "length") as pool:
+        first, second = pool.score([sample(0, "none"), sample(1, "b")], [prompt(0), prompt(1)])
+        assert (first.value, first.components, first.correct) == (4.0, {"length": 4.0}, None)
+        assert (second.value, second.components, second.correct) == (2.0, {"trl": 1.0, "length": 1.0}, True)
+    with start("trl") as pool:
+        (only,) = pool.score([sample(0, "none")], [prompt(0)])
+        assert (only.state, only.value, only.correct) == (ScoreState.NOT_APPLICABLE, None, None)
 
 
 def test_a_function_that_spins_without_end_is_ended(start: Callable[..., Any]) -> None:
@@ -213,7 +233,7 @@ def test_a_worker_killed_in_the_middle_of_a_batch_is_replaced_and_the_batch_judg
         ends = time.monotonic() + 5
         while not (tmp_path / "child.pid").exists() and time.monotonic() < ends:
             time.sleep(0.01)
-        (tmp_path / "functions.py").write_text(FUNCTIONS.replace('"child"', '"no longer"'))
+        (tmp_path / "go on").touch()
         os.kill(worker_pids(pool)[0], signal.SIGKILL)
         assert future.result(10)[0].value == 1.0
         assert gone(int((tmp_path / "child.pid").read_text()))

@@ -9,7 +9,7 @@ import pytest
 from tandem.config.recipe import load_config
 from tandem.jobs.run_files import write_recipe
 from tandem.layout.schedules import PipelineShape
-from tandem.report.run_report import read_facts
+from tandem.report.run_facts import read_facts
 from tandem.report.timeline import bubble
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.tracing import NO_TRACE, Span, Tracer, read_trace, traced_steps

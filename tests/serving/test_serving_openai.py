@@ -137,6 +137,22 @@ def test_echo_scores_a_prompt_as_transformers_does(shared: Server, model: Path, 
     assert logprobs["logprobs"]["token_logprobs"][1:] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+def test_echoed_logprobs_have_the_form_of_openai_and_vllm(shared: Server, llm: LLM) -> None:
+    """Every token has its text and the offset of its beginning; only the first has no log-probability, as nothing precedes it."""
+    text = "the lazy dog"
+    choice = shared.complete(text, echo=True, max_tokens=4, logprobs=2, temperature=0)["choices"][0]
+    found = choice["logprobs"]
+    prompt = [llm.engine.tokenizer.decode([token]) for token in llm.engine.tokenizer.encode(text)]
+    assert len(prompt) > 2 and found["tokens"][: len(prompt)] == prompt and "".join(prompt) == text
+    assert found["text_offset"] == [sum(map(len, found["tokens"][:i])) for i in range(len(found["tokens"]))]
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    assert all(value is not None for name in ("token_logprobs", "top_logprobs") for value in found[name][1:])
+    assert choice["text"].startswith(text) and len(found["tokens"]) == len(prompt) + 4
+    streamed = shared.complete_stream(text, echo=True, max_tokens=4, logprobs=2, temperature=0).split("\n\n")[:-2]
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0]["logprobs"] for event in streamed]
+    assert {name: [value for part in parts for value in part[name]] for name in found} == found
+
+
 def test_cached_tokens_are_counted(shared: Server) -> None:
     prompt = "a prompt of more than one block of sixteen tokens, " * 3
     before = shared.metric("vllm:prefix_cache_hits_total")

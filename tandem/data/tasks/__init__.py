@@ -3,7 +3,7 @@
 from tandem.config.task import TaskConfig
 from tandem.data.tasks.addition import addition_task
 from tandem.data.tasks.base import Demonstration, Task, TaskItem
-from tandem.data.tasks.jsonl import jsonl_task
+from tandem.data.tasks.dataset import dataset_task
 from tandem.data.tasks.reasoning_gym import ReasoningGymTask
 from tandem.data.tasks.sort import sort_task
 
@@ -17,6 +17,6 @@ def make_task(config: TaskConfig, seed: int) -> Task:
         return sort_task(config, seed)
     if config.name == "addition":
         return addition_task(config, seed)
-    if config.name == "jsonl":
-        return jsonl_task(config, seed)
+    if config.name == "dataset":
+        return dataset_task(config, seed)
     return ReasoningGymTask(config, seed)

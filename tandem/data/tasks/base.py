@@ -10,12 +10,15 @@ from tandem.data.split import Split
 @dataclass(frozen=True, slots=True)
 class TaskItem:
     """One instance. ``text``: the question, before any template. ``where``: a file and line or an index, for messages.
-    ``ground_truth`` and ``columns`` are JSON values."""
+    ``ground_truth`` and ``columns`` are JSON values. ``messages``: the question as a conversation, which the chat template formats with ``tools``; ``text``
+    is then its JSON text."""
 
     text: str
     where: str
     ground_truth: Any = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 class Demonstration(NamedTuple):
@@ -29,7 +32,7 @@ class Demonstration(NamedTuple):
 class Task(Protocol):
     """A source of instances. Everything is a function of the task's seed and the index, so that instances can be read in any order.
     ``size``: the number of training instances, ``None`` if they are generated on demand. ``fingerprint``: changes when the instances
-    change."""
+    change. ``has_messages``: instances have messages, not text alone. ``files``: the digest of each file that was read."""
 
     @property
     def name(self) -> str: ...
@@ -39,6 +42,12 @@ class Task(Protocol):
 
     @property
     def fingerprint(self) -> str: ...
+
+    @property
+    def has_messages(self) -> bool: ...
+
+    @property
+    def files(self) -> Mapping[str, str]: ...
 
     def train_prompt(self, index: int) -> TaskItem:
         """Returns training instance ``index``, which is below ``size`` if the task has one."""

@@ -1,7 +1,7 @@
 """Tasks with randomly drawn instances: the stream of any split, and demonstrations, some with wrong answers."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, TypeVar
 
@@ -28,6 +28,8 @@ class GeneratedTask(Generic[Instance]):
     answer: Callable[[Instance], str]
     wrong_answer: Callable[[Instance, Random], str]
     size: int | None = None
+    has_messages: bool = False
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def train_prompt(self, index: int) -> TaskItem:
         return self._item(self._instance("train", index, self.seed), f"{self.name}, training prompt {index}")

@@ -8,7 +8,9 @@ import json
 import os
 import sys
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tandem.config.task import REASONING_GYM, TaskConfig
@@ -30,6 +32,8 @@ class ReasoningGymTask:
     (``dataset``, ``settings``, ``seed``, ``index``) and its ``metadata`` as far as JSON can represent it."""
 
     size: int | None = None
+    has_messages = False
+    files: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self.name = config.name

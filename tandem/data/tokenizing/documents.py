@@ -15,9 +15,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from tandem.data.examples import BrokenExample, Example, read_example
+from tandem.data.rows.arrow_rows import arrow_table, import_pyarrow, parquet_table, table_rows
 from tandem.data.webdataset import TARS, samples
 from tandem.runtime.machine.available_memory import total_bytes
 from tandem.storage.files import Storage, StoredFile
@@ -28,6 +29,7 @@ from tandem.types import UserError
 SKIPPED_AT_ONCE = 2**20
 LINES = (".jsonl", ".ndjson")
 COMPRESSED = ".gz"
+TABLES = (".parquet", ".arrow")
 JSON = ".json"
 
 
@@ -36,10 +38,11 @@ class DocumentFormat:
     """Describes which files contain documents and how to read them.
 
     ``text_key``: the key of a JSON object that contains the text. ``suffixes``: of files, and of members of WebDataset shards, that are one
-    document each, such as ``.txt``; JSON lines (``.jsonl``, ``.ndjson``, both also with ``.gz``) and shards (``.tar``, ``.tar.gz``,
-    ``.tgz``) are always read. ``exclude``: shell patterns of file names to leave out; ``*`` also matches slashes. ``skip_broken``: count
-    and leave out documents that cannot be read instead of raising. ``examples``: a JSON object contains a prompt under ``prompt_key`` and
-    its completion under ``completion_key``, or a conversation under ``messages``; files of other kinds are not read.
+    document each, such as ``.txt``; JSON lines (``.jsonl``, ``.ndjson``, both also with ``.gz``), tables (``.parquet``, ``.arrow``, whose rows are
+    like JSON objects) and shards (``.tar``, ``.tar.gz``, ``.tgz``) are always read. ``exclude``: shell patterns of file names to leave out; ``*``
+    also matches slashes. ``skip_broken``: count and leave out documents that cannot be read instead of raising. ``examples``: a JSON object
+    contains a prompt under ``prompt_key`` and its completion under ``completion_key``, or a conversation under ``messages``; files of other kinds
+    are not read.
     """
 
     text_key: str = "text"
@@ -52,8 +55,8 @@ class DocumentFormat:
 
     def check(self) -> None:
         for suffix in self.suffixes:
-            if not suffix.startswith(".") or suffix in (".", COMPRESSED, *LINES, *TARS):
-                kinds = ", ".join((*LINES, *TARS))
+            if not suffix.startswith(".") or suffix in (".", COMPRESSED, *LINES, *TABLES, *TARS):
+                kinds = ", ".join((*LINES, *TABLES, *TARS))
                 raise UserError(f"the suffix '{suffix}' of whole documents must begin with a dot and must not be one of {kinds} and {COMPRESSED}")
         for name, key in (("text", self.text_key), ("prompt", self.prompt_key), ("completion", self.completion_key)):
             if not key:
@@ -135,6 +138,8 @@ def _documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[D
             yield from _compressed(file, part, form)
         elif part.name.endswith(TARS):
             yield from _shard(file, part, form)
+        elif part.name.endswith(TABLES):
+            yield from _table(file, part, form)
         elif part.stop - part.start > most_bytes():
             yield Document(None, part.stop - part.start, part.name, _too_large(part.stop - part.start))
         else:
@@ -144,7 +149,7 @@ def _documents(storage: Storage, part: Part, form: DocumentFormat) -> Iterator[D
 def _is_read(name: str, form: DocumentFormat) -> bool:
     if any(fnmatchcase(name, pattern) for pattern in form.exclude):
         return False
-    return name.removesuffix(COMPRESSED).endswith(LINES) or name.endswith((*TARS, *form.suffixes))
+    return name.removesuffix(COMPRESSED).endswith(LINES) or name.endswith((*TARS, *TABLES, *form.suffixes))
 
 
 @cache
@@ -232,6 +237,21 @@ def _shard(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Documen
         yield Document(None, part.stop, part.name, f"no member ends in {' or '.join(kinds)}")
 
 
+def _table(file: BinaryIO, part: Part, form: DocumentFormat) -> Iterator[Document]:
+    """Returns the documents of a Parquet or Arrow file, which is read whole. The last one has the size of all of it."""
+    import_pyarrow(part.name)
+    size, content = part.stop - part.start, file.read()
+    try:
+        read = parquet_table if content.startswith(b"PAR1") else arrow_table
+        rows = list(table_rows(read(content, part.name, total_bytes()), part.name))
+    except UserError as error:
+        yield Document(None, size, part.name, str(error).partition(";")[0].removeprefix(f"'{part.name}' "))
+        return
+    for number, row in enumerate(rows, start=1):
+        own = size if number == len(rows) else 0
+        yield Document(None, own, row.where, row.problem) if row.values is None else _of_object(row.values, own, row.where, form)
+
+
 def _document(content: bytes, where: str, form: DocumentFormat | None = None) -> Document:
     """Returns ``content`` as text, or with a ``form`` as a JSON object."""
 
@@ -252,13 +272,18 @@ def _document(content: bytes, where: str, form: DocumentFormat | None = None) ->
         return broken(f"not valid JSON: {error}")
     if has_lone_surrogate(text, row):
         return broken("it contains half of a surrogate pair, which is not a character")
+    return _of_object(row, len(content), where, form)
+
+
+def _of_object(row: Any, size: int, where: str, form: DocumentFormat) -> Document:
+    """Returns the example or the text in a JSON object of ``size`` bytes."""
     if form.examples:
         try:
             example = read_example(row, form.prompt_key, form.completion_key)
         except BrokenExample as error:
-            return broken(str(error))
-        return Document(example.text, len(content), where, example=example)
+            return Document(None, size, where, str(error))
+        return Document(example.text, size, where, example=example)
     if not isinstance(row, dict) or not isinstance(row.get(form.text_key), str):
         there = f"it has {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "it is not a JSON object"
-        return broken(f"there is no text under the key '{form.text_key}' ({there})")
-    return Document(str(row[form.text_key]), len(content), where)
+        return Document(None, size, where, f"there is no text under the key '{form.text_key}' ({there})")
+    return Document(str(row[form.text_key]), size, where)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import tokenizers
 
-from tandem.data.examples import ASSISTANT, BrokenExample, Example
+from tandem.data.examples import BrokenExample, Example
+from tandem.data.rows.messages import ASSISTANT
 from tandem.text.chat import ChatTemplate
 from tandem.text.generation_marks import MARKS, take_out_marks
 from tandem.types import UserError

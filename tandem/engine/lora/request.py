@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+from tandem.config.arguments import explained
+from tandem.config.vllm_names import LORA
 from tandem.types import UserError
 
 
+@explained(LORA)
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """The adapter ``lora_name``, a PEFT folder at ``lora_path``. ``lora_int_id``: vLLM's number of the adapter, from 1; each name has one

@@ -1,10 +1,13 @@
 """``SamplingParams``: the settings of a request, with vLLM's names, meanings and defaults."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
 
+from tandem.config.arguments import explained
+from tandem.config.vllm_names import SAMPLING
 from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.types import UserError
 
@@ -12,6 +15,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
 
 _LOWEST = {"n": 1, "top_k": -1, "max_tokens": 0, "min_tokens": 0, "logprobs": -1, "prompt_logprobs": -1, "truncate_prompt_tokens": -1}
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _MAY_BE_NONE = ("max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 
@@ -24,6 +28,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+@explained(SAMPLING)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Settings of one request. Every value is checked here; ``UserError`` names the one that is wrong.
@@ -46,6 +51,8 @@ class SamplingParams:
 
     ``truncate_prompt_tokens``: number of the prompt's last tokens that are used; -1: as many as leave room for
     ``max_tokens``. ``best_of`` is not supported: ask for ``n`` and choose by ``cumulative_logprob``.
+
+    ``output_kind``: what a step returns of the request; ``None`` is ``FINAL_ONLY`` for ``LLM`` and ``CUMULATIVE`` for ``AsyncLLM``.
     """
 
     n: int = 1
@@ -73,19 +80,25 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    output_kind: RequestOutputKind | None = None
 
     def __post_init__(self) -> None:
         if self.best_of is not None:
             raise UserError(f"sampling best_of is {self.best_of}; it is not supported: ask for n and choose among them")
         self._check_integers()
-        self._check_numbers()
+        try:
+            self._check_numbers()
+        except TypeError:
+            name = next(name for name in _NUMBERS if not isinstance(getattr(self, name), Real))
+            raise UserError(f"sampling {name} is {getattr(self, name)!r}; it must be a number") from None
         stop, bad_words = _texts("stop", self.stop), _texts("bad_words", self.bad_words)
         if stop and not self.detokenize:
             raise UserError("sampling stop needs detokenize=True; stop_token_ids work without it")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise UserError(f"sampling structured_outputs is {self.structured_outputs!r}; give a StructuredOutputsParams")
         given = self.logit_bias or {}
+        if given and not isinstance(given, Mapping):
+            raise UserError(f"sampling logit_bias is {given!r}; it must be a mapping of token ids to numbers")
         bias = {int(token): min(100.0, max(-100.0, float(value))) for token, value in given.items()}
         if any(math.isnan(value) for value in given.values()):
             raise UserError(f"sampling logit_bias is {dict(given)}; every bias must be a number")
@@ -120,7 +133,10 @@ class SamplingParams:
                 f"sampling min_tokens is {self.min_tokens}; it must be at most max_tokens ({self.max_tokens})"
             )
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name) or ():
+            tokens = getattr(self, name)
+            if tokens is not None and not isinstance(tokens, Iterable):
+                raise UserError(f"sampling {name} is {tokens!r}; it must be a list of token ids")
+            for token in tokens or ():
                 if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                     raise UserError(f"sampling {name} holds {token!r}; every entry must be a token id")
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
@@ -149,7 +165,7 @@ class SamplingParams:
 
     @property
     def is_streamed(self) -> bool:
-        return self.output_kind is not RequestOutputKind.FINAL_ONLY
+        return self.output_kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -168,7 +184,11 @@ class SamplingParams:
 
 def _texts(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
     """Returns one text or several as a tuple. Raises ``UserError`` for an entry that is empty or not a text."""
-    texts = (given,) if isinstance(given, str) else tuple(given or ())
+    if given is None:
+        return ()
+    if not isinstance(given, Iterable):
+        raise UserError(f"sampling {name} is {given!r}; it must be a text or a list of texts")
+    texts = (given,) if isinstance(given, str) else tuple(given)
     if any(not isinstance(text, str) or not text for text in texts):
         raise UserError(f"sampling {name} is {list(texts)}; every entry must be a text of at least one character")
     return texts

@@ -5,11 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tandem.config.arguments import explained
+from tandem.config.vllm_names import STRUCTURED
 from tandem.types import UserError
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
+@explained(STRUCTURED)
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
     """The format that a completion must match: exactly one of these, with vLLM's names.

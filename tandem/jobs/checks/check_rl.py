@@ -1,7 +1,6 @@
 """What is looked at before a run of reinforcement learning begins: its model, prompts, reward functions and memory."""
 
 import contextlib
-import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
 from tandem.estimate.memory import sleeping_bytes
 from tandem.estimate.training_bytes import offloaded_bytes, run_bytes_on_disk
+from tandem.jobs.checks.check_answers import check_answers, check_columns
 from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
 from tandem.jobs.checks.check_examples import check_shown
 from tandem.jobs.checks.check_run import (
@@ -28,28 +28,34 @@ from tandem.jobs.pod_plan import plan_of
 from tandem.layout.placement import check_placement
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import ShardSpec
+from tandem.model.huggingface.hub import hub_model
 from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.model_source import found_model
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents import PodPlan, largest_micro_batch
 from tandem.rl.rewards.pool import RewardPool
 from tandem.runtime.machine.gpus import check_pod_device
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import UserError
+from tandem.types import Prompt, UserError
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.shared_memory import check_free
 
-logger = logging.getLogger(__name__)
+LONGEST_PROMPT_SHOWN = 400
+"""Characters of the first prompt that a dry run shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
     """What a run will need, known before it begins: memory of every phase, whether the engine stays between steps, the
-    most that its checkpoints, models and offloaded state take on the disk of its folder, lines on what is offloaded, and warnings."""
+    most that its checkpoints, models and offloaded state take on the disk of its folder, lines on what is offloaded, warnings, the first prompt, and the mean
+    length in tokens of the prompts of the first step."""
 
     pod: PodPlan
     disk_bytes: int
     offloaded: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    first_prompt: str = ""
+    prompt_tokens: float = 0.0
 
     def lines(self) -> list[str]:
         """For a person, one line a figure."""
@@ -61,6 +67,7 @@ class RunPlan:
             f"predicted disk: {self.disk_bytes / 2**20:,.0f} MiB",
             *self.offloaded,
             *self.warnings,
+            f"first prompt: {self.first_prompt}",
         ]
 
 
@@ -71,7 +78,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
         if recipe.model.create is None:
-            _check_folder(folder)
+            _check_folder(folder, is_of_hub=hub_model(recipe.model.path or "") is not None)
         shapes, context = read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         check_placement(recipe.parallel)
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
@@ -80,14 +87,17 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
             _check_batch(recipe.sft, recipe.parallel)
         planned = _check_pod(recipe, shapes, context)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
+        check_answers(source, recipe.rewards)
+        prompts = source.for_step(0)
+        first, prompt_tokens = prompts[0], sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
         check_rl_counts(recipe, planned.host, context, source.task.size)
         if recipe.sft is not None:
             check_shown(source, recipe.sft.demonstrations, folder)
     check_offload_folder(recipe.trainer.offload_folder)
     check_targets(recipe.checkpoint, recipe.registry)
     # One worker shows whether the functions load.
-    with RewardPool(replace(recipe.rewards, workers=1)):
-        logger.debug("every reward function loads")
+    with RewardPool(replace(recipe.rewards, workers=1)) as rewards:
+        check_columns(first.columns, rewards.columns)
     tokens = largest_micro_batch(recipe.rollout, recipe.algorithm, recipe.trainer, context)
     offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, recipe.parallel)
     offloaded += sleeping_bytes(shapes, recipe.trainer, recipe.parallel, reference=recipe.algorithm.kl_coef > 0)
@@ -95,7 +105,14 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models=3)
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.parallel) if planned.gpu is None else []
-    return RunPlan(planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings))
+    return RunPlan(planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), prompt_tokens)
+
+
+def _shown(prompt: Prompt) -> str:
+    """Returns the text that the model reads, with its templates, on one line."""
+    text = repr(prompt.text)
+    shown = text if len(text) <= LONGEST_PROMPT_SHOWN else f"{text[:LONGEST_PROMPT_SHOWN]}... ({len(prompt.text):,} characters)"
+    return f"{shown}, {len(prompt.token_ids):,} tokens"
 
 
 def check_pod(recipe: Recipe) -> None:
@@ -113,13 +130,14 @@ def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
     return planned
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, is_of_hub: bool) -> None:
+    """Raises ``UserError`` for a folder that is not a whole model. ``is_of_hub``: its weights were seen on the Hub, and may not be here for a dry run."""
     shapes, tokenizer = read_shapes(folder), Tokenizer.from_folder(folder)
     if tokenizer.vocab_size > shapes.vocab_size:
         raise UserError(
             f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens and the model {shapes.vocab_size}; they do not belong together"
         )
-    if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+    if not is_of_hub and not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
         raise UserError(f"'{folder}' has neither model.safetensors nor model.safetensors.index.json; only safetensors weights are read")
 
 
@@ -132,7 +150,7 @@ def check_engine_on_model(engine: EngineArgs, shapes: ModelShapes) -> None:
             f"'rollout.engine.tensor_parallel_size' is {engine.tensor_parallel_size}: {error}; choose another size"
         ) from None
     draft = engine.speculative_config.model if engine.speculative_config is not None else None
-    if draft is not None and (size := read_shapes(Path(draft)).vocab_size) != shapes.vocab_size:
+    if draft is not None and (size := read_shapes(found_model(draft)).vocab_size) != shapes.vocab_size:
         raise UserError(
             f"'rollout.engine.speculative_config.model' is '{draft}', which has a vocabulary of {size} tokens, and the model has {shapes.vocab_size}; "
             "name a model with the same vocabulary"

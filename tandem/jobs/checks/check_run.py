@@ -15,6 +15,7 @@ from tandem.layout.expert_balance import check_balance
 from tandem.layout.mesh_check import check_layout
 from tandem.layout.pipeline_stages import Span, spans_of
 from tandem.layout.shapes import ModelShapes
+from tandem.model.model_source import found_model
 from tandem.model.new_model import folder_without_weights
 from tandem.model_registry.open import open_registry
 from tandem.runtime.machine.gpus import Device
@@ -31,9 +32,9 @@ def folder_to_check(model: ModelConfig) -> Iterator[Path]:
         with folder_without_weights(model.create) as folder:
             yield folder
         return
-    folder = Path(model.path or "")
+    folder = found_model(model.path or "")
     if not folder.is_dir():
-        raise UserError(f"'model.path' is '{folder}', which is not a folder; give a local Hugging Face folder")
+        raise UserError(f"'model.path' is '{folder}', which is not a folder; give a local Hugging Face folder, or OWNER/NAME of a model of the Hub")
     yield folder
 
 

@@ -41,7 +41,7 @@ class DataCheckpoints:
         self._config, self._batch_sequences, self._directory = checkpoint, batch_sequences, directory
         self._records, self._registered = records, registered
         # Where there is a supervisor, it prints the message.
-        self.requests = SignalRequests(records.callback.message if records.board is None else None)
+        self.requests = SignalRequests(records.callback.message if records.board is None else None, records.callback.wants_stop)
         # Not over ``ranks``, which the writing thread uses: ranks agree in every step.
         world = replica.ranks.world
 

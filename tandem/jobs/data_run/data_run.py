@@ -13,9 +13,11 @@ from tandem.data.loader import Loader, batch_indices
 from tandem.data.stream import Sequence as Pieces
 from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
 from tandem.jobs.data_run.train_data import TrainData
+from tandem.jobs.finished import remove_model
 from tandem.jobs.run import Run
 from tandem.layout.flops import step_flops
 from tandem.model.decoder import Decoder
+from tandem.model.export_dtype import export_dtype
 from tandem.runtime.process.processes import memory_of
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.bad_batch import dump_batch
@@ -160,8 +162,10 @@ class DataRun(Run):
             self.records.timings["checkpoint_stall"] = self.checkpoints.save(step, self.trained, self.tracer.span("checkpoint write", step=step))
 
     def export(self) -> Path:
-        """Writes the trained model as a Hugging Face folder, once, and returns the folder."""
-        self.checkpoints.replica.export(self.directory / "model")
+        """Writes the trained model as a Hugging Face folder, in place of that of an earlier end of the run, and returns the folder."""
+        if self.ranks.is_first:
+            remove_model(self.directory / "model")
+        self.checkpoints.replica.export(self.directory / "model", export_dtype(self.recipe.model, self.recipe.trainer.dtype))
         return self.directory / "model"
 
     def write_row(self, step: int, trained: dict[str, float], waited_s: float) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from tandem.runtime.callback import Callback
 from tandem.runtime.rpc.calls import Progress
 
-EVENTS = ("started", "phase", "progress", "row", "evaluated", "message")
+EVENTS = ("started", "resumed", "phase", "progress", "row", "evaluated", "message")
 
 
 class ProgressCallback(Callback):
@@ -17,6 +17,9 @@ class ProgressCallback(Callback):
 
     def _send(self, kind: str, *values: Any) -> None:
         self._progress({"event": [kind, *values]})
+
+    def resumed(self, step: int, accuracy: float | None) -> None:
+        self._send("resumed", step, accuracy)
 
     def phase(self, name: str, step: int) -> None:
         self._send("phase", name, step)

@@ -15,7 +15,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.data_run.rank_events import tell
 from tandem.jobs.result import RunResult
-from tandem.jobs.run_files import begun
+from tandem.jobs.run_files import RunStopped, begun
 from tandem.layout.mesh import MeshShape, smaller
 from tandem.layout.placement import mesh_of
 from tandem.runtime.callback import Callback
@@ -48,7 +48,7 @@ def supervise(
         # What a supervisor left that was killed.
         shutil.rmtree(folder, ignore_errors=True)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        requests = stack.enter_context(SignalRequests(callback.message))
+        requests = stack.enter_context(SignalRequests(callback.message, callback.wants_stop))
         shape, before, restarts, backoff = mesh_of(recipe.parallel), None, 0, Backoff()
         while True:
             try:
@@ -88,7 +88,7 @@ def run_on_ranks(
     settings: GroupSettings, shape: MeshShape, callback: Callback, requests: SignalRequests, call: str, meta: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Starts the ranks of ``shape``, calls ``call`` on them and returns rank 0's reply. Passes the signals in ``requests`` on to the ranks.
-    Raises ``RanksLost``, and what a rank raises."""
+    Raises ``RanksLost``, ``RunStopped`` and what a rank raises."""
     is_told = False
 
     def pass_on() -> None:
@@ -102,7 +102,7 @@ def run_on_ranks(
     with closing(WorkerGroup(settings, shape, say=callback.message)) as group:
         reply = group.call(call, meta, deadline_s=float("inf"), on_progress=lambda progress: tell(callback, progress), on_poll=pass_on).meta
     if reply.get("stopped"):
-        raise KeyboardInterrupt
+        raise RunStopped
     return dict(reply)
 
 

@@ -20,6 +20,7 @@ from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
+from tandem.rl.rewards.judgement import TrainerState
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.rl.step_metrics import sample_metrics
@@ -49,7 +50,8 @@ def replay_rl_step(
         numerics = journal.get("numerics", {})
         check_numerics(numerics, numerics_record(rank_threads(recipe.machine, recipe.parallel), str(numerics.get("kernels"))))
         pod = stack.enter_context(_scratch_pod(recipe, directory, inline, callback))
-        prompts = stack.enter_context(closing(prompt_source(recipe, pod.start))).for_step(step)
+        source = stack.enter_context(closing(prompt_source(recipe, pod.start)))
+        prompts = source.for_step(step)
         comparisons = []
         try:
             at = pod.start_trainer(step)
@@ -63,8 +65,9 @@ def replay_rl_step(
                 comparisons.append(_compare_samples(drawn, samples))
             if "rewards" in parts and scores is not None:
                 say(f"rewards of step {step}: {len(samples)} samples")
+                state = TrainerState(step, recipe.run.max_steps, source.epoch(step))
                 with RewardPool(recipe.rewards) as rewards:
-                    comparisons.append(_compare_scores(rewards.score(samples, prompts), scores))
+                    comparisons.append(_compare_scores(rewards.score(samples, prompts, state), scores))
             if "train" in parts and scores is not None and row is not None:
                 say(f"optimizer step {step}")
                 trained = pod.train(step, samples, scores)

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 from tandem.jobs.run_files import SFT_FOLDER
+from tandem.jobs.verify.input_files import verify_input_files
 from tandem.jobs.verify.verify_config import verify_config
 from tandem.jobs.verify.verify_records import verify_records
 from tandem.runtime.callback import Callback
@@ -33,6 +34,11 @@ def check_records(directory: Path, needs_journal: bool, callback: Callback) -> N
         findings = verify_records(directory, needs_journal)
         if (directory / SFT_FOLDER).is_dir() and not (directory / SFT_FOLDER / "model").is_dir():
             findings += verify_records(directory / SFT_FOLDER, needs_journal=False, is_stage=True)
+        path = directory / "journal.sqlite"
+        if not findings and path.exists() and path.stat().st_size:
+            # Before their code runs. What reads a missing one, or one that was mended, says so.
+            with Journal(path, read_only=True) as journal:
+                findings += [finding for finding in verify_input_files(directory, journal) if finding.stops]
         stopping = [finding for finding in findings if finding.stops]
         if stopping:
             more = f" ('tandem verify {shlex.quote(str(directory))}' shows {len(findings) - 1} more)" if len(findings) > 1 else ""

@@ -1,24 +1,31 @@
 """Verifies the model that a run starts from, which is also the reference model of reinforcement learning. Imports no torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from tandem.model.huggingface.hub import check_snapshot_bytes, files_of_model, hub_model, snapshot_folder
+from tandem.model.model_source import commit_of
 from tandem.runtime.records.journal import Journal
-from tandem.storage.folder_manifest import OnBytes, damaged_files, folder_digests, parse_files, read_manifest, to_json
+from tandem.storage.folder_manifest import Files, OnBytes, damaged_files, folder_digests, parse_files, read_manifest, to_json
+from tandem.text.fast_tokenizer import original_folder, with_fast_tokenizer
 from tandem.types import RunError
 
 KEY = "start_model"
-"""The journal's key of the folder and the digests of its files."""
+"""The journal's key of the folder, the commit of a model of the Hub, and the digests of its files."""
 
 
 def check_start_model(folder: Path, journal: Journal, weights_are_used: bool = True, on_bytes: OnBytes = lambda count: None) -> list[str]:
-    """Compares every file of ``folder`` with its digest in the journal, or, at the run's first start, with its manifest if it has one, and
-    records the digests.
+    """Compares every file of ``folder`` with its digest in the journal, or, at the run's first start, with that of the Hub or of its manifest if it has
+    one, and records the digests.
 
     Returns what is wrong with its weights if ``weights_are_used`` is false. Raises ``RunError`` for all other damage."""
-    saved = journal.get(KEY)
-    files = parse_files(saved["files"]) if saved is not None else read_manifest(folder)
+    saved, commit = journal.get(KEY), commit_of(folder)
+    if saved is None and commit is not None:
+        check_snapshot_bytes(original_folder(folder))
+    files = parse_files(saved["files"]) if saved is not None else None if commit is not None else read_manifest(folder)
     if files is None:
-        files, damaged = folder_digests(folder, on_bytes=on_bytes), []
+        files, damaged = folder_digests(folder, None if commit is None else files_of_model(folder), on_bytes=on_bytes), []
     else:
         damaged = damaged_files(folder, files, on_bytes)
     tolerated = [] if weights_are_used else [found for found in damaged if ".safetensors'" in found]
@@ -28,5 +35,13 @@ def check_start_model(folder: Path, journal: Journal, weights_are_used: bool = T
     if saved is None:
         # A run's own folder may be moved.
         run = journal.path.parent
-        journal.set(KEY, {"folder": str(folder.relative_to(run) if folder.is_relative_to(run) else folder), "files": to_json(files)})
+        place = str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
+        journal.set(KEY, {"folder": place, "files": to_json(files), **({} if commit is None else {"hub": str(commit)})})
     return tolerated
+
+
+def start_model_of(directory: Path, saved: Mapping[str, Any]) -> tuple[Path, Files]:
+    """Returns the folder, on this machine, and the digests of the start model of the run in ``directory``. ``saved``: the journal's entry ``KEY``."""
+    model = hub_model(str(saved.get("hub", "")))
+    folder = directory / saved["folder"] if model is None else snapshot_folder(model)
+    return with_fast_tokenizer(folder) if model is not None and folder.is_dir() else folder, parse_files(saved["files"])

@@ -1,11 +1,11 @@
 """Compares ``config.yaml`` with the recipe that the run's journal has. Imports no torch."""
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tandem.config.leaves import leaves
 from tandem.config.yaml_text import parse_yaml
 from tandem.jobs.verify.finding import Finding
 from tandem.runtime.records.journal import Journal
@@ -15,8 +15,8 @@ KEY = "config"
 """The journal's key of the text of ``config.yaml``."""
 
 MAY_CHANGE = (
-    "'parallel', 'machine', 'checkpoint', 'registry', trainer.offload..., trainer.sleep_offload, run.max_steps, run.max_restarts, run.elastic and "
-    "run.on_mismatch"
+    "'parallel', 'machine', 'checkpoint', 'registry', trainer.offload..., trainer.sleep_offload, run.max_steps, run.max_restarts, run.elastic, "
+    "run.on_mismatch, evaluation.target_accuracy and evaluation.consecutive"
 )
 """The keys that ``may_change`` allows, for messages."""
 
@@ -24,12 +24,13 @@ MOST_NAMED = 8
 """Values that are named one by one; a file with more of them is not one that somebody edited."""
 
 _SECTIONS = ("parallel", "machine", "checkpoint", "registry")
-_KEYS = ("trainer.sleep_offload", "run.max_steps", "run.max_restarts", "run.elastic", "run.on_mismatch")
+_KEYS = ("trainer.sleep_offload", "run.max_steps", "run.max_restarts", "run.elastic", "run.on_mismatch", "evaluation.target_accuracy", "evaluation.consecutive")
 _ABSENT = object()
 
 
 def may_change(key: str) -> bool:
-    """Returns whether a run may be resumed with another value of ``key``: the results of a step do not depend on it, or only in their last bits."""
+    """Returns whether a run may be resumed with another value of ``key``: the results of a step do not depend on it, or only in their last bits.
+    ``finished.check_steps`` refuses a ``run.max_steps`` that does not fit."""
     return key.split(".")[0] in _SECTIONS or key.startswith("trainer.offload") or key in _KEYS
 
 
@@ -47,7 +48,7 @@ def verify_config(directory: Path, journal: Journal, is_stage: bool = False) -> 
     if text == saved:
         return []
     try:
-        before, now = dict(_leaves("", parse_yaml(saved, path.name))), dict(_leaves("", parse_yaml(text, path.name)))
+        before, now = dict(leaves(parse_yaml(saved, path.name))), dict(leaves(parse_yaml(text, path.name)))
     except (yaml.YAMLError, UserError):
         return [_damaged(path, "is not YAML any more")]
     findings = []
@@ -69,14 +70,6 @@ def verify_config(directory: Path, journal: Journal, is_stage: bool = False) -> 
 def _damaged(path: Path, trouble: str) -> Finding:
     fix = "restore it from a copy; the table 'run' of journal.sqlite has its text, as JSON, under 'config'"
     return Finding(f"'{path}' {trouble}", "every result depends on it", fix, stops=True)
-
-
-def _leaves(at: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _leaves(f"{at}.{key}" if at else str(key), inner)
-    else:
-        yield at, value
 
 
 def _shown(value: Any) -> str:

@@ -11,11 +11,14 @@ from tandem.jobs.data_run.train_data import dataset_paths
 from tandem.jobs.run_files import SFT_FOLDER
 from tandem.jobs.start import read_recipe
 from tandem.jobs.verify.finding import Finding
+from tandem.jobs.verify.input_files import KEY as INPUT_FILES
+from tandem.jobs.verify.input_files import verify_input_files
 from tandem.jobs.verify.start_model import KEY as START_MODEL
+from tandem.jobs.verify.start_model import start_model_of
 from tandem.jobs.verify.verify_records import RESTORE, steps_on_disk, verify_records
 from tandem.runtime.records.journal import Journal
 from tandem.storage.files import open_storage
-from tandem.storage.folder_manifest import Files, damaged_files, parse_files, read_manifest
+from tandem.storage.folder_manifest import Files, damaged_files, read_manifest
 from tandem.trainer.checkpoint.format.manifest import Damaged, verify
 from tandem.types import RunError, UserError
 
@@ -49,6 +52,8 @@ def _run_parts(directory: Path, is_on_data: bool, is_stage: bool) -> Iterator[Pa
     records = [directory / name for name in ("config.yaml", "journal.sqlite", "journal.sqlite-wal", "metrics.jsonl")]
     name = f"{directory.name}/" if is_stage else ""
     yield Part(f"{name}records", _size(records), partial(_verify_all_records, directory, not is_on_data, is_stage))
+    if (files := _input_files(directory)) is not None:
+        yield Part(f"{name}input files", _size(directory / file for file in files), partial(_verify_input_files, directory))
     is_done = is_stage and (directory / "model").is_dir()
     start = None if is_done else _start_model(directory)
     if start is not None:
@@ -79,13 +84,27 @@ def _verify_all_records(directory: Path, needs_journal: bool, is_stage: bool) ->
     return findings
 
 
+def _input_files(directory: Path) -> list[str] | None:
+    """Returns the recorded files that the run reads besides its model, ``None`` without any."""
+    try:
+        with Journal(directory / "journal.sqlite", read_only=True) as journal:
+            return list(journal.get(INPUT_FILES) or ()) or None
+    except RunError:
+        return None
+
+
+def _verify_input_files(directory: Path) -> list[Finding]:
+    with Journal(directory / "journal.sqlite", read_only=True) as journal:
+        return verify_input_files(directory, journal)
+
+
 def _start_model(directory: Path) -> tuple[Path, Files] | None:
     try:
         with Journal(directory / "journal.sqlite", read_only=True) as journal:
             saved = journal.get(START_MODEL)
     except RunError:
         return None
-    return None if saved is None else (directory / saved["folder"], parse_files(saved["files"]))
+    return None if saved is None else start_model_of(directory, saved)
 
 
 def _verify_start(folder: Path, files: Files, is_on_data: bool) -> list[Finding]:

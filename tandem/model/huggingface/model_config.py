@@ -42,6 +42,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_input(path, MOST_JSON_BYTES, "download the folder again"))
     except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise UserError(f"'{path.parent}' is not a folder here; name a Hugging Face folder, or OWNER/NAME of a model of the Hub") from None
         raise UserError(f"'{path.parent}' has no {path.name}; it must be a Hugging Face model folder") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read as JSON: {error}") from None

@@ -234,6 +234,8 @@ def save_model(
     tokenizer_folder: str | Path | None = None,
     *,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
+    like: Path | None = None,
+    dtype: torch.dtype | None = None,
     eos_token_id: TokenIds = None,
     bos_token_id: int | None = None,
     pad_token_id: int | None = None,
@@ -241,8 +243,10 @@ def save_model(
     """Writes a Hugging Face folder: weights, ``config.json``, ``generation_config.json``, the tokenizer's files and ``manifest.json``, their digests.
 
     ``tensors``: the weights by Hugging Face name if the decoder does not hold them, all of its dtype and in the order of
-    ``layout.shapes.parameters``; one is in memory at a time. Special ids default to those of ``tokenizer_folder``. Everything is written to
-    a temporary folder that is renamed at the end. Raises ``UserError`` if ``folder`` exists and ``RunError`` if it cannot be written.
+    ``layout.shapes.parameters``; one is in memory at a time. ``like``: the folder that the model was trained from, whose ``config.json`` and
+    ``generation_config.json`` are kept; without it, special ids default to those of ``tokenizer_folder``. ``dtype``: of the weights in the file, by
+    default the decoder's. Everything is written to a temporary folder that is renamed at the end. Raises ``UserError`` if ``folder`` exists and
+    ``RunError`` if it cannot be written, or if a weight has no finite value in ``dtype``.
     """
     folder = Path(folder)
     if folder.exists():
@@ -257,9 +261,12 @@ def save_model(
     special = config_json(
         decoder.shapes, eos_token_id=eos_token_id, bos_token_id=bos_token_id, pad_token_id=pad_token_id
     )
-    dtype = str(decoder.embed_tokens.dtype).removeprefix("torch.")
+    if like is not None:
+        special = read_json(like / "config.json")
+    dtype = dtype or decoder.embed_tokens.dtype
+    name_of_dtype = str(dtype).removeprefix("torch.")
     generation = {
-        key: special[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id") if special[key] is not None
+        key: special[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id") if special.get(key) is not None
     }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -267,12 +274,13 @@ def save_model(
         with temporary_folder(folder.parent, f".{folder.name}") as scratch:
             written = scratch / folder.name
             written.mkdir()
-            if tensors is None:
-                write_file(written / WEIGHTS, to_huggingface(decoder))
+            forms = [Form(name, dtype, tuple(shape)) for name, shape in parameters(decoder.shapes)]
+            write_file(written / WEIGHTS, _rounded(to_huggingface(decoder) if tensors is None else tensors, dtype), forms)
+            _write_json(written / "config.json", {**special, "dtype": name_of_dtype, "torch_dtype": name_of_dtype})
+            if like is not None and (like / "generation_config.json").is_file():
+                shutil.copyfile(like / "generation_config.json", written / "generation_config.json")
             else:
-                write_file(written / WEIGHTS, tensors, [Form(name, decoder.dtype, tuple(shape)) for name, shape in parameters(decoder.shapes)])
-            _write_json(written / "config.json", {**special, "dtype": dtype, "torch_dtype": dtype})
-            _write_json(written / "generation_config.json", generation)
+                _write_json(written / "generation_config.json", generation)
             if tokenizer_folder is not None:
                 for name in TOKENIZER_FILES:
                     if (Path(tokenizer_folder) / name).is_file():
@@ -281,6 +289,14 @@ def save_model(
             written.rename(folder)
     except OSError as error:
         raise RunError(f"the model cannot be saved to '{folder}': {error}") from None
+
+
+def _rounded(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        rounded = tensor.to(dtype)
+        if dtype != tensor.dtype and not rounded.isfinite().all() and tensor.isfinite().all():
+            raise RunError(f"tensor '{name}' has a value that {dtype} cannot represent; set model.export_dtype to bfloat16 or float32")
+        yield name, rounded
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

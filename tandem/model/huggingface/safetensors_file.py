@@ -18,19 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.types import UserError
+from tandem.types.dtypes import SAFETENSORS_NAMES
 from tandem.types.input_file import open_input
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
+DTYPE_NAMES = {getattr(torch, dtype): name for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 class Form(NamedTuple):

@@ -30,19 +30,20 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def is_remote(model: str | Path) -> bool:
-    """Returns whether ``model`` is a URL (``s3://bucket/folder``) and not a path."""
-    return isinstance(model, str) and re.match(r"[a-z][a-z0-9+.-]*://", model) is not None
+    """Returns whether ``model`` is a URL of object storage (``s3://bucket/folder``), not a path or a name of the Hub."""
+    return isinstance(model, str) and re.match(r"(?!hf://)[a-z][a-z0-9+.-]*://", model) is not None
 
 
 class HeldModel:
-    """A model folder that is not evicted until ``release`` or the end of this process."""
+    """A model folder that is not evicted until ``release`` or the end of this process. ``lock``: ``None`` outside the cache."""
 
-    def __init__(self, path: Path, lock: IO[bytes]) -> None:
+    def __init__(self, path: Path, lock: IO[bytes] | None = None) -> None:
         self.path = path
         self._lock = lock
 
     def release(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> "HeldModel":
         return self

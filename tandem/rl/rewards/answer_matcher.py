@@ -1,12 +1,11 @@
 """Compares a completion with the ground truth."""
 
 import re
-from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from tandem.config.rewards import AnswerMatcherConfig
-from tandem.rl.rewards.judgement import Item, Judgement, describe, infrastructure_fault, model_fault, number, shortened
+from tandem.rl.rewards.judgement import Judgement, describe, infrastructure_fault, model_fault, number, shortened
 from tandem.types import UserError
 
 _LAST_NUMBER = re.compile(r"(?<![\w.])(?:[-+])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][-+]?\d{1,4})?(?:/\d+)?")
@@ -17,10 +16,11 @@ def match_answer(completion: str, ground_truth: Any, config: AnswerMatcherConfig
     """Returns 1.0 if ``completion`` matches the answer, else 0.0; ``fault_value`` and a model fault if it contains nothing to compare.
 
     ``ground_truth``: a text, a number or a list of accepted ones; anything else is an infrastructure fault, and so is a ground truth
-    without the numeric value that ``config.compare`` needs."""
+    without the numeric value that ``config.compare`` needs. A text that is a whole solution stands for its answer, as ``AnswerMatcherConfig`` says."""
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not truths or any(isinstance(truth, bool) or not isinstance(truth, str | int | float) for truth in truths):
         return infrastructure_fault(f"the ground truth {shortened(ground_truth)} is neither a text nor a number")
+    truths = [_answer_of(truth, config) for truth in truths]
     answer = extract_answer(completion, config)
     if answer is None:
         return model_fault(fault_value, f"no answer found ({_sought(config)})")
@@ -32,6 +32,15 @@ def match_answer(completion: str, ground_truth: Any, config: AnswerMatcherConfig
     if config.ignore_case:
         answer, texts = answer.casefold(), [text.casefold() for text in texts]
     return number(float(answer in texts), correct=answer in texts)
+
+
+def _answer_of(truth: Any, config: AnswerMatcherConfig) -> Any:
+    if not isinstance(truth, str):
+        return truth
+    if config.after and config.after in truth:
+        truth = truth.rpartition(config.after)[2].strip()
+    boxed = last_boxed(truth) if config.extract == "boxed" else None
+    return truth if boxed is None else boxed
 
 
 def extract_answer(completion: str, config: AnswerMatcherConfig) -> str | None:
@@ -92,14 +101,13 @@ def numeric_value(text: str) -> Fraction | None:
         return None
 
 
-def answer_matcher(config: AnswerMatcherConfig, fault_value: float) -> Callable[[Sequence[Item]], list[Judgement]]:
-    """Returns the judge function. Raises ``UserError`` if ``math_verify`` is selected but not installed."""
+def check_installed(config: AnswerMatcherConfig) -> None:
+    """Raises ``UserError`` if ``math_verify`` is selected but not installed."""
     if config.compare == "math_verify":
         try:
             import math_verify  # noqa: F401
         except ImportError:
             raise UserError("'answer.compare: math_verify' needs a package; install it with: pip install 'tandem-rl[math]'") from None
-    return lambda items: [match_answer(item.completion, item.ground_truth, config, fault_value) for item in items]
 
 
 def _numeric(answer: str, truths: list[Any], config: AnswerMatcherConfig, fault_value: float) -> Judgement:

@@ -10,81 +10,99 @@ from tandem.rl.rewards.worker_process import JudgeDied, JudgeHung, JudgeRaised
 from tandem.runtime.process.deadline import Deadline
 from tandem.types import ScoreState, UserError
 
-Call = Callable[[int, Sequence[Item], float], list[Judgement]]
-"""Takes the index of a judge, items and a deadline in seconds: ``WorkerProcess.judge`` of a live worker, which is replaced if it died."""
+Call = Callable[[Sequence[int], Sequence[Item], float], list[list[Judgement] | JudgeRaised]]
+"""Takes the indices of judges, items and a deadline in seconds, and returns for each judge its judgements or what it raised:
+``WorkerProcess.judge`` of a live worker, which is replaced if it died."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Items, by index in the batch, for one call; ``deaths``: workers that ended during it."""
+    """Judges, by index, and items, by index in the batch, of one call; ``deaths``: workers that ended during it."""
 
+    judges: tuple[int, ...]
     places: tuple[int, ...]
     deaths: int = 0
 
+    @property
+    def is_alone(self) -> bool:
+        return len(self.judges) == len(self.places) == 1
+
     def split(self) -> list["_Unit"]:
-        """Returns one unit per item. A death during a shared call blames no single sample, so each unit starts with no deaths of its
-        own."""
-        return [_Unit((place,)) for place in self.places]
+        """Returns one unit per judge, or of a single judge one per item. A death during a shared call blames none of them, so each unit starts with no
+        deaths of its own."""
+        if len(self.judges) > 1:
+            return [_Unit((judge,), self.places) for judge in self.judges]
+        return [_Unit(self.judges, (place,)) for place in self.places]
 
 
-def judge_batch(items: Sequence[Item], batched: Sequence[bool], call: Call, config: RewardsConfig) -> list[dict[str, Judgement]]:
+def judge_batch(
+    items: Sequence[Item], batched: Sequence[bool], is_async: Sequence[bool], call: Call, config: RewardsConfig
+) -> list[dict[str, Judgement]]:
     """Returns the judgement of every function of ``config.composition`` on every item, by label.
 
-    A call for many items that fails (it raises, hangs or ends its process twice) is repeated one by one, so that a bad sample does not
-    affect its neighbours. A sample whose own call raises or hangs, or ends the process twice, is an infrastructure fault and is not passed
-    to further functions; so is a sample not judged within the batch's deadline. A call for many items may take half of the remaining time,
-    which leaves the other half for single calls.
+    Asynchronous functions are called together, in the place of the first of them. A call for many items that fails (it raises, hangs or ends its process
+    twice) is repeated for each function alone and then one by one, so that a bad sample does not affect its neighbours. A sample whose own call raises
+    or hangs, or ends the process twice, is an infrastructure fault and is not passed to further functions; so is a sample not judged within the
+    batch's deadline. A call for many items may take half of the remaining time, which leaves the other half for single calls.
     """
     deadline = Deadline(config.deadline_s)
+    labels = [function.label for function in config.composition]
     said: list[dict[str, Judgement]] = [{} for _ in items]
     broken: set[int] = set()
     delay = ""
 
-    def fault(places: Sequence[int], problem: str) -> None:
-        for place in places:
-            reason = f"reward function '{label}' on sample '{items[place].sample_id}': {problem}"
-            said[place][label] = infrastructure_fault(reason)
+    def fault(unit: _Unit, problem: str) -> None:
+        for place in unit.places:
+            for judge in unit.judges:
+                said[place][labels[judge]] = infrastructure_fault(f"reward function '{labels[judge]}' on sample '{items[place].sample_id}': {problem}")
             broken.add(place)
 
-    for judge, function in enumerate(config.composition):
-        label = function.label
-        places = [place for place in range(len(items)) if place not in broken]
-        together = _Unit(tuple(places))
-        units = deque([together] if batched[judge] and places else together.split())
+    for group in _groups(batched, is_async):
+        places = tuple(place for place in range(len(items)) if place not in broken)
+        together = _Unit(group, places)
+        units = deque([together] if batched[group[0]] and places else together.split())
         while units:
             unit = units.popleft()
             left = deadline.left_s()
             if left <= 0:
-                fault(unit.places, f"not judged within rewards.deadline_s ({config.deadline_s:g} s){delay}")
+                fault(unit, f"not judged within rewards.deadline_s ({config.deadline_s:g} s){delay}")
                 continue
-            alone = len(unit.places) == 1
-            limit = min(config.sample_deadline_s, left) if alone else left / 2
+            limit = min(config.sample_deadline_s, left) if unit.is_alone else left / 2
             try:
-                judgements = call(judge, [items[place] for place in unit.places], limit)
-            except JudgeRaised as error:
-                if alone:
-                    fault(unit.places, f"it raised {error}")
-                else:
-                    units.extendleft(reversed(unit.split()))
+                results = call(unit.judges, [items[place] for place in unit.places], limit)
             except JudgeHung:
-                delay = f"; '{label}' hung before, on sample '{items[unit.places[0]].sample_id}'" if alone else delay
-                if alone:
-                    fault(unit.places, f"no answer within {limit:.3g} s, and its process was ended")
+                if unit.is_alone:
+                    delay = f"; '{labels[unit.judges[0]]}' hung before, on sample '{items[unit.places[0]].sample_id}'"
+                    fault(unit, f"no answer within {limit:.3g} s, and its process was ended")
                 else:
                     units.extendleft(reversed(unit.split()))
             except JudgeDied as death:
                 if unit.deaths == 0:
-                    units.appendleft(_Unit(unit.places, 1))
-                elif alone:
-                    fault(unit.places, f"it ended its process twice ({death})")
+                    units.appendleft(_Unit(unit.judges, unit.places, 1))
+                elif unit.is_alone:
+                    fault(unit, f"it ended its process twice ({death})")
                 else:
                     units.extendleft(reversed(unit.split()))
             except UserError as error:  # the worker cannot be replaced
-                fault([place for waiting in (unit, *units) for place in waiting.places], str(error))
+                for waiting in (unit, *units):
+                    fault(waiting, str(error))
                 units.clear()
             else:
-                for place, judgement in zip(unit.places, judgements, strict=True):
-                    said[place][label] = judgement
-                    if judgement.state is ScoreState.INFRASTRUCTURE_FAULT:
-                        fault([place], judgement.reason)
+                for judge, result in zip(unit.judges, results, strict=True):
+                    own = _Unit((judge,), unit.places)
+                    if isinstance(result, JudgeRaised) and own.is_alone:
+                        fault(own, f"it raised {result}")
+                    elif isinstance(result, JudgeRaised):
+                        units.extendleft(reversed(own.split()))
+                    else:
+                        for place, judgement in zip(unit.places, result, strict=True):
+                            said[place][labels[judge]] = judgement
+                            if judgement.state is ScoreState.INFRASTRUCTURE_FAULT:
+                                fault(_Unit((judge,), (place,)), judgement.reason)
     return said
+
+
+def _groups(batched: Sequence[bool], is_async: Sequence[bool]) -> list[tuple[int, ...]]:
+    """Returns the judges of each call in order: the asynchronous ones that take many items together, every other one alone."""
+    together = tuple(judge for judge in range(len(batched)) if batched[judge] and is_async[judge])
+    return [together if judge in together else (judge,) for judge in range(len(batched)) if judge not in together[1:]]

@@ -7,20 +7,17 @@ from tandem.config.rewards import FormatCheckerConfig
 from tandem.rl.rewards.judgement import Item, Judgement, number
 
 
-def format_checker(config: FormatCheckerConfig) -> Callable[[Sequence[Item]], list[Judgement]]:
+def format_checker(config: FormatCheckerConfig) -> Callable[[Item], Judgement]:
     """Returns the judge function: 1.0 if the completion has the format, else 0.0."""
     pattern = re.compile(config.pattern, re.DOTALL)
 
-    def judge(items: Sequence[Item]) -> list[Judgement]:
-        judgements = []
-        for item in items:
-            text = item.completion.strip()
-            if config.tags:
-                right = has_tags(text, config.tags, whole=config.match == "full")
-            else:
-                right = bool(pattern.fullmatch(text) if config.match == "full" else pattern.search(text))
-            judgements.append(number(float(right), correct=right))
-        return judgements
+    def judge(item: Item) -> Judgement:
+        text = item.completion.strip()
+        if config.tags:
+            right = has_tags(text, config.tags, whole=config.match == "full")
+        else:
+            right = bool(pattern.fullmatch(text) if config.match == "full" else pattern.search(text))
+        return number(float(right), correct=right)
 
     return judge
 

@@ -1,48 +1,67 @@
 """User-defined reward functions by import path, with the signatures of TRL and verl.
 
-TRL (``GRPOTrainer``, ``reward_funcs``): ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or async. verl
-(``custom_reward_function``): ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict`` with key
-``score``.
+TRL (``GRPOTrainer``, ``reward_funcs``): ``f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> list[float | None]``,
+plain or async; for prompts that are messages, a completion is a list of one message. verl (``custom_reward_function``): ``compute_score(data_source,
+solution_str, ground_truth, extra_info=None) -> float | dict`` with key ``score``.
 """
 
 import asyncio
 import importlib
 import importlib.util
 import inspect
+import json
+import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.rewards import RewardFunctionConfig
 from tandem.rl.rewards.judgement import (
+    NO_STATE,
     Item,
     Judge,
     Judgement,
+    JudgeResult,
+    TrainerState,
     checked_number,
     describe,
     infrastructure_fault,
+    not_applicable,
     number,
     shortened,
 )
 from tandem.types import UserError
 
 Signature = Literal["trl", "verl"]
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "ground_truth", "trainer_state", "log_extra", "log_metric")
+"""What every function of TRL's signature may take besides the columns."""
+PICKLED = ".pkl"
+"""The end of the name of a file with a function by value, as ``train`` writes it."""
 
 
 def user_judge(config: RewardFunctionConfig) -> Judge:
     """Returns the judge for an import path. Raises ``UserError`` if it cannot be loaded or called."""
-    function = load_function(config.function)
+    function, file = load_function(config.function)
     signature = config.signature if config.signature != "auto" else detect_signature(function, config.function)
     _check_arguments(function, config)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
     if signature == "trl":
-        return Judge(config.label, True, lambda items: call_trl(function, items, config.arguments), reads_ids=True)
-    return Judge(config.label, False, lambda items: [call_verl(function, item, config.arguments) for item in items])
+        return Judge(
+            config.label, True, lambda items, call: call_trl(function, items, config.arguments, call.state), reads_ids=True, is_async=is_async, file=file,
+            columns=_needed(function, {*TRL_ARGUMENTS, *config.arguments}),
+        )  # fmt: skip
+    # Asynchronous calls wait for each other's servers, so all are made at once; of the others each is timed by itself.
+    return Judge(config.label, is_async, lambda items, call: call_verl(function, items, config.arguments), is_async=is_async, file=file)
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """Returns the function at ``module:function`` or ``path/to/file.py:function``. Raises ``UserError``."""
+def load_function(path: str) -> tuple[Callable[..., Any], str]:
+    """Returns the function at ``module:function``, ``path/to/file.py:function`` or, by value, ``path/to/file.pkl:function``, and the file that has it (empty:
+    not known). Raises ``UserError``."""
     where, _, name = path.rpartition(":")
+    if where.endswith(PICKLED):
+        return _unpickled(Path(where)), where
     try:
         module = _load_file(Path(where)) if where.endswith(".py") or "/" in where else importlib.import_module(where)
     except UserError:
@@ -56,6 +75,22 @@ def load_function(path: str) -> Callable[..., Any]:
         raise UserError(f"reward function '{path}': '{where}' has no '{name}'; {has}")
     if not callable(function):
         raise UserError(f"reward function '{path}': '{name}' is {shortened(function)}, which cannot be called")
+    file = getattr(module, "__file__", None) or ""
+    return function, str(file if Path(file).is_file() else "")
+
+
+def _unpickled(file: Path) -> Callable[..., Any]:
+    try:
+        import cloudpickle  # noqa: F401  # Its functions are rebuilt by it.
+
+        function = pickle.loads(file.read_bytes())
+    except ImportError as error:
+        fix = "pip install 'tandem-rl[notebook]'" if error.name == "cloudpickle" else "install it"
+        raise UserError(f"reward function file '{file}' needs the package '{error.name}', which is not installed; {fix}") from None
+    except OSError as error:
+        raise UserError(f"reward function file '{file}' cannot be read: {error.strerror}; restore the run's folder from a copy") from None
+    except BaseException as error:  # What is rebuilt may raise anything.
+        raise UserError(f"reward function file '{file}' cannot be loaded: {describe(error)}; it needs the Python and the packages it was made with") from None
     return function  # type: ignore[no-any-return]
 
 
@@ -72,29 +107,79 @@ def detect_signature(function: Callable[..., Any], path: str) -> Signature:
     )
 
 
-def call_trl(function: Callable[..., Any], items: Sequence[Item], arguments: Mapping[str, Any]) -> list[Judgement]:
-    """Makes one call for all ``items``. Raises what the function raises, and ``ValueError`` for a result of another length or type; a
-    single invalid value is a fault of its sample only."""
+def call_trl(
+    function: Callable[..., Any], items: Sequence[Item], arguments: Mapping[str, Any], state: TrainerState = NO_STATE
+) -> JudgeResult:
+    """Makes one call for all ``items``; the result of an asynchronous function has to be awaited. Raises what the function raises, and ``ValueError`` for a
+    result of another length or type; a single invalid value is a fault of its sample only, and ``None`` means that the function does not apply to it."""
     columns = dict.fromkeys(name for item in items for name in item.columns)
     known: dict[str, Any] = {name: [item.columns.get(name) for item in items] for name in columns}
     known.setdefault("ground_truth", [item.ground_truth for item in items])
+    logged = _Logged(len(items))
+    known |= {"trainer_state": state, "log_extra": logged.log_extra, "log_metric": logged.log_metric}
     known.update(arguments)
-    known["prompts"] = [item.prompt for item in items]
-    known["completions"] = [item.completion for item in items]
+    known["prompts"] = [list(item.messages) if item.messages else item.prompt for item in items]
+    known["completions"] = [[{"role": "assistant", "content": item.completion}] if item.messages else item.completion for item in items]
     known["completion_ids"] = [list(item.completion_ids) for item in items]
     result = function(**_accepted(function, known))
-    if inspect.isawaitable(result):
-        result = asyncio.run(_wait_for(result))
+    return _awaited_trl(result, logged) if inspect.isawaitable(result) else _of_trl(result, logged)
+
+
+async def _awaited_trl(result: Awaitable[Any], logged: "_Logged") -> list[Judgement]:
+    return _of_trl(await result, logged)
+
+
+def _of_trl(result: Any, logged: "_Logged") -> list[Judgement]:
     if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__") or not hasattr(result, "__iter__"):
         raise ValueError(f"it returned {type(result).__name__} {shortened(result)} instead of a list of numbers")
-    if len(result) != len(items):
-        raise ValueError(f"it returned {len(result)} values for {len(items)} samples")
-    return [_judged(value) for value in result]
+    if len(result) != logged.count:
+        raise ValueError(f"it returned {len(result)} values for {logged.count} samples")
+    return [logged.with_logs(not_applicable() if value is None else _judged(value), place) for place, value in enumerate(result)]
 
 
-def call_verl(function: Callable[..., Any], item: Item, arguments: Mapping[str, Any]) -> Judgement:
-    """Makes one call for one item. Raises what the function raises. In a dict, ``score`` is the value, ``acc`` says whether the sample is
-    correct and other numbers are details."""
+@dataclass(slots=True)
+class _Logged:
+    """What a function of TRL's signature logs in one call for ``count`` samples."""
+
+    count: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Logs a number of the whole call: every sample has it, so that its mean over a step weighs calls by their samples."""
+        self.metrics[str(name)] = checked_number(value)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Logs a value for each sample."""
+        if len(values) != self.count:
+            raise ValueError(f"log_extra('{column}', ...) has {len(values)} values for {self.count} samples")
+        self.columns[str(column)] = [_plain(value) for value in values]
+
+    def with_logs(self, judgement: Judgement, place: int) -> Judgement:
+        return replace(judgement, details=self.metrics, extra={name: values[place] for name, values in self.columns.items()})
+
+
+def _plain(value: Any) -> Any:
+    """Returns a JSON value: numbers of other libraries as Python's, everything else as text."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return checked_number(value) if _is_number(value) else str(value)
+    return value
+
+
+def call_verl(function: Callable[..., Any], items: Sequence[Item], arguments: Mapping[str, Any]) -> JudgeResult:
+    """Makes one call for each item; the results of an asynchronous function have to be awaited. Raises what the function raises. In a dict, ``score`` is
+    the value, ``acc`` says whether the sample is correct, other numbers are details and other values extra."""
+    results = [function(**_verl_arguments(function, item, arguments)) for item in items]
+    return _awaited_verl(results) if any(map(inspect.isawaitable, results)) else [_of_verl(result) for result in results]
+
+
+async def _awaited_verl(results: Sequence[Awaitable[Any]]) -> list[Judgement]:
+    return [_of_verl(result) for result in await asyncio.gather(*results)]
+
+
+def _verl_arguments(function: Callable[..., Any], item: Item, arguments: Mapping[str, Any]) -> dict[str, Any]:
     extra_info = item.columns.get("extra_info")
     known: dict[str, Any] = {
         **arguments,
@@ -103,9 +188,10 @@ def call_verl(function: Callable[..., Any], item: Item, arguments: Mapping[str, 
         "ground_truth": item.ground_truth,
         "extra_info": extra_info if isinstance(extra_info, dict) else dict(item.columns),
     }
-    result = function(**_accepted(function, known))
-    if inspect.isawaitable(result):
-        result = asyncio.run(_wait_for(result))
+    return _accepted(function, known)
+
+
+def _of_verl(result: Any) -> Judgement:
     if not isinstance(result, Mapping):
         return _judged(result)
     if "score" not in result:
@@ -113,9 +199,11 @@ def call_verl(function: Callable[..., Any], item: Item, arguments: Mapping[str, 
     judgement = _judged(result["score"])
     if judgement.value is None:
         return judgement
-    details = {str(key): value for key, value in result.items() if key not in ("score", "acc") and _is_number(value)}
+    others = {str(key): value for key, value in result.items() if key not in ("score", "acc")}
+    details = {key: checked_number(value) for key, value in others.items() if _is_number(value)}
+    extra = {key: _plain(value) for key, value in others.items() if key not in details and value is not None}
     correct = bool(checked_number(result["acc"]) > 0) if _is_number(result.get("acc")) else None
-    return number(judgement.value, correct=correct, details={key: checked_number(value) for key, value in details.items()})
+    return Judgement(judgement.state, judgement.value, correct=correct, details=details, extra=extra)
 
 
 def _judged(value: Any) -> Judgement:
@@ -131,10 +219,6 @@ def _is_number(value: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-async def _wait_for(result: Any) -> Any:
-    return await result
 
 
 def _load_file(file: Path) -> Any:
@@ -164,6 +248,12 @@ def _accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[st
     if not parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(known)
     return {name: value for name, value in known.items() if name in parameters}
+
+
+def _needed(function: Callable[..., Any], given: Collection[str]) -> tuple[str, ...]:
+    """Returns the parameters without a default that are not ``given``: the columns that the function cannot do without."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(name for name, p in _parameters(function).items() if p.kind in named and p.default is p.empty and name not in given)
 
 
 def _check_arguments(function: Callable[..., Any], config: RewardFunctionConfig) -> None:

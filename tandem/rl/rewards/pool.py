@@ -4,18 +4,19 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from tandem.config.rewards import RewardsConfig
 from tandem.rl.rewards.batch import judge_batch
-from tandem.rl.rewards.judgement import Item, Judgement
+from tandem.rl.rewards.judgement import NO_STATE, Item, Judgement, TrainerState
 from tandem.rl.rewards.rule_based import compose
-from tandem.rl.rewards.worker_process import JudgeDied, JudgeHung, PoolClosed, WorkerProcess
+from tandem.rl.rewards.worker_process import JudgeDied, JudgeHung, JudgeRaised, PoolClosed, WorkerProcess
 from tandem.runtime.process.backoff import Backoff
-from tandem.types import Prompt, RunError, Sample, Score, UserError
+from tandem.types import Prompt, RunError, Sample, Score, ScoreState, UserError
 
 logger = logging.getLogger(__name__)
 LOAD_ATTEMPTS = 4
@@ -48,8 +49,20 @@ class RewardPool:
         for slot in self._slots:
             slot.thread.start()
 
-    def submit(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> "Future[list[Score]]":
-        """Starts scoring; the future returns the scores in the order of ``samples``. ``prompts`` contains each sample's prompt."""
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The digest of each file that defines a reward function."""
+        return self._slots[0].worker.files
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[str]]:
+        """The columns that each reward function, by its label, cannot do without."""
+        labels = (function.label for function in self.config.composition)
+        return dict(zip(labels, self._slots[0].worker.columns, strict=True))
+
+    def submit(self, samples: Sequence[Sample], prompts: Sequence[Prompt], state: TrainerState = NO_STATE) -> "Future[list[Score]]":
+        """Starts scoring; the future returns the scores in the order of ``samples``. ``prompts`` contains each sample's prompt. ``state``: of the run, for
+        the functions that ask for it."""
         by_id = {prompt.id: prompt for prompt in prompts}
         items = [_item(sample, by_id[sample.prompt_id]) for sample in samples]
         result: Future[list[Score]] = Future()
@@ -60,14 +73,14 @@ class RewardPool:
             return result
         gathered = _Gathered(len(parts), result, self.config)
         for i, part in enumerate(parts):
-            self._slots[i].work.put(_Work(items[part], i, gathered))
+            self._slots[i].work.put(_Work(items[part], i, gathered, state))
         if not parts:
             result.set_result([])
         return result
 
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Score]:
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt], state: TrainerState = NO_STATE) -> list[Score]:
         """Scores ``samples`` and waits; returns the scores in their order."""
-        return self.submit(samples, prompts).result()
+        return self.submit(samples, prompts, state).result()
 
     def close(self) -> None:
         """Terminates every worker and its child processes; pending scores raise ``RunError``."""
@@ -89,7 +102,7 @@ class RewardPool:
 
 def check_fault_share(scores: Sequence[Score], config: RewardsConfig) -> None:
     """Raises ``RunError`` if more than ``max_fault_share`` of ``scores`` are infrastructure faults."""
-    faults = [score for score in scores if score.value is None]
+    faults = [score for score in scores if score.state is ScoreState.INFRASTRUCTURE_FAULT]
     if len(faults) > config.max_fault_share * len(scores):
         raise RunError(
             f"{len(faults)} of {len(scores)} samples could not be judged, a share of {len(faults) / len(scores):.3f}, above "
@@ -111,7 +124,7 @@ def divide(prompt_ids: Sequence[str], parts: int) -> list[slice]:
 
 
 def _item(sample: Sample, prompt: Prompt) -> Item:
-    return Item(sample.id, prompt.text, sample.text, sample.token_ids, prompt.ground_truth, prompt.task, prompt.columns)
+    return Item(sample.id, prompt.text, sample.text, sample.token_ids, prompt.ground_truth, prompt.task, prompt.columns, prompt.messages)
 
 
 class _Gathered:
@@ -136,8 +149,8 @@ class _Gathered:
 
 
 class _Work:
-    def __init__(self, items: Sequence[Item], part: int, gathered: _Gathered) -> None:
-        self.items, self.part, self.gathered = items, part, gathered
+    def __init__(self, items: Sequence[Item], part: int, gathered: _Gathered, state: TrainerState) -> None:
+        self.items, self.part, self.gathered, self.state = items, part, gathered, state
 
 
 class _Slot:
@@ -173,7 +186,7 @@ class _Slot:
             try:
                 if closed:
                     raise PoolClosed
-                said = judge_batch(work.items, self.worker.batched, self._call, self.config)
+                said = judge_batch(work.items, self.worker.batched, self.worker.is_async, partial(self._call, work.state), self.config)
                 work.gathered.give(work.part, work.items, said)
             except PoolClosed:
                 closed = True
@@ -182,13 +195,17 @@ class _Slot:
                 logger.exception("judging failed")
                 work.gathered.fail(error)
 
-    def _call(self, judge: int, items: Sequence[Item], deadline_s: float) -> list[Judgement]:
+    def _call(self, state: TrainerState, judges: Sequence[int], items: Sequence[Item], deadline_s: float) -> list[list[Judgement] | JudgeRaised]:
         if self.worker.ended():
+            files = self.worker.files
             self.worker.kill()
             self.worker = WorkerProcess(self.config, self.log, self.closed)
             self.wait_ready()
+            if changed := [file for file, digest in self.worker.files.items() if files.get(file) != digest]:
+                self.worker.kill()
+                raise UserError(f"'{changed[0]}' was changed while the run used it: restore it, or resume the run with it")
         try:
-            return self.worker.judge(judge, items, deadline_s)
+            return self.worker.judge(judges, items, deadline_s, state)
         except (JudgeHung, JudgeDied) as failure:
             logger.warning("%s: a reward worker was lost: %s", self.log.name, str(failure) or "it hung and was ended")
             raise

@@ -1,34 +1,53 @@
 """The built-in judges, and the composition of their judgements into one score."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tandem.config.rewards import AnswerMatcherConfig, RewardFunctionConfig, RewardsConfig
 from tandem.config.task import REASONING_GYM
-from tandem.rl.rewards.answer_matcher import answer_matcher, extract_answer, match_answer
+from tandem.rl.rewards.answer_matcher import check_installed, extract_answer, match_answer
+from tandem.rl.rewards.endpoint import endpoint_judge
 from tandem.rl.rewards.format_checker import format_checker
 from tandem.rl.rewards.functions import user_judge
-from tandem.rl.rewards.judgement import Item, Judge, Judgement, checked_number, infrastructure_fault, model_fault, number
+from tandem.rl.rewards.judgement import Item, Judge, JudgeCall, Judgement, checked_number, infrastructure_fault, model_fault, number
+from tandem.rl.rewards.scorers import SCORERS, scorer_of
 from tandem.types import Score, ScoreState
+
+Judged = Callable[[Item], Judgement]
 
 
 def make_judge(function: RewardFunctionConfig, config: RewardsConfig) -> Judge:
     """Returns the judge for ``function``. Raises ``UserError`` if it cannot be made."""
+    fault_value = config.model_fault_value
+    if function.function in SCORERS:
+        score = SCORERS[function.function]
+        return _each(function, lambda item: score(item.completion, item.ground_truth, fault_value))
     if function.function == "answer_matcher":
-        return Judge(function.label, True, answer_matcher(function.answer, config.model_fault_value))
+        check_installed(function.answer)
+        return _each(function, lambda item: match_answer(item.completion, item.ground_truth, function.answer, fault_value))
     if function.function == "format_checker":
         assert function.format is not None
-        return Judge(function.label, True, format_checker(function.format))
+        return _each(function, format_checker(function.format))
     if function.function == "task":
-        answer_matcher(function.answer, config.model_fault_value)
-        fault_value = config.model_fault_value
-        return Judge(function.label, True, lambda items: [judge_by_task(item, function.answer, fault_value) for item in items])
-    return user_judge(function)
+        check_installed(function.answer)
+        return _each(function, lambda item: judge_by_task(item, function.answer, fault_value))
+    return endpoint_judge(function) if function.is_endpoint else user_judge(function)
+
+
+def _each(function: RewardFunctionConfig, judged: Judged) -> Judge:
+    def judge(items: Sequence[Item], call: JudgeCall) -> list[Judgement]:
+        return [judged(item) for item in items]
+
+    return Judge(function.label, True, judge)
 
 
 def judge_by_task(item: Item, config: AnswerMatcherConfig, fault_value: float) -> Judgement:
-    """Returns the judgement of the task's own judge: ``score_answer`` of a ``reasoning_gym`` dataset, the answer matcher for every other
-    task."""
+    """Returns the judgement of the task's own judge: ``score_answer`` of a ``reasoning_gym`` dataset, the benchmark's scorer for rows and
+    solutions of GSM8K and MATH, or else the answer matcher."""
     if not item.task.startswith(REASONING_GYM):
+        scorer = scorer_of(item.columns.get("data_source"), item.ground_truth) if config == AnswerMatcherConfig() else None
+        if scorer is not None:
+            return scorer(item.completion, item.ground_truth, fault_value)
         return match_answer(item.completion, item.ground_truth, config, fault_value)
     # The entry is generated again instead of sent: JSON would turn its tuples, which some judges compare with, into lists.
     from tandem.data.tasks.reasoning_gym_host import instance_of
@@ -43,22 +62,26 @@ def judge_by_task(item: Item, config: AnswerMatcherConfig, fault_value: float) -
 
 
 def compose(sample_id: str, judgements: Mapping[str, Judgement], config: RewardsConfig) -> Score:
-    """Returns the weighted sum of the judgements of one sample. An infrastructure fault of any judge is the sample's, since a partial sum
-    would be a different reward; a model fault of any judge sets the state."""
+    """Returns the weighted sum of the judgements of one sample that apply, as TRL sums them. An infrastructure fault of any judge is the sample's, since a
+    partial sum would be a different reward; a model fault of any judge sets the state."""
     components: dict[str, float] = {}
+    extra: dict[str, Any] = {}
     for label, judgement in judgements.items():
         if judgement.value is not None:
             components[label] = judgement.value
-            components.update({f"{label}/{name}": value for name, value in judgement.details.items()})
-    broken = [judgement for judgement in judgements.values() if judgement.value is None]
+        components.update({f"{label}/{name}": value for name, value in judgement.details.items()})
+        extra.update(judgement.extra)
+    broken = [judgement for judgement in judgements.values() if judgement.state is ScoreState.INFRASTRUCTURE_FAULT]
     if broken:
-        return Score(sample_id, ScoreState.INFRASTRUCTURE_FAULT, None, components, None, broken[0].reason)
+        return Score(sample_id, ScoreState.INFRASTRUCTURE_FAULT, None, components, None, broken[0].reason, extra)
+    applied = [function for function in config.composition if judgements[function.label].value is not None]
+    if not applied:
+        return Score(sample_id, ScoreState.NOT_APPLICABLE, None, components, None, "every reward function returned None", extra)
     faults = [judgement for judgement in judgements.values() if judgement.state is ScoreState.MODEL_FAULT]
     state = ScoreState.MODEL_FAULT if faults else ScoreState.NUMBER
-    total = sum(function.weight * components[function.label] for function in config.composition)
+    total = sum(function.weight * components[function.label] for function in applied)
     deciding = judgements[config.accuracy_function]
     correct = deciding.correct
-    if correct is None:
-        assert deciding.value is not None
+    if correct is None and deciding.value is not None:
         correct = deciding.value >= config.accuracy_threshold
-    return Score(sample_id, state, total, components, correct, faults[0].reason if faults else "")
+    return Score(sample_id, state, total, components, correct, faults[0].reason if faults else "", extra)

@@ -3,18 +3,22 @@ Imports no torch. The judges' output goes to the worker's log; their standard in
 """
 
 import argparse
+import asyncio
 import json
 import os
 import sys
 import traceback
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
 
 from tandem.config.load import build
 from tandem.config.rewards import RewardsConfig
-from tandem.rl.rewards.judgement import Judge, describe
+from tandem.rl.rewards.judgement import Item, Judge, JudgeCall, Judgement, TrainerState, describe
 from tandem.rl.rewards.messages import JudgeAnswer, JudgeRequest, Loaded, items_from_json, judgements_to_json
 from tandem.rl.rewards.rule_based import make_judge
 from tandem.runtime.process.worker import dump_stack_on_abort, serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
+from tandem.storage.digests import bytes_digest
 from tandem.types import UserError
 
 
@@ -24,9 +28,12 @@ class RewardWorker:
     def __init__(self, config: str) -> None:
         self.judges: list[Judge] = []
         self.failure: UserError | None = None
+        # One loop for all calls: a client that a function keeps belongs to the loop in which it was made.
+        self.runner = asyncio.Runner()
         try:
             rewards = build(RewardsConfig, json.loads(config))
             self.judges = [make_judge(function, rewards) for function in rewards.composition]
+            self.files = {judge.file: bytes_digest(Path(judge.file).read_bytes()) for judge in self.judges if judge.file}
         except UserError as error:
             traceback.print_exc()
             self.failure = error
@@ -35,19 +42,58 @@ class RewardWorker:
         """Returns ``Loaded``. Raises ``UserError`` if a function could not be loaded."""
         if self.failure is not None:
             raise self.failure
-        return message_meta(Loaded([judge.batched for judge in self.judges], [judge.reads_ids for judge in self.judges])), {}
+        judges = self.judges
+        loaded = Loaded(
+            [j.batched for j in judges], [j.reads_ids for j in judges], [j.is_async for j in judges], [list(j.columns) for j in judges], self.files,
+        )  # fmt: skip
+        return message_meta(loaded), {}
 
     def judge(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Returns ``JudgeAnswer``."""
         request = message_from(JudgeRequest, meta)
-        items = items_from_json(request.items)
-        try:
-            answer = JudgeAnswer(judgements_to_json(self.judges[request.judge].judge(items)))
-        except BaseException as error:  # SystemExit too: the function exits, not the worker.
-            traceback.print_exc()
-            sys.stderr.flush()
-            answer = JudgeAnswer([], describe(error))
+        items, call = items_from_json(request.items), JudgeCall(TrainerState(*request.state), request.limit_s)
+        results = judge_together([self.judges[index] for index in request.judges], items, call, self.runner)
+        answer = JudgeAnswer(
+            [[] if isinstance(result, BaseException) else judgements_to_json(result) for result in results],
+            [describe(result) if isinstance(result, BaseException) else "" for result in results],
+        )
         return message_meta(answer), {}
+
+
+def judge_together(judges: Sequence[Judge], items: Sequence[Item], call: JudgeCall, runner: asyncio.Runner) -> list[list[Judgement] | BaseException]:
+    """Returns for each judge its judgements or what it raised. Judges that have to be awaited are awaited together."""
+    results: list[list[Judgement] | BaseException] = []
+    awaited: dict[int, Awaitable[list[Judgement]]] = {}
+    for judge in judges:
+        try:
+            # Outside of the loop, so that a function may run one of its own.
+            result = judge.judge(items, call)
+        except BaseException as error:  # SystemExit too: the function exits, not the worker.
+            results.append(_printed(error))
+        else:
+            if isinstance(result, Awaitable):
+                awaited[len(results)] = result
+            results.append(result if isinstance(result, list) else [])
+    if awaited:
+        for place, outcome in zip(awaited, runner.run(_all(list(awaited.values()))), strict=True):
+            results[place] = outcome
+    return results
+
+
+async def _all(awaited: Sequence[Awaitable[list[Judgement]]]) -> list[list[Judgement] | BaseException]:
+    async def outcome(one: Awaitable[list[Judgement]]) -> list[Judgement] | BaseException:
+        try:
+            return await one
+        except BaseException as error:
+            return _printed(error)
+
+    return list(await asyncio.gather(*map(outcome, awaited)))
+
+
+def _printed(error: BaseException) -> BaseException:
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    return error
 
 
 def main() -> None:

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tandem.config.load import to_mapping
 from tandem.config.rewards import RewardsConfig
-from tandem.rl.rewards.judgement import Item, Judgement
+from tandem.rl.rewards.judgement import NO_STATE, Item, Judgement, TrainerState
 from tandem.rl.rewards.messages import JudgeAnswer, JudgeRequest, Loaded, items_to_json, judgements_from_json
 from tandem.runtime.process.processes import Threads, describe_exit
 from tandem.runtime.process.worker import Worker
@@ -52,6 +52,9 @@ class WorkerProcess:
             environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         self.batched: Sequence[bool] = ()
+        self.is_async: Sequence[bool] = ()
+        self.columns: Sequence[Sequence[str]] = ()
+        self.files: Mapping[str, str] = {}
         self._reads_ids: Sequence[bool] = ()
 
     @property
@@ -71,16 +74,19 @@ class WorkerProcess:
         except UserError:
             self.kill()
             raise
-        self.batched, self._reads_ids = loaded.batched, loaded.reads_ids
+        self.batched, self._reads_ids, self.is_async = loaded.batched, loaded.reads_ids, loaded.is_async
+        self.columns, self.files = loaded.columns, loaded.files
 
-    def judge(self, judge: int, items: Sequence[Item], deadline_s: float) -> list[Judgement]:
-        """Returns the judgements of ``items`` by the function with index ``judge``. Raises ``JudgeHung`` and ``JudgeDied`` (the process has
-        ended then), ``JudgeRaised`` and ``PoolClosed``."""
-        request = JudgeRequest(judge, items_to_json(items, self._reads_ids[judge]))
+    def judge(
+        self, judges: Sequence[int], items: Sequence[Item], deadline_s: float, state: TrainerState = NO_STATE
+    ) -> list[list[Judgement] | JudgeRaised]:
+        """Returns, for each of the functions with the indices ``judges``, its judgements of ``items`` or what it raised. Raises ``JudgeHung`` and
+        ``JudgeDied`` (the process has ended then), and ``PoolClosed``."""
+        sent = items_to_json(items, any(self._reads_ids[judge] for judge in judges))
+        request = JudgeRequest(list(judges), sent, list(state), deadline_s)
         answer = message_from(JudgeAnswer, self._call("judge", message_meta(request), deadline_s))
-        if answer.error:
-            raise JudgeRaised(answer.error)
-        return judgements_from_json(answer.judgements)
+        pairs = zip(answer.judgements, answer.errors, strict=True)
+        return [JudgeRaised(error) if error else judgements_from_json(judgements) for judgements, error in pairs]
 
     def ended(self) -> bool:
         """Whether the process has ended."""

@@ -10,13 +10,18 @@ from typing import Any, Self
 
 class SignalRequests:
     """A context manager in which SIGUSR1 sets ``save``, and SIGTERM and Ctrl-C (SIGINT) set ``stop``; the job reads them between two steps. A
-    second SIGTERM or SIGINT raises ``KeyboardInterrupt`` at once. ``say`` receives a message at the first. Outside the main thread, where
-    no handler can be set, both stay false."""
+    second SIGTERM or SIGINT raises ``KeyboardInterrupt`` at once. ``say`` receives a message at the first. ``is_stop_wanted``: another
+    reason to stop. Outside the main thread, where no handler can be set, there is no other."""
 
-    def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        self.save = self.stop = False
-        self._say = say
+    def __init__(self, say: Callable[[str], None] | None = None, is_stop_wanted: Callable[[], bool] = lambda: False) -> None:
+        self.save = self._is_signalled = False
+        self._say, self._is_stop_wanted = say, is_stop_wanted
         self._before: dict[int, Any] = {}
+
+    @property
+    def stop(self) -> bool:
+        """Whether to save and stop."""
+        return self._is_signalled or self._is_stop_wanted()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -32,9 +37,9 @@ class SignalRequests:
         self.save = True
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stop:
+        if self._is_signalled:
             raise KeyboardInterrupt
-        self.stop = True
+        self._is_signalled = True
         if self._say is not None:
             # The signal may interrupt a print, which cannot be entered a second time; then the message is left out.
             with contextlib.suppress(RuntimeError):

@@ -245,5 +245,5 @@ def _sampling_params(request: EngineRequest) -> SamplingParams:
     if given.get("logit_bias") is not None:
         # JSON has no numbers as names.
         given["logit_bias"] = dict(given["logit_bias"])
-    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**given, output_kind=kind)
+    streamed = RequestOutputKind[given.pop("output_kind", "DELTA")]
+    return SamplingParams(**given, output_kind=streamed if request.stream else RequestOutputKind.FINAL_ONLY)

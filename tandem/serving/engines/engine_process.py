@@ -82,6 +82,7 @@ def _info(llm: LLM) -> EngineInfo:
         enable_prefix_caching=settings.enable_prefix_caching,
         num_parameters=parameter_count(shapes),
         dtype=str(llm.engine.dtype).removeprefix("torch."),
+        tokenizer_folder=None if llm.engine.tokenizer is None else str(llm.tokenizer_folder.resolve()),
     )
 
 

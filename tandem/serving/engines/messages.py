@@ -17,9 +17,9 @@ from tandem.types import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt for an engine. ``params``: keyword arguments of ``SamplingParams``, checked by the engine, with
-    ``structured_outputs`` as those of ``StructuredOutputsParams``. ``adapter``: name, id and folder of its LoRA adapter. The
-    rest as in ``Engine.add_request``."""
+    """One prompt for an engine. ``params``: keyword arguments of ``SamplingParams``, checked by the engine, with ``structured_outputs`` as those of
+    ``StructuredOutputsParams``. ``output_kind`` among them is a name, and counts with ``stream`` alone (by default ``DELTA``). ``adapter``: name, id
+    and folder of its LoRA adapter. The rest as in ``Engine.add_request``."""
 
     id: str
     prompt_token_ids: list[int]
@@ -42,7 +42,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is. ``num_parameters`` counts numbers, not bytes."""
+    """What an engine is. ``num_parameters`` counts numbers, not bytes. ``tokenizer_folder``: of its tokenizer, ``None`` if it has none."""
 
     pid: int
     max_model_len: int
@@ -52,6 +52,7 @@ class EngineInfo:
     enable_prefix_caching: bool
     num_parameters: int
     dtype: str
+    tokenizer_folder: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.errors import ApiError, invalid
+from tandem.serving.log_lines import USAGE, Usage
 from tandem.serving.logprobs import by_token_id, prompt_logprobs
 from tandem.serving.prompts import sampling_params
 from tandem.serving.protocol import DetokenizeRequest, GenerateRequest, GenerateSampling, TokenizeRequest
@@ -37,22 +38,27 @@ async def generate(state: ServerState, body: GenerateRequest, request: Request) 
     if key is None:
         key = 0 if sampling.seed is not None else state.pool.next_key()
     name = body.request_id or uuid.uuid4().hex
+    params = sampling_params(sampling, max_tokens=sampling.max_tokens, logprobs=sampling.logprobs, defaults=state.sampling_defaults)
+    usage = request.scope.get(USAGE, Usage())
+    usage.prompt = len(tokens)
     asked = EngineRequest(
-        id=f"{name}-0", prompt_token_ids=tokens, params=sampling_params(sampling, max_tokens=sampling.max_tokens, logprobs=sampling.logprobs),
+        id=f"{name}-0", prompt_token_ids=tokens, params=params,
         stream=bool(body.stream), key=key, first_index=body.first_index or 0, priority=body.priority or 0, cache_salt=body.cache_salt or "",
         num_draft_tokens=body.num_draft_tokens, adapter=adapter_meta(adapter),
     )  # fmt: skip
     if body.stream:
-        return await begin(request, _events(state, asked, name))
+        return await begin(request, _events(state, asked, name, usage))
     (output,) = await while_connected(request, answers(state.pool, [asked]))
+    usage.completion = sum(len(completion.token_ids) for completion in output.outputs)
     return JSONResponse(_body(name, output) | {"prompt_token_ids": tokens})
 
 
-async def _events(state: ServerState, asked: EngineRequest, name: str) -> AsyncGenerator[bytes, None]:
+async def _events(state: ServerState, asked: EngineRequest, name: str, usage: Usage) -> AsyncGenerator[bytes, None]:
     is_first = True
     with submitted(state.pool, [asked]) as (streams, queue):
         try:
             async for _, output in each(queue, len(streams)):
+                usage.completion += sum(len(completion.token_ids) for completion in output.outputs)
                 yield sse(_body(name, output))
                 is_first = False
         except ApiError as error:

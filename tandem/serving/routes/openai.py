@@ -13,30 +13,13 @@ from tandem.engine.lora.request import LoRARequest
 from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.errors import ApiError, invalid
+from tandem.serving.log_lines import USAGE, Usage
 from tandem.serving.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from tandem.serving.prompts import response_format, sampling_params
 from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, OpenAIFields, StreamOptions
 from tandem.serving.routes.adapters import adapter_meta
 from tandem.serving.sessions import DONE, answers, begin, each, sse, submitted, while_connected
 from tandem.serving.state import ServerState
-
-
-@dataclass
-class Usage:
-    """Tokens of a request. ``cached``: prompt tokens that the prefix cache held."""
-
-    prompt: int = 0
-    completion: int = 0
-    cached: int = 0
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
 
 
 @dataclass
@@ -93,7 +76,8 @@ async def completions(state: ServerState, body: CompletionRequest, request: Requ
         scores = body.logprobs or 0
     if body.max_tokens == 0 and not echo and scores is None:
         raise invalid("'max_tokens' is 0; ask for at least 1 token, or for the prompt's own with 'echo'", "max_tokens")
-    params = sampling_params(body, max_tokens=body.max_tokens, logprobs=body.logprobs) | ({} if scores is None else {"prompt_logprobs": scores})
+    params = sampling_params(body, max_tokens=body.max_tokens, logprobs=body.logprobs, defaults=state.sampling_defaults)
+    params |= {} if scores is None else {"prompt_logprobs": scores}
     texts = [state.tokenizer.decode(_known(state, tokens), skip_special_tokens=False) for tokens in prompts] if echo else []
 
     def write(job: Job, number: int, c: CompletionOutput, output: RequestOutput, is_first: bool, is_delta: bool) -> dict[str, Any]:
@@ -105,7 +89,7 @@ async def completions(state: ServerState, body: CompletionRequest, request: Requ
             entries = [*(output.prompt_logprobs or []), *entries]
         choice: dict[str, Any] = {"text": text}
         if body.logprobs is not None:
-            writer = job.logprobs.setdefault((number, c.index), CompletionLogprobs(body.logprobs))
+            writer = job.logprobs.setdefault((number, c.index), CompletionLogprobs(body.logprobs, state.tokenizer))
             choice["logprobs"] = writer.take(tokens, entries)
         if body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
@@ -127,7 +111,7 @@ async def chat_completions(state: ServerState, body: ChatCompletionRequest, requ
         raise invalid("'top_logprobs' is given without 'logprobs'; set 'logprobs' to true", "top_logprobs")
     count = (body.top_logprobs or 0) if body.logprobs else None
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = sampling_params(body, max_tokens=longest, logprobs=count, structured_outputs=response_format(body))
+    params = sampling_params(body, max_tokens=longest, logprobs=count, structured_outputs=response_format(body), defaults=state.sampling_defaults)
     # A chat continues to the end of its context, where the offline default is 16 tokens.
     params.setdefault("max_tokens", None)
     generation = body.add_generation_prompt is not False
@@ -181,6 +165,7 @@ def _requests(
 
 
 async def _answer(state: ServerState, job: Job, request: Request, stream: bool) -> Response:
+    job.usage = request.scope.get(USAGE, job.usage)
     if stream:
         return await begin(request, _events(state, job))
     outputs = await while_connected(request, answers(state.pool, job.requests))

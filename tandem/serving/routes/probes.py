@@ -23,9 +23,10 @@ def router(state: ServerState) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> Response:
-        """200 while an engine answers or is loaded for the first time; 503 while every one is dead or hung."""
-        is_well = not state.is_started or state.pool.has_engine
-        return JSONResponse({"status": "healthy" if is_well else "no engine answers"}, 200 if is_well else 503)
+        """200 while an engine answers; 503 while the model is loaded for the first time, as clients of vLLM wait for it, and while every engine is dead
+        or hung."""
+        why = "" if state.is_started and state.pool.has_engine else "no engine answers" if state.is_started else "loading"
+        return JSONResponse({"status": why or "healthy"}, 503 if why else 200)
 
     @routes.get("/readiness")
     async def readiness() -> Response:

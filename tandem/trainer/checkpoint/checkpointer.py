@@ -12,13 +12,11 @@ from time import perf_counter
 from typing import Any
 
 from tandem.layout.shard_offsets import ShardOffsets
-from tandem.model.huggingface.safetensors_file import DTYPE_NAMES
 from tandem.runtime.collectives.agreement import gather_values
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.deadline import LOOK_S, Deadline
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.trainer.checkpoint.find import prune
-from tandem.trainer.checkpoint.format.rank_file import DTYPES
 from tandem.trainer.checkpoint.format.shard import Key, Piece, Shard, divide, piece_of
 from tandem.trainer.checkpoint.staging import Staging
 from tandem.trainer.checkpoint.write import Committed, Work, write_checkpoint
@@ -120,10 +118,10 @@ class Checkpointer:
         is_new = held != self._held or self._staging is None
         if not any(gather_values(self.ranks, is_new, "whether the checkpoint's parts changed")):
             return
-        told = [[*piece.key, piece.whole, *piece.offsets, DTYPE_NAMES[piece.dtype]] for piece in held]
+        told = [[*piece.key, piece.whole, *piece.offsets, piece.dtype] for piece in held]
         everyone = [
             [
-                Piece(Key(state, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), DTYPES[dtype])
+                Piece(Key(state, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), dtype)
                 for state, name, whole, start, stop, dtype in pieces
             ]
             for pieces in gather_values(self.ranks, told, "checkpoint parts of every rank")

@@ -48,7 +48,7 @@ class Contents:
         piece = self.stored[key][0].placed.piece if key in self.stored else None
         if piece is None:
             raise KeyError(str(key))
-        return piece.whole, piece.dtype
+        return piece.whole, getattr(torch, piece.dtype)
 
     def tensor(self, key: Key) -> Tensor:
         """Returns a whole tensor. Raises ``KeyError``, ``UserError`` if parts of it are missing, ``Damaged``."""
@@ -141,14 +141,14 @@ def _copy(file: _ChunkedFile, placed: Placed, common: ShardOffsets, shard: Shard
     piece = placed.piece
     inside, target = common.within(piece.offsets), shard.tensor[common.within(shard.offsets).slices]
     if not piece.whole:
-        target.copy_(_tensor(file.read(placed.offset, placed.offset + piece.nbytes), piece.dtype))
+        target.copy_(_tensor(file.read(placed.offset, placed.offset + piece.nbytes), getattr(torch, piece.dtype)))
         return
     row = piece.nbytes // piece.offsets.shape[0]
     rows = max(1, BLOCK_BYTES // row)
     (first, *_), (last, *_) = inside
     for begin in range(first, last, rows):
         end = min(begin + rows, last)
-        data = _tensor(file.read(placed.offset + begin * row, placed.offset + end * row), piece.dtype)
+        data = _tensor(file.read(placed.offset + begin * row, placed.offset + end * row), getattr(torch, piece.dtype))
         block = data.view(end - begin, *piece.offsets.shape[1:])[(slice(None), *inside.slices[1:])]
         target[begin - first : end - first].copy_(block)
 

@@ -113,9 +113,9 @@ class ReplicaCheckpoints:
             self._writer.wait()
         self._writer.close()
 
-    def export(self, folder: Path) -> None:
-        """Writes the model as a Hugging Face folder, unless it exists. A model that no rank holds whole is read from the newest checkpoint,
-        which must be of the current step."""
+    def export(self, folder: Path, dtype: torch.dtype) -> None:
+        """Writes the model as a Hugging Face folder with weights of ``dtype``, unless it exists. A model that no rank holds whole is read from the
+        newest checkpoint, which must be of the current step."""
         replica = self._replica
         if not replica.ranks.is_first or folder.exists():
             return
@@ -125,7 +125,7 @@ class ReplicaCheckpoints:
             tensors = self._paged_weights()
         elif is_sharded or replica.shards_weights:
             tensors = self.whole_weights()
-        save_model(replica.model, folder, self._start, tensors=tensors)
+        save_model(replica.model, folder, self._start, tensors=tensors, like=self._start, dtype=dtype)
 
     def whole_weights(self, into: Path | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor of the newest checkpoint by its Hugging Face name, on this rank alone; in memory, or in unnamed files in

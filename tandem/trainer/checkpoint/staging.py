@@ -36,7 +36,7 @@ class Staging:
         self._view[: len(header)] = header
         self._tensors: dict[object, Tensor] = {}
         for piece, offset in self.layout.placed:
-            part = self._bytes[offset : offset + piece.nbytes].view(piece.dtype).view(piece.offsets.shape)
+            part = self._bytes[offset : offset + piece.nbytes].view(getattr(torch, piece.dtype)).view(piece.offsets.shape)
             self._tensors[(piece.key, piece.offsets)] = part
 
     def _mapped(self, size: int, folder: Path | None) -> mmap.mmap:

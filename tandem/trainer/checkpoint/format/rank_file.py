@@ -1,4 +1,4 @@
-"""A rank's file: its shards in the safetensors format, and an index of their offsets and of every chunk's digest."""
+"""A rank's file: its shards in the safetensors format, and an index of their offsets and of every chunk's digest. Imports no torch."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tandem.layout.shard_offsets import ShardOffsets
-from tandem.model.huggingface.safetensors_file import DTYPE_NAMES
 from tandem.storage.digests import chunk_digest
 from tandem.storage.direct import read_from_disk, write_new
 from tandem.trainer.checkpoint.format.shard import Key, Piece
+from tandem.types.dtypes import DTYPE_BYTES, SAFETENSORS_NAMES
 
 ALIGNMENT = 64
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 class Placed(NamedTuple):
@@ -41,7 +41,7 @@ class RankIndex:
 
     def to_json(self) -> bytes:
         pieces = [
-            [*placed.piece.key, DTYPE_NAMES[placed.piece.dtype], placed.piece.whole, *placed.piece.offsets, placed.offset] for placed in self.placed
+            [*placed.piece.key, SAFETENSORS_NAMES[placed.piece.dtype], placed.piece.whole, *placed.piece.offsets, placed.offset] for placed in self.placed
         ]
         content = {
             "rank": self.rank, "file": self.file, "size": self.size, "chunk_bytes": self.chunk_bytes, "algorithm": self.algorithm,
@@ -55,7 +55,7 @@ def read_index(data: bytes) -> RankIndex:
     try:
         content = json.loads(data)
         placed = [
-            Placed(Piece(Key(state, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), DTYPES[dtype]), int(offset))
+            Placed(Piece(Key(state, name), tuple(whole), ShardOffsets(tuple(start), tuple(stop)), _DTYPES[dtype]), int(offset))
             for state, name, dtype, whole, start, stop, offset in content["pieces"]
         ]
         return RankIndex(
@@ -76,14 +76,14 @@ class Layout(NamedTuple):
 
 def lay_out(pieces: Sequence[Piece]) -> Layout:
     """Lays out a file of ``pieces``. The widest dtypes come first, so that every tensor is aligned to its own."""
-    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.key, piece.offsets))
+    ordered = sorted(pieces, key=lambda piece: (-DTYPE_BYTES[piece.dtype], piece.key, piece.offsets))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     offsets = []
     for piece in ordered:
         where = ",".join(f"{a}:{b}" for a, b in zip(*piece.offsets, strict=True))
         header[f"{piece.key}[{where}]"] = {
-            "dtype": DTYPE_NAMES[piece.dtype], "shape": piece.offsets.shape, "data_offsets": [offset, offset + piece.nbytes],
+            "dtype": SAFETENSORS_NAMES[piece.dtype], "shape": piece.offsets.shape, "data_offsets": [offset, offset + piece.nbytes],
         }  # fmt: skip
         offsets.append(offset)
         offset += piece.nbytes

@@ -1,12 +1,13 @@
-"""The parts of a training state that a rank holds, and the assignment of parts to the ranks that write them."""
+"""The parts of a training state that a rank holds, and the assignment of parts to the ranks that write them. Imports no torch."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.layout.shard_offsets import ShardOffsets, offsets_of_range
+from tandem.types.dtypes import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Key(NamedTuple):
@@ -27,27 +28,27 @@ class Shard(NamedTuple):
     key: Key
     whole: tuple[int, ...]
     offsets: ShardOffsets
-    tensor: Tensor
+    tensor: "Tensor"
 
 
 class Piece(NamedTuple):
-    """A shard without its values: the metadata that other ranks need."""
+    """A shard without its values: the metadata that other ranks need. ``dtype``: its name, such as ``float32``."""
 
     key: Key
     whole: tuple[int, ...]
     offsets: ShardOffsets
-    dtype: torch.dtype
+    dtype: str
 
     @property
     def nbytes(self) -> int:
-        return self.offsets.numel * self.dtype.itemsize
+        return self.offsets.numel * DTYPE_BYTES[self.dtype]
 
 
 def piece_of(shard: Shard) -> Piece:
-    return Piece(shard.key, shard.whole, shard.offsets, shard.tensor.dtype)
+    return Piece(shard.key, shard.whole, shard.offsets, str(shard.tensor.dtype).removeprefix("torch."))
 
 
-def flat_shards(key: Key, whole: tuple[int, ...], offsets: ShardOffsets, first: int, values: Tensor) -> list[Shard]:
+def flat_shards(key: Key, whole: tuple[int, ...], offsets: ShardOffsets, first: int, values: "Tensor") -> list[Shard]:
     """Returns the shards of a run of memory. ``values[n]``: the elements from ``first`` on of the row-major memory of the part ``offsets``."""
     shards, taken = [], 0
     for run in offsets_of_range(offsets.shape, first, first + values.numel()):

@@ -1,0 +1,92 @@
+"""Flags of ``vllm serve`` that Tandem does not have, and what to use instead."""
+
+import dataclasses
+import re
+from collections.abc import Container, Sequence
+
+from tandem.config.engine import EngineArgs
+from tandem.config.vllm_names import ENGINE
+from tandem.types import UserError
+
+_LEAVE = "leave it out"
+_GRAPHS = "CUDA graphs are on, and --enforce-eager turns them off"
+_TLS = "put a proxy that ends TLS before the server"
+_TOOLS = "tool calls are not parsed: read them from the text of the answer"
+_LOGS = "prompts are never logged, and --disable-uvicorn-access-log turns the line of each request off"
+INSTEAD = {
+    "--model": "give the model as the first argument, without a flag",
+    "-pp": "use --tensor-parallel-size",
+    "--data-parallel-size": "use --instances",
+    "-dp": "use --instances",
+    "--data-parallel-size-local": "use --instances",
+    "--api-server-count": "one process serves HTTP for all --instances",
+    "--nnodes": f"an engine runs on one machine; {_LEAVE}",
+    "--headless": f"an engine runs on one machine; {_LEAVE}",
+    "--tokenizer-revision": "write --tokenizer OWNER/NAME@REVISION",
+    "--code-revision": f"no code of a model is run; {_LEAVE}",
+    "--load-format": f"weights are read from safetensors; {_LEAVE}",
+    "--prefix-caching-hash-algo": f"blocks are found by BLAKE2b; {_LEAVE}",
+    "--max-num-partial-prefills": f"prompts share the token budget of a step; {_LEAVE}",
+    "--max-long-partial-prefills": f"prompts share the token budget of a step; {_LEAVE}",
+    "--long-prefill-token-threshold": "lower --max-num-batched-tokens",
+    "--num-scheduler-steps": f"steps are launched ahead with --async-scheduling; {_LEAVE}",
+    "-O": _GRAPHS,
+    "--cudagraph-capture-sizes": _GRAPHS,
+    "--cuda-graph-sizes": _GRAPHS,
+    "--attention-backend": "use --attention",
+    "--num-speculative-tokens": """use --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'""",
+    "--speculative-model": """use --speculative-config '{"method": "draft", "model": "MODEL"}'""",
+    "--reasoning-parser": "reasoning is part of the answer's text: split it at the model's own mark",
+    "--enable-reasoning": "reasoning is part of the answer's text: split it at the model's own mark",
+    "--enable-auto-tool-choice": _TOOLS,
+    "--tool-call-parser": _TOOLS,
+    "--tool-parser-plugin": _TOOLS,
+    "--chat-template-content-format": f"the parts of a message are joined to a text; {_LEAVE}",
+    "--default-chat-template-kwargs": "send 'chat_template_kwargs' with each request",
+    "--trust-request-chat-template": "use --chat-template",
+    "--response-role": f"an answer has the role 'assistant'; {_LEAVE}",
+    "--return-tokens-as-token-ids": "send 'return_token_ids' with a request",
+    "--max-logprobs": f"a request may ask for 20; {_LEAVE}",
+    "--logprobs-mode": f"'logprobs' are of temperature 1, before any filter, and /generate returns those of the draw too; {_LEAVE}",
+    "--max-cpu-loras": "use --max-loras",
+    "--fully-sharded-loras": _LEAVE,
+    "--lora-dtype": f"an adapter has the model's dtype; {_LEAVE}",
+    "--enable-sleep-mode": f"POST /sleep works with --control-key; {_LEAVE}",
+    "--enable-log-requests": _LOGS,
+    "--disable-log-requests": _LOGS,
+    "--max-log-len": _LOGS,
+    "--uvicorn-log-level": "use --disable-uvicorn-access-log and --disable-log-stats",
+    "--ssl-keyfile": _TLS,
+    "--ssl-certfile": _TLS,
+    "--ssl-ca-certs": _TLS,
+    "--root-path": "let the proxy remove the prefix of the path",
+    "--middleware": "put a proxy before the server",
+    "--uds": "use --host and --port",
+    "--otlp-traces-endpoint": "Prometheus reads /metrics",
+    "--enable-request-id-headers": "the field 'request_id' of a request is part of the answer's 'id'",
+    "--enable-prompt-tokens-details": f"'usage' always has 'prompt_tokens_details'; {_LEAVE}",
+}
+"""For each flag of vLLM's server that Tandem does not have, what to use. Those of its engine are in ``vllm_names.ENGINE``."""
+
+
+def check_flags(words: Sequence[str], known: Container[str]) -> None:
+    """Raises ``UserError`` for a flag of vLLM that is not among the ``known`` ones of the command, with what to use instead."""
+    for word in words:
+        name = word.partition("=")[0]
+        option = name.removeprefix("--").replace("-", "_")
+        instead = INSTEAD.get(name, as_flags(ENGINE[option]) if name.startswith("--") and option in ENGINE else "")
+        if instead and name not in known:
+            raise UserError(f"'{name}' is a flag of vLLM that Tandem does not have: {instead}")
+
+
+def as_flags(text: str) -> str:
+    """Returns ``text`` with options of ``EngineArgs``, such as ``enforce_eager=True`` or ``max_num_seqs``, as flags."""
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        if name not in fields or ("_" not in name and value is None):
+            return match[0]
+        return f"--{name.replace('_', '-')}" + ("" if value in (None, "True") else f" {value[1:-1]}")
+
+    return re.sub(r"\b(?P<name>[a-z]\w*)(?:=(?P<value>True|'[^']*'))?", flag, text)

@@ -1,0 +1,77 @@
+"""How a task's instance becomes the text that the model reads: the prompt template, or the tokenizer's chat template."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tandem.config.task import TaskConfig
+from tandem.config.unread import refuse_unread
+from tandem.data.tasks import TaskItem
+from tandem.text.chat import ChatTemplate
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError
+
+Encode = Callable[[str], Sequence[int]]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ChatFormat(NamedTuple):
+    """``render``: messages and tools to the text of the tokenizer's chat template, up to where the answer begins. ``encode``: that text to token ids,
+    without the special tokens that the template writes itself."""
+
+    render: Callable[[Messages, Sequence[Mapping[str, Any]]], str]
+    encode: Encode
+
+
+class PromptFormat:
+    """The format of a task's prompts. ``encode``: of a text that ``render`` returns. Raises ``UserError`` where keys of the task do not fit prompts that
+    are messages (``has_messages``), or texts."""
+
+    def __init__(self, config: TaskConfig, encode: Encode, chat_format: ChatFormat | None, has_messages: bool) -> None:
+        self.is_chat = has_messages if config.chat is None else config.chat
+        if self.is_chat and chat_format is None:
+            raise UserError("'task.chat' is true, but the tokenizer has no chat template; set it to false or use a chat model")
+        if has_messages and not self.is_chat:
+            raise UserError("'task.chat' is false and the prompts are messages, which only the chat template formats; leave task.chat out")
+        if has_messages:
+            refuse_unread("task", config, "the prompts are messages, which the chat template formats", "prompt_template")
+        if config.system_prompt and not self.is_chat:
+            raise UserError("'task.system_prompt' is given and the prompts are texts; set task.chat to true or put it in task.prompt_template")
+        self._config, self._chat_format = config, chat_format
+        self.encode = chat_format.encode if self.is_chat and chat_format is not None else encode
+
+    def render(self, item: TaskItem) -> str:
+        """Returns the text that the model reads. Raises ``UserError`` with the item's place where the chat template refuses it."""
+        # Not str.format, because a prompt or template may contain braces.
+        filled = self._config.prompt_template.replace("{prompt}", item.text)
+        if not self.is_chat:
+            return filled
+        assert self._chat_format is not None
+        messages: list[Mapping[str, Any]] = list(item.messages) or [{"role": "user", "content": filled}]
+        if self._config.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._config.system_prompt})
+        try:
+            return self._chat_format.render(messages, item.tools)
+        except UserError as error:
+            raise UserError(f"{item.where}: {error}") from None
+
+
+def text_encode(tokenizer: Tokenizer) -> Encode:
+    """Returns the encoder of texts, with the special tokens that the model expects first."""
+    return lambda text: tokenizer.encode(text, add_special_tokens=True)
+
+
+def chat_format_of(folder: Path, tokenizer: Tokenizer) -> ChatFormat:
+    """Returns the format of chat prompts of the tokenizer in ``folder``. Its template is read with the first prompt, which raises ``UserError`` without
+    one; the template adds its own special tokens."""
+
+    @cache
+    def template(with_tools: bool) -> ChatTemplate:
+        # The current date would make the prompts differ from one day to the next.
+        return ChatTemplate.from_folder(folder, with_tools, knows_today=False)
+
+    return ChatFormat(
+        lambda messages, tools: template(bool(tools)).render(messages, tools=tools or None),
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )

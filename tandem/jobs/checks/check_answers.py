@@ -1,0 +1,59 @@
+"""Checks before reinforcement learning starts that the prompts have the ground truth and the columns that the reward functions need."""
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from tandem.config.rewards import SCORED_AS_PUBLISHED, RewardsConfig
+from tandem.data.prompts import PromptSource
+from tandem.data.split import Split
+from tandem.data.tasks import TaskItem
+from tandem.types import UserError
+
+COMPARING = ("task", "answer_matcher", *SCORED_AS_PUBLISHED)
+"""Built-in functions that compare with the ground truth."""
+
+
+def check_answers(source: PromptSource, rewards: RewardsConfig) -> None:
+    """Raises ``UserError`` with file and line for the first row of a finite task whose ground truth is missing, or is not a text, a number or a list of
+    them, where a built-in reward function needs it."""
+    comparing = next((function for function in rewards.composition if function.function in COMPARING), None)
+    if comparing is None:
+        return
+    for item in _items(source):
+        truths = item.ground_truth if isinstance(item.ground_truth, list) and comparing.function in ("task", "answer_matcher") else [item.ground_truth]
+        if item.ground_truth is None:
+            columns = ", ".join(map(repr, item.columns)) or "no other keys"
+            raise UserError(
+                f"{item.where}: there is no answer for reward function '{comparing.label}' (besides the prompt the row has {columns}); set task.answer_key "
+                "to the key of the answer, or name a function of your own in rewards.functions"
+            )
+        if not truths or any(isinstance(truth, bool) or not isinstance(truth, str | int | float) for truth in truths):
+            raise UserError(
+                f"{item.where}: the answer is {str(item.ground_truth)[:60]!r}, and reward function '{comparing.label}' compares with a text, a number or a "
+                "list of them; name another key in task.answer_key, for example a.b for the key b inside a"
+            )
+
+
+def check_columns(columns: Collection[str], needed: Mapping[str, Sequence[str]]) -> None:
+    """Raises ``UserError`` for a reward function that cannot do without a column that is not among ``columns``, those of the prompts. ``needed``: by the
+    function's name."""
+    for label, names in needed.items():
+        missing = next((name for name in names if name not in columns), None)
+        if missing is not None:
+            near = difflib.get_close_matches(missing, columns, n=1, cutoff=0.6)
+            hint = f"did you mean '{near[0]}'?" if near else f"they have {', '.join(map(repr, columns)) or 'no columns'}"
+            raise UserError(
+                f"reward function '{label}' has the parameter '{missing}', which is neither a column of the prompts nor given in 'arguments' ({hint}); "
+                "rename it, or give it a default"
+            )
+
+
+def _items(source: PromptSource) -> Iterator[TaskItem]:
+    task = source.task
+    if task.size is None:
+        return
+    for index in range(task.size):
+        yield task.train_prompt(index)
+    splits: tuple[Split, ...] = ("held_out", "final")
+    for split in splits:
+        yield from task.eval_prompts(split, task.size, source.seed)

@@ -1,0 +1,28 @@
+"""The measured speed of this machine. A process of its own measures, because the controller imports no torch."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Collection
+
+from tandem.config.machine import MachineConfig
+from tandem.estimate.time import Product, Speed
+from tandem.pod.start import threads_of
+from tandem.types import UserError
+
+LIMIT_S = 120.0
+
+
+def measure(products: Collection[Product], dtype: str, device: str, machine: MachineConfig) -> Speed:
+    """Returns the speed of ``products`` in torch's ``dtype`` on ``device``, with the kernels and threads that a run on ``machine`` uses. The kernels are
+    compiled if they are not. Raises ``UserError`` where it cannot be measured."""
+    asked = {"products": list(products), "dtype": dtype, "device": device, "threads": threads_of(machine), "kernels": machine.kernels}
+    command = [sys.executable, "-m", "tandem.kernels.measure"]
+    try:
+        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        raise UserError(f"matrix products of the model took more than {LIMIT_S:.0f} s") from None
+    except (IndexError, ValueError):
+        raise UserError((done.stderr.strip().splitlines() or ["the process that measures was killed"])[-1]) from None
+    return Speed(dict(zip(products, answer["seconds"], strict=True)), answer["bytes_per_s"])

@@ -1,0 +1,172 @@
+"""Which curves a page has: of one run, or of several with the same curve of each in one chart."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tandem.report.run_facts import RunFacts
+from tandem.report.series import Chart, Series, column, finite, has_values
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The definition of a chart: ``keys`` of metrics with the name of each. ``rare``: shown only where a value is not 0."""
+
+    title: str
+    keys: tuple[tuple[str, str], ...]
+    unit: str = ""
+    floor: float | None = None
+    ceiling: float | None = None
+    rare: bool = False
+
+
+def _curve(title: str, key: str, unit: str = "", floor: float | None = None, ceiling: float | None = None, rare: bool = False) -> Curve:
+    return Curve(title, ((key, title),), unit, floor, ceiling, rare)
+
+
+REWARD_STATISTICS = ("reward/mean", "reward/std", "reward/frac_zero_std", "reward/fault_share")
+REINFORCEMENT: Mapping[str, tuple[Curve, ...]] = {
+    "Accuracy and reward": (
+        Curve("Reward", (("reward/mean", "mean"), ("reward/std", "standard deviation"))),
+        _curve("Groups without spread", "reward/frac_zero_std", "share of prompts", 0, 1),
+        _curve("Samples without a score", "reward/fault_share", "share", 0, rare=True),
+    ),
+    "Policy": (
+        Curve("KL divergence", (("kl", "from the reference model"), ("actor/ppo_kl", "from the policy before the update")), "nats", rare=True),
+        _curve("Entropy", "actor/entropy", "nats"),
+        _curve("Policy loss", "actor/pg_loss"),
+        _curve("Clipped tokens", "actor/pg_clipfrac", "share", 0, rare=True),
+        _curve("Importance weight", "actor/importance_weight"),
+        _curve("Gradient norm", "actor/grad_norm", "", 0),
+        _curve("Learning rate", "actor/lr", "", 0),
+    ),
+    "Responses": (
+        Curve("Response length", (("response_length/mean", "mean"), ("response_length/max", "longest")), "tokens", 0),
+        _curve("Truncated responses", "response_length/clip_ratio", "share", 0),
+    ),
+}
+DATA: Mapping[str, tuple[Curve, ...]] = {
+    "Optimization": (
+        _curve("Gradient norm", "actor/grad_norm", "", 0),
+        _curve("Learning rate", "actor/lr", "", 0),
+        _curve("Entropy", "train/entropy", "nats"),
+        _curve("Load balance of the router", "router/max_overload", rare=True),
+    ),
+}
+EVERY_JOB: Mapping[str, tuple[Curve, ...]] = {
+    "Speed": (
+        Curve("Throughput", (("perf/tokens_per_s", "step"), ("perf/rollout_tokens_per_s", "rollout")), "tokens per second", 0),
+        _curve("Step time", "timing_s/step", "seconds", 0),
+        _curve("Model operations", "perf/model_tflops", "10¹² per second", 0),
+        _curve("Model FLOPs utilization", "perf/mfu", "share", 0),
+        _curve("Waiting for data", "timing_s/data_wait", "seconds", 0, rare=True),
+        _curve("Waiting for other ranks", "comm/wait_s", "seconds", 0, rare=True),
+        _curve("Skipped steps", "train/skipped_steps", "", 0, rare=True),
+        _curve("Loss scale", "train/loss_scale", "", 0),
+    ),
+}
+_ELSEWHERE = (
+    "step", "weight_version", "accuracy", "evaluation/accuracy", "train/loss", "perf/time_per_step", "rollout/staleness", "mismatch_kl",
+    "mismatch_max_abs", "train/backed_off_steps", "train/tokens", "train/examples", "train/step_tokens", "train/learned_tokens",
+)  # fmt: skip
+"""Metrics that other parts of the page show, or that a curve says nothing of."""
+_ELSEWHERE_PREFIXES = ("timing_s/", "memory/", "comm/", "reward/")
+
+
+def sections(runs: Sequence[RunFacts]) -> dict[str, list[Chart]]:
+    """Returns the charts of ``runs`` by their section; those without any value are left out."""
+    is_data = all(run.is_data for run in runs)
+    curves = {**(DATA if is_data else REINFORCEMENT), **EVERY_JOB}
+    found: dict[str, list[Chart]] = {}
+    first = "Loss" if is_data else "Accuracy and reward"
+    found[first] = [chart for chart in ((_loss(runs),) if is_data else (_accuracy(runs),)) if chart.series]
+    for section, defined in curves.items():
+        found.setdefault(section, []).extend(chart for chart in (_chart(runs, curve) for curve in defined) if chart.series)
+    if not is_data:
+        # After accuracy and reward.
+        found[first][2:2] = _reward_functions(runs)
+    known = {key for defined in curves.values() for curve in defined for key, _ in curve.keys}
+    found["Other metrics"] = [chart for chart in (_chart(runs, _curve(key, key)) for key in _others(runs, known)) if chart.series]
+    if len(runs) > 1:
+        found = {section: [part for chart in charts for part in _split(chart)] for section, charts in found.items()}
+    return {section: charts for section, charts in found.items() if charts}
+
+
+def _split(chart: Chart) -> list[Chart]:
+    """Returns a chart for each curve of ``chart``, so that only runs share one."""
+    names = list(dict.fromkeys(series.name for series in chart.series))
+    parts = {name: [replace(series, name="") for series in chart.series if series.name == name] for name in names}
+    return [replace(chart, title=f"{chart.title}, {name}" if len(names) > 1 else chart.title, series=series) for name, series in parts.items()]
+
+
+def _chart(runs: Sequence[RunFacts], curve: Curve) -> Chart:
+    names = [(key, name) for key, name in curve.keys if any(has_values(column(run.rows, key)) for run in runs)]
+    series = []
+    for number, run in enumerate(runs):
+        for key, name in names:
+            values = column(run.rows, key)
+            if has_values(values) and (not curve.rare or any(values)):
+                series.append(Series(name if len(names) > 1 or len(runs) == 1 else "", values, run=number))
+    return Chart(curve.title, series, curve.unit, floor=curve.floor, ceiling=curve.ceiling)
+
+
+def _accuracy(runs: Sequence[RunFacts]) -> Chart:
+    series = []
+    for number, run in enumerate(runs):
+        training = column(run.rows, "accuracy")
+        if has_values(training):
+            series.append(Series("in training", training, run=number))
+        for name, kinds in (("held out, sampled", ("sampled",)), ("held out, greedy", ("greedy", "final_greedy"))):
+            series += _evaluated(run, number, name, kinds, "accuracy")
+    targets = {run.target for run in runs if run.target is not None}
+    return Chart("Accuracy", series, "share", floor=0, ceiling=1, lines=[(target, "target") for target in sorted(targets)])
+
+
+def _loss(runs: Sequence[RunFacts]) -> Chart:
+    series = []
+    for number, run in enumerate(runs):
+        training = column(run.rows, "train/loss")
+        if has_values(training):
+            series.append(Series("training", training, run=number))
+        series += _evaluated(run, number, "held out", ("held_out",), "loss")
+    return Chart("Loss", series, "nats per token")
+
+
+def _evaluated(run: RunFacts, number: int, name: str, kinds: Sequence[str], key: str) -> Iterator[Series]:
+    found = [evaluation for evaluation in run.evaluations if evaluation["kind"] in kinds]
+    if found:
+        errors = [finite(e.get("standard_error")) for e in found]
+        error = [value for value in errors if value is not None]
+        yield Series(name, [finite(e[key]) for e in found], [int(e["step"]) for e in found], number, error if len(error) == len(found) else None, points=True)
+
+
+def _reward_functions(runs: Sequence[RunFacts]) -> list[Chart]:
+    keys = sorted({key for run in runs for row in run.rows for key in row if key.startswith("reward/")} - set(REWARD_STATISTICS))
+    return [chart for chart in (_chart(runs, _curve(f"Reward function {key.removeprefix('reward/')}", key)) for key in keys) if chart.series]
+
+
+def _others(runs: Sequence[RunFacts], known: set[str]) -> list[str]:
+    keys = {key for run in runs for row in run.rows for key, value in row.items() if isinstance(value, int | float)}
+    return sorted(key for key in keys - known - set(_ELSEWHERE) if not key.startswith(_ELSEWHERE_PREFIXES))
+
+
+def stage_charts(run: RunFacts) -> list[Chart]:
+    """Returns the curves of the stage of supervised fine-tuning before reinforcement learning. They have steps of their own."""
+    rows = run.stage_rows
+    defined = (_curve("Loss", "train/loss", "nats per token"), _curve("Gradient norm", "actor/grad_norm", "", 0), _curve("Learning rate", "actor/lr", "", 0))
+    charts = [_chart([replace(run, rows=rows)], curve) for curve in defined]
+    steps = [int(row["step"]) for row in rows]
+    return [replace(chart, series=[replace(series, x=steps) for series in chart.series]) for chart in charts if chart.series]
+
+
+def time_chart(run: RunFacts) -> Chart:
+    """Returns the seconds of each phase as areas, the longest phase at the bottom."""
+    found = phase_seconds(run.rows)
+    series = [Series(name.replace("_", " "), values) for name, values in found.items() if any(values)]
+    return Chart("Time of each phase", series, "seconds", kind="stack", floor=0)
+
+
+def phase_seconds(rows: Sequence[Mapping[str, object]]) -> dict[str, list[float | None]]:
+    """Returns the seconds of each phase in each row, the longest phase first."""
+    keys = {key for row in rows for key in row if key.startswith("timing_s/")} - {"timing_s/step"}
+    found = {key.removeprefix("timing_s/"): [value or 0.0 for value in column(rows, key)] for key in keys}
+    return dict(sorted(found.items(), key=lambda item: (-sum(item[1]), item[0])))  # type: ignore[arg-type]

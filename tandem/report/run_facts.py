@@ -1,0 +1,122 @@
+"""Reads what a page shows from the files of a run: ``metrics.jsonl``, the journal, the recipe and traces."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tandem.config.leaves import default_values, leaves
+from tandem.config.load import to_mapping
+from tandem.config.parallel import ScheduleName
+from tandem.config.recipe import AnyRecipe, Recipe, load_config
+from tandem.report.samples import StepSamples, chosen_samples
+from tandem.runtime.records.elastic import describe_fewer_ranks, fewer_ranks
+from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.metrics import read_rows
+from tandem.runtime.records.tracing import Span, read_trace, traced_steps
+from tandem.types import UserError
+
+Row = Mapping[str, Any]
+RESULT_KEY = "result"
+"""The journal's key of the result of a run that has finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """The content of a page.
+
+    Args:
+        stage_rows: the rows of the stage of supervised fine-tuning, if the run began with one.
+        examples_before, examples_after: lists of {prompt, completion, correct}.
+        traces: the spans of all ranks by traced step; ``order``: the pipeline's schedule.
+        note: how the run differs from its recipe.
+        recipe: the resolved recipe by dotted key, ``None`` where it cannot be read; ``defaults``: the default of each key that has one.
+        ended: optimizer steps after which the run has finished, ``None`` while it has not.
+        target: the held-out accuracy that the run trains to; ``reached``: whether the finished run reached it.
+    """
+
+    name: str
+    rows: Sequence[Row]
+    evaluations: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    predicted_memory: Mapping[str, float]
+    examples_before: Sequence[Mapping[str, Any]]
+    examples_after: Sequence[Mapping[str, Any]]
+    commands: Sequence[str]
+    headline: str
+    traces: Mapping[int, Sequence[Span]] = field(default_factory=dict)
+    order: ScheduleName = "1f1b"
+    note: str = ""
+    stage_rows: Sequence[Row] = ()
+    samples: Sequence[StepSamples] = ()
+    recipe: Mapping[str, Any] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ended: int | None = None
+    target: float | None = None
+    reached: bool | None = None
+
+    @property
+    def is_data(self) -> bool:
+        """Whether the run was on data: pretraining or supervised fine-tuning."""
+        return any("train/loss" in row for row in self.rows)
+
+
+def read_facts(directory: Path, *, with_samples: bool = True) -> RunFacts:
+    """Returns the content of the page from the files of the run in ``directory``. Raises ``UserError`` if it is not a run."""
+    if not (directory / "journal.sqlite").is_file():
+        raise UserError(f"'{directory}' is not a run: it has no journal.sqlite; name a folder under runs/")
+    rows = read_rows(directory / "metrics.jsonl")
+    with Journal(directory / "journal.sqlite", read_only=True) as journal:
+        evaluations = [{"step": step, "kind": kind, **result} for step, kind, result in journal.evaluations()]
+        recorded = journal.events()
+        events = [{"kind": event.kind, "detail": event.detail, "time_s": event.time_s} for event in recorded]
+        traces = {step: read_trace(directory / "traces", step) for step in traced_steps(directory / "traces")}
+        memory, commands, result = journal.get("memory", {}), journal.get("commands", []), journal.get(RESULT_KEY) or {}
+        samples = chosen_samples(journal, directory, len(rows)) if with_samples else []
+    recipe = _read_recipe(directory)
+    sampled = [e for e in evaluations if e["kind"] == "sampled"]
+    return RunFacts(
+        name=directory.resolve().name,
+        rows=rows,
+        evaluations=evaluations,
+        events=events,
+        predicted_memory={"train": memory.get("trainer"), "rollout": memory.get("rollout"), "wait_rollout": memory.get("trainer_idle")} if memory else {},
+        examples_before=sampled[0].get("examples", []) if sampled else [],
+        examples_after=sampled[-1].get("examples", []) if sampled else [],
+        commands=commands,
+        headline=_headline(evaluations),
+        traces=traces,
+        order=recipe.parallel.schedule if recipe is not None else "1f1b",
+        note=describe_fewer_ranks(fewer_ranks(recorded)),
+        stage_rows=read_rows(directory / "sft" / "metrics.jsonl"),
+        samples=samples,
+        recipe=None if recipe is None else dict(leaves(to_mapping(recipe))),
+        defaults={} if recipe is None else dict(leaves(default_values(recipe))),
+        ended=result.get("steps") if rows and result.get("steps") == rows[-1]["step"] + 1 else None,
+        target=recipe.evaluation.target_accuracy if isinstance(recipe, Recipe) else None,
+        reached=result.get("reached"),
+    )
+
+
+def _read_recipe(directory: Path) -> AnyRecipe | None:
+    """Returns the recipe of the run, ``None`` where another version wrote it: the curves do not depend on it."""
+    try:
+        return load_config(directory / "config.yaml")
+    except UserError:
+        return None
+
+
+def _headline(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    held_out = [e for e in evaluations if e["kind"] == "held_out"]
+    if held_out:
+        first, last = held_out[0], held_out[-1]
+        return f"held-out loss {first['loss']:.4f} before, {last['loss']:.4f} (perplexity {last['perplexity']:.2f}) after {last['step']} steps"
+    by_kind = {kind: [e for e in evaluations if e["kind"] == kind] for kind in ("sampled", "greedy", "final", "final_greedy")}
+    said = []
+    if by_kind["sampled"]:
+        said.append(f"held-out sampled accuracy {by_kind['sampled'][0]['accuracy']:.3f} before")
+    for kind, words in (("final", "sampled"), ("final_greedy", "greedy")):
+        if by_kind[kind]:
+            last = by_kind[kind][-1]
+            said.append(f"{last['accuracy']:.3f} {words} on {last['count']} fresh prompts after {last['step']} steps")
+    return "; ".join(said) or "This run has not been evaluated yet."

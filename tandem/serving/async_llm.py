@@ -1,0 +1,244 @@
+"""``AsyncLLM``: an engine in a process of its own, for programs that are asynchronous, with vLLM's interface."""
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from dataclasses import asdict, fields, replace
+from typing import Any, Self, TypeVar
+
+from tandem.config.engine import EngineArgs
+from tandem.engine.llm_inputs import PromptInput, prompts_of
+from tandem.engine.lora.request import LoRARequest
+from tandem.engine.processing.outputs import RequestOutput
+from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
+from tandem.runtime.process.processes import available_cores
+from tandem.serving.engines.instance import Instance
+from tandem.serving.engines.messages import EngineInfo, EngineRequest, Step
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import RunError, UserError
+
+T = TypeVar("T")
+Deliver = Callable[[RequestOutput | UserError], None]
+
+HEARTBEAT_S, STEP_S = 30.0, 600.0
+SHUT_DOWN = "this AsyncLLM is shut down; create a new one"
+
+
+class AsyncLLM:
+    """An engine whose requests are asynchronous generators::
+
+        engine = AsyncLLM.from_engine_args(EngineArgs(model="runs/sort/model"))
+        try:
+            async for output in engine.generate("3142=", SamplingParams(max_tokens=16), request_id="0"):
+                print(output.outputs[0].text)
+        finally:
+            engine.shutdown()
+
+    Requests of any number of tasks are computed together. The engine has a process of its own, so a step never blocks the event loop; it may be
+    used from several event loops, one after the other or in several threads.
+    """
+
+    def __init__(self, engine_args: EngineArgs) -> None:
+        """Starts the engine and waits until it has loaded the model. Raises ``UserError`` if it cannot be loaded."""
+        self._streams: dict[str, Deliver] = {}
+        """By the engine's names of requests, which differ for two requests with one id, of which one was aborted."""
+        self._names: dict[str, str] = {}
+        """The engine's names of unfinished requests by their ids."""
+        self._keys = itertools.count()
+        self._numbers = itertools.count()
+        self._why_stopped: str | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="AsyncLLM", daemon=True)
+        self._thread.start()
+        try:
+            self._instance, self._info = self._wait(self._start(engine_args))
+        except BaseException:
+            self._end_thread()
+            raise
+        folder = self._info.tokenizer_folder
+        self._tokenizer = None if folder is None else Tokenizer.from_folder(folder)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Returns an engine with the options ``engine_args``. Raises ``UserError``."""
+        return cls(engine_args)
+
+    async def generate(
+        self, prompt: PromptInput, sampling_params: SamplingParams, request_id: str, *, lora_request: LoRARequest | None = None, priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the outputs of a request; the last is ``finished``. Ending the iteration earlier aborts the request.
+
+        Args:
+            prompt: A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, optionally with ``cache_salt``.
+            sampling_params: ``output_kind`` says what each output holds: all tokens so far (``CUMULATIVE``, the default), the new ones
+                (``DELTA``), or nothing before the end (``FINAL_ONLY``). With a ``seed`` the completions are those that
+                ``LLM.generate`` returns for this prompt alone.
+            request_id: Unique among unfinished requests.
+            lora_request: The adapter; loaded if it is not.
+            priority: Lower values are scheduled first.
+
+        Raises:
+            UserError: The request cannot be served.
+            RunError: The engine has been shut down, or its process has died.
+        """
+        limit = self._info.max_model_len if sampling_params.truncate_prompt_tokens is None else None
+        ((text, tokens, salt),) = await asyncio.to_thread(prompts_of, [prompt], self._tokenizer, limit)
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | UserError]()
+
+        def deliver(output: RequestOutput | UserError) -> None:
+            with contextlib.suppress(RuntimeError):  # The caller's event loop has ended meanwhile.
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        name = f"{request_id}-{next(self._numbers)}"
+        request = EngineRequest(
+            id=name, prompt_token_ids=tokens, params=_plain(sampling_params), stream=True, cache_salt=salt, priority=priority,
+            key=0 if sampling_params.seed is not None else next(self._keys),
+            adapter=None if lora_request is None else [lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path],
+        )  # fmt: skip
+        is_over = False
+        try:
+            await self._ask(self._add(request_id, request, deliver))
+            while not is_over:
+                output = await outputs.get()
+                is_over = isinstance(output, UserError) or output.finished
+                if isinstance(output, UserError):
+                    raise output
+                yield replace(output, request_id=request_id, prompt=text, prompt_token_ids=tokens)
+        finally:
+            if not is_over and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._drop, name)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Aborts requests; their generators end with the tokens so far and ``finish_reason`` ``abort``."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self._ask(self._abort(ids))
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer. Raises ``UserError`` if there is none."""
+        if self._tokenizer is None:
+            raise UserError("this engine has no tokenizer; give one, or token ids")
+        return self._tokenizer
+
+    async def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache."""
+        await self._ask(self._call("reset_prefix_cache"))
+
+    async def sleep(self) -> None:
+        """Frees the memory of the KV cache; requests wait until ``wake_up``."""
+        await self._ask(self._call("sleep"))
+
+    async def wake_up(self) -> None:
+        """Allocates the KV cache again."""
+        await self._ask(self._call("wake_up"))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._why_stopped is None
+
+    def shutdown(self) -> None:
+        """Ends the engine's process. Unfinished requests raise ``RunError``. May be called twice."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._stop())
+        self._end_thread()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # -- between the caller's thread and the engine's -------------------------------------------------------------------
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _ask(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise RunError(SHUT_DOWN)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # -- in the engine's thread ----------------------------------------------------------------------------------------
+
+    async def _start(self, engine_args: EngineArgs) -> tuple[Instance, EngineInfo]:
+        instance = Instance("the engine", engine_args, available_cores(), self._take, HEARTBEAT_S, STEP_S)
+        try:
+            info = await instance.start()
+        except BaseException:
+            await instance.stop(grace_s=0)
+            raise
+        self._watch = asyncio.create_task(self._tell_of_death(instance))
+        return instance, info
+
+    async def _tell_of_death(self, instance: Instance) -> None:
+        await instance.died.wait()
+        self._fail_all(f"{instance.how}; create a new AsyncLLM")
+
+    async def _add(self, request_id: str, request: EngineRequest, deliver: Deliver) -> None:
+        if self._why_stopped is not None:
+            raise RunError(self._why_stopped)
+        if request_id in self._names:
+            raise UserError(f"request id {request_id!r} is in use; give every request an id of its own")
+        self._names[request_id], self._streams[request.id] = request.id, deliver
+        self._instance.add(request)
+
+    async def _abort(self, ids: list[str]) -> None:
+        self._instance.abort([self._names[each] for each in ids if each in self._names])
+
+    def _remove(self, name: str) -> Deliver | None:
+        """Removes and returns the stream of a request."""
+        deliver = self._streams.pop(name, None)
+        if deliver is not None:
+            del self._names[name.rpartition("-")[0]]
+        return deliver
+
+    def _drop(self, name: str) -> None:
+        if self._remove(name) is not None:
+            self._instance.abort([name])
+
+    async def _call(self, name: str) -> None:
+        if self._why_stopped is not None:
+            raise RunError(self._why_stopped)
+        await self._instance.call(name)
+
+    def _take(self, step: Step) -> None:
+        for output in step.outputs:
+            deliver = self._remove(output.request_id) if output.finished else self._streams.get(output.request_id)
+            if deliver is not None:
+                deliver(output)
+        failures: dict[str, UserError] = {name: UserError(text) for name, text in step.refused.items()}
+        failures |= {name: RunError(text) for name, text in step.failed.items()}
+        for name, error in failures.items():
+            if (deliver := self._remove(name)) is not None:
+                deliver(error)
+
+    def _fail_all(self, why: str) -> None:
+        self._why_stopped = self._why_stopped or why
+        streams, self._streams, self._names = self._streams, {}, {}
+        for deliver in streams.values():
+            deliver(RunError(self._why_stopped))
+
+    async def _stop(self) -> None:
+        self._watch.cancel()
+        self._fail_all(SHUT_DOWN)
+        await self._instance.stop()
+
+
+def _plain(params: SamplingParams) -> dict[str, Any]:
+    """Returns ``params`` as the keyword arguments of an ``EngineRequest``."""
+    given: dict[str, Any] = {field.name: value for field in fields(params) if (value := getattr(params, field.name)) != field.default}
+    given["output_kind"] = (params.output_kind or RequestOutputKind.CUMULATIVE).name
+    if params.structured_outputs is not None:
+        given["structured_outputs"] = asdict(params.structured_outputs)
+    if params.logit_bias is not None:
+        given["logit_bias"] = list(params.logit_bias.items())
+    return given
