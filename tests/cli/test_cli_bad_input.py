@@ -281,7 +281,7 @@ def test_a_model_of_an_unknown_architecture_is_refused_by_name(command, model, t
         (("--prompt", "1", "--top-p", "2"), "top_p"),
         (("--prompt", "1", "--chat"), "chat template"),
         (("--prompt", "1", "--stop", ""), "stop"),
-        (("--prompt", "1", "--lora", "nowhere"), "adapter_config.json"),
+        (("--prompt", "1", "--lora", "nowhere"), "'nowhere' is not a folder here"),
         (("--prompt", "1", "--tensor-parallel-size", "3"), "is not divisible by 3"),
     ],
 )

@@ -105,7 +105,7 @@ def test_examples_preferences_and_texts_are_told_by_their_keys(command: Run, fol
         (("data", "check", "nowhere.jsonl"), "'nowhere.jsonl' does not exist"),
         (("data", "check", "a.jsonl", "--rows", "-1"), "--rows is -1"),
         (("data", "check", "a.jsonl", "--task.chat=true"), "name it with --recipe"),
-        (("data", "check", "a.jsonl", "--model", "nowhere"), "has no tokenizer.json"),
+        (("data", "check", "a.jsonl", "--model", "nowhere"), "'nowhere' is not a folder here"),
         (("data", "check", "a.jsonl", "--form", "prompt"), "invalid choice"),
         (("data", "check", "--recipe", "sort.yaml"), "has task.name 'sort', which reads no data file"),
         (("data", "check", "a.jsonl", "--split", "test"), "is a file and has no split 'test'"),
