@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cli"))
 # isort: split
 from absurd import Case, Outcome, make_folder, option_cases, recipe_cases, run_forked
 from absurd_files import (
+    MOST_BYTES_OF_A_LINE,
     SPECIAL,
     command_lines,
     damaged_cases,
@@ -111,8 +112,7 @@ def special(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
 def long_lines(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
     for place in (place for place in places_in(folder) if place.path.endswith((".jsonl", ".yaml"))):
         outcome = run_case(folder, scratch, place, one_line_of_a_gibibyte, limit_s=20)
-        # The line is held as the file's bytes, as text and as a value before it is refused.
-        yield Done("a line of 1 GiB", place.name, "", outcome._replace(most_bytes=5 * 2**30))
+        yield Done("a line of 1 GiB", place.name, "", outcome._replace(most_bytes=MOST_BYTES_OF_A_LINE))
 
 
 def changes(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
