@@ -157,7 +157,7 @@ def test_ctrl_c_in_a_terminal_saves_the_step_of_a_pod_and_the_panel_of_its_resum
     assert status == 130, text
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     (run,) = (recipe.parent / "runs").iterdir()
-    saved = re.search(r"stopped after step (\d+), which is saved: 'tandem resume", plain.replace("\r\n", " "))
+    saved = re.search(r"stopped after step (\d+), which is saved: '(?:\S*/)?tandem resume", plain.replace("\r\n", " "))
     assert saved is not None and "a second signal stops at once" in " ".join(plain.split()) and "nan" not in plain
     assert (run / "checkpoints" / f"step-{saved[1]}" / "COMMIT").is_file()
     status, text = in_terminal(str(COMMAND), "resume", str(run), f"--run.max_steps={int(saved[1]) + 2}")
