@@ -1,11 +1,13 @@
 """Tensor parallelism: two ranks have the bits of one process, and a rank that dies or hangs ends the engine with an error that names it."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,13 +159,30 @@ def test_a_killed_rank_ends_the_engine_with_its_name(make_folder) -> None:
 
 
 @pytest.mark.full
-def test_of_four_ranks_the_one_that_died_is_named(tmp_path, capfd) -> None:
+@pytest.mark.parametrize("wait_s", [0.0, 1.0], ids=["as it dies", "after its connections were closed"])
+def test_of_four_ranks_the_one_that_died_is_named(wait_s: float, tmp_path, capfd) -> None:
     llm = start(uneven(tmp_path / "model", num_attention_heads=8, num_key_value_heads=2), tensor_parallel_size=4)
     os.kill(pids_of(llm)[1], signal.SIGKILL)
+    # The others fail at their connection to it, and rank 0 waits for them.
+    time.sleep(wait_s)
     with pytest.raises(EngineDied, match=r"^tensor-parallel rank 2 died while 'step' ran: killed by SIGKILL"):
         generate(llm)
     llm.close()
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_closed_engine_writes_nothing_to_files_that_were_opened_after_it(make_folder, tmp_path) -> None:
+    llm = start(make_folder())
+    # As the traceback of an error does.
+    held = [llm.engine]
+    llm.close()
+    with contextlib.ExitStack() as stack:
+        # One of them has the descriptor by which the ranks met.
+        for number in range(64):
+            stack.enter_context((tmp_path / str(number)).open("wb"))
+        held.clear()
+        gc.collect()
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [0] * 64
 
 
 def test_a_stuck_rank_ends_the_engine_within_its_deadline(make_folder) -> None:

@@ -8,9 +8,10 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -88,19 +89,23 @@ class Ranks:
         names = [f"tensor-parallel rank {rank}" for rank in others]
         arguments = ["--threads", str(threads.count)]
         self._outputs = {name: UnnamedFile("output") for name in names}
-        self._close_files = weakref.finalize(self, _close, [self._rendezvous, *self._outputs.values()])
+        # In this order: the group ends while its rendezvous is open, whose path is that of another file afterwards.
+        self._closing: list[RankGroup | UnnamedFile] = [self._rendezvous, *self._outputs.values()]
+        self._close_all = weakref.finalize(self, _close, self._closing)
         self._workers = [
             Worker(name, "tandem.engine.executor.rank_worker", arguments, threads=threads, output=output.path)
             for name, output in self._outputs.items()
         ]
         self._callers = ThreadPoolExecutor(len(others), "rank")
-        self._lock = threading.Lock()
+        self._lock, self._stopping = threading.Lock(), threading.Lock()
+        self._failures: list[BaseException] | None = None
         try:
             # All ranks finish their imports before any of them waits for another under a deadline.
             self.run("hello", {}, lambda: None)
             where = self._rendezvous.path
             meta = {"settings": asdict(settings), "rendezvous": str(where)}
             group = self.run("join", meta, lambda: settings.join(0, where), per_rank=True)
+            self._closing.insert(0, group)
             self.decoder = self.run("load", {}, lambda: settings.load(group))
         except BaseException:
             self.close()
@@ -128,6 +133,8 @@ class Ranks:
                 )
                 for i, worker in enumerate(self._workers, 1)
             ]
+            for call in calls:
+                call.add_done_callback(lambda call: self._stop(calls) if call.exception() is not None else None)
             try:
                 result = own()
             except Exception as error:
@@ -144,9 +151,8 @@ class Ranks:
 
     def _end(self, name: str, calls: "list[Future[Any]]", error: BaseException, grace_s: float = _GRACE_S) -> Exception:
         """Kills every rank. Returns the error for the caller: the rank that died or was stuck, else the first failure."""
-        wait(calls, grace_s)
-        failures = [call.exception() for call in calls if call.done()]
-        self._kill()
+        failures = self._stop(calls, grace_s)
+        self._callers.shutdown(wait=True)
         causes: list[BaseException] = [failure for failure in failures if isinstance(failure, WorkerDied | RpcTimeout)]
         causes += [failure for failure in (error, *failures) if isinstance(failure, UserError)]
         first = causes[0] if causes else error
@@ -223,14 +229,30 @@ class Ranks:
         if self._weights is not None:
             self._weights.close()
             self._weights = None
-        self._close_files()
+        self._close_all()
 
-    def _kill(self) -> None:
-        for worker in self._workers:
-            worker.stop(grace_s=0.0)
-        self._callers.shutdown(wait=True)
+    def _stop(self, calls: "list[Future[Any]]", grace_s: float = _GRACE_S) -> list[BaseException]:
+        """Kills every other rank once it is known which one died or was stuck, or ``grace_s`` seconds have passed. Returns the failures of ``calls``
+        before that. It is called as soon as one call fails: rank 0 may wait for a rank that has failed at its connection to the dead one
+        and sends nothing any more, and only the end of that connection ends the wait."""
+        with self._stopping:
+            if self._failures is None:
+                self._failures = _failures_of(calls, monotonic() + grace_s)
+                for worker in self._workers:
+                    worker.stop(grace_s=0.0)
+            return self._failures
 
 
-def _close(files: Sequence[UnnamedFile]) -> None:
-    for file in files:
-        file.close()
+def _failures_of(calls: "list[Future[Any]]", until: float) -> list[BaseException]:
+    """Waits for the first call that failed because its rank died or was stuck, for all calls, or ``until``. Returns the failures."""
+    while True:
+        failures = [failure for call in calls if call.done() and (failure := call.exception()) is not None]
+        pending, left = [call for call in calls if not call.done()], until - monotonic()
+        if not pending or left <= 0 or any(isinstance(failure, WorkerDied | RpcTimeout) for failure in failures):
+            return failures
+        wait(pending, left, FIRST_COMPLETED)
+
+
+def _close(closing: Sequence[RankGroup | UnnamedFile]) -> None:
+    for each in closing:
+        each.close()

@@ -27,6 +27,10 @@ class RankGroup:
         store = dist.FileStore(str(rendezvous), shard_spec.size)
         self._ranks = connect("tensor", shard_spec.rank, shard_spec.size, store, device, deadline_s, PATIENCE_S)
 
+    def close(self) -> None:
+        """Leaves the group, for which ``rendezvous`` must still be there: the store opens its path once more."""
+        self._ranks.close()
+
     def columns(self, x: Tensor) -> Tensor:
         """Returns every rank's ``x[T, N]`` concatenated: [T, size N]."""
         return self._ranks.all_gather(x, "columns").transpose(0, 1).flatten(1)

@@ -69,6 +69,10 @@ class Communicator:
         self._group, self._traffic, self._exchanges = group, traffic, 0
         self.tracer = NO_TRACE
 
+    def close(self) -> None:
+        """Leaves the group; no other method may be called any more."""
+        self._group = None
+
     def all_gather(self, x: Tensor, name: str) -> Tensor:
         """Returns every rank's ``x``: [size, *x.shape]."""
         return self.start_all_gather(x, name).wait()
