@@ -88,8 +88,8 @@ def _serve(options: argparse.Namespace, folder: Path) -> int:
     loras = {"enable_lora": True} if adapters else {}
     count = {} if hasattr(options, "max_loras") else {"max_loras": max(1, len(adapters))}
     # The engines start from folders, which need no network.
-    found = {} if getattr(options, "tokenizer", None) is None else {"tokenizer": str(find_model(options.tokenizer, "tokenizer"))}
-    engine = engine_args(options, **{"model": str(folder), "revision": None, **found, **_draft(options), **loras, **count})
+    tokenizer = {} if getattr(options, "tokenizer", None) is None else {"tokenizer": str(find_model(options.tokenizer, "tokenizer"))}
+    engine = engine_args(options, **{"model": str(folder), "revision": None, **tokenizer, **_draft(options), **loras, **count})
     settings = ServerSettings(
         engine=engine, adapters=adapters, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name) or (options.model,),
         chat_template=None if options.chat_template is None else template_text(options.chat_template),

@@ -157,16 +157,16 @@ def _prompts(rows: Rows, task: TaskConfig, model: ModelText | None, keys: Keys) 
     placed = [(row.where, row.values) for row in rows.rows if row.values is not None]
     if not placed:
         return _Reader("no row can be read", lambda where, values: _Read("", "", ()))
-    found = find_keys(placed, task.prompt_key, task.answer_key)
+    prompt_keys = find_keys(placed, task.prompt_key, task.answer_key)
     chat_format = _plain_chat() if model is None else chat_format_of(model.folder, model.tokenizer)
-    style = PromptFormat(task, text_encode(model.tokenizer) if model is not None else lambda text: [], chat_format, found.has_messages)
+    style = PromptFormat(task, text_encode(model.tokenizer) if model is not None else lambda text: [], chat_format, prompt_keys.has_messages)
 
     def read(where: str, values: Mapping[str, Any]) -> _Read:
-        item = read_prompt(where, values, found)
+        item = read_prompt(where, values, prompt_keys)
         text = style.render(item)
         return _Read(text, item.text, [[(style.encode, text)]], item.ground_truth)
 
-    return _Reader(found.describe(), read)
+    return _Reader(prompt_keys.describe(), read)
 
 
 def _examples(rows: Rows, task: TaskConfig, model: ModelText | None, keys: Keys) -> _Reader:

@@ -76,19 +76,19 @@ def sections(runs: Sequence[RunFacts]) -> dict[str, list[Chart]]:
     """Returns the charts of ``runs`` by their section; those without any value are left out."""
     is_data = all(run.is_data for run in runs)
     curves = {**(DATA if is_data else REINFORCEMENT), **EVERY_JOB}
-    found: dict[str, list[Chart]] = {}
+    by_section: dict[str, list[Chart]] = {}
     first = "Loss" if is_data else "Accuracy and reward"
-    found[first] = [chart for chart in ((_loss(runs),) if is_data else (_accuracy(runs),)) if chart.series]
+    by_section[first] = [chart for chart in ((_loss(runs),) if is_data else (_accuracy(runs),)) if chart.series]
     for section, defined in curves.items():
-        found.setdefault(section, []).extend(chart for chart in (_chart(runs, curve) for curve in defined) if chart.series)
+        by_section.setdefault(section, []).extend(chart for chart in (_chart(runs, curve) for curve in defined) if chart.series)
     if not is_data:
         # After accuracy and reward.
-        found[first][2:2] = _reward_functions(runs)
+        by_section[first][2:2] = _reward_functions(runs)
     known = {key for defined in curves.values() for curve in defined for key, _ in curve.keys}
-    found["Other metrics"] = [chart for chart in (_chart(runs, _curve(key, key)) for key in _others(runs, known)) if chart.series]
+    by_section["Other metrics"] = [chart for chart in (_chart(runs, _curve(key, key)) for key in _others(runs, known)) if chart.series]
     if len(runs) > 1:
-        found = {section: [part for chart in charts for part in _split(chart)] for section, charts in found.items()}
-    return {section: charts for section, charts in found.items() if charts}
+        by_section = {section: [part for chart in charts for part in _split(chart)] for section, charts in by_section.items()}
+    return {section: charts for section, charts in by_section.items() if charts}
 
 
 def _split(chart: Chart) -> list[Chart]:
@@ -109,12 +109,16 @@ def _chart(runs: Sequence[RunFacts], curve: Curve) -> Chart:
     return Chart(curve.title, series, curve.unit, floor=curve.floor, ceiling=curve.ceiling)
 
 
+def _training(run: RunFacts, number: int, name: str, key: str) -> Iterator[Series]:
+    values = column(run.rows, key)
+    if has_values(values):
+        yield Series(name, values, run=number)
+
+
 def _accuracy(runs: Sequence[RunFacts]) -> Chart:
-    series = []
+    series: list[Series] = []
     for number, run in enumerate(runs):
-        training = column(run.rows, "accuracy")
-        if has_values(training):
-            series.append(Series("in training", training, run=number))
+        series += _training(run, number, "in training", "accuracy")
         for name, kinds in (("held out, sampled", ("sampled",)), ("held out, greedy", ("greedy", "final_greedy"))):
             series += _evaluated(run, number, name, kinds, "accuracy")
     targets = {run.target for run in runs if run.target is not None}
@@ -122,21 +126,20 @@ def _accuracy(runs: Sequence[RunFacts]) -> Chart:
 
 
 def _loss(runs: Sequence[RunFacts]) -> Chart:
-    series = []
+    series: list[Series] = []
     for number, run in enumerate(runs):
-        training = column(run.rows, "train/loss")
-        if has_values(training):
-            series.append(Series("training", training, run=number))
+        series += _training(run, number, "training", "train/loss")
         series += _evaluated(run, number, "held out", ("held_out",), "loss")
     return Chart("Loss", series, "nats per token")
 
 
 def _evaluated(run: RunFacts, number: int, name: str, kinds: Sequence[str], key: str) -> Iterator[Series]:
-    found = [evaluation for evaluation in run.evaluations if evaluation["kind"] in kinds]
-    if found:
-        errors = [finite(e.get("standard_error")) for e in found]
+    chosen = [evaluation for evaluation in run.evaluations if evaluation["kind"] in kinds]
+    if chosen:
+        errors = [finite(e.get("standard_error")) for e in chosen]
         error = [value for value in errors if value is not None]
-        yield Series(name, [finite(e[key]) for e in found], [int(e["step"]) for e in found], number, error if len(error) == len(found) else None, points=True)
+        steps, whole = [int(e["step"]) for e in chosen], len(error) == len(chosen)
+        yield Series(name, [finite(e[key]) for e in chosen], steps, number, error if whole else None, points=True)
 
 
 def _reward_functions(runs: Sequence[RunFacts]) -> list[Chart]:
@@ -160,13 +163,13 @@ def stage_charts(run: RunFacts) -> list[Chart]:
 
 def time_chart(run: RunFacts) -> Chart:
     """Returns the seconds of each phase as areas, the longest phase at the bottom."""
-    found = phase_seconds(run.rows)
-    series = [Series(name.replace("_", " "), values) for name, values in found.items() if any(values)]
+    seconds = phase_seconds(run.rows)
+    series = [Series(name.replace("_", " "), values) for name, values in seconds.items() if any(values)]
     return Chart("Time of each phase", series, "seconds", kind="stack", floor=0)
 
 
 def phase_seconds(rows: Sequence[Mapping[str, object]]) -> dict[str, list[float | None]]:
     """Returns the seconds of each phase in each row, the longest phase first."""
     keys = {key for row in rows for key in row if key.startswith("timing_s/")} - {"timing_s/step"}
-    found = {key.removeprefix("timing_s/"): [value or 0.0 for value in column(rows, key)] for key in keys}
-    return dict(sorted(found.items(), key=lambda item: (-sum(item[1]), item[0])))  # type: ignore[arg-type]
+    seconds = {key.removeprefix("timing_s/"): [value or 0.0 for value in column(rows, key)] for key in keys}
+    return dict(sorted(seconds.items(), key=lambda item: (-sum(item[1]), item[0])))  # type: ignore[arg-type]

@@ -27,11 +27,11 @@ def compare_runs(directories: Sequence[Path], path: Path) -> Path:
 
 def compare_page(runs: Sequence[RunFacts]) -> str:
     """Returns the page of several runs, whose names differ."""
-    found = sections(runs)
-    page = new_page(" · ".join(run.name for run in runs), [chart for charts in found.values() for chart in charts])
+    by_section = sections(runs)
+    page = new_page(" · ".join(run.name for run in runs), [chart for charts in by_section.values() for chart in charts])
     page.add("Results", _results(runs))
     page.add("Differences of the recipes", differences(runs))
-    for title, charts in found.items():
+    for title, charts in by_section.items():
         page.add(title, page.grid(charts))
     page.add("Median time of each phase", _phases(runs))
     return page.html("comparison", "".join(map(alerts, runs)), [(run.name, run.rows) for run in runs])

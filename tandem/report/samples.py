@@ -46,15 +46,15 @@ def chosen_samples(journal: Journal, directory: Path, steps: int) -> list[StepSa
     last = len(recorded) - 1
     places = sorted({round(number * last / (MOST_STEPS - 1)) for number in range(MOST_STEPS)}) if last >= MOST_STEPS else range(last + 1)
     decode, longest = _decoder(journal, directory), ALL_CHARACTERS // (len(places) * PROMPTS * (SAMPLES_EACH + 1))
-    found = []
+    chosen = []
     for place in places:
         try:
             samples, scores = journal.samples(recorded[place]), journal.scores(recorded[place])
         except RunError:  # The table of faults names the damaged step.
             continue
         if samples and scores:
-            found.append(_step(recorded[place], samples, {score.sample_id: score for score in scores}, decode, longest))
-    return found
+            chosen.append(_step(recorded[place], samples, {score.sample_id: score for score in scores}, decode, longest))
+    return chosen
 
 
 def _step(
@@ -84,7 +84,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def _decoder(journal: Journal, directory: Path) -> Callable[[Sequence[int]], str]:
-    """Returns a function that decodes a prompt with the tokenizer of the model that the run starts from, or lists its token ids where that is gone."""
+    """Returns a function that decodes a prompt with the tokenizer of the model that the run starts from, or lists its token ids if the model was removed."""
     start = journal.get("start_model")
     try:
         tokenizer = Tokenizer.from_folder(directory / start["folder"]) if start else None

@@ -128,17 +128,17 @@ def alerts(run: RunFacts) -> str:
     """Returns the events after which results may not be what they should be, at most one line for each kind."""
     lines = [run.note] if run.note else []
     for kind in ALERTS:
-        found = [event["detail"] for event in run.events if event["kind"] == kind]
-        if found:
-            more = f" (and {len(found) - 1} more, below)" if len(found) > 1 else ""
-            lines.append(f"{found[0].get('reason') or found[0].get('what') or kind}{more}")
+        alarms = [event["detail"] for event in run.events if event["kind"] == kind]
+        if alarms:
+            more = f" (and {len(alarms) - 1} more, below)" if len(alarms) > 1 else ""
+            lines.append(f"{alarms[0].get('reason') or alarms[0].get('what') or kind}{more}")
     return "".join(f"<p class='alert'>{escaped(line)}</p>" for line in lines)
 
 
 def marks(run: RunFacts) -> list[tuple[int, str]]:
     """Returns (step, event) of the newest events that belong to a step."""
-    found = [(int(event["detail"].get("step", 0)), event["kind"].replace("_", " ")) for event in run.events if event["kind"] in MARKED]
-    return list(dict.fromkeys(found))[-MOST_MARKS:]
+    marks = [(int(event["detail"].get("step", 0)), event["kind"].replace("_", " ")) for event in run.events if event["kind"] in MARKED]
+    return list(dict.fromkeys(marks))[-MOST_MARKS:]
 
 
 def events_table(events: Sequence[Mapping[str, Any]]) -> str:

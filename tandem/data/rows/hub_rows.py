@@ -76,7 +76,7 @@ def rows_digest(rows: tuple[Row, ...]) -> str:
 
 
 def import_datasets(name: str) -> Any:
-    """Returns the module ``datasets``, without progress bars where nobody sees them. Raises ``UserError`` where it is not installed."""
+    """Returns the module ``datasets``, without progress bars where standard error is not a terminal. Raises ``UserError`` where it is not installed."""
     try:
         import datasets
     except ImportError:

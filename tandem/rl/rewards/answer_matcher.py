@@ -16,7 +16,7 @@ def match_answer(completion: str, ground_truth: Any, config: AnswerMatcherConfig
     """Returns 1.0 if ``completion`` matches the answer, else 0.0; ``fault_value`` and a model fault if it contains nothing to compare.
 
     ``ground_truth``: a text, a number or a list of accepted ones; anything else is an infrastructure fault, and so is a ground truth
-    without the numeric value that ``config.compare`` needs. A text that is a whole solution stands for its answer, as ``AnswerMatcherConfig`` says."""
+    without the numeric value that ``config.compare`` needs. Of a text that is a whole solution the answer is taken, as ``AnswerMatcherConfig`` says."""
     truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     if not truths or any(isinstance(truth, bool) or not isinstance(truth, str | int | float) for truth in truths):
         return infrastructure_fault(f"the ground truth {shortened(ground_truth)} is neither a text nor a number")

@@ -63,9 +63,9 @@ def score_multiple_choice(completion: str, truth: Any, fault_value: float) -> Ju
 def chosen_letter(text: str) -> str | None:
     """Returns the letter that ``text`` chooses, A to J, or ``None``."""
     for pattern in _CHOICES:
-        found = pattern.findall(text)
-        if found:
-            return str(found[-1]).upper()
+        letters = pattern.findall(text)
+        if letters:
+            return str(letters[-1]).upper()
     return None
 
 
