@@ -164,7 +164,7 @@ class RLRun(Run):
         if held_out is not None:
             row["evaluation/accuracy"] = held_out["accuracy"]
         if rollout_s := self.records.timings.get("rollout"):
-            row["perf/rollout_tokens_per_s"] = sum(len(sample.token_ids) for sample in samples) / rollout_s
+            row["perf/rollout_tokens_per_s"] = sum(sample.sampled_tokens for sample in samples) / rollout_s
         predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout, "wait_rollout": self.memory.trainer_idle}
         for phase, measured in sorted(pod.memory.items()):
             row[f"memory/{phase}/measured"] = measured

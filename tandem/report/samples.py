@@ -17,7 +17,8 @@ ALL_CHARACTERS = 240_000
 
 @dataclass(frozen=True, slots=True)
 class ShownSample:
-    """A completion. ``reward``: ``None`` where it could not be scored; ``reason`` then says why. ``parts``: the value of each reward function."""
+    """A completion. ``tokens``: how many the model sampled. ``reward``: ``None`` where it could not be scored; ``reason`` then says why.
+    ``parts``: the value of each reward function."""
 
     text: str
     tokens: int
@@ -73,7 +74,7 @@ def _step(
 
 def _shown(sample: Sample, score: Score, longest: int) -> ShownSample:
     text = shortened(sample.text, longest)
-    return ShownSample(text, len(sample.token_ids), sample.finish_reason.value, score.value, score.correct, score.components, score.reason[:200])
+    return ShownSample(text, sample.sampled_tokens, sample.finish_reason.value, score.value, score.correct, score.components, score.reason[:200])
 
 
 def shortened(text: str, longest: int) -> str:

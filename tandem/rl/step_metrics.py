@@ -8,8 +8,8 @@ from tandem.types import FinishReason, Sample, Score, ScoreState
 
 
 def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
-    """Returns the metrics: rewards over the samples that have one (no metric without any), lengths over all. All sums are exact (``math.fsum``), so
-    a row does not depend on the order in which scores arrived."""
+    """Returns the metrics: rewards over the samples that have one (no metric without any), lengths, in sampled tokens, over all.
+    All sums are exact (``math.fsum``), so a row does not depend on the order in which scores arrived."""
     values = [score.value for score in scores if score.value is not None]
     row = {"reward/mean": _mean(values), "reward/std": _deviation(values)} if values else {}
     row["reward/frac_zero_std"] = _share_without_spread(samples, scores)
@@ -25,7 +25,7 @@ def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[s
     judged = [float(score.correct) for score in scores if score.correct is not None and score.value is not None]
     if judged:
         row["accuracy"] = _mean(judged)
-    lengths = [float(len(sample.token_ids)) for sample in samples]
+    lengths = [float(sample.sampled_tokens) for sample in samples]
     row["response_length/mean"] = _mean(lengths)
     row["response_length/max"] = max(lengths, default=0.0)
     row["response_length/clip_ratio"] = _mean([float(s.finish_reason is FinishReason.LENGTH) for s in samples])
@@ -34,7 +34,7 @@ def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[s
 
 def staleness(samples: Sequence[Sample], step: int) -> float:
     """Returns the mean age, in optimizer steps, of the weights that drew the tokens."""
-    ages = [float(step - version.step) for sample in samples for version in sample.weight_versions]
+    ages = [float(step - version.step) for sample in samples for version in sample.sampled_weight_versions]
     return _mean(ages)
 
 

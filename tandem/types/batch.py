@@ -9,7 +9,8 @@ class TrainSequence:
 
     ``token_ids``: prompt then completion, length L. ``loss_mask[i]`` is 1.0 where the *prediction of token i* counts
     (0.0 for the prompt and for a masked sample). ``advantages``, ``rollout_logprobs`` (raw) and ``sampling_logprobs``
-    have L entries, 0.0 over the prompt. ``reference_logprobs`` has L entries or is ``None`` where no KL is asked for.
+    have L entries, 0.0 over the prompt. ``response_mask``: True where a model sampled the token, L entries; empty if it sampled all after the
+    prompt. ``reference_logprobs`` has L entries or is ``None`` where no KL is asked for.
     ``weight_step`` is the optimizer step of the weights that drew it (-1: not drawn by a model).
     """
 
@@ -22,6 +23,7 @@ class TrainSequence:
     sampling_logprobs: tuple[float, ...] = ()
     reference_logprobs: tuple[float, ...] | None = None
     weight_step: int = -1
+    response_mask: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

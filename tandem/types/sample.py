@@ -34,6 +34,9 @@ class Sample:
     ``logprobs``: raw log-probability in nats (temperature 1, nothing filtered) under the weights of ``weight_versions``.
     ``sampling_logprobs``: log-probability under the distribution the token was drawn from (after temperature, top-k,
     top-p, min-p and bias).
+    ``response_mask``: True where the model sampled the token, False for an observation, which a tool or the chat template wrote between
+    two turns; empty if all tokens were sampled. An observation has the log-probabilities 0.0 and no weight version, and counts in no loss,
+    mismatch, entropy or length.
     """
 
     id: str
@@ -43,6 +46,22 @@ class Sample:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     sampling_logprobs: tuple[float, ...]
-    weight_versions: tuple[WeightVersion, ...]
+    weight_versions: tuple[WeightVersion | None, ...]
     finish_reason: FinishReason
     text: str
+    response_mask: tuple[bool, ...] = ()
+
+    @property
+    def is_sampled(self) -> tuple[bool, ...]:
+        """Returns ``response_mask`` with an entry for every token."""
+        return self.response_mask or (True,) * len(self.token_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Returns the number of tokens that the model sampled: the length of the response."""
+        return sum(self.response_mask) if self.response_mask else len(self.token_ids)
+
+    @property
+    def sampled_weight_versions(self) -> list[WeightVersion]:
+        """Returns the weight version of each sampled token."""
+        return [version for version in self.weight_versions if version is not None]

@@ -17,6 +17,8 @@ _INT32, _INT64, _FLOAT64, _INT8 = "i", "q", "d", "b"
 _ITEM_BYTES = {_INT32: 4, _INT64: 8, _FLOAT64: 8, _INT8: 1}
 _STATES = tuple(ScoreState)
 _CORRECT: tuple[bool | None, ...] = (None, False, True)
+_NO_VERSION = WeightVersion(-1, -1)
+"""Of an observation token."""
 T = TypeVar("T")
 
 
@@ -117,14 +119,18 @@ def decode_prompts(data: Buffer) -> list[Prompt]:
 
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
-    """Raises ``ValueError`` where a per-token field has not one entry a token."""
+    """Raises ``ValueError`` where a per-token field has not one entry a token, or the response mask and the weight versions disagree on which
+    tokens were sampled."""
     for s in samples:
         fields = {
             "logprobs": s.logprobs,
             "sampling_logprobs": s.sampling_logprobs,
             "weight_versions": s.weight_versions,
+            "response_mask": s.is_sampled,
         }
         _check_lengths(f"sample {s.id}", len(s.token_ids), {name: len(value) for name, value in fields.items()})
+        if s.is_sampled != tuple(version is not None for version in s.weight_versions):
+            raise ValueError(f"sample {s.id}: weight_versions and response_mask disagree on which tokens were sampled")
     meta = {
         "count": len(samples),
         "id": [s.id for s in samples],
@@ -137,8 +143,11 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
     _pack_rows(blobs, "token_ids", _INT32, [s.token_ids for s in samples])
     blobs["logprobs"] = _pack(_FLOAT64, (value for s in samples for value in s.logprobs))
     blobs["sampling_logprobs"] = _pack(_FLOAT64, (value for s in samples for value in s.sampling_logprobs))
-    blobs["incarnations"] = _pack(_INT64, (v.incarnation for s in samples for v in s.weight_versions))
-    blobs["steps"] = _pack(_INT64, (v.step for s in samples for v in s.weight_versions))
+    versions = [v or _NO_VERSION for s in samples for v in s.weight_versions]
+    blobs["incarnations"] = _pack(_INT64, (v.incarnation for v in versions))
+    blobs["steps"] = _pack(_INT64, (v.step for v in versions))
+    if any(s.response_mask for s in samples):
+        _pack_rows(blobs, "response_mask", _INT8, [s.response_mask for s in samples])
     return encode(meta, blobs, "samples")
 
 
@@ -153,7 +162,8 @@ def decode_samples(data: Buffer) -> list[Sample]:
     logprobs = _unpack(frame, "logprobs", _FLOAT64, total)
     sampling = _unpack(frame, "sampling_logprobs", _FLOAT64, total)
     pairs = zip(_unpack(frame, "incarnations", _INT64, total), _unpack(frame, "steps", _INT64, total), strict=True)
-    versions = [WeightVersion(*pair) for pair in pairs]
+    versions = [None if pair == _NO_VERSION else WeightVersion(*pair) for pair in pairs]
+    masks = _unpack_rows(frame, "response_mask", _INT8, count) if "response_mask" in frame.blobs else [()] * count
     samples = []
     end = 0
     for i in range(count):
@@ -170,6 +180,7 @@ def decode_samples(data: Buffer) -> list[Sample]:
                 weight_versions=tuple(versions[at:end]),
                 finish_reason=FinishReason(reasons[i]),
                 text=texts[i],
+                response_mask=tuple(map(bool, masks[i])),
             )
         )
     return samples

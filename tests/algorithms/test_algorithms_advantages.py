@@ -1,6 +1,7 @@
 """Group advantages against cases worked by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tandem.rl.algorithms.dr_grpo import dr_grpo_advantages
 from tandem.rl.algorithms.groups import usable, zero_std
 from tandem.rl.algorithms.grpo import grpo_advantages
 from tandem.rl.algorithms.rloo import rloo_advantages
+from tandem.rl.step_metrics import sample_metrics, staleness
 from tandem.types import FinishReason, Sample, Score, ScoreState, WeightVersion
 
 ALL = torch.ones(1, 4, dtype=torch.bool)
@@ -128,6 +130,20 @@ def test_a_truncated_sample_is_compared_with_but_not_trained_on_where_that_is_as
         batch = make_batch(0, samples, scores, AlgorithmConfig(name="dr_grpo", mask_truncated=asked), 32)
         assert batch.sequences[0].advantages[-1] == 0.5
         assert sum(batch.sequences[1].loss_mask) == (0 if asked else 2)
+
+
+def test_the_observations_of_an_episode_are_in_no_loss_and_no_length():
+    at = WeightVersion(0, 4)
+    episode = replace(sample("a", 0, tokens=(7, 8, 9, 10)), weight_versions=(at, None, None, at), response_mask=(True, False, False, True))
+    other = sample("a", 1)
+    scores = [score(episode, 1.0), score(other, 0.0)]
+    batch = make_batch(0, [episode, other], scores, AlgorithmConfig(name="dr_grpo"), 32)
+    assert batch.sequences[0].loss_mask == (0, 0, 0, 1, 0, 0, 1)
+    assert batch.sequences[0].advantages == (0, 0, 0, 0.5, 0, 0, 0.5)
+    assert batch.mask_tokens == 4 and batch.sequences[0].weight_step == 4
+    row = sample_metrics([episode, other], scores)
+    assert row["response_length/mean"] == row["response_length/max"] == 2
+    assert staleness([episode, other], 5) == 1
 
 
 def test_an_aborted_sample_is_masked_and_leaves_the_statistics():

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import math
 import random
 import struct
@@ -44,6 +45,29 @@ def test_the_same_samples_have_the_same_bytes():
     assert wire_records.encode_samples([sample(3, 9)]) == wire_records.encode_samples([sample(3, 9)])
 
 
+def episode(i: int) -> Sample:
+    """A sample whose second and third tokens are an observation."""
+    whole = sample(i, 5)
+    at = whole.weight_versions
+    return dataclasses.replace(whole, weight_versions=(at[0], None, None, *at[3:]), response_mask=(True, False, False, True, True))
+
+
+def test_the_response_mask_of_an_episode_comes_back_and_costs_other_samples_nothing():
+    plain, episodes = [sample(1, 3), sample(2, 4)], [episode(0), sample(1, 3), episode(2)]
+    assert wire_records.decode_samples(wire_records.encode_samples(episodes)) == episodes
+    assert b"response_mask" not in wire_records.encode_samples(plain)
+    assert episodes[0].sampled_tokens == 3 and plain[0].sampled_tokens == 3
+    assert episodes[0].sampled_weight_versions == [version for version in episodes[0].weight_versions if version]
+
+
+def test_a_response_mask_that_the_other_fields_contradict_is_refused():
+    for broken in (dataclasses.replace(episode(0), response_mask=()), dataclasses.replace(sample(0, 2), response_mask=(True, False))):
+        with pytest.raises(ValueError, match="disagree on which tokens were sampled"):
+            wire_records.encode_samples([broken])
+    with pytest.raises(ValueError, match="response_mask has 2 entries for 5 tokens"):
+        wire_records.encode_samples([dataclasses.replace(episode(0), response_mask=(True, False))])
+
+
 def test_scores_of_every_state_come_back():
     scores = [
         Score("a", ScoreState.NUMBER, 0.1, {"match": 1.0, "format": -0.0}, True, "right"),
@@ -69,8 +93,6 @@ def test_a_prompt_that_is_no_json_is_refused():
 
 @pytest.mark.parametrize("field", ["logprobs", "sampling_logprobs", "weight_versions"])
 def test_a_sample_with_a_missing_token_value_is_refused(field):
-    import dataclasses
-
     broken = dataclasses.replace(sample(1, 4), **{field: getattr(sample(1, 4), field)[:-1]})
     with pytest.raises(ValueError, match=f"{field} has 3 entries for 4 tokens"):
         wire_records.encode_samples([broken])

@@ -84,6 +84,27 @@ def test_a_batch_in_which_nothing_counts_is_compared_too(make_model, make_batch,
         assert found["mismatch_max_abs"] == pytest.approx(by, rel=1e-6)
 
 
+@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_observation_is_not_compared_whatever_its_record(make_model, make_batch, mode, minibatches):
+    algorithm, batch = AlgorithmConfig(old_logprobs=mode, minibatches=minibatches), recorded(make_model(torch.float32), make_batch(count=16))
+    sequences, observations = [], 0
+    for sequence in batch.sequences:
+        start = sequence.prompt_length
+        is_sampled = tuple(index >= start and (index - start) % 4 != 1 for index in range(len(sequence.token_ids)))
+        observations += sum(not sampled for sampled in is_sampled[start:])
+        mask = tuple(value * sampled for value, sampled in zip(sequence.loss_mask, is_sampled, strict=True))
+        sequences.append(replace(sequence, loss_mask=mask, response_mask=is_sampled))
+    episodes = replace(batch, sequences=tuple(sequences))
+    first = next(i for i, s in enumerate(sequences) if len(s.token_ids) - s.prompt_length > 2)
+    start = sequences[first].prompt_length
+    ignored = metrics_of(make_model(torch.float32), harmed(episodes, first, start + 1), algorithm)
+    assert observations > 0 and ignored["mismatch_kl"] == ignored["mismatch_max_abs"] == 0.0
+    seen = metrics_of(make_model(torch.float32), harmed(episodes, first, start + 2), algorithm)
+    assert seen["mismatch_max_abs"] == pytest.approx(0.5, rel=1e-6)
+    assert seen["mismatch_kl"] == pytest.approx(K3_OF_HALF_A_NAT / (sampled_tokens(batch) - observations), rel=1e-6)
+
+
 def tokens_without_gradient(model, run):
     seen = []
     hook = model.register_forward_pre_hook(lambda module, arguments: seen.append(0 if torch.is_grad_enabled() else len(arguments[0])))

@@ -68,18 +68,19 @@ def make_batch(
 def train_sequence(
     sample: Sample, advantage: float = 0.0, counts: bool = True, reference_logprobs: Sequence[float] | None = None
 ) -> TrainSequence:
-    """Returns ``sample`` as a training sequence: every token of the completion has ``advantage``; ``counts``: the completion is in the loss
+    """Returns ``sample`` as a training sequence: every token that the model sampled has ``advantage``; ``counts``: these tokens are in the loss
     mask."""
-    prompt, length = len(sample.prompt_token_ids), len(sample.token_ids)
+    prompt = len(sample.prompt_token_ids)
     before = (0.0,) * prompt
     return TrainSequence(
         id=sample.id,
         token_ids=sample.prompt_token_ids + sample.token_ids,
         prompt_length=prompt,
-        loss_mask=before + (1.0 if counts else 0.0,) * length,
-        advantages=before + (advantage,) * length,
+        loss_mask=before + tuple(float(counts and is_sampled) for is_sampled in sample.is_sampled),
+        advantages=before + tuple(advantage if is_sampled else 0.0 for is_sampled in sample.is_sampled),
         rollout_logprobs=before + sample.logprobs,
         sampling_logprobs=before + sample.sampling_logprobs,
         reference_logprobs=None if reference_logprobs is None else tuple(reference_logprobs),
-        weight_step=max((version.step for version in sample.weight_versions), default=-1),
+        weight_step=max((version.step for version in sample.sampled_weight_versions), default=-1),
+        response_mask=(False,) * prompt + sample.response_mask if sample.response_mask else (),
     )

@@ -65,7 +65,7 @@ def update_policy(
     inferred += infer(unseen, 1.0)
     mismatch = recorded_mismatch([*(counted if is_recomputed else ()), *unseen], [values[0] for values in inferred], replica.model.dtype)
 
-    sampled_tokens = sum(_sampled_tokens(s) for s in batch.sequences)
+    sampled_tokens = sum(sum(_is_recorded(s)) for s in batch.sequences)
     rate = learning_rate(trainer, batch.step, total_steps)
     results: list[StepResult] = []
     done, total = 0, sum(minibatch.passes for minibatch in updates)
@@ -110,13 +110,12 @@ def _share(replica: Replica, sequences: Sequence[TrainSequence], micro_batch_tok
     return _Minibatch(sequences, own, replica.passes(len(own), max(map(len, shares))))
 
 
-def _sampled_tokens(sequence: TrainSequence) -> int:
-    """Returns the number of tokens whose log-probabilities the rollout recorded."""
-    return len(sequence.token_ids) - _first_sampled(sequence) if sequence.rollout_logprobs else 0
-
-
-def _first_sampled(sequence: TrainSequence) -> int:
-    return max(1, sequence.prompt_length)
+def _is_recorded(sequence: TrainSequence) -> list[bool]:
+    """Returns for each token whether the rollout recorded its log-probability: whether a model sampled it. Token 0 is never predicted."""
+    if not sequence.rollout_logprobs:
+        return [False] * len(sequence.token_ids)
+    recorded = list(sequence.response_mask) or [index >= sequence.prompt_length for index in range(len(sequence.token_ids))]
+    return [False, *recorded[1:]]
 
 
 def _not_counted_in(seen: Sequence[TrainSequence], sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
@@ -124,10 +123,10 @@ def _not_counted_in(seen: Sequence[TrainSequence], sequences: Sequence[TrainSequ
     ids = {s.id for s in seen}
     remaining = []
     for sequence in sequences:
-        first = _first_sampled(sequence)
-        mask = sequence.loss_mask[first:] if sequence.id in ids else (0.0,) * (len(sequence.token_ids) - first)
-        if sequence.rollout_logprobs and 0 in mask:
-            remaining.append(replace(sequence, loss_mask=(0.0,) * first + tuple(float(value == 0) for value in mask)))
+        is_counted = [value != 0 and sequence.id in ids for value in sequence.loss_mask]
+        mask = tuple(float(recorded and not counted) for recorded, counted in zip(_is_recorded(sequence), is_counted, strict=True))
+        if any(mask):
+            remaining.append(replace(sequence, loss_mask=mask))
     return remaining
 
 
