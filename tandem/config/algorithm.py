@@ -7,7 +7,8 @@ from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
-AlgorithmName = Literal["grpo", "dr_grpo", "rloo"]
+AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+PolicyLossName = Literal["clip", "cispo", "mirror_descent"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 Level = Literal["token", "sequence"]
@@ -21,11 +22,19 @@ class AlgorithmConfig:
     """The algorithm, by its advantage estimator. `grpo`: (reward - group mean) / (group std + `advantage_epsilon`) (DeepSeekMath, 2024), with the
     sample standard deviation of the group's n rewards, whose sum of squares is divided by n - 1, as in TRL and verl.
     `dr_grpo`: reward - group mean (Liu et al., 2025). `rloo`: reward - mean of the group's other samples (Ahmadian et al., 2024).
+    `reinforce_plus_plus`: the reward, normalised by the mean and standard deviation over all tokens of the batch (Hu, 2025);
+    `reinforce_plus_plus_baseline`: reward - group mean, normalised in the same way.
     `pretrain` and `sft` train on data and have sections of their own."""
     group_size: int = 8
-    """Completions per prompt, at least 2."""
+    """Completions per prompt, at least 2; for `reinforce_plus_plus`, which has no groups, at least 1."""
     advantage_epsilon: float = 1e-6
     """For `grpo`: added to the standard deviation."""
+    policy_loss: PolicyLossName = "clip"
+    """The loss of a token with ratio rho = pi / pi_old and advantage A. `clip`: -min(rho A, clip(rho) A) (PPO). `cispo`: -clip(rho) A log pi, where
+    the clipped ratio has no gradient (MiniMax-M1, 2025). `mirror_descent`: -A log pi + `mirror_descent_tau` / 2 (log rho)^2, whose log-ratio is
+    that of the whole completion (Kimi k1.5, 2025)."""
+    mirror_descent_tau: float = 0.1
+    """For `policy_loss: mirror_descent`: the weight that keeps the policy near the one at the start of the step."""
     clip_ratio_low: float = 0.2
     """The ratio pi / pi_old is clipped to [1 - `clip_ratio_low`, 1 + `clip_ratio_high`]."""
     clip_ratio_high: float = 0.2
@@ -39,6 +48,8 @@ class AlgorithmConfig:
     """Divisor of `seq-mean-token-sum-norm`. 0: `rollout.max_tokens`."""
     kl_coef: float = 0.0
     """Weight of the KL divergence from the initial model in the loss. 0: no reference model is loaded."""
+    kl_in_reward: bool = False
+    """Subtract the KL, weighted by `kl_coef`, from the rewards of the tokens, and not add it to the loss."""
     kl_estimator: KLEstimator = "k3"
     """`k1`, `k2`, `k3` (Schulman, 2020), or `k3+`: the value of k3 with the gradient of k2."""
     tis_cap: float | None = None
@@ -62,8 +73,9 @@ class AlgorithmConfig:
 
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
-        if self.group_size < 2:
+        if self.group_size < 2 and self.name != "reinforce_plus_plus":
             raise UserError(f"'algorithm.group_size' is {self.group_size}; a group needs at least 2 samples to compare")
+        check_at_least_one("algorithm", self, "group_size")
         if not 0 <= self.advantage_epsilon < float("inf"):
             raise UserError(
                 f"'algorithm.advantage_epsilon' is {self.advantage_epsilon}; it must be 0 or more, and finite"
@@ -81,12 +93,16 @@ class AlgorithmConfig:
             raise UserError(
                 f"'algorithm.kl_coef' is {self.kl_coef}; it must be 0 (no KL) or more, and finite"
             )
+        if self.kl_in_reward and self.kl_estimator == "k3+":
+            raise UserError("'algorithm.kl_estimator' is 'k3+', which is k3 with another gradient, and a reward has none; set it to k3 or k1")
+        if not 0 < self.mirror_descent_tau < float("inf"):
+            raise UserError(f"'algorithm.mirror_descent_tau' is {self.mirror_descent_tau}; it must be above 0, and finite")
         if self.tis_cap is not None and not self.tis_cap >= 1:
             raise UserError(
                 f"'algorithm.tis_cap' is {self.tis_cap}; "
                 "it must be at least 1, or empty"
             )
-        check_float32("algorithm", self, "advantage_epsilon", "clip_ratio_high", "dual_clip", "kl_coef", "tis_cap")
+        check_float32("algorithm", self, "advantage_epsilon", "clip_ratio_high", "dual_clip", "kl_coef", "mirror_descent_tau", "tis_cap")
         check_at_least_one("algorithm", self, "minibatches", "epochs")
         if not 0 <= self.length_constant < 2**31:
             # It is multiplied by the number of sequences, in 63 bits.
@@ -100,6 +116,14 @@ class AlgorithmConfig:
             reason, fix = f"algorithm.loss_agg_mode is '{self.loss_agg_mode}'", "set algorithm.loss_agg_mode to seq-mean-token-sum-norm"
             refuse_unread("algorithm", self, reason, "length_constant", fix=fix)
         if self.kl_coef == 0:
-            refuse_unread("algorithm", self, "algorithm.kl_coef is 0", "kl_estimator", fix="raise algorithm.kl_coef")
+            refuse_unread("algorithm", self, "algorithm.kl_coef is 0", "kl_in_reward", "kl_estimator", fix="raise algorithm.kl_coef")
+        reason = f"algorithm.policy_loss is '{self.policy_loss}'"
+        if self.policy_loss != "mirror_descent":
+            refuse_unread("algorithm", self, reason, "mirror_descent_tau", fix="set algorithm.policy_loss to mirror_descent")
+        else:
+            unread = ("clip_ratio_low", "clip_ratio_high", "importance_level")
+            refuse_unread("algorithm", self, reason, *unread, fix="set algorithm.policy_loss to clip or cispo")
+        if self.policy_loss != "clip":
+            refuse_unread("algorithm", self, reason, "dual_clip", fix="set algorithm.policy_loss to clip")
         if self.tis_cap is None:
             refuse_unread("algorithm", self, "algorithm.tis_cap is empty", "tis_level", fix="set algorithm.tis_cap (2.0 is usual)")

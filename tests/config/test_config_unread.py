@@ -31,6 +31,11 @@ UNREAD: list[tuple[dict[str, Any], str, Any, str, dict[str, Any]]] = [
     (RL, "algorithm.advantage_epsilon", 0.1, "algorithm.name is 'dr_grpo'", {"algorithm.name": "grpo"}),
     (RL, "algorithm.length_constant", 9, "loss_agg_mode is 'token-mean'", {"algorithm.loss_agg_mode": "seq-mean-token-sum-norm"}),
     (RL, "algorithm.kl_estimator", "k1", "algorithm.kl_coef is 0", {"algorithm.kl_coef": 0.1}),
+    (RL, "algorithm.kl_in_reward", True, "algorithm.kl_coef is 0", {"algorithm.kl_coef": 0.1}),
+    (RL, "algorithm.mirror_descent_tau", 0.5, "policy_loss is 'clip'", {"algorithm.policy_loss": "mirror_descent"}),
+    (RL, "algorithm.clip_ratio_high", 0.3, "policy_loss is 'mirror_descent'", {"algorithm.policy_loss": "cispo"}),
+    (RL, "algorithm.importance_level", "sequence", "policy_loss is 'mirror_descent'", {"algorithm.policy_loss": "clip"}),
+    (RL, "algorithm.dual_clip", 3.0, "policy_loss is 'cispo'", {"algorithm.policy_loss": "clip"}),
     (RL, "algorithm.tis_level", "sequence", "algorithm.tis_cap is empty", {"algorithm.tis_cap": 2.0}),
     (RL, "parallel.schedule", "gpipe", "parallel.pipeline is 1", {"parallel.pipeline": 2}),
     (RL, "parallel.sequence_parallel", False, "parallel.tensor is 1", {"parallel.tensor": 2}),
@@ -40,7 +45,11 @@ UNREAD: list[tuple[dict[str, Any], str, Any, str, dict[str, Any]]] = [
     (RL, "task.prompt_key", "question", "task.name is 'sort'", {"task.name": "dataset", "task.path": "prompts.jsonl"}),
     (RL, "rollout.engine.swap_space", 1.0, "preemption_mode is 'recompute'", {"rollout.engine.preemption_mode": "swap"}),
 ]  # fmt: skip
-OTHER = {"algorithm.advantage_epsilon": {"algorithm.name": "dr_grpo"}, "rollout.engine.swap_space": {"rollout.engine.preemption_mode": "recompute"}}
+OTHER = {
+    "algorithm.advantage_epsilon": {"algorithm.name": "dr_grpo"}, "algorithm.clip_ratio_high": {"algorithm.policy_loss": "mirror_descent"},
+    "algorithm.importance_level": {"algorithm.policy_loss": "mirror_descent"}, "algorithm.dual_clip": {"algorithm.policy_loss": "cispo"},
+    "rollout.engine.swap_space": {"rollout.engine.preemption_mode": "recompute"},
+}  # fmt: skip
 
 
 def load(folder: Path, recipe: dict[str, Any], keys: dict[str, Any]) -> Recipe | PretrainRecipe:

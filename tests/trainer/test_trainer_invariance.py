@@ -9,7 +9,7 @@ import torch
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.rl.algorithms.grpo import make_grpo_loss
+from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.records.tracing import Tracer, read_trace
 from tandem.trainer.grad_scaler import GradScaler
@@ -34,7 +34,7 @@ VARIANTS = [
 
 def loss_and_gradients(model, batch, config, bins=None, temperature=1.0):
     sequences = [s for s in batch.sequences if forward_tokens(s)]
-    loss = make_grpo_loss(config, counts_of(sequences, batch.length_constant), temperature, sum(sum(s.loss_mask) for s in sequences))
+    loss = make_policy_loss(config, counts_of(sequences, batch.length_constant), temperature, sum(sum(s.loss_mask) for s in sequences))
     model.zero_grad(set_to_none=True)
     total, sums = 0.0, {}
     for chosen in bins or [tuple(range(len(sequences)))]:

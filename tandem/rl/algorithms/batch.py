@@ -9,15 +9,19 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.rl.algorithms.dr_grpo import dr_grpo_advantages
 from tandem.rl.algorithms.groups import usable
 from tandem.rl.algorithms.grpo import grpo_advantages
+from tandem.rl.algorithms.reinforce_plus_plus import returns_to_go, whitened
 from tandem.rl.algorithms.rloo import rloo_advantages
+from tandem.trainer.losses.kl import kl_estimate
 from tandem.types import Batch, FinishReason, Sample, Score, TrainSequence
 
 
 def group_advantages(config: AlgorithmConfig, rewards: Tensor, valid: Tensor) -> Tensor:
-    """Returns the advantages [P, G] of ``config.name``."""
+    """Returns the advantages [P, G] of ``config.name``, before ``token_advantages``."""
     if config.name == "grpo":
         return grpo_advantages(rewards, valid, config.advantage_epsilon)
-    return dr_grpo_advantages(rewards, valid) if config.name == "dr_grpo" else rloo_advantages(rewards, valid)
+    if config.name == "rloo":
+        return rloo_advantages(rewards, valid)
+    return rewards if config.name == "reinforce_plus_plus" else dr_grpo_advantages(rewards, valid)
 
 
 def make_batch(
@@ -33,12 +37,17 @@ def make_batch(
     A group is all samples of one prompt. A sample without a reward (infrastructure fault, or aborted) is left out of its group's statistics
     and has a loss mask of zeros; so has every sample of a group with fewer than two rewards and, with ``config.mask_truncated``, one
     truncated at the token limit (which still counts in the statistics). ``reference_logprobs``: by sample id, one entry per token of prompt
-    and completion. ``max_tokens``: the maximum length of a completion, Dr. GRPO's constant unless ``config.length_constant`` is set."""
+    and completion. ``max_tokens``: the maximum length of a completion, Dr. GRPO's constant unless ``config.length_constant`` is set.
+
+    With ``config.kl_in_reward`` every token's reward is lowered by ``kl_coef`` times its KL to the reference. ``reinforce_plus_plus`` has no
+    groups: a sample counts with its own reward alone."""
     score_of = {score.sample_id: score for score in scores}
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.prompt_id, []).append(index)
     widest = max((len(members) for members in groups.values()), default=0)
+    penalties = [_kl_penalties(config, sample, reference_logprobs) for sample in samples]
+    is_grouped = config.name != "reinforce_plus_plus"
     rewards = torch.zeros(len(groups), widest, dtype=torch.float64)
     valid = torch.zeros(len(groups), widest, dtype=torch.bool)
     for row, members in enumerate(groups.values()):
@@ -46,38 +55,64 @@ def make_batch(
             value = score_of[samples[index].id].value
             if value is not None and samples[index].finish_reason is not FinishReason.ABORT:
                 rewards[row, column], valid[row, column] = value, True
-    advantages, counted = group_advantages(config, rewards, valid).tolist(), usable(valid).tolist()
+                if is_grouped:
+                    rewards[row, column] -= penalties[index].sum()
+    advantages, counted = group_advantages(config, rewards, valid).tolist(), (usable(valid) if is_grouped else valid).tolist()
     place = {
         index: (row, column) for row, members in enumerate(groups.values()) for column, index in enumerate(members)
     }
-    sequences = []
-    for index, sample in enumerate(samples):
-        row, column = place[index]
-        truncated = config.mask_truncated and sample.finish_reason is FinishReason.LENGTH
-        sequences.append(
-            train_sequence(
-                sample,
-                advantage=advantages[row][column],
-                counts=counted[row][column] and not truncated,
-                reference_logprobs=None if reference_logprobs is None else reference_logprobs[sample.id],
-            )
-        )
+    counts = [
+        counted[place[index][0]][place[index][1]] and not (config.mask_truncated and sample.finish_reason is FinishReason.LENGTH)
+        for index, sample in enumerate(samples)
+    ]
+    of_samples = [advantages[place[index][0]][place[index][1]] for index in range(len(samples))]
+    sequences = [
+        train_sequence(sample, of_tokens.tolist(), counts=is_counted, reference_logprobs=None if reference_logprobs is None else reference_logprobs[sample.id])
+        for sample, of_tokens, is_counted in zip(samples, token_advantages(config, of_samples, penalties, counts), counts, strict=True)
+    ]
     return Batch(step, tuple(sequences), config.length_constant or max_tokens)
 
 
+def token_advantages(config: AlgorithmConfig, advantages: Sequence[float], penalties: Sequence[Tensor], counts: Sequence[bool]) -> list[Tensor]:
+    """Returns the advantage of each sampled token of each sample, float64 [T_i].
+
+    Args:
+        advantages: by sample, of ``group_advantages``.
+        penalties: [T_i] by sample: what lowers the rewards of its tokens.
+        counts: which samples are in the loss mask; the statistics of REINFORCE++ are those of their tokens.
+    """
+    if config.name == "reinforce_plus_plus":
+        return whitened([returns_to_go(advantage, penalty) for advantage, penalty in zip(advantages, penalties, strict=True)], counts)
+    of_tokens = [torch.full_like(penalty, advantage) for advantage, penalty in zip(advantages, penalties, strict=True)]
+    return whitened(of_tokens, counts) if config.name == "reinforce_plus_plus_baseline" else of_tokens
+
+
+def _kl_penalties(config: AlgorithmConfig, sample: Sample, reference_logprobs: Mapping[str, Sequence[float]] | None) -> Tensor:
+    """Returns ``kl_coef`` times the estimated KL of each token that the model sampled [T], between the raw distribution that the rollout
+    recorded and the reference's; zeros without ``kl_in_reward``."""
+    if not config.kl_in_reward:
+        return torch.zeros(sample.sampled_tokens, dtype=torch.float64)
+    assert reference_logprobs is not None, "kl_in_reward needs reference log-probabilities"
+    reference = reference_logprobs[sample.id][len(sample.prompt_token_ids) :]
+    pairs = [pair for *pair, is_sampled in zip(sample.logprobs, reference, sample.is_sampled, strict=True) if is_sampled]
+    recorded, referred = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)
+    return config.kl_coef * kl_estimate(recorded, referred, config.kl_estimator)
+
+
 def train_sequence(
-    sample: Sample, advantage: float = 0.0, counts: bool = True, reference_logprobs: Sequence[float] | None = None
+    sample: Sample, advantages: Sequence[float] = (), counts: bool = True, reference_logprobs: Sequence[float] | None = None
 ) -> TrainSequence:
-    """Returns ``sample`` as a training sequence: every token that the model sampled has ``advantage``; ``counts``: these tokens are in the loss
-    mask."""
+    """Returns ``sample`` as a training sequence. ``advantages``: of the tokens that the model sampled, in order (empty: 0); ``counts``: these
+    tokens are in the loss mask."""
     prompt = len(sample.prompt_token_ids)
+    of_tokens = iter(advantages or (0.0,) * sample.sampled_tokens)
     before = (0.0,) * prompt
     return TrainSequence(
         id=sample.id,
         token_ids=sample.prompt_token_ids + sample.token_ids,
         prompt_length=prompt,
         loss_mask=before + tuple(float(counts and is_sampled) for is_sampled in sample.is_sampled),
-        advantages=before + tuple(advantage if is_sampled else 0.0 for is_sampled in sample.is_sampled),
+        advantages=before + tuple(next(of_tokens) if is_sampled else 0.0 for is_sampled in sample.is_sampled),
         rollout_logprobs=before + sample.logprobs,
         sampling_logprobs=before + sample.sampling_logprobs,
         reference_logprobs=None if reference_logprobs is None else tuple(reference_logprobs),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.rl.algorithms.grpo import make_grpo_loss
+from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.grad_scaler import GradScaler, Verdict
 from tandem.trainer.logprobs import infer_sequences, per_token
@@ -72,7 +72,7 @@ def update_policy(
     for number, minibatch in enumerate(updates):
         micro_batches = minibatch.micro_batches(replica, old)
         mismatch_tokens = sampled_tokens if number == 0 and not is_recomputed else 0
-        loss = make_grpo_loss(algorithm, counts_of(minibatch.sequences, batch.length_constant), temperature, mismatch_tokens)
+        loss = make_policy_loss(algorithm, counts_of(minibatch.sequences, batch.length_constant), temperature, mismatch_tokens)
         report = None if on_progress is None else lambda here, _, before=done: on_progress(before + here, total)
         results.append(
             train_step(
