@@ -36,7 +36,7 @@ def peak_of(device_name: str) -> Peak | None:
 def matrix_parameters(shapes: ModelShapes) -> int:
     """Returns the weights of the matrices that a token is multiplied with: of experts those that it is routed to; the head, but not the
     embedding."""
-    parameters = shapes.vocab_size * shapes.hidden_size
+    parameters = shapes.head_rows * shapes.hidden_size
     for layer in range(shapes.num_hidden_layers):
         parameters += shapes.hidden_size * (shapes.qkv_size + shapes.query_size)
         experts = shapes.experts_of(layer)

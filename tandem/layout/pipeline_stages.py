@@ -12,7 +12,7 @@ from tandem.types.errors import UserError
 
 
 class Span(NamedTuple):
-    """The layers ``start`` to ``stop`` of ``layers``. The first span has the embedding, the last the final norm and the head."""
+    """The layers ``start`` to ``stop`` of ``layers``. The first span has the embedding, the last the final norm and the heads."""
 
     start: int
     stop: int
@@ -85,7 +85,7 @@ def stage_costs(shapes: ModelShapes) -> tuple[tuple[float, ...], float, float]:
         else:
             mlp = 3.0 * experts.intermediate_size * experts.num_experts_per_tok + experts.num_experts
         layers.append(hidden * (shapes.qkv_size + shapes.query_size + mlp))
-    return tuple(layers), float(hidden), float(hidden * shapes.vocab_size)
+    return tuple(layers), float(hidden), float(hidden * shapes.head_rows)
 
 
 def split_by_cost(layers: Sequence[float], first: float, last: float, stages: int) -> tuple[int, ...]:

@@ -31,6 +31,11 @@ class RopeScaling:
     truncate: bool = True
 
 
+ValueHead = Literal["none", "sequence", "token"]
+"""The head that gives one number for a hidden state, as in transformers: that of sequence classification (``score.weight``, which reads the last
+token's state) or of token classification (with ``score.bias``)."""
+
+
 class ExpertNames(NamedTuple):
     """Names of a layer's router and expert matrices in the Hugging Face folder, after ``model.layers.N.``. Those of an expert contain
     ``.experts.{}.`` for its index."""
@@ -89,6 +94,8 @@ class ModelShapes:
     qk_norm: bool = False
     layer_windows: tuple[int | None, ...] = ()
     experts: ExpertShapes | None = None
+    value_head: ValueHead = "none"
+    language_head: bool = True
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -103,6 +110,10 @@ class ModelShapes:
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even number")
+        if not self.language_head and self.value_head == "none":
+            raise ValueError("model has neither a language-model head nor a value head")
+        if not self.language_head and self.tie_word_embeddings:
+            raise ValueError("model has no language-model head to tie its embedding to")
         if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if self.experts is not None:
@@ -130,6 +141,16 @@ class ModelShapes:
     def window(self, layer: int) -> int | None:
         """Returns the sliding window of ``layer`` in tokens, ``None`` for full attention."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+    @property
+    def head_rows(self) -> int:
+        """The numbers that the heads compute for a token: a logit for each id of the vocabulary, a value."""
+        return self.vocab_size * self.language_head + (self.value_head != "none")
+
+    @property
+    def outputs(self) -> int:
+        """The numbers that an inference pass keeps for a token: its log-probability, raw and at a temperature, and a value."""
+        return 2 * self.language_head + (self.value_head != "none")
 
     @property
     def query_size(self) -> int:
@@ -203,8 +224,12 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         yield Parameter(f"{at}input_layernorm.weight", (hidden,))
         yield Parameter(f"{at}post_attention_layernorm.weight", (hidden,))
     yield Parameter("model.norm.weight", (hidden,))
-    if not shapes.tie_word_embeddings:
+    if shapes.language_head and not shapes.tie_word_embeddings:
         yield Parameter("lm_head.weight", (shapes.vocab_size, hidden))
+    if shapes.value_head != "none":
+        yield Parameter("score.weight", (1, hidden))
+    if shapes.value_head == "token":
+        yield Parameter("score.bias", (1,))
 
 
 def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[Parameter]:

@@ -33,7 +33,7 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", "replicated", None),
     Rule(r"model\.layers\.\d+\.(self_attn\.[qk]_norm|input_layernorm|post_attention_layernorm)\.weight", "replicated", None),
-    Rule(r"model\.norm\.weight", "replicated", None),
+    Rule(r"model\.norm\.weight|score\.(weight|bias)", "replicated", None),
 )
 
 

@@ -28,6 +28,7 @@ from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight
 from tandem.model.recompute import Recompute, around_layers
 from tandem.model.rotary import rotary_table
 from tandem.model.router_balance import RouterBalance
+from tandem.model.value_head import values_of
 from tandem.types.kv_cache import KVCacheDtype
 
 
@@ -47,6 +48,7 @@ class Decoder(nn.Module):
     """
 
     lm_head: Linear | None
+    score: Linear | None
 
     def __init__(
         self,
@@ -77,8 +79,10 @@ class Decoder(nn.Module):
             self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.shard_spec))
         if self.holds("model.norm.weight"):
             self.norm = Norm(shapes.hidden_size, dtype, device)
-        has_head = self.holds("lm_head.weight") and not shapes.tie_word_embeddings
+        has_head = self.holds("lm_head.weight") and shapes.language_head and not shapes.tie_word_embeddings
         self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if has_head else None
+        has_score = self.holds("score.weight") and shapes.value_head != "none"
+        self.score = Linear(1, shapes.hidden_size, shapes.value_head == "token", dtype, device) if has_score else None
         # Not a buffer, so that it stays fp32 when the parameters are converted.
         self._cos_sin = rotary_table(shapes).to(device)
         self._collectives = collectives(group)
@@ -169,6 +173,22 @@ class Decoder(nn.Module):
         # Adding -0 changes nothing, not even the sign of zeros.
         return collectives.embedded(rows.masked_fill(~held.unsqueeze(1), -0.0))
 
+    def head_outputs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> TokenLogprobs:
+        """Returns what the heads of this model compute for the tokens ``rows[R]``: ``token_logprobs`` of the language-model head, with the
+        ``values[R]`` of the value head."""
+        if self.shapes.language_head:
+            logprobs = self.token_logprobs(hidden, rows, targets, temperature, tokens)
+        else:
+            none = hidden.new_empty(0)
+            logprobs = TokenLogprobs(none, none, none)
+        return logprobs if self.score is None else logprobs._replace(values=self.values(hidden, rows, tokens))
+
+    def values(self, hidden: Tensor, rows: Tensor, tokens: int) -> Tensor:
+        """Returns the value head's numbers [R] of the tokens ``rows[R]`` of a packed batch of ``tokens`` tokens; ``hidden`` is the output of
+        ``forward``. With ``parallel`` every rank returns all of them."""
+        assert self.score is not None and self.score.weight is not None, "the model has no value head"
+        return values_of(self.kernels, self.parallel, hidden, self.score.weight, self.score.bias, rows, tokens)
+
     def token_logprobs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> TokenLogprobs:
         """Returns the log-probabilities of ``targets[R]`` after the tokens ``rows[R]`` (ascending) of a packed batch of ``tokens`` tokens;
         ``hidden`` is the output of ``forward``. With ``parallel`` every rank returns all of them."""
@@ -199,7 +219,8 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The plain head [V, H]; the embedding table if they are tied. Raises ``RuntimeError`` if the decoder is packed."""
+        """The plain language-model head [V, H]; the embedding table if they are tied. Raises ``RuntimeError`` if the decoder is packed."""
+        assert self.shapes.language_head, "the model has no language-model head"
         if self.lm_head is None:
             return self.embed_tokens
         if self.lm_head.weight is None:

@@ -114,7 +114,8 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     if model_type is None:
         classes = config.get("architectures")
         for family in known.values():
-            if isinstance(classes, list) and family.class_name in classes:
+            base = family.class_name.removesuffix("CausalLM")
+            if isinstance(classes, list) and any(isinstance(name, str) and name.startswith(base) for name in classes):
                 return family
     elif isinstance(model_type, str) and model_type in known:
         return known[model_type]

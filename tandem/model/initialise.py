@@ -4,6 +4,7 @@ import hashlib
 import math
 
 import torch
+from torch import Tensor
 
 from tandem.layout.shapes import parameters
 from tandem.model.decoder import Decoder
@@ -28,12 +29,12 @@ def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) ->
         elif name.endswith(".bias"):
             tensor.fill_(0.0)
         else:
-            generator = torch.Generator().manual_seed(_seed_of(seed, name))
             deviation = residual if name.endswith(to_residual) else standard_deviation
-            drawn = torch.empty(whole[name], dtype=torch.float32).normal_(0.0, deviation, generator=generator)
-            tensor.copy_(part_of(decoder, name, drawn))
+            tensor.copy_(part_of(decoder, name, drawn_matrix(seed, name, whole[name], deviation)))
 
 
-def _seed_of(seed: int, name: str) -> int:
+def drawn_matrix(seed: int, name: str, shape: tuple[int, ...], standard_deviation: float) -> Tensor:
+    """Returns the fp32 matrix that the generator of ``seed`` and ``name`` draws."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, standard_deviation, generator=generator)

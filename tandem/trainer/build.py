@@ -88,11 +88,11 @@ def _named(start: Path) -> Iterator[None]:
 
 def _load(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_filled: bool) -> tuple[Decoder, Pipeline | None]:
     parallel, stages = settings.parallel, ranks.groups["pipeline"]
-    spans = spans_of(parallel, read_shapes(settings.start))
+    spans = spans_of(parallel, read_shapes(settings.start, "any"))
     make = load_model if is_filled else unfilled_model
     model = make(
         settings.start, kernels, dtype=getattr(torch, settings.trainer.dtype), device=ranks.device, parallel=ranks.model_parallel(),
-        spans=own_spans(parallel, spans, stages.rank),
+        spans=own_spans(parallel, spans, stages.rank), heads="any",
     )  # fmt: skip
     model.kernels = in_precision(kernels, settings.trainer.precision, model.device)
     model.kv_cache_dtype = settings.kv_cache_dtype

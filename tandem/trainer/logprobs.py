@@ -12,7 +12,7 @@ from tandem.model.decoder import Decoder
 from tandem.trainer.micro_batch import MicroBatch, counted_indices, forward_tokens, make_micro_batches
 from tandem.trainer.packing import pack_shares
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.trainer.step import Progress, predict
+from tandem.trainer.step import Progress, predict, stacked
 from tandem.types import TrainSequence
 
 
@@ -43,13 +43,13 @@ class Inferring(Protocol):
 def infer(
     model: Decoder, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
 ) -> list[Tensor]:
-    """Returns the log-probabilities (nats) of each micro-batch's counted tokens: float64 [2, R], raw and at ``temperature``.
+    """Returns the log-probabilities (nats) of each micro-batch's counted tokens: float64 [2, R], raw and at ``temperature``; of a model with a value
+    head the values of the states before them as the last row (``step.stacked``).
 
     The same packed forward pass as in training, hence the same bits; float64 holds those of any dtype."""
     values = []
     for done, micro_batch in enumerate(micro_batches, start=1):
-        logprobs = predict(model, micro_batch, temperature)
-        values.append(torch.stack((logprobs.raw, logprobs.scaled)).double())
+        values.append(stacked(model, predict(model, micro_batch, temperature)))
         if on_progress is not None:
             on_progress(done, len(micro_batches))
     return values
@@ -60,14 +60,14 @@ def infer_sequences(
     on_progress: Progress | None = None,
 ) -> list[Tensor]:
     """Returns the log-probabilities (nats) of the counted tokens of each of ``sequences``: float64 [2, n] on the CPU, raw and at
-    ``temperature``.
+    ``temperature``; of a model with a value head the values too (``infer``).
 
     Every rank of the mesh is given all of ``sequences`` and returns those of all; each data-parallel rank computes its share."""
     ranks = forward.ranks.data
     indices = [i for i, sequence in enumerate(sequences) if forward_tokens(sequence) > 0]
     counted = [sequences[i] for i in indices]
     shares = pack_shares(counted, ranks.size, micro_batch_tokens)
-    logprobs = [torch.empty(2, 0, dtype=torch.float64) for _ in sequences]
+    logprobs = [torch.empty(forward.model.shapes.outputs, 0, dtype=torch.float64) for _ in sequences]
     if not counted:
         return logprobs
     own = shares[ranks.rank]
@@ -98,6 +98,14 @@ def sequence_logprobs(
     Every rank of the mesh is given all of ``sequences`` and returns those of all (``infer_sequences``)."""
     logprobs = infer_sequences(forward, sequences, micro_batch_tokens, temperature, on_progress)
     return {sequence.id: per_token(sequence, values[1]) for sequence, values in zip(sequences, logprobs, strict=True)}
+
+
+def sequence_values(
+    forward: Inferring, sequences: Sequence[TrainSequence], micro_batch_tokens: int, on_progress: Progress | None = None
+) -> dict[str, tuple[float, ...]]:
+    """Returns by sequence id the value of the state before each counted token, as ``sequence_logprobs`` does its log-probability."""
+    values = infer_sequences(forward, sequences, micro_batch_tokens, on_progress=on_progress)
+    return {sequence.id: per_token(sequence, rows[-1]) for sequence, rows in zip(sequences, values, strict=True)}
 
 
 def per_token(sequence: TrainSequence, counted: Tensor) -> tuple[float, ...]:

@@ -26,9 +26,9 @@ class MicroBatch:
 
     ``tokens[T]``, ``positions[T]`` int64; ``cu_seqlens[S + 1]`` int32 and ``max_seqlen`` mark the sequences.
     ``rows[R]`` int64, ascending: which of the T hidden states predict; ``targets[R]`` int64: what they predict.
-    ``mask``, ``advantages``, ``rollout_logprobs`` (raw), ``sampling_logprobs``, ``reference_logprobs`` (``None``: no
-    KL) and ``old_logprobs`` (``None``: the rollout's) have R entries in the dtype of log-probabilities, fp32 for a model in 16 bits. ``sequence_of_row[R]``
-    int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask. ``ids``: of the S sequences."""
+    ``mask``, ``advantages``, ``rollout_logprobs`` (raw), ``sampling_logprobs``, ``reference_logprobs`` (``None``: no KL), ``old_logprobs``
+    (``None``: the rollout's), ``values`` and ``returns`` have R entries in the dtype of log-probabilities, fp32 for a model in 16 bits.
+    ``sequence_of_row[R]`` int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask. ``ids``: of the S sequences."""
 
     ids: tuple[str, ...]
     tokens: Tensor
@@ -43,6 +43,8 @@ class MicroBatch:
     sampling_logprobs: Tensor
     reference_logprobs: Tensor | None
     old_logprobs: Tensor | None
+    values: Tensor
+    returns: Tensor
     sequence_of_row: Tensor
     sequence_mask_sums: Tensor
 
@@ -81,7 +83,7 @@ def collate(
     positions: list[int] = []
     bounds, rows, row_tokens, sequence_of_row = [0], list[int](), list[int](), list[int]()
     columns: dict[str, list[float]] = {
-        name: [] for name in ("mask", "advantages", "rollout", "sampling", "reference", "old")
+        name: [] for name in ("mask", "advantages", "rollout", "sampling", "reference", "old", "values", "returns")
     }
     with_reference = all(s.reference_logprobs is not None for s in sequences)
     for number, sequence in enumerate(sequences):
@@ -98,6 +100,8 @@ def collate(
         _take(columns["advantages"], sequence.advantages, counted)
         _take(columns["rollout"], sequence.rollout_logprobs, counted)
         _take(columns["sampling"], sequence.sampling_logprobs, counted)
+        _take(columns["values"], sequence.values, counted)
+        _take(columns["returns"], sequence.returns, counted)
         if with_reference:
             _take(columns["reference"], sequence.reference_logprobs or (), counted)
         if old_logprobs is not None:
@@ -123,6 +127,8 @@ def collate(
         sampling_logprobs=real(columns["sampling"]),
         reference_logprobs=real(columns["reference"]) if with_reference else None,
         old_logprobs=real(columns["old"]) if old_logprobs is not None else None,
+        values=real(columns["values"]),
+        returns=real(columns["returns"]),
         sequence_of_row=whole(sequence_of_row),
         sequence_mask_sums=real([sum(s.loss_mask) for s in sequences]),
     )
@@ -145,7 +151,7 @@ def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
     sums = torch.ones(1, dtype=real.dtype, device=device)
-    return MicroBatch(("blank",), zero, zero, bounds, 1, none, none, real, real, real, real, real, real, none, sums)
+    return MicroBatch(("blank",), zero, zero, bounds, 1, none, none, real, real, real, real, real, real, real, real, none, sums)
 
 
 def make_micro_batches(
@@ -169,7 +175,7 @@ def _take(column: list[Number], values: Sequence[Number], indices: Sequence[int]
 
 def _check(sequence: TrainSequence, counted: int) -> None:
     length = len(sequence.token_ids)
-    for name in ("loss_mask", "advantages", "rollout_logprobs", "sampling_logprobs", "reference_logprobs"):
+    for name in ("loss_mask", "advantages", "rollout_logprobs", "sampling_logprobs", "reference_logprobs", "values", "returns"):
         values = getattr(sequence, name)
         if values is not None and len(values) != length and (len(values) > 0 or name == "loss_mask"):
             raise ValueError(f"sequence '{sequence.id}': {name} has {len(values)} entries for {length} tokens")

@@ -69,10 +69,17 @@ class StepResult:
 
 
 def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
-    """Returns the model's log-probabilities of a micro-batch's targets [R]."""
+    """Returns the model's log-probabilities of a micro-batch's targets [R], and the values of a value head."""
     context = PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen)
     hidden = model(micro_batch.tokens, micro_batch.positions, context)
-    return model.token_logprobs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
+    return model.head_outputs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
+
+
+def stacked(model: Decoder, outputs: TokenLogprobs) -> Tensor:
+    """Returns what an inference pass keeps of the heads' outputs, float64 [``ModelShapes.outputs``, R]: log-probabilities, raw and at the
+    temperature, of a language-model head, then the values of a value head."""
+    logprobs = [outputs.raw, outputs.scaled] if model.shapes.language_head else []
+    return torch.stack(logprobs + ([] if outputs.values is None else [outputs.values])).double()
 
 
 def sum_shares(shares: Iterable[LossShare]) -> ForwardBackwardOutput:

@@ -11,6 +11,7 @@ class TrainSequence:
     (0.0 for the prompt and for a masked sample). ``advantages``, ``rollout_logprobs`` (raw) and ``sampling_logprobs``
     have L entries, 0.0 over the prompt. ``response_mask``: True where a model sampled the token, L entries; empty if it sampled all after the
     prompt. ``reference_logprobs`` has L entries or is ``None`` where no KL is asked for.
+    ``values`` are a critic's of the states before the tokens, ``returns`` what it is to learn of them, with L entries or none.
     ``weight_step`` is the optimizer step of the weights that drew it (-1: not drawn by a model).
     """
 
@@ -22,6 +23,8 @@ class TrainSequence:
     rollout_logprobs: tuple[float, ...] = ()
     sampling_logprobs: tuple[float, ...] = ()
     reference_logprobs: tuple[float, ...] | None = None
+    values: tuple[float, ...] = ()
+    returns: tuple[float, ...] = ()
     weight_step: int = -1
     response_mask: tuple[bool, ...] = ()
 

@@ -141,7 +141,7 @@ def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:
     """Returns whether this machine has room for the freed memory that every rank keeps. Where ranks give it back, steps were measured 20 %
     slower."""
     trainer, parallel = settings.trainer, settings.parallel
-    peak = parallel.world * peak_bytes(read_shapes(settings.start), trainer, settings.most_tokens, parallel)
+    peak = parallel.world * peak_bytes(read_shapes(settings.start, "any"), trainer, settings.most_tokens, parallel)
     return not trainer.offloads and KEPT_TIMES * peak <= available_bytes(memory_gib)
 
 
@@ -170,7 +170,7 @@ def _load(settings: ReplicaSettings, machine: MachineConfig, ranks: Ranks, callb
         callback.message(note)
     if trainer.offload == "cpu" and ranks.device.type == "cpu":
         callback.message("trainer.offload cpu has no effect on the CPU: weights and optimizer state are in host memory already")
-    kernels = _kernels(machine, trainer, ranks.device, read_shapes(settings.start).head_dim)
+    kernels = _kernels(machine, trainer, ranks.device, read_shapes(settings.start, "any").head_dim)
     check_same_kernels(ranks.world, kernels.name)
     if why := why_reference(machine.kernels, kernels, getattr(torch, trainer.dtype), ranks.device):
         callback.message(why)

@@ -168,7 +168,7 @@ class TokenLogprobs(torch.autograd.Function):
         raw, scaled, entropy = (torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3))
         for chunk in chunks:
             part = logit_calls.logprobs(multiply(hidden[chunk], weight, None), targets[chunk], temperature, block)
-            raw[chunk], scaled[chunk], entropy[chunk] = part
+            raw[chunk], scaled[chunk], entropy[chunk] = part.raw, part.scaled, part.entropy
         ctx.mark_non_differentiable(entropy)
         return raw, scaled, entropy
 

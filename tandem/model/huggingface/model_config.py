@@ -9,15 +9,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tandem.layout.shapes import ModelShapes, RopeScaling, check_tensor_count
+from tandem.layout.shapes import ModelShapes, RopeScaling, ValueHead, check_tensor_count
 from tandem.model.family import family_named, family_of_config
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.types import UserError
 from tandem.types.input_file import MOST_JSON_BYTES, read_input
 
 TokenIds = int | Sequence[int] | None
+Heads = Literal["language", "any"]
+LANGUAGE_CLASS = "ForCausalLM"
+VALUE_CLASSES: dict[ValueHead, str] = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
+"""The ends of transformers' class names by the head of a model."""
+ONE_LABEL: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+"""The keys of ``config.json`` for a head that gives one number."""
 _ROPE_KEYS = {
     "rope_type",
     "type",
@@ -52,10 +58,37 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_shapes(folder: str | Path) -> ModelShapes:
-    """Returns the shapes of the model in ``folder``. Raises ``UserError`` for a folder without a model or a model that is not supported."""
+def read_shapes(folder: str | Path, heads: Heads = "language") -> ModelShapes:
+    """Returns the shapes of the model in ``folder``, which has a language-model head, or, with ``any``, may have a value head in its place. Raises
+    ``UserError`` for a folder without a model or a model that is not supported."""
     path = Path(folder) / "config.json"
-    return shapes_of(read_json(path), str(path))
+    shapes = shapes_of(read_json(path), str(path))
+    if heads == "language" and not shapes.language_head:
+        raise UserError(
+            f"model '{folder}' is a {class_of(shapes)}, which scores text and has no language-model head; name the folder of a causal language model"
+        )
+    return shapes
+
+
+def class_of(shapes: ModelShapes) -> str:
+    """Returns the name of transformers' class for ``shapes``."""
+    name = family_named(shapes.architecture).class_name
+    return name if shapes.language_head else name.removesuffix(LANGUAGE_CLASS) + VALUE_CLASSES[shapes.value_head]
+
+
+def _value_head(config: dict[str, Any], where: str) -> ValueHead:
+    """Returns the value head that ``architectures`` names. Raises ``UserError`` for one of several labels."""
+    classes = config.get("architectures")
+    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    for head, suffix in VALUE_CLASSES.items():
+        if any(name.endswith(suffix) for name in names):
+            # transformers writes the labels unless they are the two of its default.
+            labels = config.get("id2label")
+            count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+            if count != 1:
+                raise UserError(f"'{where}' has num_labels {count}; a reward model or a critic gives one number: name a model with num_labels 1")
+            return head
+    return "none"
 
 
 def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes:
@@ -73,7 +106,9 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
     max_position_embeddings = read.integer("max_position_embeddings", family.max_position_embeddings)
     theta, scaling = _rope(read, max_position_embeddings, family.rope_theta)
-    biases = family.biases(read)
+    biases, value_head = family.biases(read), _value_head(config, where)
+    # Without a language-model head nothing is tied, whatever the model that it was made from says.
+    is_tied = read.boolean("tie_word_embeddings", False) and value_head == "none"
     try:
         return ModelShapes(
             architecture=family.model_type,
@@ -85,7 +120,7 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
             head_dim=read.integer("head_dim", head_dim),
             intermediate_size=read.integer("intermediate_size"),
             max_position_embeddings=max_position_embeddings,
-            tie_word_embeddings=read.boolean("tie_word_embeddings", False),
+            tie_word_embeddings=is_tied,
             rms_norm_eps=read.number("rms_norm_eps", family.rms_norm_eps),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -95,6 +130,8 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
             qk_norm=family.qk_norm,
             layer_windows=family.mask.read(read, layers),
             experts=None if family.experts is None else family.experts.read(read, layers),
+            value_head=value_head,
+            language_head=value_head == "none",
         )
     except ValueError as error:
         raise UserError(f"'{where}': {error}") from None
@@ -159,7 +196,7 @@ def config_json(
     their family cannot express."""
     family, scaling = family_named(shapes.architecture), _scaling_json(shapes.rope_scaling)
     content: dict[str, Any] = {
-        "architectures": [family.class_name],
+        "architectures": [class_of(shapes)],
         "model_type": family.model_type,
         "vocab_size": shapes.vocab_size,
         "hidden_size": shapes.hidden_size,
@@ -182,6 +219,8 @@ def config_json(
         "bos_token_id": bos_token_id,
         "pad_token_id": pad_token_id,
     }
+    if shapes.value_head != "none":
+        content |= ONE_LABEL
     content |= family.bias_keys(shapes) | family.mask.write(_all_windows(shapes))
     if family.experts is not None and shapes.experts is not None:
         content |= family.experts.write(shapes.experts)

@@ -14,7 +14,7 @@ from tandem.layout.pipeline_stages import Span
 from tandem.layout.shapes import ExpertNames, parameters
 from tandem.layout.sharding import ShardSpec, is_held, local_parameters, shard_slices
 from tandem.model.decoder import Decoder, Layer, Linear
-from tandem.model.huggingface.model_config import TokenIds, config_json, read_json, read_shapes
+from tandem.model.huggingface.model_config import Heads, TokenIds, config_json, read_json, read_shapes
 from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
 from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
@@ -75,6 +75,8 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         tensors["model.norm.weight"] = decoder.norm.weight
     if decoder.lm_head is not None:
         tensors["lm_head.weight"] = decoder.head_weight
+    if decoder.score is not None:
+        tensors |= _unfused(decoder.score, ["score"], (1,))
     projections = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
     for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)
@@ -204,11 +206,12 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
 def load_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None, spans: Sequence[Span] = (),
-    parallel: ModelParallel | None = None,
+    parallel: ModelParallel | None = None, heads: Heads = "language",
 ) -> Decoder:
     """Returns the model of a Hugging Face folder, one rank's shard of it or its pipeline stages; with ``pack`` packed for inference,
-    rounded as ``quantization`` says. Raises ``UserError`` if the folder is not a model, is broken or is not supported."""
-    decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel)
+    rounded as ``quantization`` says. ``heads``: those that it may have. Raises ``UserError`` if the folder is not a model, is broken or is not
+    supported."""
+    decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads)
     decoder.quantization = quantization
     try:
         load_tensors(decoder, read_tensors(folder, decoder.holds), pack=pack)
@@ -219,10 +222,10 @@ def load_model(
 
 def unfilled_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-    group: RankGroup | None = None, spans: Sequence[Span] = (), parallel: ModelParallel | None = None,
+    group: RankGroup | None = None, spans: Sequence[Span] = (), parallel: ModelParallel | None = None, heads: Heads = "language",
 ) -> Decoder:
     """Does ``load_model`` without the weights: the parameters are uninitialised."""
-    shapes = read_shapes(folder)
+    shapes = read_shapes(folder, heads)
     if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
         raise UserError(f"model '{folder}' is quantized, which only the engine supports; use the float checkpoint")
     return Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, spans=spans)

@@ -16,7 +16,7 @@ from tandem.model.decoder import Decoder
 from tandem.runtime.collectives.communicator import Communicator, Pending
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase, Progress, sum_shares
+from tandem.trainer.step import ForwardBackwardOutput, Loss, LossShare, OnPhase, Progress, stacked, sum_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Pipeline:
 
         def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
             rows = (micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
-            share = loss(self.model.token_logprobs(hidden, *rows), micro_batch)
+            share = loss(self.model.head_outputs(hidden, *rows), micro_batch)
             shares.append(share._replace(loss=share.loss.detach()))
             return share.loss if scale == 1.0 else share.loss * scale
 
@@ -99,17 +99,17 @@ class Pipeline:
     ) -> list[Tensor]:
         """Runs ``trainer.logprobs.infer`` through the pipeline; every rank returns the results of the last stage."""
         rows = [len(micro_batch.rows) for micro_batch in micro_batches]
-        logprobs_of_batches = torch.empty(2, sum(rows), dtype=torch.float64, device=self.model.device)
-        parts = iter(logprobs_of_batches.split(rows, dim=1))
+        outputs_of_batches = torch.empty(self.model.shapes.outputs, sum(rows), dtype=torch.float64, device=self.model.device)
+        parts = iter(outputs_of_batches.split(rows, dim=1))
 
         def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-            logprobs = self.model.token_logprobs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
-            next(parts).copy_(torch.stack((logprobs.raw, logprobs.scaled)))
-            return logprobs.scaled
+            outputs = self.model.head_outputs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
+            next(parts).copy_(stacked(self.model, outputs))
+            return outputs.scaled
 
         self.forward(micro_batches, at_last, on_progress)
-        self.ranks.broadcast(logprobs_of_batches, self.ranks.size - 1, "log-probabilities")
-        return list(logprobs_of_batches.split(rows, dim=1))
+        self.ranks.broadcast(outputs_of_batches, self.ranks.size - 1, "log-probabilities")
+        return list(outputs_of_batches.split(rows, dim=1))
 
     def _from_last(self, value: Any, name: str) -> Any:
         return broadcast_value(self.ranks, value, self.ranks.size - 1, name, next(self.model.parameters()).device)

@@ -32,7 +32,7 @@ def placement(model: Decoder, name: str) -> Placement:
     if re.search(r"([qk]_norm\.weight|experts\.router)$", name):
         # These are applied to this rank's heads, or weigh this rank's part of the experts' outputs.
         return Placement("partial", "tokens")
-    assert re.search(r"(^|layer|attention_layer|\.)norm\.weight$", name), name
+    assert re.search(r"((^|layer|attention_layer|\.)norm\.weight|^score\.(weight|bias))$", name), name
     return Placement(residual, "tokens")
 
 
