@@ -20,8 +20,8 @@ from tandem.jobs.python_inputs import PythonInputs, python_inputs
 from tandem.jobs.start import resume, train
 from tandem.jobs.uploads import restore
 from tandem.jobs.verify.input_files import check_input_files, verify_input_files
-from tandem.rl.rewards.functions import load_function
 from tandem.runtime.callback import Callback
+from tandem.runtime.import_path import load_function
 from tandem.runtime.records.journal import Journal
 from tandem.storage.digests import bytes_digest
 from tandem.types import RunError, UserError
@@ -134,7 +134,7 @@ def test_functions_are_named_by_file_where_they_are_in_one_and_written_by_value_
     ]  # fmt: skip
     assert [function.weight for function in functions] == [1.0, 0.5, 1.0, 1.0, 1.0, 0.0]
     threshold = 100
-    loaded = [load_function(function.function)[0](completions=["ab", "abcd"]) for function in functions[:4]]
+    loaded = [load_function(function.function, "reward function")[0](completions=["ab", "abcd"]) for function in functions[:4]]
     assert loaded == [[-2.0, -4.0], [0.0, 1.0], [7.0, 7.0], [0.0, 1.0]]
     (single,) = functions_of(module.brevity, tmp_path)
     assert single.label == "brevity"

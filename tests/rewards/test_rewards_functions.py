@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tandem.config.rewards import RewardFunctionConfig
-from tandem.rl.rewards.functions import call_trl, call_verl, detect_signature, load_function, user_judge
+from tandem.rl.rewards.functions import call_trl, call_verl, detect_signature, user_judge
 from tandem.rl.rewards.judgement import Item, JudgeCall, Judgement
+from tandem.runtime.import_path import load_function
 from tandem.types import ScoreState, UserError
 
 
@@ -135,7 +136,7 @@ def test_a_signature_can_be_said_instead(tmp_path: Path) -> None:
 def test_a_file_can_import_what_stands_beside_it(tmp_path: Path) -> None:
     (tmp_path / "beside_it.py").write_text("VALUE = 3.0\n")
     (tmp_path / "mine.py").write_text("from beside_it import VALUE\ndef f(completions):\n    return [VALUE]\n")
-    assert load_function(f"{tmp_path}/mine.py:f")[0](["a"]) == [3.0]
+    assert load_function(f"{tmp_path}/mine.py:f", "reward function")[0](["a"]) == [3.0]
     sys.modules.pop("beside_it")
 
 
@@ -150,7 +151,7 @@ def test_a_file_can_import_what_stands_beside_it(tmp_path: Path) -> None:
 )
 def test_a_wrong_path_is_one_clear_line(path: str, problem: str) -> None:
     with pytest.raises(UserError) as error:
-        load_function(path)
+        load_function(path, "reward function")
     assert problem in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -159,7 +160,7 @@ def test_a_wrong_path_is_one_clear_line(path: str, problem: str) -> None:
 def test_a_file_that_cannot_be_imported_is_one_clear_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "broken.py").write_text(text)
     with pytest.raises(UserError, match="cannot be loaded"):
-        load_function(f"{tmp_path}/broken.py:f")
+        load_function(f"{tmp_path}/broken.py:f", "reward function")
 
 
 def test_an_argument_that_the_function_does_not_take_is_refused(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tandem.config.rewards import RewardsConfig
+from tandem.rl.function_process import CallDied, CallHung
 from tandem.rl.rewards.judgement import Item, Judgement, infrastructure_fault
-from tandem.rl.rewards.worker_process import JudgeDied, JudgeHung, JudgeRaised
+from tandem.rl.rewards.worker_process import JudgeRaised
 from tandem.runtime.process.deadline import Deadline
 from tandem.types import ScoreState, UserError
 
@@ -70,13 +71,13 @@ def judge_batch(
             limit = min(config.sample_deadline_s, left) if unit.is_alone else left / 2
             try:
                 results = call(unit.judges, [items[place] for place in unit.places], limit)
-            except JudgeHung:
+            except CallHung:
                 if unit.is_alone:
                     delay = f"; '{labels[unit.judges[0]]}' hung before, on sample '{items[unit.places[0]].sample_id}'"
                     fault(unit, f"no answer within {limit:.3g} s, and its process was ended")
                 else:
                     units.extendleft(reversed(unit.split()))
-            except JudgeDied as death:
+            except CallDied as death:
                 if unit.deaths == 0:
                     units.appendleft(_Unit(unit.judges, unit.places, 1))
                 elif unit.is_alone:

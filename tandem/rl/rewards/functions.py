@@ -6,15 +6,10 @@ solution_str, ground_truth, extra_info=None) -> float | dict`` with key ``score`
 """
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import json
-import pickle
-import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.rewards import RewardFunctionConfig
@@ -26,24 +21,22 @@ from tandem.rl.rewards.judgement import (
     JudgeResult,
     TrainerState,
     checked_number,
-    describe,
     infrastructure_fault,
     not_applicable,
     number,
     shortened,
 )
+from tandem.runtime.import_path import load_function
 from tandem.types import UserError
 
 Signature = Literal["trl", "verl"]
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "ground_truth", "trainer_state", "log_extra", "log_metric")
 """What every function of TRL's signature may take besides the columns."""
-PICKLED = ".pkl"
-"""The end of the name of a file with a function by value, as ``train`` writes it."""
 
 
 def user_judge(config: RewardFunctionConfig) -> Judge:
     """Returns the judge for an import path. Raises ``UserError`` if it cannot be loaded or called."""
-    function, file = load_function(config.function)
+    function, file = load_function(config.function, "reward function")
     signature = config.signature if config.signature != "auto" else detect_signature(function, config.function)
     _check_arguments(function, config)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
@@ -54,44 +47,6 @@ def user_judge(config: RewardFunctionConfig) -> Judge:
         )  # fmt: skip
     # Asynchronous calls wait for each other's servers, so all are made at once; of the others each is timed by itself.
     return Judge(config.label, is_async, lambda items, call: call_verl(function, items, config.arguments), is_async=is_async, file=file)
-
-
-def load_function(path: str) -> tuple[Callable[..., Any], str]:
-    """Returns the function at ``module:function``, ``path/to/file.py:function`` or, by value, ``path/to/file.pkl:function``, and the file that has it (empty:
-    not known). Raises ``UserError``."""
-    where, _, name = path.rpartition(":")
-    if where.endswith(PICKLED):
-        return _unpickled(Path(where)), where
-    try:
-        module = _load_file(Path(where)) if where.endswith(".py") or "/" in where else importlib.import_module(where)
-    except UserError:
-        raise
-    except BaseException as error:  # a module may raise anything, SystemExit too, when it is imported
-        raise UserError(f"reward function '{path}' cannot be loaded: {describe(error)}") from error
-    function = getattr(module, name, None)
-    if function is None:
-        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
-        has = f"it has {', '.join(functions)}" if functions else "it has no function"
-        raise UserError(f"reward function '{path}': '{where}' has no '{name}'; {has}")
-    if not callable(function):
-        raise UserError(f"reward function '{path}': '{name}' is {shortened(function)}, which cannot be called")
-    file = getattr(module, "__file__", None) or ""
-    return function, str(file if Path(file).is_file() else "")
-
-
-def _unpickled(file: Path) -> Callable[..., Any]:
-    try:
-        import cloudpickle  # noqa: F401  # Its functions are rebuilt by it.
-
-        function = pickle.loads(file.read_bytes())
-    except ImportError as error:
-        fix = "pip install 'tandem-rl[notebook]'" if error.name == "cloudpickle" else "install it"
-        raise UserError(f"reward function file '{file}' needs the package '{error.name}', which is not installed; {fix}") from None
-    except OSError as error:
-        raise UserError(f"reward function file '{file}' cannot be read: {error.strerror}; restore the run's folder from a copy") from None
-    except BaseException as error:  # What is rebuilt may raise anything.
-        raise UserError(f"reward function file '{file}' cannot be loaded: {describe(error)}; it needs the Python and the packages it was made with") from None
-    return function  # type: ignore[no-any-return]
 
 
 def detect_signature(function: Callable[..., Any], path: str) -> Signature:
@@ -219,20 +174,6 @@ def _is_number(value: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _load_file(file: Path) -> Any:
-    if not file.is_file():
-        raise UserError(f"reward function file '{file}' does not exist; paths are relative to where the command is run")
-    name = f"tandem_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"reward function file '{file}' is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.insert(0, str(file.resolve().parent))  # so that it can import modules in its own folder
-    spec.loader.exec_module(module)
-    return module
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import TracebackType
 
 from tandem.config.rewards import RewardsConfig
+from tandem.rl.function_process import CallDied, CallHung, PoolClosed
 from tandem.rl.rewards.batch import judge_batch
 from tandem.rl.rewards.judgement import NO_STATE, Item, Judgement, TrainerState
 from tandem.rl.rewards.rule_based import compose
-from tandem.rl.rewards.worker_process import JudgeDied, JudgeHung, JudgeRaised, PoolClosed, WorkerProcess
+from tandem.rl.rewards.worker_process import JudgeRaised, WorkerProcess
 from tandem.runtime.process.backoff import Backoff
 from tandem.types import Prompt, RunError, Sample, Score, ScoreState, UserError
 
@@ -169,7 +170,7 @@ class _Slot:
         for attempt in range(1, LOAD_ATTEMPTS + 1):
             try:
                 return self.worker.wait_ready(self.config.start_deadline_s)
-            except JudgeDied as death:
+            except CallDied as death:
                 logger.warning("%s: a reward worker ended while it loaded (%s), attempt %d of %d", self.log.name, death, attempt, LOAD_ATTEMPTS)
                 how = str(death)
             if attempt < LOAD_ATTEMPTS:
@@ -206,6 +207,6 @@ class _Slot:
                 raise UserError(f"'{changed[0]}' was changed while the run used it: restore it, or resume the run with it")
         try:
             return self.worker.judge(judges, items, deadline_s, state)
-        except (JudgeHung, JudgeDied) as failure:
+        except (CallHung, CallDied) as failure:
             logger.warning("%s: a reward worker was lost: %s", self.log.name, str(failure) or "it hung and was ended")
             raise

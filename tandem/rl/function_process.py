@@ -1,0 +1,67 @@
+"""A process that runs functions of the user, as its owner sees it: started, called with a deadline, and ended with its child processes."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.runtime.process.processes import Threads, describe_exit
+from tandem.runtime.process.worker import Worker
+from tandem.runtime.rpc.calls import Meta, RpcTimeout, WorkerDied
+
+
+class CallHung(Exception):
+    """Raised when there is no answer within the deadline; the process has ended."""
+
+
+class CallDied(Exception):
+    """Raised when the process ended during a call; the message says how."""
+
+
+class PoolClosed(Exception):
+    """Raised when the pool was closed while a call was in progress."""
+
+
+class FunctionProcess:
+    """One process of a pool. Used by one thread at a time, except ``kill``. ``closed`` is set before the pool kills its processes."""
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str], log: Path, closed: threading.Event) -> None:
+        """Starts ``python -m MODULE ARGUMENTS``, called ``name`` in messages, with its output in ``log``."""
+        self._closed = closed
+        self._worker = Worker(
+            name,
+            module,
+            arguments,
+            threads=Threads(),
+            new_session=True,
+            output=log,
+            # The hash seed is fixed, so that a function that iterates over a set gives the same result after a restart.
+            environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        return self._worker.process
+
+    def call(self, name: str, meta: Meta, deadline_s: float) -> dict[str, Any]:
+        """Returns the answer of the call ``name``. Raises ``CallHung``, ``CallDied`` and ``PoolClosed``, and what the call raised."""
+        if self._closed.is_set():
+            raise PoolClosed
+        try:
+            return self._worker.call(name, meta, deadline_s=deadline_s).meta
+        except (RpcTimeout, WorkerDied) as error:
+            status = self._worker.stop(grace_s=0.0)
+            if self._closed.is_set():
+                raise PoolClosed from None
+            raise (CallHung() if isinstance(error, RpcTimeout) else CallDied(describe_exit(status))) from None
+
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return not self._worker.alive
+
+    def kill(self) -> None:
+        """Terminates the process and its whole group. May be called from another thread during a call."""
+        self._worker.stop(grace_s=0.0)
