@@ -30,6 +30,9 @@ class RolloutConfig:
     sleep_mode: Literal["auto", "keep", "terminate"] = "auto"
     """`keep` leaves the engine in memory, `terminate` ends its process after every rollout and restarts it, `auto` keeps it if the memory
     plan fits trainer and engine together."""
+    workers: int = 1
+    """Number of rollout workers, each an engine with a process and, on GPUs, `engine.tensor_parallel_size` GPUs of its own. A group stays on one worker; the
+    samples are the same for any number. `--inline` has one."""
     engine: EngineArgs = field(default_factory=EngineArgs)
     """The engine's options, as for `tandem serve` and `LLM`; a section of its own, below."""
 
@@ -59,7 +62,12 @@ class RolloutConfig:
 
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
-        check_at_least_one("rollout", self, "prompts_per_step", "max_tokens")
+        check_at_least_one("rollout", self, "prompts_per_step", "max_tokens", "workers")
+        if self.workers > self.prompts_per_step:
+            raise UserError(
+                f"'rollout.workers' is {self.workers} and rollout.prompts_per_step is {self.prompts_per_step}; the samples of a prompt stay on one worker, so "
+                f"{self.workers - self.prompts_per_step} would have nothing to do: lower workers or raise prompts_per_step"
+            )
         if not 0 < self.temperature <= 100:
             raise UserError(f"'rollout.temperature' is {self.temperature}; training needs samples, so it must be above 0 (and at most 100)")
         if not 0 < self.top_p <= 1:
@@ -70,6 +78,11 @@ class RolloutConfig:
             raise UserError(f"'rollout.top_k' is {self.top_k}; it must be 0 (off) or more")
         if any(not text for text in self.stop):
             raise UserError("'rollout.stop' contains an empty text, which would end every completion at once; remove it")
+
+    @property
+    def engine_ranks(self) -> int:
+        """The tensor-parallel ranks of all workers."""
+        return self.workers * self.engine.tensor_parallel_size
 
     def differs_from_trainer(self) -> str:
         """Returns the option, as ``key is value``, that makes the engine's log-probabilities differ from the trainer's; empty if there is

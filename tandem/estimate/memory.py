@@ -45,12 +45,13 @@ class PodMemory:
 
 def predict(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, tokens: int, kv_cache_tokens: int, reference: bool,
-    kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1,
+    kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1, engines: int = 1,
 ) -> PodMemory:
     """Returns the plan of one pod on the CPUs of one machine.
 
     ``tokens``: of the largest micro-batch. ``reference``: every rank holds its part of a frozen copy of the weights beside the actor. ``swap_bytes``:
-    the engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache."""
+    an engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache. ``engines``: rollout workers, of which each has
+    ``kv_cache_tokens``."""
     weights = weight_bytes(shapes, trainer.dtype)
     frozen = frozen_bytes(shapes, trainer, parallel) if reference else 0
     training = peak_bytes(shapes, trainer, tokens, parallel) + frozen
@@ -58,13 +59,14 @@ def predict(
     return PodMemory(
         trainer=parallel.world * training,
         trainer_idle=parallel.world * _idle_bytes(shapes, trainer, parallel, frozen),
-        rollout=engine_ranks * PROCESS_BYTES + 2 * weights + kv_cache_bytes + swap_bytes,
+        rollout=engines * (engine_ranks * PROCESS_BYTES + 2 * weights + kv_cache_bytes + swap_bytes),
         segments=2 * weights,
     )
 
 
 def predict_beside_gpus(
-    shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, reference: bool, swap_bytes: int = 0, engine_ranks: int = 1
+    shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, reference: bool, swap_bytes: int = 0, engine_ranks: int = 1,
+    engines: int = 1,
 ) -> PodMemory:
     """Returns the plan of the host memory of a pod on GPUs: processes, what is staged and pinned, and the segments. Arguments as in ``predict``."""
     weights, frozen = weight_bytes(shapes, trainer.dtype), frozen_bytes(shapes, trainer, parallel) if reference else 0
@@ -72,7 +74,7 @@ def predict_beside_gpus(
     asleep = state_bytes_on_gpu(shapes, trainer, parallel, frozen) if trainer.sleep_offload == "cpu" else 0
     training = parallel.world * (process_bytes(trainer) + asleep) + host_bytes_beside_gpu(shapes, trainer)
     return PodMemory(
-        trainer=training, trainer_idle=training, rollout=engine_ranks * PROCESS_BYTES + weights + swap_bytes, segments=2 * weights
+        trainer=training, trainer_idle=training, rollout=engines * (engine_ranks * PROCESS_BYTES + weights + swap_bytes), segments=2 * weights
     )
 
 

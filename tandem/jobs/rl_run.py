@@ -1,7 +1,7 @@
 """A run of reinforcement learning: its prompts, rewards, evaluations and rows. The loop (``rl``) calls it for everything but the pod's work."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from tandem.pod.states import RolloutState
 from tandem.rl.rewards.judgement import TrainerState
 from tandem.rl.rewards.pool import RewardPool, check_fault_share
 from tandem.rl.rollout.dispatch import evaluation_settings, sampling_settings
+from tandem.rl.rollout.past_lengths import PastLengths
 from tandem.rl.step_metrics import sample_metrics, staleness
 from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
@@ -25,10 +26,13 @@ from tandem.types import Prompt, RunError, Sample, Score, ScoreState
 if TYPE_CHECKING:
     from tandem.trainer.checkpoint.uploader import Uploader
 
+MOST_STEPS_MEASURED = 64
+"""Steps whose samples a resumed run reads for the lengths that it expects of later ones."""
+
 
 @dataclass(kw_only=True)
 class RLRun(Run):
-    """What the loop needs besides the pod. ``journal``: the one of ``records``."""
+    """What the loop needs besides the pod. ``journal``: the one of ``records``. ``lengths``: those of the samples in its first ``steps_measured`` steps."""
 
     recipe: Recipe
     journal: Journal
@@ -38,6 +42,8 @@ class RLRun(Run):
     trigger: CheckpointTrigger
     uploader: "Uploader | None" = None
     target_was_told: bool = False
+    lengths: PastLengths = field(default_factory=PastLengths)
+    steps_measured: int = 0
 
     # -- samples and scores: those in the journal are used and never computed again ------------------------------------
 
@@ -47,9 +53,20 @@ class RLRun(Run):
         if recorded is not None:
             return recorded
         settings = sampling_settings(self.recipe.rollout, self.recipe.algorithm.group_size, self.recipe.run.seed)
-        drawn = pod.roll_out(step, self.prompts.for_step(step), settings)
+        prompts = self.prompts.for_step(step)
+        drawn = pod.roll_out(step, prompts, settings, expected=self._expected_lengths(prompts))
         self.journal.commit_samples(step, drawn)
         return drawn
+
+    def _expected_lengths(self, prompts: Sequence[Prompt]) -> list[float]:
+        """Returns how long the samples of ``prompts`` are expected to be, from those in the journal. A task that generates prompts repeats none."""
+        if self.prompts.task.size is None:
+            return []
+        steps = self.journal.journalled_steps()
+        for step in steps[max(self.steps_measured, len(steps) - MOST_STEPS_MEASURED) :]:
+            self.lengths.add(self.journal.samples(step) or ())
+        self.steps_measured = len(steps)
+        return self.lengths.expected(prompts)
 
     def scores(self, pod: Pod, step: int, samples: Sequence[Sample]) -> list[Score]:
         """Returns the scores of ``samples`` from the journal, or judges the samples during the reference model's pass and journals the scores."""
@@ -169,6 +186,6 @@ class RLRun(Run):
         for phase, measured in sorted(pod.memory.items()):
             row[f"memory/{phase}/measured"] = measured
             row[f"memory/{phase}/predicted"] = float(predicted[phase])
-        row.update(pod.device_metrics)
+        row.update(pod.device_metrics | pod.rollout_metrics)
         self.records.row(row, sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples))
         self._check_mismatch(step, trained)

@@ -36,8 +36,8 @@ class Pod:
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
     of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
-    is there. ``memory``: resident bytes by phase; ``device_metrics``: rank 0's speed and peak memory in the last update. ``records`` times and shows
-    each phase; ``journal`` is theirs.
+    is there. ``memory``: resident bytes by phase; ``device_metrics``: rank 0's speed and peak memory in the last update; ``rollout_metrics``: how
+    several rollout workers were used in the last rollout. ``records`` times and shows each phase; ``journal`` is theirs.
     """
 
     trainer: TrainerSidecar
@@ -64,6 +64,7 @@ class Pod:
     backoff: Backoff = field(default_factory=Backoff)
     memory: dict[str, float] = field(default_factory=dict)
     device_metrics: dict[str, float] = field(default_factory=dict)
+    rollout_metrics: dict[str, float] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
     transitions: Transitions = field(init=False)
 
@@ -163,16 +164,35 @@ class Pod:
         self.records.callback.message(f"step {step}: {what}; {repair}")
 
     def roll_out(
-        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT
+        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT, *, expected: Sequence[float] = (),
     ) -> list[Sample]:
-        """Samples of ``prompts`` under the weights after ``step`` steps."""
+        """Samples of ``prompts`` under the weights after ``step`` steps. ``expected``: as of ``RolloutSidecar.rollout``."""
         self.serve_weights(step)
+
+        def report(progress: dict[str, Any]) -> None:
+            if "replaced" in progress:
+                self._note_replaced(step, progress)
+            else:
+                self.records.callback.progress(state, progress["done"], progress["total"], "prompts")
+
         with self.transitions.rollout_does(state, step):
-            report = lambda progress: self.records.callback.progress(state, progress["done"], progress["total"], "prompts")
-            samples = self.rollout.rollout(step, prompts, settings, on_progress=report)
+            left = self.max_restarts - self.recoveries
+            samples, facts = self.rollout.rollout(step, prompts, settings, expected=expected, restarts_left=left, on_progress=report)
+        if "busy_share" in facts:
+            self.rollout_metrics = {"perf/rollout_busy_share": float(facts["busy_share"])}
         self._measure("rollout", self.rollout.memory())
         self._measure("wait_rollout", self.trainer.memory())
         return samples
+
+    def _note_replaced(self, step: int, replaced: dict[str, Any]) -> None:
+        """Counts and journals that the sidecar replaced one of its workers."""
+        self.recoveries += 1
+        detail = {"role": "rollout", "part": "worker", "worker": replaced["replaced"], "reason": replaced["reason"], "groups": replaced["groups"]}
+        self.journal.record_event("recovery", {**detail, "step": step, "seconds": replaced["seconds"]})
+        self.records.callback.message(
+            f"{replaced['reason']}; rollout worker {replaced['replaced']} was replaced and draws its {replaced['groups']} unfinished groups again "
+            f"(restart {self.recoveries} of {self.max_restarts})"
+        )
 
     def hand_over(self, step: int) -> None:
         """The trainer's turn: keep or terminate the engine, then bring the trainer back."""

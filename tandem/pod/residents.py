@@ -47,11 +47,11 @@ class PodPlan:
 
 
 def kv_cache_tokens(rollout: RolloutConfig, group_size: int, max_length: int) -> int:
-    """Returns the tokens of the KV cache: as configured, or what the sequences that run at once can fill."""
+    """Returns the tokens of the KV cache of one worker: as configured, or what the sequences that run at once can fill."""
     engine = rollout.engine
     if engine.kv_cache_tokens:
         return engine.kv_cache_tokens
-    sequences = rollout.prompts_per_step * group_size
+    sequences = -(-rollout.prompts_per_step // rollout.workers) * group_size
     return min(engine.max_num_seqs, max(sequences, 1)) * (max_length + 16)
 
 
@@ -82,19 +82,21 @@ def plan(
     if pod_device(machine) == "cpu":
         host = predict(
             shapes, trainer, parallel, tokens=tokens, kv_cache_tokens=cache_tokens, kv_cache_dtype=engine.kv_cache_dtype,
-            swap_bytes=int(engine.swap_space * 2**30), engine_ranks=engine.tensor_parallel_size, reference=reference,
+            swap_bytes=int(engine.swap_space * 2**30), engine_ranks=engine.tensor_parallel_size, engines=rollout.workers, reference=reference,
         )  # fmt: skip
     else:
         host = predict_beside_gpus(
-            shapes, trainer, parallel, reference=reference, swap_bytes=int(engine.swap_space * 2**30), engine_ranks=engine.tensor_parallel_size
-        )
+            shapes, trainer, parallel, reference=reference, swap_bytes=int(engine.swap_space * 2**30), engine_ranks=engine.tensor_parallel_size,
+            engines=rollout.workers,
+        )  # fmt: skip
         gpu = predict_gpu(shapes, trainer, parallel, engine, tokens=tokens, kv_cache_tokens=cache_tokens, reference=reference, precision=rollout_precision)
     if host.largest_phase > available:
         raise RunError(
             f"this run needs {host.largest_phase / 2**30:.2f} GiB at its worst moment and may take {available / 2**30:.2f}; "
-            "lower rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, set trainer.sleep_offload to nvme, or raise machine.memory_gib"
+            f"lower {'rollout.workers, ' if rollout.workers > 1 else ''}rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, set "
+            "trainer.sleep_offload to nvme, or raise machine.memory_gib"
         )
-    gpus = max(parallel.world, engine.tensor_parallel_size)
+    gpus = max(parallel.world, rollout.engine_ranks)
     mode: str = rollout.sleep_mode
     if mode == "auto":
         fits = fits_together(host, available) and (gpu is None or fits_together(gpu, least_room(gpus)))

@@ -11,8 +11,7 @@ from tandem.engine.llm import LLM
 from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import kv_cache_tokens
-from tandem.rl.rollout.dispatch import request_key
-from tandem.rl.rollout.groups import samples_of, sampling_params
+from tandem.rl.rollout.groups import InFlightGroups
 from tandem.runtime.machine.gpus import pod_device
 from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
@@ -32,6 +31,7 @@ class RolloutWorker:
         self.recipe = recipe
         self.source = WeightSource(str(directory / "pod" / "store.sqlite"))
         self.llm: LLM | None = None
+        self.groups: InFlightGroups | None = None
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -55,7 +55,7 @@ class RolloutWorker:
             kernels=meta["kernels"],
             attention=machine.attention,
         )
-        self.llm = LLM.from_engine_args(args, precision=self.recipe.rollout_precision)
+        self.llm, self.groups = LLM.from_engine_args(args, precision=self.recipe.rollout_precision), None
         return {}, {}
 
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -67,17 +67,19 @@ class RolloutWorker:
         return {"version": list(llm.weight_version), "rereads": list(rereads)}, {}
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Samples of the prompts under the weights that the engine holds."""
-        llm, settings, step = self._engine(), meta["settings"], int(meta["step"])
+        """Draws samples of the prompts under the weights that the engine holds. Where the call ``adds`` its prompts, the groups that earlier calls left
+        unfinished go on beside them; else they are dropped. With ``wait: any`` the call returns when a group is finished, else when all are. The reply has
+        the samples of the ``finished`` prompts."""
+        llm, step = self._engine(), int(meta["step"])
         if llm.weight_version.step != step:
             raise RunError(f"the engine holds the weights of step {llm.weight_version.step} and was asked for samples of step {step}")
-        prompts = decode_prompts(blobs["prompts"])
-        keys = [request_key(step, prompt.id, settings["purpose"]) for prompt in prompts]
-        outputs = llm.generate(
-            [{"prompt_token_ids": list(prompt.token_ids)} for prompt in prompts], sampling_params(settings), use_tqdm=False,
-            request_keys=keys, on_progress=lambda done, total: progress({"done": done, "total": total}),
-        )
-        return {}, {"samples": encode_samples(samples_of(step, prompts, outputs))}
+        if self.groups is None or not meta.get("adds"):
+            if self.groups is not None:
+                self.groups.drop()
+            self.groups = InFlightGroups(llm.engine)
+        self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"])
+        samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}))
+        return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples))}, {"samples": encode_samples(samples)}
 
     def _engine(self) -> LLM:
         if self.llm is None:

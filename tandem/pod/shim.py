@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tandem.config.load import build, read_yaml
@@ -19,7 +20,8 @@ from tandem.config.recipe import Recipe
 from tandem.layout.mesh import MeshShape
 from tandem.layout.placement import mesh_of
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
-from tandem.runtime.machine.gpus import pod_device
+from tandem.pod.rollout_workers import RolloutWorkers
+from tandem.runtime.machine.gpus import pod_device, visible_gpus
 from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
 from tandem.runtime.process.worker_group import GroupSettings, WorkerGroup
 from tandem.runtime.records.logs import log_uncaught, setup
@@ -39,7 +41,8 @@ class Shim:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.role, self.run = options, str(options.role), Path(options.run)
-        self.worker: WorkerGroup | None = None
+        self.workers: list[WorkerGroup] = []
+        self.rollout_workers: RolloutWorkers | None = None
         self.starts = 0
         self.buffers: WeightBuffers | None = None
         self.lock = threading.Lock()
@@ -60,63 +63,86 @@ class Shim:
             return {"names": list(self.buffers.names)}, {}
 
     def start_worker(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Start the worker's processes where none live: the trainer's ranks, or the rollout's one."""
+        """Start the worker's processes where none live: the trainer's ranks, or one process for each rollout worker."""
         with self.lock:
-            if self.worker is None or not self.worker.alive:
-                if self.worker is not None:
-                    self.worker.close()
-                self.worker = self._start()
-            return {"pids": self.worker.pids}, {}
+            if not self.workers or not all(worker.alive for worker in self.workers):
+                self._end(grace_s=0.0)
+                recipe = build(Recipe, read_yaml(self.run / "config.yaml"))
+                count = recipe.rollout.workers if self.role == "rollout" else 1
+                self.workers = [self._start(recipe, number, count) for number in range(count)]
+                if count > 1:
+                    self.rollout_workers = RolloutWorkers(
+                        [*self.workers], lambda number: self._replace(recipe, number), recipe.rollout.engine.max_num_seqs, float(self.options.deadline)
+                    )
+            return {"pids": [pid for worker in self.workers for pid in worker.pids]}, {}
 
-    def _start(self) -> WorkerGroup:
+    def _start(self, recipe: Recipe, number: int, count: int) -> WorkerGroup:
+        """Starts worker ``number`` of ``count``, which divide the cores and, on GPUs, take those after the ones of the worker before."""
         self.starts += 1
-        options, recipe = self.options, build(Recipe, read_yaml(self.run / "config.yaml"))
-        parallel = recipe.parallel
+        options, parallel = self.options, recipe.parallel
         shape = mesh_of(parallel) if self.role == "trainer" else MeshShape()
+        suffix = str(number) if number else ""
+        name = f"the {self.role} worker" if count == 1 else f"{self.role} worker {number}"
+        device, gpus = pod_device(recipe.machine), recipe.rollout.engine.tensor_parallel_size
         settings = GroupSettings(
-            name=f"the {self.role} worker",
+            name=name,
             target=f"tandem.pod.{self.role}_worker",
             directory=self.run,
             folder=self.run / "pod" / f"{self.role}-{os.getpid()}-{self.starts}",
-            threads=max(1, options.threads // shape.world),
-            device=pod_device(recipe.machine),
+            threads=max(1, options.threads // (shape.world * count)),
+            device=device,
             faults=options.faults,
             hang_timeout_s=parallel.collective_timeout_s,
             heartbeat_timeout_s=parallel.heartbeat_timeout_s,
-            log=lambda rank: f"{self.role}_worker" + (f"-{rank}" if rank else ""),
-            roles=lambda rank: (f"{self.role}_worker" if rank == 0 else f"{self.role}_rank{rank}",),
+            log=lambda rank: f"{self.role}_worker{suffix}" + (f"-{rank}" if rank else ""),
+            roles=lambda rank: (f"{self.role}_worker{suffix}" if rank == 0 else f"{self.role}_rank{rank}",),
+            environment=visible_gpus(number * gpus, gpus) if device == "cuda" and count > 1 else {},
         )
         return WorkerGroup(settings, shape, say=logger.warning)
 
-    def stop_worker(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """End the worker's process, alive or dead."""
+    def _replace(self, recipe: Recipe, number: int) -> WorkerGroup:
+        """Starts a rollout worker in the place of a dead one."""
         with self.lock:
-            worker, self.worker = self.worker, None
-        if worker is not None:
-            worker.close(grace_s=5.0)
-            shutil.rmtree(worker.settings.folder, ignore_errors=True)
+            self._close(self.workers[number], grace_s=0.0)
+            self.workers[number] = self._start(recipe, number, len(self.workers))
+            return self.workers[number]
+
+    def stop_worker(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """End the worker's processes, alive or dead."""
+        with self.lock:
+            self._end(grace_s=5.0)
         return {}, {}
 
     def memory(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The fields of ``ProcessMemory``, summed over the worker's processes; zeros where none live."""
-        ranks = self.worker.memory() if self.worker is not None else []
+        ranks = [rank for worker in self.workers for rank in worker.memory()]
         return {"rss_bytes": sum(rank.rss_bytes for rank in ranks), "shm_bytes": sum(rank.shm_bytes for rank in ranks)}, {}
 
     def _pass_on(self, name: str) -> Method:
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-            worker = self.worker
-            if worker is None:
+            if not self.workers:
                 raise WorkerDied(f"the {self.role} worker", name, f"the {self.role} worker is not running")
-            frame = worker.call(name, meta, blobs, deadline_s=float(self.options.deadline), on_progress=progress)
+            if self.rollout_workers is not None:
+                method: Method = getattr(self.rollout_workers, name)
+                return method(meta, blobs, progress)
+            frame = self.workers[0].call(name, meta, blobs, deadline_s=float(self.options.deadline), on_progress=progress)
             return frame.meta, frame.blobs
 
         return call
 
+    def _end(self, grace_s: float) -> None:
+        workers, self.workers, self.rollout_workers = self.workers, [], None
+        if workers:
+            with ThreadPoolExecutor(len(workers)) as pool:
+                list(pool.map(lambda worker: self._close(worker, grace_s), workers))
+
+    def _close(self, worker: WorkerGroup, grace_s: float) -> None:
+        worker.close(grace_s)
+        shutil.rmtree(worker.settings.folder, ignore_errors=True)
+
     def close(self) -> None:
-        """End the worker and remove the shared memory."""
-        if self.worker is not None:
-            self.worker.close(grace_s=2)
-            shutil.rmtree(self.worker.settings.folder, ignore_errors=True)
+        """End the workers and remove the shared memory."""
+        self._end(grace_s=2.0)
         if self.buffers is not None:
             self.buffers.close()
 

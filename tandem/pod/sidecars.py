@@ -91,13 +91,17 @@ class RolloutSidecar:
         return self.channel.call("update_weight", {"version": list(version)}).meta
 
     def rollout(
-        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], on_progress: Progress | None = None
-    ) -> list[Sample]:
-        """Samples of ``prompts``; ``settings`` are sampling settings, the group size and the purpose."""
-        reply = self.channel.call(
-            "rollout", {"step": step, "settings": settings}, {"prompts": encode_prompts(prompts)}, on_progress=on_progress
-        )
-        return decode_samples(reply.blobs["samples"])
+        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], *, expected: Sequence[float] = (), restarts_left: int = 0,
+        on_progress: Progress | None = None,
+    ) -> tuple[list[Sample], dict[str, Any]]:
+        """Samples of ``prompts``, group by group in their order, and with several workers their ``busy_share``. ``settings`` are sampling settings, the
+        group size and the purpose. ``expected``: tokens that the longest sample of each prompt may have, as far as its past says so. ``restarts_left``: how
+        many of several workers may be replaced."""
+        meta = {"step": step, "settings": settings, "expected": list(expected) or [0.0] * len(prompts), "restarts_left": restarts_left}
+        reply = self.channel.call("rollout", meta, {"prompts": encode_prompts(prompts)}, on_progress=on_progress)
+        place = {prompt.id: number for number, prompt in enumerate(prompts)}
+        samples = [sample for blob in reply.blobs.values() for sample in decode_samples(blob)]
+        return sorted(samples, key=lambda sample: (place[sample.prompt_id], sample.index)), reply.meta
 
     def terminate_engine(self) -> None:
         """End the worker's process and everything it holds."""

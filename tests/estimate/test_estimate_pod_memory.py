@@ -2,7 +2,7 @@
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.memory import fits_together, predict
+from tandem.estimate.memory import PROCESS_BYTES, fits_together, predict
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
 from tandem.layout.shapes import ModelShapes, parameter_count
 
@@ -38,3 +38,13 @@ def test_engine_stays_where_both_fit_together() -> None:
     plan = predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=False)
     assert fits_together(plan, plan.together) and not fits_together(plan, plan.together - 1)
     assert plan.largest_phase < plan.together
+
+
+def test_every_rollout_worker_has_weights_and_a_cache_of_its_own() -> None:
+    one, three = (
+        predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=False, swap_bytes=7, engines=engines)
+        for engines in (1, 3)
+    )
+    # Keys and values of 2 heads of 8 floats in 3 layers.
+    assert one.rollout == PROCESS_BYTES + 2 * WEIGHTS + 1000 * 3 * 2 * 2 * 8 * 4 + 7 and three.rollout == 3 * one.rollout
+    assert (three.trainer, three.segments) == (one.trainer, one.segments)

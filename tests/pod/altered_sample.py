@@ -17,9 +17,9 @@ def alter(step: int) -> None:
     roll_out = Pod.roll_out
 
     def roll_out_and_alter(
-        pod: Pod, at: int, prompts: list[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT
+        pod: Pod, at: int, prompts: list[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT, **more: Any
     ) -> list[Sample]:
-        samples = roll_out(pod, at, prompts, settings, state)
+        samples = roll_out(pod, at, prompts, settings, state, **more)
         if at == step and state is RolloutState.ROLLOUT:
             first = samples[0]
             samples[0] = replace(first, logprobs=(first.logprobs[0] - 2.0**-12, *first.logprobs[1:]))

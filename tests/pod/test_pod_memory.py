@@ -14,7 +14,11 @@ WIDE = (
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "choice", ["", "parallel.data=2 parallel.zero=3", "parallel.tensor=2", "trainer.sleep_offload=nvme", "rollout.engine.tensor_parallel_size=2"]
+    "choice",
+    [
+        "", "parallel.data=2 parallel.zero=3", "parallel.tensor=2", "trainer.sleep_offload=nvme", "rollout.engine.tensor_parallel_size=2",
+        "rollout.workers=2",
+    ],
 )
 def test_phases_of_a_pod_take_what_was_predicted_for_all_ranks_of_its_mesh(choice: str, tmp_path: Path) -> None:
     run = PodRun(tmp_path)

@@ -74,7 +74,7 @@ class RunPlan:
 def check_rl_run(recipe: Recipe) -> RunPlan:
     """Refuses, before any work, what the recipe's own checks cannot see: files and folders that are not what it says,
     prompts that do not fit, a machine that is too small."""
-    check_offload(recipe.trainer, check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine.tensor_parallel_size))
+    check_offload(recipe.trainer, check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks))
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
         if recipe.model.create is None:

@@ -55,7 +55,7 @@ def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -
         generation(evaluation.final_prompts, 1),
         training(recipe.sft.batch_size, _passes(trainer), 1) if recipe.sft is not None else Work(),
     ]
-    device = check_pod_device(recipe.machine, recipe.parallel.world, rollout.engine.tensor_parallel_size)
+    device = check_pod_device(recipe.machine, recipe.parallel.world, rollout.engine_ranks)
     return RLSeconds(*_seconds(work, trainer, recipe.machine, device, recipe.parallel.world))
 
 

@@ -46,7 +46,7 @@ def replay_rl_step(
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))
         samples, scores, row = _recorded(directory, journal, step)
         recipe = replace(recipe, machine=same_device(recipe.machine, directory, journal.get("device")))
-        check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine.tensor_parallel_size)
+        check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks)
         numerics = journal.get("numerics", {})
         check_numerics(numerics, numerics_record(rank_threads(recipe.machine, recipe.parallel), str(numerics.get("kernels"))))
         pod = stack.enter_context(_scratch_pod(recipe, directory, inline, callback))

@@ -1,11 +1,12 @@
-"""Converts rollout settings to engine parameters, and engine outputs to groups of samples."""
+"""Draws groups of samples: rollout settings to engine parameters, requests to the engine, and its outputs to samples."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
+from tandem.engine.engine import Engine
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.rl.rollout.dispatch import sample_id
+from tandem.rl.rollout.dispatch import request_key, sample_id
 from tandem.types import FinishReason, Prompt, Sample
 
 
@@ -36,3 +37,45 @@ def samples_of(step: int, prompts: Sequence[Prompt], outputs: Sequence[RequestOu
                 )
             )
     return samples
+
+
+class InFlightGroups:
+    """The groups that ``engine`` draws. Further groups can be added while others are unfinished."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._unfinished: dict[str, tuple[int, Prompt]] = {}
+        self._added = 0
+
+    def add(self, step: int, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
+        """Queues a group of ``settings["n"]`` samples for each of ``prompts``, which are scheduled in this order. Raises ``UserError`` for one that the
+        engine cannot serve, before any is queued."""
+        params = sampling_params(settings)
+        for prompt in prompts:
+            self._engine.check_request(prompt.token_ids, params)
+        for prompt in prompts:
+            name = f"group-{self._added}"
+            self._engine.add_request(name, prompt.token_ids, params, key=request_key(step, prompt.id, settings["purpose"]))
+            self._unfinished[name] = (step, prompt)
+            self._added += 1
+
+    def draw(self, wait: Literal["any", "all"], on_progress: Callable[[int, int], None]) -> list[Sample]:
+        """Runs the engine until any group, or all of them, are finished; returns their samples in the order in which the groups were added. Calls
+        ``on_progress`` with the numbers of groups finished and asked for."""
+        total, samples = len(self._unfinished), dict[str, list[Sample]]()
+        while self._unfinished and (wait == "all" or not samples):
+            outputs = self._engine.step()
+            for output in outputs:
+                step, prompt = self._unfinished.pop(output.request_id)
+                samples[output.request_id] = samples_of(step, [prompt], [output])
+            if outputs:
+                on_progress(len(samples), total)
+        ordered = sorted(samples, key=lambda name: int(name.removeprefix("group-")))
+        return [sample for name in ordered for sample in samples[name]]
+
+    def drop(self) -> None:
+        """Aborts what is unfinished."""
+        for name in self._unfinished:
+            self._engine.abort(name)
+        self._engine.take_outputs()
+        self._unfinished.clear()

@@ -2,6 +2,7 @@
 its whole life, so a separate process lists the GPUs."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -60,10 +61,17 @@ def pod_device(machine: MachineConfig) -> Device:
 
 
 def check_pod_device(machine: MachineConfig, ranks: int, engine_ranks: int) -> Device:
-    """Returns ``pod_device`` of a pod of ``ranks`` trainer ranks and ``engine_ranks`` tensor-parallel ones, of which rank r uses GPU r in both.
+    """Returns ``pod_device`` of a pod of ``ranks`` trainer ranks and ``engine_ranks`` of all its engines, of which rank r uses GPU r in both.
     Raises ``UserError`` if there are too few GPUs."""
-    lower = PARALLEL if ranks >= engine_ranks else "rollout.engine.tensor_parallel_size"
+    lower = PARALLEL if ranks >= engine_ranks else "rollout.workers or rollout.engine.tensor_parallel_size"
     return chosen_device(replace(machine, device=pod_device(machine)), max(ranks, engine_ranks), lower)
+
+
+def visible_gpus(first: int, count: int) -> dict[str, str]:
+    """Returns the environment of a process that sees only ``count`` of the GPUs that this process may use, from ``first`` on."""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = own.split(",") if own else [str(number) for number in range(first + count)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + count])}
 
 
 def chosen_device(machine: MachineConfig, ranks: int, lower: str = PARALLEL) -> Device:

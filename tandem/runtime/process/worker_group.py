@@ -9,10 +9,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as futures_wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -58,6 +58,7 @@ class GroupSettings:
             other one.
         log: the name of rank r's log file.
         roles: the roles of rank r in a plan of faults.
+        environment: further variables of every rank's environment.
     """
 
     name: str
@@ -71,6 +72,7 @@ class GroupSettings:
     heartbeat_timeout_s: float = 30.0
     log: Callable[[int], str] = "rank-{}".format
     roles: Callable[[int], tuple[str, ...]] = lambda rank: (f"rank{rank}",)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class WorkerGroup:
@@ -95,7 +97,8 @@ class WorkerGroup:
         name = settings.name if self.shape.world == 1 else f"rank {rank} of {settings.name}"
         output = settings.directory / "logs" / f"{settings.log(rank)}.out"
         # Ranks share the machine's memory, so a rank must not hold more than it needs.
-        environment = kept_heap_environment(os.environ) if self.shape.world > 1 else None
+        kept = kept_heap_environment(os.environ) if self.shape.world > 1 else None
+        environment = {**(kept or {}), **settings.environment}
         return Worker(
             name, "tandem.trainer.rank_process", [own.to_json()], threads=Threads(settings.threads), output=output, new_session=True,
             environment=environment,

@@ -1,0 +1,160 @@
+"""The rollout workers of a sidecar, called together: weights go to all of them, and the prompts of a rollout are divided over them.
+
+A worker that dies during a rollout is replaced, and only its unfinished groups are drawn again. Their tokens are the same, because random numbers
+depend on the request and not on the worker. Imports no torch.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Protocol
+
+from tandem.rl.rollout.dispatcher import Dispatcher, GroupLoad
+from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, RpcTimeout, WorkerDied
+from tandem.types import DamagedWeights, Prompt, RunError
+from tandem.types.wire import Buffer, Frame
+from tandem.types.wire_records import decode_prompts, encode_prompts
+
+logger = logging.getLogger(__name__)
+
+
+class CallsWorker(Protocol):
+    """One worker, as ``WorkerGroup`` calls it."""
+
+    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float) -> Frame:
+        """Returns the result of a call. Raises ``WorkerDied`` or ``RpcTimeout`` if the worker died."""
+        ...
+
+
+@dataclass
+class RolloutWorkers:
+    """``workers``: by number. ``replace(number)`` starts another worker in the place of a dead one. ``capacity``: sequences that a worker draws at
+    once."""
+
+    workers: list[CallsWorker]
+    replace: Callable[[int], CallsWorker]
+    capacity: int
+    deadline_s: float
+    engine: dict[str, Any] = field(default_factory=dict)
+    version: tuple[int, ...] = ()
+
+    def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Starts the engine of every worker, with dummy weights."""
+        self.engine = dict(meta)
+        self._all("start_engine", meta)
+        return {}, {}
+
+    def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Updates every worker to the published ``version``. ``rereads``: those of all workers. Raises ``RunError`` if a worker holds another version
+        afterwards."""
+        version, replies = tuple(meta["version"]), self._all("update_weight", meta)
+        for number, reply in enumerate(replies):
+            if tuple(reply.meta["version"]) != version:
+                raise RunError(f"rollout worker {number} holds the weights {tuple(reply.meta['version'])} after the update to {version}")
+        self.version = version
+        return {"version": list(version), "rereads": [name for reply in replies for name in reply.meta["rereads"]]}, {}
+
+    def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Samples of the prompts, in one blob for each answer of a worker. ``expected``: tokens of the longest sample of each prompt. ``restarts_left``:
+        how many workers may be replaced; each replacement is reported as progress. The reply has the ``busy_share`` of the workers' time."""
+        prompts, samples = decode_prompts(blobs["prompts"]), int(meta["settings"]["n"])
+        loads = [GroupLoad(samples, longest, samples * longest) for longest in meta["expected"]]
+        drawn = _Rollout(self, prompts, Dispatcher(loads, len(self.workers), self.capacity), dict(meta), progress)
+        return drawn.run()
+
+    def prepare(self, number: int) -> None:
+        """Gives a worker that was just started the engine and the weights of the others."""
+        worker = self.workers[number]
+        worker.call("start_engine", self.engine, deadline_s=self.deadline_s)
+        try:
+            worker.call("update_weight", {"version": list(self.version)}, deadline_s=self.deadline_s)
+        except DamagedWeights as damage:
+            raise WorkerDied(f"rollout worker {number}", "update_weight", f"it was replaced and cannot read the weights again: {damage}") from None
+
+    def _all(self, name: str, meta: Meta) -> list[Frame]:
+        """Calls ``name`` on every worker at once. Raises the first error when all have answered."""
+        with ThreadPoolExecutor(len(self.workers), thread_name_prefix=name) as pool:
+            calls = [pool.submit(worker.call, name, meta, deadline_s=self.deadline_s) for worker in self.workers]
+        return [call.result() for call in calls]
+
+
+class _Rollout:
+    """One rollout: a thread for each worker hands it groups and waits for those that it has finished. The lock guards everything but the calls."""
+
+    def __init__(self, owner: RolloutWorkers, prompts: Sequence[Prompt], dispatcher: Dispatcher, meta: dict[str, Any], progress: Progress) -> None:
+        self._owner, self._prompts, self._dispatcher, self._progress = owner, prompts, dispatcher, progress
+        self._restarts_left = int(meta.pop("restarts_left"))
+        del meta["expected"]
+        self._meta = meta
+        self._changed = threading.Condition()
+        self._place = {prompt.id: place for place, prompt in enumerate(prompts)}
+        self._samples: list[Buffer] = []
+        self._done = 0
+        self._busy_s = [0.0] * len(owner.workers)
+        self._error: BaseException | None = None
+
+    def run(self) -> Reply:
+        began, count = monotonic(), len(self._owner.workers)
+        with ThreadPoolExecutor(count, thread_name_prefix="rollout") as pool:
+            list(pool.map(self._drive, range(count)))
+        if self._error is not None:
+            raise self._error
+        share = sum(self._busy_s) / (count * max(monotonic() - began, 1e-9))
+        return {"busy_share": share}, {f"samples-{i}": blob for i, blob in enumerate(self._samples)}
+
+    def _drive(self, number: int) -> None:
+        """Keeps worker ``number`` busy until every group is finished."""
+        is_first = True
+        try:
+            while (new := self._next(number)) is not None:
+                try:
+                    self._draw(number, new, is_first)
+                    is_first = False
+                except (WorkerDied, RpcTimeout) as death:
+                    self._replace(number, death)
+                    is_first = True
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _next(self, number: int) -> list[Prompt] | None:
+        """Waits until ``number`` has something to draw, and returns the prompts that it is to add; ``None``: the rollout has ended."""
+        with self._changed:
+            while self._error is None and not self._dispatcher.holds(number) and not self._dispatcher.is_done:
+                self._changed.wait()
+            if self._error is not None or self._dispatcher.is_done:
+                return None
+            return [self._prompts[group] for group in self._dispatcher.take(number)]
+
+    def _draw(self, number: int, new: Sequence[Prompt], is_first: bool) -> None:
+        began, worker = monotonic(), self._owner.workers[number]
+        meta = {**self._meta, "adds": not is_first, "wait": "any"}
+        frame = worker.call("rollout", meta, {"prompts": encode_prompts(new)}, deadline_s=self._owner.deadline_s)
+        with self._changed:
+            self._busy_s[number] += monotonic() - began
+            self._samples.append(frame.blobs["samples"])
+            for name in frame.meta["finished"]:
+                self._dispatcher.finish(number, self._place[name])
+            self._done += len(frame.meta["finished"])
+            self._progress({"done": self._done, "total": len(self._prompts)})
+            self._changed.notify_all()
+
+    def _replace(self, number: int, death: WorkerDied | RpcTimeout) -> None:
+        began = monotonic()
+        with self._changed:
+            if not self._restarts_left:
+                raise death
+            self._restarts_left -= 1
+            lost = self._dispatcher.lose(number)
+            self._changed.notify_all()
+        logger.warning("%s; rollout worker %d is replaced and %d groups are drawn again", death, number, len(lost))
+        self._owner.workers[number] = self._owner.replace(number)
+        self._owner.prepare(number)
+        with self._changed:
+            self._dispatcher.rejoin(number)
+            self._progress({"replaced": number, "reason": str(death), "groups": len(lost), "seconds": round(monotonic() - began, 3)})
+            self._changed.notify_all()
