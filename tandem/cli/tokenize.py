@@ -8,7 +8,8 @@ processes. --new-vocabulary first trains a tokenizer on the source and writes it
 documents for training, or those held out.
 
 --examples reads JSON objects for supervised fine-tuning: a prompt with its completion, or a conversation ("messages", rendered with the
-tokenizer's chat template). The shards then mark the learned tokens: the completion, or the turns of the assistant.
+tokenizer's chat template). The shards then mark the learned tokens: the completion, or the turns of the assistant. --pairs reads preference
+pairs: "prompt", "chosen" and "rejected", of texts or of messages; the tokens of the two answers are learned.
 
 examples:
   tandem tokenize corpus/ tokens/ --tokenizer models/qwen3
@@ -17,6 +18,7 @@ examples:
   tandem tokenize s3://bucket/text s3://bucket/tokens --tokenizer models/qwen3 --workers 32
   tandem tokenize chats/ tokens/chats --tokenizer models/qwen3 --examples
   tandem tokenize questions/ tokens/questions --tokenizer models/qwen3 --examples --prompt-key question --completion-key answer
+  tandem tokenize preferences/ tokens/pairs --tokenizer models/qwen3 --pairs
   tandem tokenize /usr/lib/python3.11 tokens/ --tokenizer models/small --suffix .py
 """
 
@@ -37,6 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", required=True, help="a Hugging Face folder, or a model of the Hub (OWNER/NAME)")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSON object")
     parser.add_argument("--examples", action="store_true", help="JSON objects are examples for supervised fine-tuning, not texts")
+    parser.add_argument("--pairs", action="store_true", help="JSON objects are preference pairs, for dpo")
     parser.add_argument("--prompt-key", default="prompt", help="with --examples: the key of the prompt")
     parser.add_argument("--completion-key", default="completion", help="with --examples: the key of the completion")
     parser.add_argument("--suffix", action="append", help="suffix of documents; may be repeated (default: .txt and .md)")
@@ -63,10 +66,11 @@ def run(options: argparse.Namespace) -> int:
 
     if not 0 < options.shard_mib <= MOST_SHARD_MIB:
         raise UserError(f"--shard-mib is {options.shard_mib}; it must be above 0, at most {MOST_SHARD_MIB}")
-    suffixes = tuple(options.suffix or (() if options.examples else (".txt", ".md")))
+    suffixes = tuple(options.suffix or (() if options.examples or options.pairs else (".txt", ".md")))
     form = DocumentFormat(
-        options.text_key, suffixes, tuple(options.exclude), options.skip_broken, options.examples, options.prompt_key, options.completion_key
-    )
+        options.text_key, suffixes, tuple(options.exclude), options.skip_broken, options.examples, options.prompt_key, options.completion_key,
+        options.pairs,
+    )  # fmt: skip
     tokenizer = options.tokenizer if options.new_vocabulary is not None else str(find_model(options.tokenizer, "tokenizer"))
     settings = TokenizeSettings(
         options.source, options.destination, tokenizer, form,
@@ -93,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
         dataset = tokenize(settings, show)
     skipped = f" ({dataset.skipped:,} broken ones skipped)" if dataset.skipped else ""
     learned = f" ({dataset.learned:,} of them learned)" if dataset.has_masks else ""
-    kind = "examples" if dataset.has_masks else "documents"
-    print(f"{dataset.documents:,} {kind}{skipped}, {dataset.tokens:,} tokens{learned} in {len(dataset.shards)} shards: {options.destination}")
+    count, kind = dataset.documents, "examples" if dataset.has_masks else "documents"
+    if dataset.pairs:
+        count, kind = count // 2, "pairs"
+    print(f"{count:,} {kind}{skipped}, {dataset.tokens:,} tokens{learned} in {len(dataset.shards)} shards: {options.destination}")
     return 0

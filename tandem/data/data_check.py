@@ -190,7 +190,7 @@ def _preferences(rows: Rows, task: TaskConfig, model: ModelText | None, keys: Ke
     def read(where: str, values: Mapping[str, Any]) -> _Read:
         pair = read_preference(where, values)
         encode = chat_format.encode if model is None or not isinstance(pair.prompt, str) else text_encode(model.tokenizer)
-        prompt = pair.prompt if isinstance(pair.prompt, str) else chat_format.render(pair.prompt, ())
+        prompt = pair.prompt if isinstance(pair.prompt, str) else chat_format.render(pair.prompt, pair.tools)
         chosen, rejected = (answer if isinstance(answer, str) else _answer(answer) for answer in (pair.chosen, pair.rejected))
         shown = f"{prompt}\n[chosen] {chosen}\n[rejected] {rejected}"
         return _Read(shown, prompt, [[(encode, f"{prompt}{answer}")] for answer in (chosen, rejected)])

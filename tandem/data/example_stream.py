@@ -1,6 +1,7 @@
 """The endless order of examples: example ``i`` is a function of (dataset, seed, longest, i) alone.
 
-Shards and examples are shuffled in every epoch as in ``stream``; an example is never split and never joined with another.
+Shards and examples are shuffled in every epoch as in ``stream``; an example is never split and never joined with another. A preference pair
+is an example of two documents.
 """
 
 import itertools
@@ -15,29 +16,33 @@ from tandem.types import UserError
 
 
 class ExampleStream:
-    """Examples of at most ``longest`` tokens. ``lengths``: of the documents of each shard, in tokens. ``open_shard`` returns the reader of
-    a shard by its index."""
+    """Examples whose documents have at most ``longest`` tokens. ``lengths``: of the documents of each shard, in tokens. ``open_shard`` returns
+    the reader of a shard by its index. ``each``: consecutive documents of an example."""
 
-    def __init__(self, lengths: Sequence[Sequence[int]], open_shard: Callable[[int], ShardReader], *, seed: int, longest: int) -> None:
-        self.seed, self._open_shard = seed, open_shard
-        self._kept = [[i for i, length in enumerate(shard) if length <= longest] for shard in lengths]
+    def __init__(
+        self, lengths: Sequence[Sequence[int]], open_shard: Callable[[int], ShardReader], *, seed: int, longest: int, each: int = 1
+    ) -> None:
+        self.seed, self._open_shard, self._each = seed, open_shard, each
+        self._kept = [[i for i in range(0, len(shard), each) if max(shard[i : i + each]) <= longest] for shard in lengths]
         self.examples = sum(map(len, self._kept))
-        self.left_out = sum(map(len, lengths)) - self.examples
+        self.left_out = sum(map(len, lengths)) // each - self.examples
         if self.examples == 0:
             raise UserError(f"the dataset has no example of at most {longest} tokens; raise data.sequence_length or name another dataset")
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
         self._shard = lru_cache(maxsize=4)(self._shard_of)
 
     def sequence(self, index: int) -> list[Piece]:
-        """Returns example ``index`` of the endless order, as the only piece of its sequence."""
+        """Returns example ``index`` of the endless order: a piece for each of its documents."""
         epoch, at = divmod(index, self.examples)
         shards, starts = self._epoch(epoch)
         place = bisect_right(starts, at) - 1
         shard = shards[place]
-        document = self._shard(epoch, shard)[at - starts[place]]
+        first = self._shard(epoch, shard)[at - starts[place]]
         reader = self._open_shard(shard)
-        length = reader.lengths[document]
-        return [Piece(shard, document, 0, reader.tokens(document, 0, length), reader.learned(document, 0, length))]
+        return [
+            Piece(shard, document, 0, reader.tokens(document, 0, length), reader.learned(document, 0, length))
+            for document, length in ((i, reader.lengths[i]) for i in range(first, first + self._each))
+        ]
 
     def _epoch_of(self, epoch: int) -> tuple[list[int], list[int]]:
         """Returns the non-empty shards of ``epoch`` in order, and the example of the epoch at which each begins."""

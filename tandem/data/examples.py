@@ -1,10 +1,12 @@
-"""Examples for supervised fine-tuning: a prompt with its completion, or a conversation."""
+"""Examples: a prompt with its completion, or a conversation. One is a row for supervised fine-tuning, two are a preference pair."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.data.rows.messages import ASSISTANT, BadMessages, Message, as_text, is_messages, read_messages, read_tools
+from tandem.data.rows.preference_rows import read_preference
+from tandem.types import UserError
 
 
 class BrokenExample(Exception):
@@ -14,12 +16,14 @@ class BrokenExample(Exception):
 @dataclass(frozen=True, slots=True)
 class Example:
     """One example: ``prompt`` and ``completion``, or ``messages`` with ``role`` and ``content``, at least one of them the assistant's,
-    which may have ``tool_calls`` instead of content. ``tools``: the tools that the assistant can call, as JSON schemas."""
+    which may have ``tool_calls`` instead of content. ``tools``: the tools that the assistant can call, as JSON schemas. ``answer_from``: the first
+    message of the answer, from which on everything is learned (``None``: every turn of the assistant is)."""
 
     prompt: str = ""
     completion: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    answer_from: int | None = None
 
     @property
     def text(self) -> str:
@@ -32,7 +36,9 @@ class Example:
         out."""
         if not self.messages:
             return self.prompt
-        first = next(i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT)
+        first = self.answer_from
+        if first is None:
+            first = next(i for i, message in enumerate(self.messages) if message["role"] == ASSISTANT)
         return as_text(self.messages[:first])
 
 
@@ -58,6 +64,21 @@ def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
     if not row[completion_key]:
         raise BrokenExample(f"'{completion_key}' is empty, so there is nothing to learn")
     return Example(row[prompt_key], row[completion_key])
+
+
+def read_pair(row: Any) -> tuple[Example, Example]:
+    """Returns the chosen and the rejected example of a preference pair (``preference_rows``). Raises ``BrokenExample``."""
+    if not isinstance(row, dict):
+        raise BrokenExample("it is not a JSON object")
+    try:
+        pair = read_preference("", row)
+    except UserError as error:
+        raise BrokenExample(str(error).removeprefix(": ")) from None
+    if isinstance(pair.prompt, str):
+        return Example(pair.prompt, str(pair.chosen)), Example(pair.prompt, str(pair.rejected))
+    answers = [answer for answer in (pair.chosen, pair.rejected) if not isinstance(answer, str)]
+    chosen, rejected = (Example(messages=(*pair.prompt, *_learned(answer)), tools=pair.tools, answer_from=len(pair.prompt)) for answer in answers)
+    return chosen, rejected
 
 
 def _learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -10,31 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from example_tokenizer import MARKED, PLAIN, QUESTIONS, TURN, examples_in, save_tokenizer
 from transformers import AutoTokenizer
 
 from tandem.config.model import NewModelConfig
 from tandem.data.examples import BrokenExample, read_example
-from tandem.data.shards import ShardReader
 from tandem.data.tokenizing.documents import DocumentFormat
 from tandem.data.tokenizing.encode_examples import ExampleEncoder
-from tandem.data.tokenizing.tokenize import DATASET, TokenizeSettings, read_dataset, tokenize
+from tandem.data.tokenizing.tokenize import DATASET, TokenizeSettings, tokenize
 from tandem.model.new_model import write_tokenizer
 from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 EXAMPLES = DocumentFormat(suffixes=(), examples=True)
-TURN = "{{ '<|im_start|>' + m.role + '\\n' }}"
-MARKED = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}" + TURN + "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}" + TURN + "{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "{{ '' }}")
 LAST_ONLY = PLAIN.replace("{{ '\\n' }}{% endfor %}", "{{ '\\n' if loop.last else ' ' }}{% endfor %}")
-QUESTIONS = ["数 is what?", "naïve café", "2 + 2 =", "Tell me\nmore <b> & 'so'", "😀", "and then?"]
 
 
 def conversation(number: int) -> list[dict[str, str]]:
@@ -48,21 +38,6 @@ def conversation(number: int) -> list[dict[str, str]]:
 
 CHATS = [{"messages": conversation(i)} for i in range(60)]
 PAIRS = [{"prompt": f"{QUESTIONS[i % 6]} {i}?", "completion": f" {i * 7} {QUESTIONS[(i + 1) % 6]}"} for i in range(60)]
-
-
-def save_tokenizer(folder: Path, template: str) -> Path:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<eos>", "<bos>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
-    backend.train_from_iterator(QUESTIONS * 3 + ["assistant user system It is"] * 5, trainer)
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    folder.mkdir()
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "bos_token": "<bos>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +66,6 @@ def settings(source: Path, destination: Path, tokenizer: Path, **changed: Any) -
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def examples_in(folder: Path) -> list[tuple[list[int], list[int]]]:
-    dataset, found = read_dataset(open_storage(str(folder))), []
-    for shard in dataset.shards:
-        reader = ShardReader(folder / f"{shard.name}.tar", folder / f"{shard.name}.lengths", shard, dataset.dtype)
-        found += [(list(reader.tokens(i, 0, n)), list(reader.learned(i, 0, n))) for i, n in enumerate(reader.lengths)]
-    return found
 
 
 def chat_of_transformers(folder: Path, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
@@ -256,7 +223,7 @@ def test_rows_of_tables_are_the_examples_of_the_same_json_lines(source: Path, tm
         return [document for part in parts for document in documents(storage, part, EXAMPLES)]
 
     found = read(tables)
-    assert [document.example for document in found] == [document.example for document in read(source)] and len(found) == 120
+    assert [document.examples for document in found] == [document.examples for document in read(source)] and len(found) == 120
     assert sum(document.size for document in found) == sum(path.stat().st_size for path in tables.iterdir())
     (tables / "a.parquet").write_bytes((tables / "a.parquet").read_bytes()[:-20])
     with pytest.raises(UserError, match=r"a.parquet: is not a whole Parquet file: .*correct it, remove it or skip broken documents"):

@@ -4,18 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.data.rows.messages import BadMessages, Message, is_messages, read_messages
+from tandem.data.rows.messages import BadMessages, Message, is_messages, read_messages, read_tools
 from tandem.data.rows.row import keys_of, kind_of
 from tandem.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A pair of answers to one prompt: texts, or messages that begin after the prompt's."""
+    """A pair of answers to one prompt: texts, or messages that begin after the prompt's. ``tools``: of messages, as JSON schemas."""
 
     prompt: str | tuple[Message, ...]
     chosen: str | tuple[Message, ...]
     rejected: str | tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def read_preference(where: str, values: Mapping[str, Any]) -> Preference:
@@ -26,6 +27,7 @@ def read_preference(where: str, values: Mapping[str, Any]) -> Preference:
             raise UserError(f"{where}: key '{key}' is missing; the line has {keys_of(values)}")
     try:
         sides = [_side(values[key], key) for key in ("prompt", "chosen", "rejected") if values.get(key) is not None]
+        tools = read_tools(values.get("tools"))
     except BadMessages as error:
         raise UserError(f"{where}: {error}") from None
     if len({type(side) for side in sides}) > 1:
@@ -34,11 +36,11 @@ def read_preference(where: str, values: Mapping[str, Any]) -> Preference:
     if chosen == rejected:
         raise UserError(f"{where}: 'chosen' and 'rejected' are the same, so there is no preference; remove the line")
     if len(sides) == 3:
-        return Preference(sides[0], chosen, rejected)
+        return Preference(sides[0], chosen, rejected, tools)
     count = _common(chosen, rejected)
     if count == 0 or count in (len(chosen), len(rejected)):
         raise UserError(f"{where}: 'chosen' and 'rejected' do not begin with the same prompt and go on after it; add the key 'prompt'")
-    return Preference(chosen[:count], chosen[count:], rejected[count:])
+    return Preference(chosen[:count], chosen[count:], rejected[count:], tools)
 
 
 def _side(value: Any, key: str) -> str | tuple[Message, ...]:

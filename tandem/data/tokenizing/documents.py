@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from tandem.data.examples import BrokenExample, Example, read_example
+from tandem.data.examples import BrokenExample, Example, read_example, read_pair
 from tandem.data.rows.arrow_rows import arrow_table, import_pyarrow, parquet_table, table_rows
 from tandem.data.webdataset import TARS, samples
 from tandem.runtime.machine.available_memory import total_bytes
@@ -42,7 +42,7 @@ class DocumentFormat:
     like JSON objects) and shards (``.tar``, ``.tar.gz``, ``.tgz``) are always read. ``exclude``: shell patterns of file names to leave out; ``*``
     also matches slashes. ``skip_broken``: count and leave out documents that cannot be read instead of raising. ``examples``: a JSON object
     contains a prompt under ``prompt_key`` and its completion under ``completion_key``, or a conversation under ``messages``; files of other kinds
-    are not read.
+    are not read. ``pairs``: a JSON object contains a preference pair (``rows.preference_rows``); likewise.
     """
 
     text_key: str = "text"
@@ -52,6 +52,12 @@ class DocumentFormat:
     examples: bool = False
     prompt_key: str = "prompt"
     completion_key: str = "completion"
+    pairs: bool = False
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether documents come with a mask of the learned tokens."""
+        return self.examples or self.pairs
 
     def check(self) -> None:
         for suffix in self.suffixes:
@@ -61,19 +67,21 @@ class DocumentFormat:
         for name, key in (("text", self.text_key), ("prompt", self.prompt_key), ("completion", self.completion_key)):
             if not key:
                 raise UserError(f"the key of the {name} is empty; name the key of a JSON line that holds it")
-        if self.examples and self.suffixes:
+        if self.examples and self.pairs:
+            raise UserError("a JSON object is either an example or a preference pair; choose one of the two")
+        if self.has_masks and self.suffixes:
             raise UserError(f"examples are JSON objects, and '{self.suffixes[0]}' names whole files; leave the suffix out")
 
 
 class Document(NamedTuple):
     """One document. ``text`` is ``None`` if it is broken; ``problem`` then says why in one line. ``size``: bytes of its source.
-    ``place``: its file and position. ``example``: the example that the text belongs to, if the format is of examples."""
+    ``place``: its file and position. ``examples``: the example that the text belongs to, or the chosen and the rejected one of a pair."""
 
     text: str | None
     size: int
     place: str = ""
     problem: str = ""
-    example: Example | None = None
+    examples: tuple[Example, ...] = ()
 
 
 class Part(NamedTuple):
@@ -277,12 +285,12 @@ def _document(content: bytes, where: str, form: DocumentFormat | None = None) ->
 
 def _of_object(row: Any, size: int, where: str, form: DocumentFormat) -> Document:
     """Returns the example or the text in a JSON object of ``size`` bytes."""
-    if form.examples:
+    if form.has_masks:
         try:
-            example = read_example(row, form.prompt_key, form.completion_key)
+            examples = read_pair(row) if form.pairs else (read_example(row, form.prompt_key, form.completion_key),)
         except BrokenExample as error:
             return Document(None, size, where, str(error))
-        return Document(example.text, size, where, example=example)
+        return Document(examples[0].text, size, where, examples=examples)
     if not isinstance(row, dict) or not isinstance(row.get(form.text_key), str):
         there = f"it has {', '.join(map(repr, row)) or 'no keys'}" if isinstance(row, dict) else "it is not a JSON object"
         return Document(None, size, where, f"there is no text under the key '{form.text_key}' ({there})")

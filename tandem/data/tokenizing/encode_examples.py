@@ -50,6 +50,9 @@ class ExampleEncoder:
             self._compiled[with_tools] = ChatTemplate.from_folder(self._folder, with_tools, marks=MARKS, knows_today=False)
         template = self._compiled[with_tools]
         whole = self._render(template, example, len(example.messages))
+        if example.answer_from is not None:
+            whole = take_out_marks(whole)[0]
+            return Rendered(whole, ((self._answer_start(template, example, example.answer_from, whole), len(whole)),))
         if template.has_generation:
             return Rendered(*take_out_marks(whole))
         return Rendered(whole, tuple(self._turn(template, example, i, whole) for i, m in enumerate(example.messages) if m["role"] == ASSISTANT))
@@ -74,6 +77,16 @@ class ExampleEncoder:
             return template.render(example.messages[:count], add_generation_prompt=is_asked, tools=example.tools or None)
         except UserError as error:
             raise BrokenExample(str(error)) from None
+
+    def _answer_start(self, template: ChatTemplate, example: Example, first: int, whole: str) -> int:
+        """Returns the character of ``whole`` at which the answer begins, message ``first``: after its generation prompt, as in TRL."""
+        before = take_out_marks(self._render(template, example, first, is_asked=True))[0]
+        if not whole.startswith(before):
+            raise UserError(
+                f"the chat template of '{self._folder}' renders a prompt differently with its answer after it, so where the answer begins is unknown; "
+                "change the template, or name texts"
+            )
+        return len(before)
 
     def _turn(self, template: ChatTemplate, example: Example, number: int, whole: str) -> Span:
         """Returns the characters of message ``number``: what rendering with it adds to its generation prompt."""

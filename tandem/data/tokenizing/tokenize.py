@@ -38,13 +38,15 @@ Progress = Callable[[int, int, int], None]
 @dataclass(frozen=True, slots=True)
 class TokenizedDataset:
     """The content of ``dataset.json``. ``tokenizer``: the fingerprint of the tokenizer used; ``end_token``: appended to every document
-    (``None``: nothing), for examples to every completion; ``dtype``: of the ids."""
+    (``None``: nothing), for examples to every completion; ``dtype``: of the ids. ``pairs``: documents 2i and 2i + 1 of a shard are the chosen
+    and the rejected example of a preference pair."""
 
     tokenizer: str
     vocab_size: int
     end_token: int | None
     dtype: str
     shards: tuple[Shard, ...]
+    pairs: bool = False
 
     @property
     def documents(self) -> int:
@@ -72,6 +74,8 @@ class TokenizedDataset:
         facts: dict[str, Any] = {"format": 1, "documents": self.documents, "tokens": self.tokens, "skipped": self.skipped}
         if self.has_masks:
             facts["learned"] = self.learned
+        if self.pairs:
+            facts["pairs"] = True
         facts |= {"tokenizer": self.tokenizer, "vocab_size": self.vocab_size, "end_token": self.end_token, "dtype": self.dtype}
         facts["shards"] = [shard.to_json() for shard in self.shards]
         return json.dumps({**facts, "digest": _digest(facts)}, indent=1).encode() + b"\n"
@@ -90,7 +94,7 @@ def read_dataset(storage: Storage) -> TokenizedDataset:
         if digest != _digest(data):
             raise ValueError("it does not have the digest it was written with" if digest is not None else "it has no digest")
         shards = tuple(Shard.from_json(shard) for shard in data["shards"])
-        return TokenizedDataset(data["tokenizer"], data["vocab_size"], data["end_token"], data["dtype"], shards)
+        return TokenizedDataset(data["tokenizer"], data["vocab_size"], data["end_token"], data["dtype"], shards, data.get("pairs", False))
     except FileNotFoundError:
         raise UserError(f"'{storage.url}' has no {DATASET}; make it with 'tandem tokenize', or let that command finish") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -124,7 +128,7 @@ def tokenize(settings: TokenizeSettings, on_progress: Progress | None = None) ->
         done = {number for number in range(len(units)) if _record(number) in names and _is_whole(destination, number, sizes)}
         _Crew(settings, units, dtype, end, scratch).work(sorted(set(range(len(units))) - done), done, on_progress)
         shards = tuple(Shard.from_json(json.loads(read(destination, _record(number)))) for number in range(len(units)))
-        dataset = TokenizedDataset(fingerprint, tokenizer.vocab_size, end, dtype, shards)
+        dataset = TokenizedDataset(fingerprint, tokenizer.vocab_size, end, dtype, shards, settings.form.pairs)
         if DATASET not in names:
             _put(destination, DATASET, dataset.to_json(), scratch)
     return dataset

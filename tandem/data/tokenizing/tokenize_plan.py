@@ -63,11 +63,15 @@ def make_plan(settings: TokenizeSettings, units: Sequence[tuple[Part, ...]]) -> 
     """Returns everything that the shards depend on, as JSON; two runs with the same plan write the same bytes."""
     sources = hashlib.blake2b(json.dumps(units).encode(), digest_size=16).hexdigest()
     form = asdict(settings.form)
+    # A key that is not read does not matter.
+    unread: tuple[str, ...] = ("examples", "prompt_key", "completion_key", "pairs")
     if settings.form.examples:
+        unread = ("pairs",)
+    elif settings.form.pairs:
+        unread = ("examples", "prompt_key", "completion_key", "text_key")
+    form = {name: value for name, value in form.items() if name not in unread}
+    if settings.form.has_masks:
         form["chat_template"] = template_fingerprint(settings.tokenizer)
-    else:
-        # Keys of examples do not matter for shards of text.
-        form = {name: value for name, value in form.items() if name not in ("examples", "prompt_key", "completion_key")}
     facts = {
         "tokenizer": tokenizer_fingerprint(settings.tokenizer), **form, "unit_bytes": settings.unit_bytes,
         "append_end": settings.append_end, "side": settings.side,

@@ -70,9 +70,9 @@ class TokenizeWorker:
 
     def _unit(self, unit: Unit, progress: Progress) -> Reply:
         done = tokens = 0
-        add = self._add_examples if self.form.examples else self._add_texts
+        add = self._add_examples if self.form.has_masks else self._add_texts
         with TemporaryDirectory(dir=unit.scratch) as scratch:
-            writer = ShardWriter(Path(scratch), unit.shard, self.dtype, self.form.examples)
+            writer = ShardWriter(Path(scratch), unit.shard, self.dtype, self.form.has_masks)
             for batch, size in self._batches([Part(*part) for part in unit.parts], writer):
                 tokens += add(batch, writer)
                 done += size
@@ -118,28 +118,32 @@ class TokenizeWorker:
         return self.tokenizer.backend.encode_batch_fast([document.text or "" for document in batch], add_special_tokens=False)
 
     def _add_examples(self, batch: list[Document], writer: ShardWriter) -> int:
-        """Adds each example and its mask; returns the number of tokens."""
-        rendered: list[tuple[str, Rendered]] = []
+        """Adds each example and its mask, of a pair the chosen one and then the rejected one; returns the number of tokens."""
+        rendered: list[tuple[str, list[Rendered]]] = []
         tokens = 0
         for document in batch:
-            assert document.example is not None
             try:
-                rendered.append((document.place, self.encoder.render(document.example)))
+                rendered.append((document.place, [self.encoder.render(example) for example in document.examples]))
             except BrokenExample as error:
                 self._broken(document.place, str(error), writer)
             except UserError as error:
                 raise UserError(f"{document.place}: {error}") from None
         try:
-            encoded = self.encoder.encode([one for _, one in rendered])
+            encoded = self.encoder.encode([one for _, each in rendered for one in each])
         except Exception:  # As above.
-            rendered = [(place, one) for place, one in rendered if self._can_encode(place, [one.prompt or "", one.text], writer)]
-            encoded = self.encoder.encode([one for _, one in rendered])
-        for (place, _), (ids, learned) in zip(rendered, encoded, strict=True):
-            if any(learned):
-                writer.add(ids, learned)
-                tokens += len(ids)
-            else:
+            rendered = [(place, each) for place, each in rendered if self._can_encode(place, [t for one in each for t in (one.prompt or "", one.text)], writer)]
+            encoded = self.encoder.encode([one for _, each in rendered for one in each])
+        following = iter(encoded)
+        for place, each in rendered:
+            examples = [next(following) for _ in each]
+            if not all(any(learned) for _, learned in examples):
                 self._broken(place, "none of its tokens is to be learned", writer)
+            elif len(examples) > 1 and examples[0] == examples[1]:
+                self._broken(place, "'chosen' and 'rejected' have the same tokens, so there is no preference", writer)
+            else:
+                for ids, learned in examples:
+                    writer.add(ids, learned)
+                    tokens += len(ids)
         return tokens
 
     def _can_encode(self, place: str, texts: list[str], writer: ShardWriter) -> bool:
@@ -160,7 +164,7 @@ class TokenizeWorker:
 
 def _judged(document: Document) -> str:
     """Returns the text that decides whether a document is held out."""
-    return document.text or "" if document.example is None else document.example.asked
+    return document.examples[0].asked if document.examples else document.text or ""
 
 
 def main() -> None:
