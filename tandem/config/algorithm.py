@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.filter_groups import FilterGroupsConfig
 from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
@@ -70,6 +71,8 @@ class AlgorithmConfig:
     """Passes over the batch, with the same minibatches in the same order."""
     mask_truncated: bool = False
     """Exclude completions truncated at the token limit from the loss; they still count in their group's statistics."""
+    filter_groups: FilterGroupsConfig | None = None
+    """Dynamic sampling (DAPO): drop groups whose completions all have the same reward, and draw others. Empty: off. A section of its own, below."""
 
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
@@ -108,6 +111,15 @@ class AlgorithmConfig:
             # It is multiplied by the number of sequences, in 63 bits.
             raise UserError(f"'algorithm.length_constant' is {self.length_constant}; it must be 0 (automatic) or a number of tokens below 2^31")
         self._refuse_unread()
+
+    @property
+    def rounds(self) -> int:
+        """The maximum number of rounds of rollout in a step."""
+        return 1 if self.filter_groups is None else self.filter_groups.max_num_gen_batches
+
+    def prompts_per_round(self, prompts_per_step: int) -> int:
+        """Returns the prompts that are drawn at once: ``rollout.prompts_per_step``, or those of a round of dynamic sampling."""
+        return (self.filter_groups.gen_batch_size if self.filter_groups is not None else 0) or prompts_per_step
 
     def _refuse_unread(self) -> None:
         if self.name != "grpo":

@@ -1,6 +1,6 @@
 """The prompts of a run from a task's instances: rendered, tokenized once, and refused before work begins if they do not fit the context."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from tandem.config.task import TaskConfig
@@ -24,6 +24,8 @@ class EncodedDemonstration(NamedTuple):
 class PromptSource:
     """The prompts of a run. Every prompt is a function of ``seed`` and its position, so that a resume needs no state.
 
+    ``prompts_per_draw``: of a step, or of a round where steps have up to ``rounds``.
+
     ``encode``: text to token ids, with the special tokens that the model expects first. ``chat_format``: for prompts that the chat template formats,
     those of a task with messages and all with ``config.chat``. A prompt may have at most ``context_tokens - max_new_tokens`` tokens. A finite task is
     checked as a whole in the constructor. Raises ``UserError``.
@@ -35,14 +37,16 @@ class PromptSource:
         encode: Encode,
         *,
         seed: int,
-        prompts_per_step: int,
+        prompts_per_draw: int,
+        rounds: int = 1,
         context_tokens: int,
         max_new_tokens: int,
         chat_format: ChatFormat | None = None,
     ) -> None:
         self.config = config
         self.seed = seed
-        self.prompts_per_step = prompts_per_step
+        self.prompts_per_draw = prompts_per_draw
+        self.rounds = rounds
         self.context_tokens = context_tokens
         self.max_new_tokens = max_new_tokens
         self._evaluations: dict[tuple[Split, int], list[Prompt]] = {}
@@ -61,13 +65,20 @@ class PromptSource:
         return f"{self.task.fingerprint} {self.config.prompt_template!r} {self._format.is_chat} {self.config.system_prompt!r}"
 
     def for_step(self, step: int) -> list[Prompt]:
-        """Returns the training prompts of ``step``."""
-        indices = prompt_indices(step, self.prompts_per_step, self.seed, self.task.size)
+        """Returns the training prompts of ``step`` where each step draws once."""
+        return self.at(self.indices(step))
+
+    def indices(self, draw: int, taken: Collection[int] = ()) -> list[int]:
+        """Returns the indices of the training prompts of ``draw``, none of which is among ``taken`` (``prompt_indices``)."""
+        return prompt_indices(draw, self.prompts_per_draw, self.seed, self.task.size, taken)
+
+    def at(self, indices: Sequence[int]) -> list[Prompt]:
+        """Returns the training prompts with ``indices``."""
         return [self.prompt(f"train-{index}", self.task.train_prompt(index)) for index in indices]
 
-    def epoch(self, step: int) -> float:
-        """Returns the passes over the training prompts before ``step``, 0 for a task that generates them."""
-        return 0.0 if self.task.size is None else step / (self.task.size // self.prompts_per_step)
+    def epoch(self, draw: int) -> float:
+        """Returns the passes over the training prompts before ``draw``, 0 for a task that generates them."""
+        return 0.0 if self.task.size is None else draw / (self.task.size // self.prompts_per_draw)
 
     def held_out(self, count: int) -> list[Prompt]:
         """Returns the prompts of the evaluations, the same for every step; fewer if the task has fewer."""
@@ -127,7 +138,12 @@ class PromptSource:
             self.held_out(1)
             self.fresh(1)
             return
-        prompt_indices(0, self.prompts_per_step, self.seed, self.task.size)
+        self.indices(0)
+        if self.rounds * self.prompts_per_draw > self.task.size:
+            raise UserError(
+                f"the task has {self.task.size} training prompts, and a step may draw {self.rounds} x {self.prompts_per_draw} different ones; lower "
+                f"algorithm.filter_groups.max_num_gen_batches (to {self.task.size // self.prompts_per_draw} or less) or add prompts"
+            )
         for index in range(self.task.size):
             self.prompt("check", self.task.train_prompt(index))
         splits: tuple[Split, ...] = ("held_out", "final")

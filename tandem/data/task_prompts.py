@@ -9,11 +9,11 @@ from tandem.text.tokenizer import Tokenizer
 
 
 def task_prompts(
-    task: TaskConfig, folder: Path, *, seed: int, prompts_per_step: int = 1, context_tokens: int, max_new_tokens: int = 0
+    task: TaskConfig, folder: Path, *, seed: int, prompts_per_draw: int = 1, rounds: int = 1, context_tokens: int, max_new_tokens: int = 0
 ) -> PromptSource:
     """Returns the prompts of ``task``, tokenized for the model in ``folder``."""
     tokenizer = Tokenizer.from_folder(folder)
     return PromptSource(
-        task, text_encode(tokenizer), seed=seed, prompts_per_step=prompts_per_step, context_tokens=context_tokens, max_new_tokens=max_new_tokens,
-        chat_format=chat_format_of(folder, tokenizer),
+        task, text_encode(tokenizer), seed=seed, prompts_per_draw=prompts_per_draw, rounds=rounds, context_tokens=context_tokens,
+        max_new_tokens=max_new_tokens, chat_format=chat_format_of(folder, tokenizer),
     )  # fmt: skip

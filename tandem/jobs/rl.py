@@ -3,12 +3,14 @@
 from tandem.jobs.rl_run import RLRun
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
+from tandem.types import Round
 
 
 def reinforce(pod: Pod, run: RLRun) -> int:
     """Trains until the target is reached or ``run.max_steps`` are done; returns the number of optimizer steps taken.
 
-    Any line may run again after a fault: samples, scores and evaluations in the journal are used and never computed again.
+    A step has one round of rollout and rewards; with dynamic sampling, as many as it needs. Any line may run again after a fault: samples, scores and
+    evaluations in the journal are used and never computed again.
     """
     step, last = run.first_step, run.recipe.run.max_steps
     while True:
@@ -24,10 +26,12 @@ def reinforce(pod: Pod, run: RLRun) -> int:
                 run.checkpoint(pod, step)
                 run.finish_checkpoints(pod)
                 return step
-            samples = run.samples(pod, step)
-            scores = run.scores(pod, step, samples)
-            metrics = pod.train(step, samples, scores)
-            run.write_row(pod, step, samples, scores, metrics)
+            rounds: list[Round] = []
+            while not run.is_complete(rounds):
+                samples = run.samples(pod, step, len(rounds))
+                rounds.append(Round(samples, run.scores(pod, step, len(rounds), samples)))
+            metrics = run.train(pod, step, rounds)
+            run.write_row(pod, step, rounds, metrics)
             step += 1
         except SidecarDied as death:
             pod.recover(death, step)

@@ -7,21 +7,22 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from tandem.config.recipe import Recipe
-from tandem.data.prompts import PromptSource
 from tandem.estimate.memory import PodMemory
 from tandem.evaluation.tasks import EvaluationResult, evaluate
 from tandem.jobs.finished import target_reached
 from tandem.jobs.run import Run
 from tandem.pod.pod import Pod
 from tandem.pod.states import RolloutState
-from tandem.rl.rewards.judgement import TrainerState
 from tandem.rl.rewards.pool import RewardPool, check_fault_share
 from tandem.rl.rollout.dispatch import evaluation_settings, sampling_settings
+from tandem.rl.rollout.filter_groups import is_complete, trained_on
 from tandem.rl.rollout.past_lengths import PastLengths
-from tandem.rl.step_metrics import sample_metrics, staleness
+from tandem.rl.rollout.round_prompts import RoundPrompts
+from tandem.rl.step_metrics import rollout_metrics, staleness
 from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
-from tandem.types import Prompt, RunError, Sample, Score, ScoreState
+from tandem.types import Prompt, Round, RunError, Sample, Score, ScoreState
+from tandem.types.round import joined
 
 if TYPE_CHECKING:
     from tandem.trainer.checkpoint.uploader import Uploader
@@ -36,7 +37,7 @@ class RLRun(Run):
 
     recipe: Recipe
     journal: Journal
-    prompts: PromptSource
+    prompts: RoundPrompts
     rewards: RewardPool
     memory: PodMemory
     trigger: CheckpointTrigger
@@ -47,35 +48,41 @@ class RLRun(Run):
 
     # -- samples and scores: those in the journal are used and never computed again ------------------------------------
 
-    def samples(self, pod: Pod, step: int) -> list[Sample]:
-        """Returns the samples of ``step`` from the journal, or draws and journals them."""
-        recorded = self.journal.samples(step)
+    def is_complete(self, rounds: Sequence[Round]) -> bool:
+        """Returns whether a step with ``rounds`` needs no further one."""
+        return is_complete(rounds, self.recipe.algorithm.filter_groups, self.recipe.rollout.prompts_per_step)
+
+    def samples(self, pod: Pod, step: int, number: int) -> list[Sample]:
+        """Returns the samples of round ``number`` of ``step`` from the journal, or draws and journals them."""
+        recorded = self.journal.samples(step, number)
         if recorded is not None:
             return recorded
         settings = sampling_settings(self.recipe.rollout, self.recipe.algorithm.group_size, self.recipe.run.seed)
-        prompts = self.prompts.for_step(step)
-        drawn = pod.roll_out(step, prompts, settings, expected=self._expected_lengths(prompts))
-        self.journal.commit_samples(step, drawn)
+        prompts = self.prompts.of(step, number)
+        drawn = pod.roll_out(step, prompts, settings, expected=self._expected_lengths(step, prompts))
+        self.journal.commit_samples(step, drawn, number)
         return drawn
 
-    def _expected_lengths(self, prompts: Sequence[Prompt]) -> list[float]:
-        """Returns how long the samples of ``prompts`` are expected to be, from those in the journal. A task that generates prompts repeats none."""
-        if self.prompts.task.size is None:
+    def _expected_lengths(self, step: int, prompts: Sequence[Prompt]) -> list[float]:
+        """Returns how long the samples of ``prompts`` are expected to be, from those of the steps before ``step``. A task that generates prompts repeats
+        none."""
+        if self.prompts.source.task.size is None:
             return []
-        steps = self.journal.journalled_steps()
-        for step in steps[max(self.steps_measured, len(steps) - MOST_STEPS_MEASURED) :]:
-            self.lengths.add(self.journal.samples(step) or ())
-        self.steps_measured = len(steps)
+        earlier = [each for each in self.journal.journalled_steps() if each < step]
+        for each in earlier[max(self.steps_measured, len(earlier) - MOST_STEPS_MEASURED) :]:
+            self.lengths.add(joined(self.journal.rounds(each)).samples)
+        self.steps_measured = len(earlier)
         return self.lengths.expected(prompts)
 
-    def scores(self, pod: Pod, step: int, samples: Sequence[Sample]) -> list[Score]:
-        """Returns the scores of ``samples`` from the journal, or judges the samples during the reference model's pass and journals the scores."""
-        recorded = self.journal.scores(step)
+    def scores(self, pod: Pod, step: int, number: int, samples: Sequence[Sample]) -> list[Score]:
+        """Returns the scores of ``samples``, those of round ``number``, from the journal, or judges and journals them: during the reference model's pass,
+        unless another round may follow."""
+        recorded = self.journal.scores(step, number)
         if recorded is not None:
             return recorded
         began = perf_counter()
-        judging = self.rewards.submit(samples, self.prompts.for_step(step), self.trainer_state(step))
-        if self.recipe.algorithm.kl_coef > 0:
+        judging = self.rewards.submit(samples, self.prompts.of(step, number), self.prompts.trainer_state(step))
+        if self.recipe.algorithm.kl_coef > 0 and self.recipe.algorithm.filter_groups is None:
             pod.infer(step, samples)
         judged = judging.result()
         self.records.add_time("reward", perf_counter() - began)
@@ -88,12 +95,19 @@ class RLRun(Run):
         check_fault_share(judged, self.recipe.rewards)
         if judged and all(score.state is ScoreState.NOT_APPLICABLE for score in judged):
             self.records.callback.message(f"step {step}: every reward function returned None for every sample, so the step teaches nothing")
-        self.journal.commit_scores(step, judged)
+        self.journal.commit_scores(step, judged, number)
         return judged
 
-    def trainer_state(self, step: int) -> TrainerState:
-        """Returns where the run is at ``step``, for reward functions."""
-        return TrainerState(step, self.recipe.run.max_steps, self.prompts.epoch(step))
+    def train(self, pod: Pod, step: int, rounds: Sequence[Round]) -> dict[str, float]:
+        """Takes the optimizer step on the groups of ``rounds`` that dynamic sampling takes, all without it; returns its metrics."""
+        filtered, wanted = self.recipe.algorithm.filter_groups, self.recipe.rollout.prompts_per_step
+        batch = trained_on(rounds, filtered, wanted)
+        if filtered is not None:
+            if (useful := len({sample.prompt_id for sample in batch.samples})) < wanted:
+                self.records.callback.message(f"step {step}: {useful} of {wanted} groups have different rewards, after {len(rounds)} rounds of rollout")
+            if self.recipe.algorithm.kl_coef > 0:
+                pod.infer(step, batch.samples)
+        return pod.train(step, batch.samples, batch.scores)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -103,10 +117,10 @@ class RLRun(Run):
         if step % settings.every_steps:
             return False
         recorded = self.journal.evaluation(step, "sampled")
-        accuracy = recorded["accuracy"] if recorded else self.evaluate(pod, step, "sampled", self.prompts.held_out(settings.prompts)).accuracy
+        accuracy = recorded["accuracy"] if recorded else self.evaluate(pod, step, "sampled", self.prompts.source.held_out(settings.prompts)).accuracy
         if step == 0:
             if self.journal.evaluation(step, "greedy") is None:
-                self.evaluate(pod, step, "greedy", self.prompts.fresh(settings.final_prompts))
+                self.evaluate(pod, step, "greedy", self.prompts.source.fresh(settings.final_prompts))
             if sft is not None and accuracy > sft.max_accuracy:
                 raise RunError(
                     f"the model that reinforcement learning starts from already has a held-out sampled accuracy of {accuracy:.3f}, more than sft.max_accuracy "
@@ -123,7 +137,7 @@ class RLRun(Run):
 
     def final_evaluation(self, pod: Pod, step: int) -> dict[str, Any]:
         """Evaluates sampled and greedy on prompts with a new seed. Returns the sampled evaluation."""
-        prompts = self.prompts.fresh(self.recipe.evaluation.final_prompts)
+        prompts = self.prompts.source.fresh(self.recipe.evaluation.final_prompts)
         for kind in ("final_greedy", "final"):
             if self.journal.evaluation(step, kind) is None:
                 self.evaluate(pod, step, kind, prompts)
@@ -139,7 +153,7 @@ class RLRun(Run):
             settings = evaluation_settings(self.recipe.rollout, self.recipe.run.seed, greedy=greedy, purpose=kind)
             return pod.roll_out(step, chosen, settings, RolloutState.EVALUATE)
 
-        result = evaluate(generate, prompts, partial(self.rewards.score, state=self.trainer_state(step)), examples=self.recipe.evaluation.examples)
+        result = evaluate(generate, prompts, partial(self.rewards.score, state=self.prompts.trainer_state(step)), examples=self.recipe.evaluation.examples)
         self.journal.commit_evaluation(step, kind, result.to_json())
         self.records.callback.evaluated(step, result.accuracy, result.count, kind)
         return result
@@ -172,10 +186,11 @@ class RLRun(Run):
         if self.recipe.run.on_mismatch == "stop":
             raise RunError(f"{what}; see 'tandem verify', then resume, with --run.on_mismatch=warn to continue in spite of it")
 
-    def write_row(self, pod: Pod, step: int, samples: Sequence[Sample], scores: Sequence[Score], trained: dict[str, float]) -> None:
-        """Writes the row of ``step`` to ``metrics.jsonl``, once."""
+    def write_row(self, pod: Pod, step: int, rounds: Sequence[Round], trained: dict[str, float]) -> None:
+        """Writes the row of ``step`` to ``metrics.jsonl``, once. Rewards and lengths are those of all samples that were drawn."""
+        samples = joined(rounds).samples
         row: dict[str, Any] = {"step": step, "weight_version": step, "rollout/staleness": staleness(samples, step)}
-        row.update(sample_metrics(samples, scores))
+        row.update(rollout_metrics(rounds, self.recipe))
         row.update(trained)
         held_out = self.journal.evaluation(step, "sampled")
         if held_out is not None:

@@ -3,6 +3,7 @@
 import contextlib
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import sleep
 
@@ -29,6 +30,7 @@ from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
+from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.gpus import check_pod_device
 from tandem.runtime.machine.numerics import numerics_record
@@ -84,7 +86,8 @@ def execute_rl(
                 uploader.add(step)
 
         pod = Pod(
-            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, recipe.trainer.dtype), journal, records,
+            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, recipe.trainer.dtype), journal,
+            partial(recorded_batch, recipe, journal), records,
             planned.sleep_mode, recipe.run.max_restarts, on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
             check_inputs=check_inputs,
         )
@@ -96,8 +99,8 @@ def execute_rl(
         )  # fmt: skip
         trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(callback.message, callback.wants_stop)))
         run = RLRun(
-            directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=prompts, rewards=rewards, memory=planned.host,
-            trigger=trigger, uploader=uploader,
+            directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=RoundPrompts(prompts, recipe, journal),
+            rewards=rewards, memory=planned.host, trigger=trigger, uploader=uploader,
         )  # fmt: skip
         records.begin_rows()
         steps = reinforce(pod, run)
@@ -177,5 +180,5 @@ def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
         "accuracy": Figure(accuracy(0, "sampled"), accuracy(steps, "final")),
         "greedy_accuracy": Figure(accuracy(0, "greedy"), accuracy(steps, "final_greedy")),
     }
-    commands = task_commands(model, run.prompts.held_out(1)[0].text)
+    commands = task_commands(model, run.prompts.source.held_out(1)[0].text)
     return finish_run(run.directory, run.journal, model, steps, figures, commands, target_reached(run.journal, run.recipe.evaluation, steps))

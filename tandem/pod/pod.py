@@ -18,7 +18,7 @@ from tandem.pod.transitions import Transitions
 from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
-from tandem.types import DamagedWeights, Prompt, RunError, Sample, Score, WeightVersion
+from tandem.types import DamagedWeights, Prompt, Round, RunError, Sample, Score, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Pod:
 
     ``loaded``: (step, digest) of the checkpoint that the trainer loaded; ``boundaries``: by step, the newest transition before each
     checkpoint that is under way. ``on_committed`` is told of each checkpoint that was journalled; those of steps ``in_use`` are not removed.
+    ``trained_on``: what the journal has that a step was trained on.
     ``check_inputs`` verifies what a trainer reads besides checkpoints, whenever one starts, and raises ``RunError``.
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
@@ -45,6 +46,7 @@ class Pod:
     start: Path
     segment_bytes: int
     journal: Journal
+    trained_on: Callable[[int], Round]
     records: Records
     sleep_mode: str
     max_restarts: int
@@ -313,9 +315,8 @@ class Pod:
         at = self.start_trainer()
         self.journal_loaded()
         for replayed in range(at, step):
-            samples, scores = self.journal.samples(replayed), self.journal.scores(replayed)
-            assert samples is not None and scores is not None, f"step {replayed} was trained on but is not in the journal"
-            self.train(replayed, samples, scores)
+            batch = self.trained_on(replayed)
+            self.train(replayed, batch.samples, batch.scores)
 
     def _measure(self, phase: str, measured: dict[str, int]) -> None:
         # The shared weight buffers are resident in trainer and engine alike; the plan counts them once, as segments.

@@ -28,6 +28,7 @@ def context_tokens(model: ModelConfig, max_new_tokens: int, folder: Path) -> int
 def prompt_source(recipe: Recipe, folder: Path) -> PromptSource:
     """The recipe's prompts, tokenised for the model in ``folder``."""
     return task_prompts(
-        recipe.task, folder, seed=recipe.run.seed, prompts_per_step=recipe.rollout.prompts_per_step,
+        recipe.task, folder, seed=recipe.run.seed, prompts_per_draw=recipe.algorithm.prompts_per_round(recipe.rollout.prompts_per_step),
+        rounds=recipe.algorithm.rounds,
         context_tokens=context_tokens(recipe.model, recipe.rollout.max_tokens, folder), max_new_tokens=recipe.rollout.max_tokens,
     )  # fmt: skip

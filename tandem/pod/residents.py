@@ -46,12 +46,12 @@ class PodPlan:
         ]
 
 
-def kv_cache_tokens(rollout: RolloutConfig, group_size: int, max_length: int) -> int:
+def kv_cache_tokens(rollout: RolloutConfig, algorithm: AlgorithmConfig, max_length: int) -> int:
     """Returns the tokens of the KV cache of one worker: as configured, or what the sequences that run at once can fill."""
     engine = rollout.engine
     if engine.kv_cache_tokens:
         return engine.kv_cache_tokens
-    sequences = -(-rollout.prompts_per_step // rollout.workers) * group_size
+    sequences = -(-algorithm.prompts_per_round(rollout.prompts_per_step) // rollout.workers) * algorithm.group_size
     return min(engine.max_num_seqs, max(sequences, 1)) * (max_length + 16)
 
 
@@ -69,7 +69,7 @@ def plan(
     multiplies in. Raises ``RunError`` where not even taking turns fits."""
     engine = rollout.engine
     engine.check_length(max_length)
-    sequences = rollout.prompts_per_step * algorithm.group_size
+    sequences = algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step) * algorithm.group_size
     available, batch = available_bytes(machine.memory_gib), sequences * (SEQUENCE_BYTES + rollout.max_tokens * TOKEN_BYTES)
     if batch > available:
         raise RunError(
@@ -77,7 +77,7 @@ def plan(
             "rollout.max_tokens"
         )
     tokens = largest_micro_batch(rollout, algorithm, trainer, max_length)
-    cache_tokens, reference = kv_cache_tokens(rollout, algorithm.group_size, max_length), algorithm.kl_coef > 0
+    cache_tokens, reference = kv_cache_tokens(rollout, algorithm, max_length), algorithm.kl_coef > 0
     gpu = None
     if pod_device(machine) == "cpu":
         host = predict(

@@ -49,7 +49,7 @@ class RolloutWorker:
             generation_config="vllm",
             seed=recipe.run.seed,
             max_model_len=length,
-            kv_cache_tokens=kv_cache_tokens(recipe.rollout, recipe.algorithm.group_size, length),
+            kv_cache_tokens=kv_cache_tokens(recipe.rollout, recipe.algorithm, length),
             dtype=recipe.trainer.dtype,
             device=pod_device(machine),
             kernels=meta["kernels"],

@@ -7,6 +7,7 @@ from pathlib import Path
 from tandem.runtime.records.journal import Journal
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, Sample, Score, UserError
+from tandem.types.round import joined
 
 MOST_STEPS = 20
 PROMPTS, SAMPLES_EACH = 3, 3
@@ -50,10 +51,11 @@ def chosen_samples(journal: Journal, directory: Path, steps: int) -> list[StepSa
     chosen = []
     for place in places:
         try:
-            samples, scores = journal.samples(recorded[place]), journal.scores(recorded[place])
+            rounds = journal.rounds(recorded[place])
         except RunError:  # The table of faults names the damaged step.
             continue
-        if samples and scores:
+        samples, scores = joined(rounds)
+        if samples:
             chosen.append(_step(recorded[place], samples, {score.sample_id: score for score in scores}, decode, longest))
     return chosen
 

@@ -4,7 +4,16 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from tandem.types import FinishReason, Sample, Score, ScoreState
+from tandem.config.recipe import Recipe
+from tandem.rl.rollout.filter_groups import filter_metrics
+from tandem.types import FinishReason, Round, Sample, Score, ScoreState
+from tandem.types.round import joined
+
+
+def rollout_metrics(rounds: Sequence[Round], recipe: Recipe) -> dict[str, float]:
+    """Returns the metrics of all samples of a step's ``rounds``, and those of dynamic sampling where ``recipe`` has it."""
+    filtered = recipe.algorithm.filter_groups
+    return sample_metrics(*joined(rounds)) | (filter_metrics(rounds, filtered, recipe.rollout.prompts_per_step) if filtered is not None else {})
 
 
 def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from tandem.types.batch import Batch, TrainSequence
 from tandem.types.errors import CollectiveError, DamagedWeights, EngineDied, RunError, UserError
 from tandem.types.prompt import Prompt
+from tandem.types.round import Round
 from tandem.types.sample import FinishReason, Sample, WeightVersion
 from tandem.types.score import Score, ScoreState
 from tandem.types.weights import PartEntry, TensorEntry, Updated, WeightManifest, WeightSource
@@ -15,6 +16,7 @@ __all__ = [
     "FinishReason",
     "PartEntry",
     "Prompt",
+    "Round",
     "RunError",
     "Sample",
     "Score",

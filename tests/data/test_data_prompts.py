@@ -18,7 +18,7 @@ def encode(text: str) -> list[int]:
 
 
 def source(config: TaskConfig | None = None, **settings: Any) -> PromptSource:
-    merged: dict[str, Any] = {"seed": 0, "prompts_per_step": 4, "context_tokens": 64, "max_new_tokens": 16, **settings}
+    merged: dict[str, Any] = {"seed": 0, "prompts_per_draw": 4, "context_tokens": 64, "max_new_tokens": 16, **settings}
     return PromptSource(config or TaskConfig("sort"), merged.pop("encode", encode), **merged)
 
 

@@ -107,7 +107,7 @@ HARMS: dict[str, tuple[Callable[[PodRun], None], str]] = {
     ),
     "lost row": (lambda run: sql(run, "DELETE FROM evaluations WHERE step = 2"), "evaluations 2/sampled: it is lost"),
     "new row": (lambda run: sql(run, "INSERT INTO run VALUES ('seed', '1')"), "run seed: the chain has no such row"),
-    "samples": (lambda run: sql(run, "UPDATE step_batches SET digest = '0' WHERE step = 5"), "step_batches 5: it does not have"),
+    "samples": (lambda run: sql(run, "UPDATE step_batches SET digest = '0' WHERE step = 5"), "step_batches 5/0: it does not have"),
     "cut": (cut, "entries are lost; every record of the run depends on it"),
     "recipe": (
         lambda run: set_value(run, "trainer.learning_rate", 2e-3),

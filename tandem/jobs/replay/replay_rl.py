@@ -7,6 +7,8 @@ scores), or the trainer (other metrics).
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,10 @@ from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
-from tandem.rl.rewards.judgement import TrainerState
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
-from tandem.rl.step_metrics import sample_metrics
+from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
+from tandem.rl.step_metrics import rollout_metrics
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.gpus import check_pod_device
 from tandem.runtime.machine.numerics import check_numerics, numerics_record
@@ -31,7 +33,8 @@ from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import read_rows
 from tandem.runtime.records.run_lock import RunLock
 from tandem.runtime.records.run_records import Records
-from tandem.types import RunError, Sample, Score, UserError
+from tandem.types import Round, RunError, Sample, Score, UserError
+from tandem.types.round import joined
 from tandem.weight_transfer.manifest import segment_bytes
 
 
@@ -44,34 +47,38 @@ def replay_rl_step(
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))
-        samples, scores, row = _recorded(directory, journal, step)
+        rolled_out, judged, row = _recorded(directory, journal, step)
         recipe = replace(recipe, machine=same_device(recipe.machine, directory, journal.get("device")))
         check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks)
         numerics = journal.get("numerics", {})
         check_numerics(numerics, numerics_record(rank_threads(recipe.machine, recipe.parallel), str(numerics.get("kernels"))))
-        pod = stack.enter_context(_scratch_pod(recipe, directory, inline, callback))
-        source = stack.enter_context(closing(prompt_source(recipe, pod.start)))
-        prompts = source.for_step(step)
+        pod = stack.enter_context(_scratch_pod(recipe, directory, journal, inline, callback))
+        prompts = RoundPrompts(stack.enter_context(closing(prompt_source(recipe, pod.start))), recipe, journal)
         comparisons = []
         try:
             at = pod.start_trainer(step)
             say(f"loaded the checkpoint of step {at}")
             for between in range(at, step):
                 say(f"replaying step {between} from its recorded samples and scores")
-                pod.train(between, *_trained_on(journal, between))
+                pod.train(between, *pod.trained_on(between))
             if "rollout" in parts:
-                say(f"rollout of step {step}: {len(prompts)} prompts")
-                drawn = pod.roll_out(step, prompts, sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed))
-                comparisons.append(_compare_samples(drawn, samples))
-            if "rewards" in parts and scores is not None:
-                say(f"rewards of step {step}: {len(samples)} samples")
-                state = TrainerState(step, recipe.run.max_steps, source.epoch(step))
+                drawn, settings = list[Sample](), sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed)
+                for number in range(len(rolled_out)):
+                    chosen = prompts.of(step, number)
+                    say(f"rollout of step {step}: {len(chosen)} prompts")
+                    drawn += pod.roll_out(step, chosen, settings)
+                comparisons.append(_compare_samples(drawn, list(chain(*rolled_out))))
+            if "rewards" in parts and judged:
+                again, state = list[Score](), prompts.trainer_state(step)
                 with RewardPool(recipe.rewards) as rewards:
-                    comparisons.append(_compare_scores(rewards.score(samples, prompts, state), scores))
-            if "train" in parts and scores is not None and row is not None:
+                    for number, (samples, _) in enumerate(judged):
+                        say(f"rewards of step {step}: {len(samples)} samples")
+                        again += rewards.score(samples, prompts.of(step, number), state)
+                comparisons.append(_compare_scores(again, joined(judged).scores))
+            if "train" in parts and row is not None:
                 say(f"optimizer step {step}")
-                trained = pod.train(step, samples, scores)
-                numbers = {**sample_metrics(samples, scores), **trained}
+                trained = pod.train(step, *pod.trained_on(step))
+                numbers = {**rollout_metrics(judged, recipe), **trained}
                 lines = differences({name: row.get(name) for name in numbers}, numbers)
                 comparisons.append(Comparison("train", len(numbers), tuple(lines)))
         except SidecarDied as death:
@@ -79,27 +86,22 @@ def replay_rl_step(
         return comparisons
 
 
-def _recorded(directory: Path, journal: Journal, step: int) -> tuple[list[Sample], list[Score] | None, dict[str, Any] | None]:
-    """Returns the samples, scores and row of ``step``; the last two are ``None`` where the run ended in the middle of the step."""
-    samples = journal.samples(step)
-    if samples is None:
+def _recorded(directory: Path, journal: Journal, step: int) -> tuple[list[list[Sample]], list[Round], dict[str, Any] | None]:
+    """Returns the samples of each round of ``step``, the rounds that were judged, and its row, ``None`` where the run ended in the middle of the step."""
+    rolled_out: list[list[Sample]] = []
+    while (samples := journal.samples(step, len(rolled_out))) is not None:
+        rolled_out.append(samples)
+    if not rolled_out:
         steps = journal.journalled_steps()
         recorded = f"the steps {steps[0]} to {steps[-1]}" if steps else "no step"
         raise UserError(f"step {step} of '{directory}' was never sampled; its journal has {recorded}")
     row = next((row for row in read_rows(directory / "metrics.jsonl") if row["step"] == step), None)
-    return samples, journal.scores(step), row
-
-
-def _trained_on(journal: Journal, step: int) -> tuple[list[Sample], list[Score]]:
-    samples, scores = journal.samples(step), journal.scores(step)
-    if samples is None or scores is None:
-        raise RunError(f"the earlier step {step} is not in the run's journal; its checkpoints and journal do not belong together")
-    return samples, scores
+    return rolled_out, journal.rounds(step), row
 
 
 @contextmanager
-def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callback) -> Iterator[Pod]:
-    """Yields a pod that reads the run's checkpoints and writes nothing to the run."""
+def _scratch_pod(recipe: Recipe, directory: Path, recorded: Journal, inline: bool, callback: Callback) -> Iterator[Pod]:
+    """Yields a pod that reads the run's checkpoints and its journal ``recorded``, and writes nothing to the run."""
     start = rl_start_folder(recipe, directory).resolve()
     shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
     planned = plan_of(recipe, shapes, context)
@@ -111,7 +113,7 @@ def _scratch_pod(recipe: Recipe, directory: Path, inline: bool, callback: Callba
         stack.callback(rollout.close)
         yield Pod(
             TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(shapes, recipe.trainer.dtype), journal,
-            Records(journal, None, callback), sleep_mode=planned.sleep_mode, max_restarts=0,
+            partial(recorded_batch, recipe, recorded), Records(journal, None, callback), sleep_mode=planned.sleep_mode, max_restarts=0,
         )  # fmt: skip
 
 

@@ -64,7 +64,8 @@ def steps_on_disk(directory: Path) -> list[int]:
 def _finding(path: Path, row: DamagedRow, newest: int) -> Finding:
     where = f"'{path}', {row.part} {row.key}".rstrip() if row.part != "file" else f"'{path}'"
     if row.part == "step_batches":
-        is_used = not row.key.isdigit() or int(row.key) >= newest
+        step = row.key.partition("/")[0]
+        is_used = not step.isdigit() or int(step) >= newest
         depends = "the step would be trained on it" if is_used else "'tandem replay' of that step depends on it"
         return Finding(f"{where}: {row.what}", depends, RESTORE if is_used else "nothing to do", is_used)
     depends, stops = _DEPENDS.get(row.part, ("every record of the run depends on it", True))

@@ -45,7 +45,7 @@ def make_batch(
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.prompt_id, []).append(index)
-    widest = max((len(members) for members in groups.values()), default=0)
+    widest = max((len(members) for members in groups.values()), default=1)
     penalties = [_kl_penalties(config, sample, reference_logprobs) for sample in samples]
     is_grouped = config.name != "reinforce_plus_plus"
     rewards = torch.zeros(len(groups), widest, dtype=torch.float64)

@@ -24,21 +24,23 @@ from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.records.chained_tables import CHAIN_SCHEMA, ChainedTables, DamagedRow, Table
 from tandem.runtime.records.sqlite_file import connect, errors
 from tandem.types.errors import RunError
+from tandem.types.round import Round
 from tandem.types.sample import Sample
 from tandem.types.score import Score
 from tandem.types.wire_records import decode_samples, decode_scores, encode_samples, encode_scores
 
 COMMITS = ("commit_samples", "commit_scores", "commit_evaluation", "commit_checkpoint", "record_event")
-"""The journal's commits: names of fault points. A transition's fault point has the name of its state."""
+"""The journal's commits: names of fault points; of a step's later rounds with their number, as in ``commit_samples_1``. A transition's fault point has the name
+of its state."""
 
-_VERSION = 2
+_VERSION = 3
 _SCHEMA = (
     """
 CREATE TABLE IF NOT EXISTS transitions (
     id INTEGER PRIMARY KEY AUTOINCREMENT, step INTEGER NOT NULL, sidecar TEXT NOT NULL, state TEXT NOT NULL,
     started_s REAL NOT NULL, ended_s REAL, incarnation INTEGER NOT NULL, detail TEXT NOT NULL DEFAULT '{}');
 CREATE TABLE IF NOT EXISTS step_batches (
-    step INTEGER PRIMARY KEY, samples BLOB NOT NULL, scores BLOB, digest TEXT NOT NULL);
+    step INTEGER NOT NULL, round INTEGER NOT NULL, samples BLOB NOT NULL, scores BLOB, digest TEXT NOT NULL, PRIMARY KEY (step, round));
 CREATE TABLE IF NOT EXISTS evaluations (
     step INTEGER NOT NULL, kind TEXT NOT NULL, result TEXT NOT NULL, PRIMARY KEY (step, kind));
 CREATE TABLE IF NOT EXISTS checkpoints (
@@ -53,7 +55,7 @@ CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 _TABLES = {
     "transitions": Table(("id", "step", "sidecar", "state", "started_s", "ended_s", "incarnation", "detail")),
     # Its digest is of the samples and scores, which are compared with it whenever they are read.
-    "step_batches": Table(("step", "samples", "scores", "digest"), covered=("step", "digest")),
+    "step_batches": Table(("step", "round", "samples", "scores", "digest"), keys=2, covered=("step", "round", "digest")),
     "evaluations": Table(("step", "kind", "result"), keys=2),
     "checkpoints": Table(("step", "digest", "committed_s", "last_transition")),
     "events": Table(("id", "time_s", "kind", "detail")),
@@ -168,44 +170,57 @@ class Journal:
 
     # -- samples and scores --------------------------------------------------------------------------------------------
 
-    def commit_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Commits the samples of ``step``. Raises ``RunError`` if the step already has other samples."""
+    def commit_samples(self, step: int, samples: Sequence[Sample], round: int = 0) -> None:
+        """Commits the samples of ``round`` of ``step``. Raises ``RunError`` if the round already has other samples."""
         blob = encode_samples(samples)
-        with self._commit("commit_samples", step):
-            committed = self._step_batch(step)
+        with self._commit(_of_round("commit_samples", round), step):
+            committed = self._step_batch(step, round)
             if committed is None:
-                self._tables.put("step_batches", (step, blob, None, _digest(blob, None)))
+                self._tables.put("step_batches", (step, round, blob, None, _digest(blob, None)))
             elif committed[0] != blob:
                 raise RunError(f"the run's journal already has other samples for step {step}; a step's samples are drawn once")
 
-    def commit_scores(self, step: int, scores: Sequence[Score]) -> None:
-        """Commits the scores of ``step``, faults included. Raises ``RunError`` if the step has no samples or already has other scores."""
+    def commit_scores(self, step: int, scores: Sequence[Score], round: int = 0) -> None:
+        """Commits the scores of ``round`` of ``step``, faults included. Raises ``RunError`` if it has no samples or already has other scores."""
         blob = encode_scores(scores)
-        with self._commit("commit_scores", step):
-            committed = self._step_batch(step)
+        with self._commit(_of_round("commit_scores", round), step):
+            committed = self._step_batch(step, round)
             if committed is None:
                 raise RunError(f"the run's journal has no samples of step {step} for these scores")
             if committed[1] is None:
-                self._tables.put("step_batches", (step, committed[0], blob, _digest(committed[0], blob)))
+                self._tables.put("step_batches", (step, round, committed[0], blob, _digest(committed[0], blob)))
             elif committed[1] != blob:
                 raise RunError(f"the run's journal already has other scores for step {step}; a step is judged once")
 
-    def samples(self, step: int) -> list[Sample] | None:
-        """Returns the samples of ``step``, or ``None`` where its rollout has not ended."""
-        committed = self._step_batch(step)
+    def samples(self, step: int, round: int = 0) -> list[Sample] | None:
+        """Returns the samples of ``round`` of ``step``, or ``None`` where its rollout has not ended."""
+        committed = self._step_batch(step, round)
         return None if committed is None else decode_samples(committed[0])
 
-    def scores(self, step: int) -> list[Score] | None:
-        """Returns the scores of ``step``, or ``None`` where it has none."""
-        committed = self._step_batch(step)
+    def scores(self, step: int, round: int = 0) -> list[Score] | None:
+        """Returns the scores of ``round`` of ``step``, or ``None`` where it has none."""
+        committed = self._step_batch(step, round)
         return None if committed is None or committed[1] is None else decode_scores(committed[1])
+
+    def rounds(self, step: int) -> list[Round]:
+        """Returns the rounds of ``step`` that were judged, in order."""
+        judged: list[Round] = []
+        while (scores := self.scores(step, len(judged))) is not None:
+            samples = self.samples(step, len(judged))
+            assert samples is not None
+            judged.append(Round(samples, scores))
+        return judged
+
+    def rounds_before(self, step: int) -> int:
+        """Returns the number of rounds of all steps before ``step``."""
+        return int(self._read("SELECT COUNT(*) FROM step_batches WHERE step < ?", (step,))[0][0])
 
     def journalled_steps(self) -> list[int]:
         """Returns the steps that have samples, ascending."""
-        return [row[0] for row in self._read("SELECT step FROM step_batches ORDER BY step")]
+        return [row[0] for row in self._read("SELECT DISTINCT step FROM step_batches ORDER BY step")]
 
-    def _step_batch(self, step: int) -> tuple[bytes, bytes | None] | None:
-        rows = self._read("SELECT samples, scores, digest FROM step_batches WHERE step = ?", (step,))
+    def _step_batch(self, step: int, round: int) -> tuple[bytes, bytes | None] | None:
+        rows = self._read("SELECT samples, scores, digest FROM step_batches WHERE step = ? AND round = ?", (step, round))
         if not rows:
             return None
         samples, scores, digest = rows[0]
@@ -273,12 +288,12 @@ class Journal:
     def damaged_batches(self) -> list[int]:
         """Returns the steps whose samples or scores do not have their digest."""
         damaged = []
-        for step in self.journalled_steps():
+        for step, round in self._read("SELECT step, round FROM step_batches ORDER BY step, round"):
             try:
-                self._step_batch(step)
+                self._step_batch(step, round)
             except RunError:
                 damaged.append(step)
-        return damaged
+        return sorted(set(damaged))
 
     # -- resume --------------------------------------------------------------------------------------------------------
 
@@ -335,6 +350,11 @@ class Journal:
             finally:
                 self._connection.execute("PRAGMA synchronous=NORMAL")
         self._fault_point(f"after:{name}:{step}")
+
+
+def _of_round(name: str, round: int) -> str:
+    """Returns the name of the commit ``name`` of ``round``; fault points distinguish rounds by it."""
+    return f"{name}_{round}" if round else name
 
 
 def _json(value: Any) -> str:

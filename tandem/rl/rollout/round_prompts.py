@@ -1,0 +1,43 @@
+"""The prompts of each round of a step: a function of the seed, the step and the journal, the same after a resume and in a replay."""
+
+from dataclasses import dataclass
+
+from tandem.config.recipe import Recipe
+from tandem.data.prompts import PromptSource
+from tandem.rl.rewards.judgement import TrainerState
+from tandem.rl.rollout.filter_groups import is_complete, trained_on
+from tandem.runtime.records.journal import Journal
+from tandem.types import Prompt, Round, RunError
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPrompts:
+    """Chooses prompts of ``source`` for a run of ``recipe``; ``journal`` has the rounds of its earlier steps."""
+
+    source: PromptSource
+    recipe: Recipe
+    journal: Journal
+
+    def of(self, step: int, number: int) -> list[Prompt]:
+        """Returns the prompts of round ``number`` of ``step``, none of which is in an earlier round of the step."""
+        first, taken, chosen = self._first_draw(step), list[int](), list[int]()
+        for draw in range(first, first + number + 1):
+            chosen = self.source.indices(draw, taken)
+            taken += chosen
+        return self.source.at(chosen)
+
+    def trainer_state(self, step: int) -> TrainerState:
+        """Returns where the run is at ``step``, for reward functions."""
+        return TrainerState(step, self.recipe.run.max_steps, self.source.epoch(self._first_draw(step)))
+
+    def _first_draw(self, step: int) -> int:
+        """Returns the number of the first draw of ``step``: each earlier step made one, or with dynamic sampling one a round."""
+        return step if self.recipe.algorithm.filter_groups is None else self.journal.rounds_before(step)
+
+
+def recorded_batch(recipe: Recipe, journal: Journal, step: int) -> Round:
+    """Returns what ``step`` of a run of ``recipe`` was trained on. Raises ``RunError`` where the journal does not have all of its rounds."""
+    rounds, filtered, wanted = journal.rounds(step), recipe.algorithm.filter_groups, recipe.rollout.prompts_per_step
+    if not is_complete(rounds, filtered, wanted):
+        raise RunError(f"the earlier step {step} is not in the run's journal; its checkpoints and journal do not belong together")
+    return trained_on(rounds, filtered, wanted)
