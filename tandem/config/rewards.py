@@ -75,7 +75,7 @@ class EndpointConfig:
     timeout_s: float = 60.0
     """Maximum seconds of one request; `rewards.deadline_s` bounds all of them."""
     batch_size: int = 0
-    """Maximum samples of a request; several requests are sent at once. 0: all samples in one."""
+    """Maximum samples of a request; several requests are sent at once. 0: all samples that are finished in one."""
     token_variable: str = ""
     """The environment variable with the token that is sent as `Authorization: Bearer`. Empty: none."""
 
@@ -103,6 +103,9 @@ class RewardFunctionConfig:
     """Signature of your own function: `trl` is `f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns)`, of which it
     takes what it names, and `None` for a sample to which it does not apply; `verl` is `compute_score(data_source, solution_str, ground_truth, extra_info)`;
     `auto` detects it from the parameters' names. Both may be `async`."""
+    scope: Literal["auto", "sample", "group", "batch"] = "auto"
+    """What one call of your own function sees, and so when it runs: `sample`, as soon as one is finished; `group`, all samples of a prompt; `batch`, all of the
+    step, after the rollout. `auto`: `group` for TRL's signature and `sample` for verl's."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Additional keyword arguments for your own function."""
     answer: AnswerMatcherConfig = AnswerMatcherConfig()
@@ -143,9 +146,9 @@ class RewardFunctionConfig:
             raise UserError(f"reward function '{self.label}' {problem}")
         if self.answer != AnswerMatcherConfig() and self.function not in ("task", "answer_matcher"):
             raise UserError(f"reward function '{self.label}' has a section 'answer', which belongs to answer_matcher and task")
-        if (built_in or self.is_endpoint) and (self.arguments or self.signature != "auto"):
+        if (built_in or self.is_endpoint) and (self.arguments or self.signature != "auto" or self.scope != "auto"):
             what = "is built in" if built_in else "is an endpoint"
-            raise UserError(f"'arguments' and 'signature' belong to functions of your own, and '{self.label}' {what}; remove them")
+            raise UserError(f"'arguments', 'signature' and 'scope' belong to functions of your own, and '{self.label}' {what}; remove them")
         if self.endpoint != EndpointConfig() and not self.is_endpoint:
             raise UserError(f"reward function '{self.label}' has a section 'endpoint', which belongs to an address such as http://host/score")
 
@@ -174,7 +177,7 @@ class RewardsConfig:
     workers: int = 1
     """Number of worker processes, each of at least 15 MiB and two open files."""
     deadline_s: float = 120.0
-    """Maximum seconds to score one batch."""
+    """Maximum seconds to score the samples of a step once the last of them is finished."""
     sample_deadline_s: float = 10.0
     """Maximum seconds for one function and one sample; then the worker process is terminated."""
     start_deadline_s: float = 60.0

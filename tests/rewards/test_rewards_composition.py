@@ -5,7 +5,7 @@ import pytest
 from tandem.config.load import build
 from tandem.config.rewards import FormatCheckerConfig, RewardFunctionConfig, RewardsConfig
 from tandem.rl.rewards.judgement import infrastructure_fault, model_fault, number
-from tandem.rl.rewards.pool import check_fault_share, divide
+from tandem.rl.rewards.pool import check_fault_share
 from tandem.rl.rewards.rule_based import compose
 from tandem.types import RunError, Score, ScoreState, UserError
 
@@ -74,18 +74,6 @@ def test_without_faults_a_share_of_zero_goes_on() -> None:
     check_fault_share(scores(3, 0), RewardsConfig(max_fault_share=0.0))
     with pytest.raises(RunError):
         check_fault_share(scores(99, 1), RewardsConfig(max_fault_share=0.0))
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
-def test_a_batch_is_divided_into_runs_that_keep_groups_whole(parts: int) -> None:
-    ids = [f"p{i // 4}" for i in range(40)]
-    runs = divide(ids, parts)
-    assert len(runs) <= parts
-    assert [i for run in runs for i in range(40)[run]] == list(range(40))
-    groups = [{ids[i] for i in range(40)[run]} for run in runs]
-    assert all(not a & b for i, a in enumerate(groups) for b in groups[:i])
-    assert all(groups)
-    assert divide([], parts) == []
 
 
 @pytest.mark.parametrize(

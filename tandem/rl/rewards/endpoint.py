@@ -71,7 +71,7 @@ def endpoint_judge(function: RewardFunctionConfig) -> Judge:
         asked = [asyncio.to_thread(_judge_part, function.function, headers, settings, part, call, ends) for part in parts]
         return [judgement for part in await asyncio.gather(*asked) for judgement in part]
 
-    return Judge(function.label, True, lambda items, call: judge(items, call), is_async=True)
+    return Judge(function.label, True, lambda items, call: judge(items, call), is_async=True, scope="group")
 
 
 def _judge_part(url: str, headers: Mapping[str, str], settings: EndpointConfig, items: Sequence[Item], call: JudgeCall, ends: float) -> list[Judgement]:

@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from tandem.config.rewards import RewardFunctionConfig
@@ -17,8 +18,10 @@ from tandem.rl.rewards.judgement import (
     NO_STATE,
     Item,
     Judge,
+    JudgeCall,
     Judgement,
     JudgeResult,
+    Scope,
     TrainerState,
     checked_number,
     infrastructure_fault,
@@ -41,12 +44,30 @@ def user_judge(config: RewardFunctionConfig) -> Judge:
     _check_arguments(function, config)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
     if signature == "trl":
+        scope: Scope = "group" if config.scope == "auto" else config.scope
         return Judge(
-            config.label, True, lambda items, call: call_trl(function, items, config.arguments, call.state), reads_ids=True, is_async=is_async, file=file,
-            columns=_needed(function, {*TRL_ARGUMENTS, *config.arguments}),
+            config.label, True, _each_scope(scope, lambda items, call: call_trl(function, items, config.arguments, call.state)), reads_ids=True,
+            is_async=is_async, file=file, columns=_needed(function, {*TRL_ARGUMENTS, *config.arguments}), scope=scope,
         )  # fmt: skip
+    if config.scope not in ("auto", "sample"):
+        raise UserError(f"'scope' of reward function '{config.label}' is {config.scope}, and verl's signature takes one sample; remove it")
     # Asynchronous calls wait for each other's servers, so all are made at once; of the others each is timed by itself.
     return Judge(config.label, is_async, lambda items, call: call_verl(function, items, config.arguments), is_async=is_async, file=file)
+
+
+def _each_scope(scope: Scope, called: Callable[[Sequence[Item], JudgeCall], JudgeResult]) -> Callable[[Sequence[Item], JudgeCall], JudgeResult]:
+    """Returns the judge that makes a call for each part of its items that one call is to see, and awaits all of them together."""
+
+    def judge(items: Sequence[Item], call: JudgeCall) -> JudgeResult:
+        parts = [list(items)] if scope == "batch" else [list(part) for _, part in groupby(items, lambda item: item.group if scope == "group" else item.sample_id)]
+        results = [called(part, call) for part in parts]
+        return _gathered(results) if any(map(inspect.isawaitable, results)) else [judgement for result in results for judgement in result]  # type: ignore[union-attr]
+
+    return judge
+
+
+async def _gathered(results: Sequence[JudgeResult]) -> list[Judgement]:
+    return [judgement for part in await asyncio.gather(*results) for judgement in part]  # type: ignore[arg-type]
 
 
 def detect_signature(function: Callable[..., Any], path: str) -> Signature:

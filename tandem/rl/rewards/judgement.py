@@ -3,7 +3,7 @@
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tandem.types import ScoreState
 from tandem.types.one_line import describe as describe
@@ -11,9 +11,13 @@ from tandem.types.one_line import one_line as one_line
 from tandem.types.one_line import shortened as shortened
 
 
+Scope = Literal["sample", "group", "batch"]
+"""What one call of a reward function sees: one sample, the samples of one prompt, or all of a step."""
+
+
 class Item(NamedTuple):
     """One sample as a judge receives it. ``completion``: its text; ``prompt``: the text that the model read; ``messages``: the prompt as a conversation, if
-    its row has one."""
+    its row has one; ``group``: the prompt's id."""
 
     sample_id: str
     prompt: str
@@ -23,6 +27,7 @@ class Item(NamedTuple):
     task: str
     columns: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]] = ()
+    group: str = ""
 
 
 class TrainerState(NamedTuple):
@@ -65,7 +70,8 @@ JudgeResult = list[Judgement] | Awaitable[list[Judgement]]
 class Judge:
     """A reward function. ``judge`` maps items to judgements in the same order, or raises, and may have to be awaited. ``batched``: it takes many items at
     once, otherwise one at a time. ``reads_ids``: it reads ``completion_ids``, which are empty otherwise. ``is_async``: it is awaited together with the
-    other functions that are. ``file``: the file that defines it, empty for a built-in one. ``columns``: those that it cannot do without."""
+    other functions that are. ``file``: the file that defines it, empty for a built-in one. ``columns``: those that it cannot do without. ``scope``: what it has
+    to see at once; several of them may be in one call."""
 
     label: str
     batched: bool
@@ -74,6 +80,7 @@ class Judge:
     is_async: bool = False
     file: str = ""
     columns: tuple[str, ...] = ()
+    scope: Scope = "sample"
 
 
 def number(value: float, *, correct: bool | None = None, details: Mapping[str, float] | None = None) -> Judgement:

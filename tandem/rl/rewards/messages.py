@@ -4,18 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.rl.rewards.judgement import Item, Judgement
+from tandem.rl.rewards.judgement import Item, Judgement, Scope
 from tandem.types import ScoreState
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The answer to ``load``: for each reward function, whether it is batched, whether it reads token ids and whether it is awaited together with others;
-    the columns that it cannot do without, and the digest of each file that defines one."""
+    """The answer to ``load``: for each reward function, whether it is batched, whether it reads token ids, whether it is awaited together with others and
+    what one call of it sees; the columns that it cannot do without, and the digest of each file that defines one."""
 
     batched: list[bool]
     reads_ids: list[bool]
     is_async: list[bool]
+    scopes: list[Scope]
     columns: list[list[str]]
     files: dict[str, str]
 
@@ -44,7 +45,7 @@ def items_to_json(items: Sequence[Item], completion_ids: bool) -> list[Any]:
     """Returns items as JSON data. ``completion_ids``: includes them; most judges do not read them, and they are the bulk of a long
     sample."""
     return [
-        [*item[:3], list(item.completion_ids) if completion_ids else [], item.ground_truth, item.task, dict(item.columns), list(item.messages)]
+        [*item[:3], list(item.completion_ids) if completion_ids else [], item.ground_truth, item.task, dict(item.columns), list(item.messages), item.group]
         for item in items
     ]
 

@@ -2,8 +2,8 @@
 
 import logging
 import os
-import queue
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -14,7 +14,8 @@ from tandem.config.rewards import RewardsConfig
 from tandem.rl.function_process import CallDied, CallHung, PoolClosed
 from tandem.rl.rewards.batch import judge_batch
 from tandem.rl.rewards.judgement import NO_STATE, Item, Judgement, TrainerState
-from tandem.rl.rewards.rule_based import compose
+from tandem.rl.rewards.judging import Judging, stages_of
+from tandem.rl.rewards.work_queue import WorkQueue
 from tandem.rl.rewards.worker_process import JudgeRaised, WorkerProcess
 from tandem.runtime.process.backoff import Backoff
 from tandem.types import Prompt, RunError, Sample, Score, ScoreState, UserError
@@ -37,16 +38,19 @@ class RewardPool:
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         self._closed = threading.Event()
+        self._work = WorkQueue(config.workers)
+        self._open: set[Judging] = set()
         self._slots: list[_Slot] = []
         try:
             for i in range(config.workers):
                 log = log_dir / f"reward-worker-{i}.log" if log_dir is not None else Path(os.devnull)
-                self._slots.append(_Slot(config, log, self._closed))
+                self._slots.append(_Slot(config, log, self._closed, self._work))
             for slot in self._slots:
                 slot.wait_ready()
         except BaseException:
             self.close()
             raise
+        self._stages = stages_of(self._slots[0].worker.scopes, [False] * len(config.composition))
         for slot in self._slots:
             slot.thread.start()
 
@@ -61,23 +65,21 @@ class RewardPool:
         labels = (function.label for function in self.config.composition)
         return dict(zip(labels, self._slots[0].worker.columns, strict=True))
 
-    def submit(self, samples: Sequence[Sample], prompts: Sequence[Prompt], state: TrainerState = NO_STATE) -> "Future[list[Score]]":
-        """Starts scoring; the future returns the scores in the order of ``samples``. ``prompts`` contains each sample's prompt. ``state``: of the run, for
-        the functions that ask for it."""
-        by_id = {prompt.id: prompt for prompt in prompts}
-        items = [_item(sample, by_id[sample.prompt_id]) for sample in samples]
-        result: Future[list[Score]] = Future()
-        result.set_running_or_notify_cancel()
-        parts = divide([sample.prompt_id for sample in samples], len(self._slots))
+    def open(self, prompts: Sequence[Prompt], state: TrainerState = NO_STATE, *, group_size: int = 0) -> Judging:
+        """Begins a judgement to which samples are added as they finish. ``prompts`` contains each sample's prompt. ``state``: of the run, for the functions
+        that ask for it. ``group_size``: samples of each prompt (0: not known)."""
+        judging = Judging(self.config, self._stages, self._work.put, {prompt.id: prompt for prompt in prompts}, state, group_size)
+        self._open.add(judging)
+        judging.future.add_done_callback(lambda _: self._open.discard(judging))
         if self._closed.is_set():
-            result.set_exception(RunError("the reward pool is closed"))
-            return result
-        gathered = _Gathered(len(parts), result, self.config)
-        for i, part in enumerate(parts):
-            self._slots[i].work.put(_Work(items[part], i, gathered, state))
-        if not parts:
-            result.set_result([])
-        return result
+            judging.fail(RunError("the reward pool is closed"))
+        return judging
+
+    def submit(self, samples: Sequence[Sample], prompts: Sequence[Prompt], state: TrainerState = NO_STATE) -> "Future[list[Score]]":
+        """Starts scoring ``samples``, which are all finished; the future returns the scores in their order. The other arguments are those of ``open``."""
+        judging = self.open(prompts, state)
+        judging.complete(samples)
+        return judging.future
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt], state: TrainerState = NO_STATE) -> list[Score]:
         """Scores ``samples`` and waits; returns the scores in their order."""
@@ -86,8 +88,10 @@ class RewardPool:
     def close(self) -> None:
         """Terminates every worker and its child processes; pending scores raise ``RunError``."""
         self._closed.set()
+        self._work.close()
+        for judging in list(self._open):
+            judging.fail(RunError("the reward pool was closed before the samples were judged"))
         for slot in self._slots:
-            slot.work.put(None)
             slot.worker.kill()  # unblocks the slot's thread
         for slot in self._slots:
             if slot.thread.ident is not None:
@@ -111,55 +115,11 @@ def check_fault_share(scores: Sequence[Score], config: RewardsConfig) -> None:
         )
 
 
-def divide(prompt_ids: Sequence[str], parts: int) -> list[slice]:
-    """Returns at most ``parts`` slices of about equal length, none empty, that keep the samples of a prompt together."""
-    starts = [i for i, prompt_id in enumerate(prompt_ids) if i == 0 or prompt_id != prompt_ids[i - 1]]
-    bounds = [0]
-    for part in range(1, parts):
-        wanted = part * len(prompt_ids) / parts
-        bound = next((start for start in starts if start >= wanted), len(prompt_ids))
-        if bound > bounds[-1]:
-            bounds.append(bound)
-    ends = [*bounds[1:], len(prompt_ids)]
-    return [slice(start, end) for start, end in zip(bounds, ends, strict=True) if end > start]
-
-
-def _item(sample: Sample, prompt: Prompt) -> Item:
-    return Item(sample.id, prompt.text, sample.text, sample.token_ids, prompt.ground_truth, prompt.task, prompt.columns, prompt.messages)
-
-
-class _Gathered:
-    """Collects the parts of a batch and resolves its future."""
-
-    def __init__(self, parts: int, result: "Future[list[Score]]", config: RewardsConfig) -> None:
-        self._parts: list[list[Score] | None] = [None] * parts
-        self._result, self._config, self._lock = result, config, threading.Lock()
-
-    def give(self, part: int, items: Sequence[Item], said: Sequence[dict[str, Judgement]]) -> None:
-        scores = [compose(item.sample_id, judged, self._config) for item, judged in zip(items, said, strict=True)]
-        with self._lock:
-            self._parts[part] = scores
-            done = [part_scores for part_scores in self._parts if part_scores is not None]
-            if len(done) == len(self._parts) and not self._result.done():
-                self._result.set_result([score for part_scores in done for score in part_scores])
-
-    def fail(self, error: BaseException) -> None:
-        with self._lock:
-            if not self._result.done():
-                self._result.set_exception(error)
-
-
-class _Work:
-    def __init__(self, items: Sequence[Item], part: int, gathered: _Gathered, state: TrainerState) -> None:
-        self.items, self.part, self.gathered, self.state = items, part, gathered, state
-
-
 class _Slot:
     """A worker slot: its current process and the thread that calls it."""
 
-    def __init__(self, config: RewardsConfig, log: Path, closed: threading.Event) -> None:
-        self.config, self.log, self.closed = config, log, closed
-        self.work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+    def __init__(self, config: RewardsConfig, log: Path, closed: threading.Event, work: WorkQueue) -> None:
+        self.config, self.log, self.closed, self.work = config, log, closed, work
         self.worker = WorkerProcess(config, log, closed)
         self.thread = threading.Thread(target=self._run, name=f"rewards-{log.stem}", daemon=True)
 
@@ -182,21 +142,21 @@ class _Slot:
         raise UserError(f"a reward worker ended {LOAD_ATTEMPTS} times while it loaded {modules} ({how}){where}")
 
     def _run(self) -> None:
-        closed = False
-        while (work := self.work.get()) is not None:
+        while (units := self.work.take()) is not None:
+            judging, stage = units[0].judging, units[0].judging.stages[units[0].stage]
+            items = judging.items_of(units)
             try:
-                if closed:
-                    raise PoolClosed
-                said = judge_batch(work.items, self.worker.batched, self.worker.is_async, partial(self._call, work.state), self.config)
-                work.gathered.give(work.part, work.items, said)
+                said = judge_batch(
+                    items, stage.judges, self.worker.batched, self.worker.is_async, partial(self._call, judging), self.config, judging.left_s
+                )
+                judging.give(units, items, said)
             except PoolClosed:
-                closed = True
-                work.gathered.fail(RunError("the reward pool was closed before the samples were judged"))
+                return  # ``close`` ends the judgements.
             except Exception as error:
                 logger.exception("judging failed")
-                work.gathered.fail(error)
+                judging.fail(error)
 
-    def _call(self, state: TrainerState, judges: Sequence[int], items: Sequence[Item], deadline_s: float) -> list[list[Judgement] | JudgeRaised]:
+    def _call(self, judging: Judging, judges: Sequence[int], items: Sequence[Item], deadline_s: float) -> list[list[Judgement] | JudgeRaised]:
         if self.worker.ended():
             files = self.worker.files
             self.worker.kill()
@@ -205,8 +165,11 @@ class _Slot:
             if changed := [file for file, digest in self.worker.files.items() if files.get(file) != digest]:
                 self.worker.kill()
                 raise UserError(f"'{changed[0]}' was changed while the run used it: restore it, or resume the run with it")
+        began = time.perf_counter()
         try:
-            return self.worker.judge(judges, items, deadline_s, state)
+            return self.worker.judge(judges, items, deadline_s, judging.state)
         except (CallHung, CallDied) as failure:
             logger.warning("%s: a reward worker was lost: %s", self.log.name, str(failure) or "it hung and was ended")
             raise
+        finally:
+            judging.record_call(judges, began, time.perf_counter())

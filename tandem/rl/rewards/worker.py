@@ -44,7 +44,8 @@ class RewardWorker:
             raise self.failure
         judges = self.judges
         loaded = Loaded(
-            [j.batched for j in judges], [j.reads_ids for j in judges], [j.is_async for j in judges], [list(j.columns) for j in judges], self.files,
+            [j.batched for j in judges], [j.reads_ids for j in judges], [j.is_async for j in judges], [j.scope for j in judges],
+            [list(j.columns) for j in judges], self.files,
         )  # fmt: skip
         return message_meta(loaded), {}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tandem.config.load import to_mapping
 from tandem.config.rewards import RewardsConfig
 from tandem.rl.function_process import CallHung, FunctionProcess
-from tandem.rl.rewards.judgement import NO_STATE, Item, Judgement, TrainerState
+from tandem.rl.rewards.judgement import NO_STATE, Item, Judgement, Scope, TrainerState
 from tandem.rl.rewards.messages import JudgeAnswer, JudgeRequest, Loaded, items_to_json, judgements_from_json
 from tandem.runtime.rpc.calls import message_from, message_meta
 from tandem.types import UserError
@@ -26,6 +26,7 @@ class WorkerProcess(FunctionProcess):
         super().__init__("the reward worker", "tandem.rl.rewards.worker", ["--config", json.dumps(to_mapping(config))], log, closed)
         self.batched: Sequence[bool] = ()
         self.is_async: Sequence[bool] = ()
+        self.scopes: Sequence[Scope] = ()
         self.columns: Sequence[Sequence[str]] = ()
         self.files: Mapping[str, str] = {}
         self._reads_ids: Sequence[bool] = ()
@@ -44,7 +45,7 @@ class WorkerProcess(FunctionProcess):
             self.kill()
             raise
         self.batched, self._reads_ids, self.is_async = loaded.batched, loaded.reads_ids, loaded.is_async
-        self.columns, self.files = loaded.columns, loaded.files
+        self.scopes, self.columns, self.files = loaded.scopes, loaded.columns, loaded.files
 
     def judge(
         self, judges: Sequence[int], items: Sequence[Item], deadline_s: float, state: TrainerState = NO_STATE
