@@ -1,6 +1,6 @@
 """The inference engine: takes requests and returns outputs, one step at a time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from tandem.engine.metrics.stats import CumulativeStats, EngineStats
 from tandem.engine.metrics.stats_logger import StatsLogger, counts_of, engine_stats
 from tandem.engine.processing.input_processor import InputProcessor
 from tandem.engine.processing.output_processor import OutputProcessor
-from tandem.engine.processing.outputs import RequestOutput
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.layout.shapes import ModelShapes
@@ -141,6 +141,10 @@ class Engine:
         if self._scheduler.pause in (None, PauseMode.WAIT):
             self._core.step()
         return self._outputs.take_outputs()
+
+    def listen(self, on_completion: Callable[[str, CompletionOutput], None] | None) -> None:
+        """Calls ``on_completion`` with the request's id and each completion that finishes, before the others of its request have; ``None``: no longer."""
+        self._outputs.on_completion = on_completion
 
     def take_outputs(self) -> list[RequestOutput]:
         """Returns outputs that need no computation: those of aborted requests."""

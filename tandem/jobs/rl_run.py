@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from tandem.config.recipe import Recipe
 from tandem.estimate.memory import PodMemory
-from tandem.evaluation.tasks import EvaluationResult, evaluate
+from tandem.evaluation.tasks import EvaluationResult, summarize
 from tandem.jobs.finished import target_reached
 from tandem.jobs.run import Run
 from tandem.pod.pod import Pod
 from tandem.pod.states import RolloutState
+from tandem.rl.rewards.judging import Judging, RewardTime
 from tandem.rl.rewards.pool import RewardPool, check_fault_share
 from tandem.rl.rollout.dispatch import evaluation_settings, sampling_settings
 from tandem.rl.rollout.filter_groups import is_complete, trained_on
@@ -45,6 +45,10 @@ class RLRun(Run):
     target_was_told: bool = False
     lengths: PastLengths = field(default_factory=PastLengths)
     steps_measured: int = 0
+    reward_times: dict[str, RewardTime] = field(default_factory=dict)
+    """Of the functions, by label, since the newest row."""
+    judging: tuple[tuple[int, int], Judging] | None = None
+    """The judgement that is under way, and the step and round of its samples."""
 
     # -- samples and scores: those in the journal are used and never computed again ------------------------------------
 
@@ -59,7 +63,9 @@ class RLRun(Run):
             return recorded
         settings = sampling_settings(self.recipe.rollout, self.recipe.algorithm.group_size, self.recipe.run.seed)
         prompts = self.prompts.of(step, number)
-        drawn = pod.roll_out(step, prompts, settings, expected=self._expected_lengths(step, prompts))
+        judging = self.judge(step, number, prompts, self.recipe.algorithm.group_size)
+        drawn = pod.roll_out(step, prompts, settings, expected=self._expected_lengths(step, prompts), on_samples=judging.add)
+        judging.complete(drawn)
         self.journal.commit_samples(step, drawn, number)
         return drawn
 
@@ -74,17 +80,34 @@ class RLRun(Run):
         self.steps_measured = len(earlier)
         return self.lengths.expected(prompts)
 
+    def judge(self, step: int, number: int, prompts: Sequence[Prompt], group_size: int) -> Judging:
+        """Begins to judge samples of ``prompts``, those of round ``number``, as they finish; ends a judgement that a fault has left behind."""
+        if self.judging is not None:
+            self.judging[1].fail(RunError("the rollout was repeated"))
+        judging = self.rewards.open(prompts, self.prompts.trainer_state(step), group_size=group_size)
+        self.judging = (step, number), judging
+        return judging
+
     def scores(self, pod: Pod, step: int, number: int, samples: Sequence[Sample]) -> list[Score]:
-        """Returns the scores of ``samples``, those of round ``number``, from the journal, or judges and journals them: during the reference model's pass,
-        unless another round may follow."""
+        """Returns the scores of ``samples``, those of round ``number``, from the journal, or those of the judgement that began during the rollout, which goes
+        on during the reference model's pass unless another round may follow, and journals them."""
         recorded = self.journal.scores(step, number)
         if recorded is not None:
             return recorded
-        began = perf_counter()
-        judging = self.rewards.submit(samples, self.prompts.of(step, number), self.prompts.trainer_state(step))
-        if self.recipe.algorithm.kl_coef > 0 and self.recipe.algorithm.filter_groups is None:
+        if self.judging is None or self.judging[0] != (step, number):  # The samples are the journal's.
+            self.judge(step, number, self.prompts.of(step, number), 0).complete(samples)
+        assert self.judging is not None
+        judging = self.judging[1]
+        may_repeat = self.recipe.algorithm.filter_groups is not None
+        if self.recipe.algorithm.kl_coef > 0 and not may_repeat:
             pod.infer(step, samples)
+        elif not may_repeat:
+            pod.hand_over(step)
+        began = perf_counter()
         judged = judging.result()
+        self.judging = None
+        for label, took in judging.times().items():
+            self.reward_times[label] = self.reward_times.get(label, RewardTime(0.0, 0.0, 0.0)).plus(took)
         self.records.add_time("reward", perf_counter() - began)
         faults = [score for score in judged if score.state is ScoreState.INFRASTRUCTURE_FAULT]
         if faults:
@@ -147,13 +170,12 @@ class RLRun(Run):
 
     def evaluate(self, pod: Pod, step: int, kind: str, prompts: Sequence[Prompt]) -> EvaluationResult:
         """Draws and judges one completion for each of ``prompts``, and journals the evaluation as ``kind``."""
-        greedy = kind.endswith("greedy")
-
-        def generate(chosen: Sequence[Prompt]) -> list[Sample]:
-            settings = evaluation_settings(self.recipe.rollout, self.recipe.run.seed, greedy=greedy, purpose=kind)
-            return pod.roll_out(step, chosen, settings, RolloutState.EVALUATE)
-
-        result = evaluate(generate, prompts, partial(self.rewards.score, state=self.prompts.trainer_state(step)), examples=self.recipe.evaluation.examples)
+        settings = evaluation_settings(self.recipe.rollout, self.recipe.run.seed, greedy=kind.endswith("greedy"), purpose=kind)
+        judging = self.judge(step, 0, prompts, 1)
+        samples = pod.roll_out(step, prompts, settings, RolloutState.EVALUATE, on_samples=judging.add)
+        judging.complete(samples)
+        result = summarize(prompts, samples, judging.result(), examples=self.recipe.evaluation.examples)
+        self.judging = None
         self.journal.commit_evaluation(step, kind, result.to_json())
         self.records.callback.evaluated(step, result.accuracy, result.count, kind)
         return result
@@ -202,5 +224,7 @@ class RLRun(Run):
             row[f"memory/{phase}/measured"] = measured
             row[f"memory/{phase}/predicted"] = float(predicted[phase])
         row.update(pod.device_metrics | pod.rollout_metrics)
+        row.update({f"reward_s/{label}/{name}": seconds for label, took in self.reward_times.items() for name, seconds in took._asdict().items()})
+        self.reward_times.clear()
         self.records.row(row, sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples))
         self._check_mismatch(step, trained)

@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from tandem.pod.failures import SidecarDied
-from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
+from tandem.pod.sidecars import OnSamples, RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState
 from tandem.pod.transitions import Transitions
 from tandem.runtime.process.backoff import Backoff, describe_wait
@@ -167,8 +167,9 @@ class Pod:
 
     def roll_out(
         self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT, *, expected: Sequence[float] = (),
-    ) -> list[Sample]:
-        """Samples of ``prompts`` under the weights after ``step`` steps. ``expected``: as of ``RolloutSidecar.rollout``."""
+        on_samples: OnSamples | None = None,
+    ) -> list[Sample]:  # fmt: skip
+        """Samples of ``prompts`` under the weights after ``step`` steps. ``expected``, ``on_samples``: as of ``RolloutSidecar.rollout``."""
         self.serve_weights(step)
 
         def report(progress: dict[str, Any]) -> None:
@@ -179,7 +180,9 @@ class Pod:
 
         with self.transitions.rollout_does(state, step):
             left = self.max_restarts - self.recoveries
-            samples, facts = self.rollout.rollout(step, prompts, settings, expected=expected, restarts_left=left, on_progress=report)
+            samples, facts = self.rollout.rollout(
+                step, prompts, settings, expected=expected, restarts_left=left, on_progress=report, on_samples=on_samples
+            )
         if "busy_share" in facts:
             self.rollout_metrics = {"perf/rollout_busy_share": float(facts["busy_share"])}
         self._measure("rollout", self.rollout.memory())

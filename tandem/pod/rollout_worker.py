@@ -18,7 +18,7 @@ from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.rank_process import start
 from tandem.types import RunError, WeightSource, WeightVersion
-from tandem.types.wire_records import decode_prompts, encode_samples
+from tandem.types.wire_records import decode_prompts, encode_samples, samples_to_text
 
 logger = logging.getLogger(__name__)
 CALLS = ROLLOUT_CALLS
@@ -69,7 +69,7 @@ class RolloutWorker:
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Draws samples of the prompts under the weights that the engine holds. Where the call ``adds`` its prompts, the groups that earlier calls left
         unfinished go on beside them; else they are dropped. With ``wait: any`` the call returns when a group is finished, else when all are. The reply has
-        the samples of the ``finished`` prompts."""
+        the samples of the ``finished`` prompts; with ``stream`` each sample is also sent, as soon as it is finished, in ``samples`` of a progress."""
         llm, step = self._engine(), int(meta["step"])
         if llm.weight_version.step != step:
             raise RunError(f"the engine holds the weights of step {llm.weight_version.step} and was asked for samples of step {step}")
@@ -78,7 +78,8 @@ class RolloutWorker:
                 self.groups.drop()
             self.groups = InFlightGroups(llm.engine)
         self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"])
-        samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}))
+        on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
+        samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)
         return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples))}, {"samples": encode_samples(samples)}
 
     def _engine(self) -> LLM:

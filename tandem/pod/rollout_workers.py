@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class CallsWorker(Protocol):
     """One worker, as ``WorkerGroup`` calls it."""
 
-    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float) -> Frame:
+    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None) -> Frame:
         """Returns the result of a call. Raises ``WorkerDied`` or ``RpcTimeout`` if the worker died."""
         ...
 
@@ -133,7 +133,7 @@ class _Rollout:
     def _draw(self, number: int, new: Sequence[Prompt], is_first: bool) -> None:
         began, worker = monotonic(), self._owner.workers[number]
         meta = {**self._meta, "adds": not is_first, "wait": "any"}
-        frame = worker.call("rollout", meta, {"prompts": encode_prompts(new)}, deadline_s=self._owner.deadline_s)
+        frame = worker.call("rollout", meta, {"prompts": encode_prompts(new)}, deadline_s=self._owner.deadline_s, on_progress=self._pass_on)
         with self._changed:
             self._busy_s[number] += monotonic() - began
             self._samples.append(frame.blobs["samples"])
@@ -142,6 +142,12 @@ class _Rollout:
             self._done += len(frame.meta["finished"])
             self._progress({"done": self._done, "total": len(self._prompts)})
             self._changed.notify_all()
+
+    def _pass_on(self, progress: dict[str, Any]) -> None:
+        """Passes on the samples that a worker streams; its number of groups is not that of the rollout."""
+        if "samples" in progress:
+            with self._changed:
+                self._progress(progress)
 
     def _replace(self, number: int, death: WorkerDied | RpcTimeout) -> None:
         began = monotonic()

@@ -3,7 +3,7 @@
 Whether a call crosses two processes or none is the channel's business (``tandem.pod.channel``).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 from tandem.pod.channel import Channel
 from tandem.runtime.rpc.calls import Progress
 from tandem.types import Prompt, Sample, Score, WeightVersion
-from tandem.types.wire_records import decode_samples, encode_prompts, encode_samples, encode_scores
+from tandem.types.wire_records import decode_samples, encode_prompts, encode_samples, encode_scores, samples_from_text
+
+OnSamples = Callable[[Sequence[Sample]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,20 @@ class RolloutSidecar:
 
     def rollout(
         self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], *, expected: Sequence[float] = (), restarts_left: int = 0,
-        on_progress: Progress | None = None,
+        on_progress: Progress | None = None, on_samples: OnSamples | None = None,
     ) -> tuple[list[Sample], dict[str, Any]]:
         """Samples of ``prompts``, group by group in their order, and with several workers their ``busy_share``. ``settings`` are sampling settings, the
         group size and the purpose. ``expected``: tokens that the longest sample of each prompt may have, as far as its past says so. ``restarts_left``: how
-        many of several workers may be replaced."""
+        many of several workers may be replaced. ``on_samples`` receives each sample as soon as it is finished, and again if it is drawn again."""
+
+        def heard(progress: dict[str, Any]) -> None:
+            if "samples" in progress and on_samples is not None:
+                on_samples(samples_from_text(progress["samples"]))
+            elif "samples" not in progress and on_progress is not None:
+                on_progress(progress)
+
         meta = {"step": step, "settings": settings, "expected": list(expected) or [0.0] * len(prompts), "restarts_left": restarts_left}
-        reply = self.channel.call("rollout", meta, {"prompts": encode_prompts(prompts)}, on_progress=on_progress)
+        reply = self.channel.call("rollout", {**meta, "stream": on_samples is not None}, {"prompts": encode_prompts(prompts)}, on_progress=heard)
         place = {prompt.id: number for number, prompt in enumerate(prompts)}
         samples = [sample for blob in reply.blobs.values() for sample in decode_samples(blob)]
         return sorted(samples, key=lambda sample: (place[sample.prompt_id], sample.index)), reply.meta

@@ -69,7 +69,7 @@ _ELSEWHERE = (
     "mismatch_max_abs", "train/backed_off_steps", "train/tokens", "train/examples", "train/step_tokens", "train/learned_tokens",
 )  # fmt: skip
 """Metrics that other parts of the page show, or that a curve says nothing of."""
-_ELSEWHERE_PREFIXES = ("timing_s/", "memory/", "comm/", "reward/")
+_ELSEWHERE_PREFIXES = ("timing_s/", "reward_s/", "memory/", "comm/", "reward/")
 
 
 def sections(runs: Sequence[RunFacts]) -> dict[str, list[Chart]]:
@@ -84,6 +84,7 @@ def sections(runs: Sequence[RunFacts]) -> dict[str, list[Chart]]:
     if not is_data:
         # After accuracy and reward.
         by_section[first][2:2] = _reward_functions(runs)
+        by_section["Speed"] = by_section.get("Speed", []) + _reward_times(runs)
     known = {key for defined in curves.values() for curve in defined for key, _ in curve.keys}
     by_section["Other metrics"] = [chart for chart in (_chart(runs, _curve(key, key)) for key in _others(runs, known)) if chart.series]
     if len(runs) > 1:
@@ -145,6 +146,14 @@ def _evaluated(run: RunFacts, number: int, name: str, kinds: Sequence[str], key:
 def _reward_functions(runs: Sequence[RunFacts]) -> list[Chart]:
     keys = sorted({key for run in runs for row in run.rows for key in row if key.startswith("reward/")} - set(REWARD_STATISTICS))
     return [chart for chart in (_chart(runs, _curve(f"Reward function {key.removeprefix('reward/')}", key)) for key in keys) if chart.series]
+
+
+def _reward_times(runs: Sequence[RunFacts]) -> list[Chart]:
+    """Returns for each reward function the seconds in its calls that were hidden behind rollout and inference, and those that were not."""
+    names = sorted({key.split("/", 1)[1].rpartition("/")[0] for run in runs for row in run.rows for key in row if key.startswith("reward_s/")})
+    keys = lambda name: tuple((f"reward_s/{name}/{part}", part) for part in ("hidden", "tail"))
+    curves = [Curve(f"Time of reward function {name}", keys(name), "seconds", 0) for name in names]
+    return [chart for chart in (_chart(runs, curve) for curve in curves) if chart.series]
 
 
 def _others(runs: Sequence[RunFacts], known: set[str]) -> list[str]:

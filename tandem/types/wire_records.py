@@ -5,6 +5,7 @@ beside them. Floats travel as float64, so that every value comes back with the b
 import itertools
 import sys
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -184,6 +185,15 @@ def decode_samples(data: Buffer) -> list[Sample]:
             )
         )
     return samples
+
+
+def samples_to_text(samples: Sequence[Sample]) -> str:
+    """Returns ``encode_samples`` as text, for a progress, which has no blobs."""
+    return b64encode(encode_samples(samples)).decode("ascii")
+
+
+def samples_from_text(text: str) -> list[Sample]:
+    return decode_samples(b64decode(text))
 
 
 def encode_scores(scores: Sequence[Score]) -> bytes:

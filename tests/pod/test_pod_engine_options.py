@@ -22,8 +22,9 @@ from tandem.trainer.logprobs import sequence_logprobs
 from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.parallel.replica import FrozenReplica
 from tandem.types import Sample, WeightVersion
-from tandem.types.wire_records import decode_samples, encode_prompts
+from tandem.types.wire_records import decode_samples, encode_prompts, samples_from_text, samples_to_text
 
+NO_SAMPLES = samples_to_text([])
 OVERRIDES = (
     "model.create.initializer_range=0.3", "task.max_digits=6", "rollout.max_tokens=24", "rollout.prompts_per_step=6",
 )  # fmt: skip
@@ -60,8 +61,12 @@ def roll_out(engine: dict[str, Any], folder: Path, model: Decoder, directory: Pa
     worker.llm.update_weights(read_tensors(folder / "model"), WeightVersion(0, 0))
     prompts = prompt_source(recipe, folder / "model").for_step(0)
     settings = sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed)
-    _, blobs = worker.rollout({"settings": settings, "step": 0}, {"prompts": encode_prompts(prompts)}, lambda *_: None)
-    return decode_samples(blobs["samples"]), worker.llm
+    streamed: list[Sample] = []
+    hear = lambda progress: streamed.extend(samples_from_text(progress.get("samples", NO_SAMPLES)))
+    _, blobs = worker.rollout({"settings": settings, "step": 0, "stream": True}, {"prompts": encode_prompts(prompts)}, hear)
+    samples = decode_samples(blobs["samples"])
+    assert sorted(streamed, key=lambda sample: sample.id) == sorted(samples, key=lambda sample: sample.id), "each was streamed once, as it is"
+    return samples, worker.llm
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tandem.config.rollout import RolloutConfig
 from tandem.pod.rollout_workers import RolloutWorkers
 from tandem.rl.rollout.dispatcher import Dispatcher, GroupLoad
 from tandem.rl.rollout.past_lengths import PastLengths
-from tandem.runtime.rpc.calls import Blobs, Meta, WorkerDied
+from tandem.runtime.rpc.calls import Blobs, Meta, Progress, WorkerDied
 from tandem.types import FinishReason, Prompt, RunError, Sample, UserError, WeightVersion
 from tandem.types.wire import Frame
 from tandem.types.wire_records import decode_prompts, decode_samples, encode_prompts, encode_samples
@@ -79,7 +79,7 @@ class FakeWorker:
         self.asked: list[str] = []
         self.lock = threading.Lock()
 
-    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float) -> Frame:
+    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None) -> Frame:
         with self.lock:
             self.asked.append(name)
             if name == "update_weight":

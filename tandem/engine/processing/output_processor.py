@@ -1,6 +1,7 @@
 """The output processor: tracks unfinished requests and builds their outputs."""
 
 import time
+from collections.abc import Callable
 
 from tandem.engine.core.lifecycle import ENDS, move
 from tandem.engine.core.request import Request, Sequence
@@ -8,7 +9,7 @@ from tandem.engine.core.scheduler import Scheduler
 from tandem.engine.core.scheduler_output import ScheduledPrefill
 from tandem.engine.executor.model_runner import ModelRunner
 from tandem.engine.metrics.stats_logger import StatsLogger
-from tandem.engine.processing.outputs import RequestOutput, RequestTimes
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput, RequestTimes
 from tandem.engine.processing.request_state import RequestState, finish_reason_of, make_completion_output, make_request_output
 from tandem.engine.processing.streaming import Streams
 from tandem.engine.sample.logprobs import PromptLogprobs
@@ -18,7 +19,8 @@ from tandem.types import FinishReason
 
 class OutputProcessor:
     """Collects completions until their request has finished. ``request_states``: the unfinished requests by id. ``synchronous``: the ids of
-    those whose steps cannot be launched ahead."""
+    those whose steps cannot be launched ahead. ``on_completion`` receives each completion that finishes, with its request's id, before the others of its
+    request have."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, tokenizer: Tokenizer | None, logger: StatsLogger) -> None:
         self.request_states: dict[str, RequestState] = {}
@@ -28,6 +30,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._logger = logger
         self._ready: list[RequestOutput] = []
+        self.on_completion: Callable[[str, CompletionOutput], None] | None = None
         self._streams = Streams(tokenizer)
 
     def unfinished_sequences(self) -> list[Sequence]:
@@ -83,6 +86,8 @@ class OutputProcessor:
         completion = make_completion_output(sequence, reason, stop_reason, self._tokenizer)
         state.completions[sequence.index] = completion
         state.unfinished.remove(sequence)
+        if self.on_completion is not None:
+            self.on_completion(request.id, completion)
         state.num_cached_tokens = max(state.num_cached_tokens, sequence.num_cached_tokens)
         is_streamed = request.params.is_streamed
         if is_streamed:

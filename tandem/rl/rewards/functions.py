@@ -59,7 +59,8 @@ def _each_scope(scope: Scope, called: Callable[[Sequence[Item], JudgeCall], Judg
     """Returns the judge that makes a call for each part of its items that one call is to see, and awaits all of them together."""
 
     def judge(items: Sequence[Item], call: JudgeCall) -> JudgeResult:
-        parts = [list(items)] if scope == "batch" else [list(part) for _, part in groupby(items, lambda item: item.group if scope == "group" else item.sample_id)]
+        of = lambda item: {"sample": item.sample_id, "group": item.group, "batch": ""}[scope]
+        parts = [list(part) for _, part in groupby(items, of)]
         results = [called(part, call) for part in parts]
         return _gathered(results) if any(map(inspect.isawaitable, results)) else [judgement for result in results for judgement in result]  # type: ignore[union-attr]
 

@@ -10,7 +10,6 @@ from tandem.types.one_line import describe as describe
 from tandem.types.one_line import one_line as one_line
 from tandem.types.one_line import shortened as shortened
 
-
 Scope = Literal["sample", "group", "batch"]
 """What one call of a reward function sees: one sample, the samples of one prompt, or all of a step."""
 

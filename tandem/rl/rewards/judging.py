@@ -42,6 +42,9 @@ class RewardTime(NamedTuple):
     hidden: float
     tail: float
 
+    def plus(self, other: "RewardTime") -> "RewardTime":
+        return RewardTime(self.total + other.total, self.hidden + other.hidden, self.tail + other.tail)
+
 
 def stages_of(scopes: Sequence[Scope], needs_inference: Sequence[bool]) -> list[Stage]:
     """Returns the stages of reward functions with these scopes, in the order in which a sample passes them."""
@@ -86,14 +89,17 @@ class Judging:
     # -- samples -------------------------------------------------------------------------------------------------------
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Begins to judge ``samples``, which are finished."""
+        """Begins to judge ``samples``, which are finished; those that were added before, by a worker that died since, only if they have changed."""
         with self._lock:
             for sample in samples:
                 self._add(sample)
             self._advance([sample.id for sample in samples])
 
     def _add(self, sample: Sample) -> None:
-        if sample.id not in self._items:
+        known = self._items.get(sample.id)
+        if known is not None and (known.completion, known.completion_ids) == (sample.text, sample.token_ids):
+            return
+        if known is None:
             self._groups.setdefault(sample.prompt_id, []).append(sample.id)
             self._indices[sample.id] = sample.index
         self._items[sample.id] = _item(sample, self.prompts[sample.prompt_id])
@@ -105,9 +111,7 @@ class Judging:
         with self._lock:
             self._deadline = Deadline(self.config.deadline_s)
             for sample in samples:
-                known = self._items.get(sample.id)
-                if known is None or (known.completion, known.completion_ids) != (sample.text, sample.token_ids):
-                    self._add(sample)
+                self._add(sample)
             self._final = [sample.id for sample in samples]
             of_step = set(self._final)
             self._groups = {prompt: kept for prompt, ids in self._groups.items() if (kept := [each for each in ids if each in of_step])}
@@ -196,6 +200,8 @@ class Judging:
     def _advance(self, sample_ids: Sequence[str]) -> None:
         """Queues what has become ready now that ``sample_ids`` have come this far."""
         ready: list[Unit] = []
+        if self.ended:
+            return
         for sample_id in sample_ids:
             at = self._passed[sample_id]
             if at == len(self.stages) or self._queued[sample_id] >= at or (self.stages[at].needs_inference and not self._inferred):

@@ -19,7 +19,7 @@ from typing import Any
 
 from tandem.types.errors import RunError, UserError
 
-VOLATILE = ("timing_s/", "perf/", "memory/", "comm/")
+VOLATILE = ("timing_s/", "reward_s/", "perf/", "memory/", "comm/")
 """Prefixes of the keys that differ between two runs that are otherwise bit-identical."""
 
 
