@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from tandem.config.engine import EngineArgs
 from tandem.config.limits import check_at_least_one
+from tandem.config.prompt_order import PromptOrderConfig
 from tandem.types.errors import UserError
 
 
@@ -27,6 +28,8 @@ class RolloutConfig:
     """Drop tokens whose probability is below this share of the most likely token's. 0: off."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
+    prompt_order: PromptOrderConfig = field(default_factory=PromptOrderConfig)
+    """The order in which prompts are drawn (curriculum); a section of its own, below."""
     sleep_mode: Literal["auto", "keep", "terminate"] = "auto"
     """`keep` leaves the engine in memory, `terminate` ends its process after every rollout and restarts it, `auto` keeps it if the memory
     plan fits trainer and engine together."""

@@ -1,6 +1,7 @@
-"""The prompts of each draw, as a function of its number and the seed, so that a resume needs no state."""
+"""The prompts of each draw, as a function of its number, the seed and, in one order, of what was solved before, so that a resume needs no state."""
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from tandem.data.counter import counter_random
@@ -17,15 +18,43 @@ def prompt_indices(draw: int, count: int, seed: int, size: int | None, taken: Co
     """
     if size is None:
         return list(range(draw * count, (draw + 1) * count))
+    check_size(size, count)
+    epoch, at = divmod(draw, size // count)
+    return _from(shuffled(seed, epoch, size), at * count, count, taken)
+
+
+def ordered_indices(draw: int, count: int, order: Sequence[int], taken: Collection[int] = ()) -> list[int]:
+    """Returns the next ``count`` indices of ``order``, which begins again when it ends; ``taken`` as for ``prompt_indices``."""
+    check_size(len(order), count)
+    return _from(order, draw * count % len(order), count, taken)
+
+
+def weighted_indices(draw: int, count: int, seed: int, weights: Sequence[float], taken: Collection[int] = ()) -> list[int]:
+    """Returns ``count`` different indices drawn one after the other with probabilities in proportion to ``weights``, all above 0, of those that are left.
+
+    Each index has a waiting time, exponential with its weight as the rate; the shortest come first. The first is index i with probability w_i / sum w,
+    and so on among the others (Efraimidis and Spirakis, 2006, "Weighted random sampling with a reservoir"). ``taken``: indices that are left out.
+    """
+    check_size(len(weights), count)
+    random = counter_random("weighted", seed, draw)
+    # 1 - u is in (0, 1].
+    waits = [-math.log(1.0 - random.random()) / weight for weight in weights]
+    return sorted((index for index in range(len(weights)) if index not in taken), key=lambda index: (waits[index], index))[:count]
+
+
+def check_size(size: int, count: int) -> None:
+    """Raises ``UserError`` if a task of ``size`` prompts has fewer than a draw of ``count``."""
     if size < count:
         raise UserError(f"the task has {size} training prompts, fewer than rollout.prompts_per_step ({count}); lower it or add prompts")
-    epoch, at = divmod(draw, size // count)
-    order = _shuffled(seed, epoch, size)
-    return [index for index in (*order[at * count :], *order[: at * count]) if index not in taken][:count]
 
 
 @lru_cache(maxsize=2)
-def _shuffled(seed: int, epoch: int, size: int) -> tuple[int, ...]:
+def shuffled(seed: int, epoch: int, size: int) -> tuple[int, ...]:
+    """Returns the indices below ``size`` in the random order of ``epoch``."""
     order = list(range(size))
     counter_random("epoch", seed, epoch).shuffle(order)
     return tuple(order)
+
+
+def _from(order: Sequence[int], start: int, count: int, taken: Collection[int]) -> list[int]:
+    return [index for index in (*order[start:], *order[:start]) if index not in taken][:count]

@@ -1,15 +1,19 @@
 """The prompts of a run from a task's instances: rendered, tokenized once, and refused before work begins if they do not fit the context."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tandem.config.prompt_order import PromptOrderConfig
 from tandem.config.task import TaskConfig
-from tandem.data.order import prompt_indices
 from tandem.data.prompt_format import ChatFormat, Encode, PromptFormat
+from tandem.data.prompt_orders import PromptOrder
 from tandem.data.split import Split
 from tandem.data.tasks import Task, TaskItem, make_task
 from tandem.text.long_text import exceeds
 from tandem.types import Prompt, UserError
+
+TRAIN = "train-"
+"""The id of a training prompt is this and its index."""
 
 
 class EncodedDemonstration(NamedTuple):
@@ -39,13 +43,13 @@ class PromptSource:
         seed: int,
         prompts_per_draw: int,
         rounds: int = 1,
+        order: PromptOrderConfig | None = None,
         context_tokens: int,
         max_new_tokens: int,
         chat_format: ChatFormat | None = None,
     ) -> None:
         self.config = config
         self.seed = seed
-        self.prompts_per_draw = prompts_per_draw
         self.rounds = rounds
         self.context_tokens = context_tokens
         self.max_new_tokens = max_new_tokens
@@ -54,6 +58,7 @@ class PromptSource:
         try:
             self._format = PromptFormat(config, encode, chat_format, self.task.has_messages)
             self._encode = self._format.encode
+            self.order = PromptOrder(order or PromptOrderConfig(), self.task, seed, prompts_per_draw)
             self._check_all()
         except BaseException:
             self.task.close()
@@ -62,23 +67,16 @@ class PromptSource:
     @property
     def fingerprint(self) -> str:
         """A digest that changes whenever a prompt of the run would; a resume compares it."""
-        return f"{self.task.fingerprint} {self.config.prompt_template!r} {self._format.is_chat} {self.config.system_prompt!r}"
+        order = f" {self.order.config}" if self.order.config != PromptOrderConfig() else ""
+        return f"{self.task.fingerprint} {self.config.prompt_template!r} {self._format.is_chat} {self.config.system_prompt!r}{order}"
 
     def for_step(self, step: int) -> list[Prompt]:
-        """Returns the training prompts of ``step`` where each step draws once."""
-        return self.at(self.indices(step))
-
-    def indices(self, draw: int, taken: Collection[int] = ()) -> list[int]:
-        """Returns the indices of the training prompts of ``draw``, none of which is among ``taken`` (``prompt_indices``)."""
-        return prompt_indices(draw, self.prompts_per_draw, self.seed, self.task.size, taken)
+        """Returns the training prompts of ``step`` where each step draws once, before anything was solved."""
+        return self.at(self.order.indices(step))
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
         """Returns the training prompts with ``indices``."""
-        return [self.prompt(f"train-{index}", self.task.train_prompt(index)) for index in indices]
-
-    def epoch(self, draw: int) -> float:
-        """Returns the passes over the training prompts before ``draw``, 0 for a task that generates them."""
-        return 0.0 if self.task.size is None else draw / (self.task.size // self.prompts_per_draw)
+        return [self.prompt(f"{TRAIN}{index}", self.task.train_prompt(index)) for index in indices]
 
     def held_out(self, count: int) -> list[Prompt]:
         """Returns the prompts of the evaluations, the same for every step; fewer if the task has fewer."""
@@ -138,11 +136,12 @@ class PromptSource:
             self.held_out(1)
             self.fresh(1)
             return
-        self.indices(0)
-        if self.rounds * self.prompts_per_draw > self.task.size:
+        self.order.indices(0)
+        count = self.order.count
+        if self.rounds * count > self.task.size:
             raise UserError(
-                f"the task has {self.task.size} training prompts, and a step may draw {self.rounds} x {self.prompts_per_draw} different ones; lower "
-                f"algorithm.filter_groups.max_num_gen_batches (to {self.task.size // self.prompts_per_draw} or less) or add prompts"
+                f"the task has {self.task.size} training prompts, and a step may draw {self.rounds} x {count} different ones; lower "
+                f"algorithm.filter_groups.max_num_gen_batches (to {self.task.size // count} or less) or add prompts"
             )
         for index in range(self.task.size):
             self.prompt("check", self.task.train_prompt(index))

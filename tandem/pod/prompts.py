@@ -29,6 +29,6 @@ def prompt_source(recipe: Recipe, folder: Path) -> PromptSource:
     """The recipe's prompts, tokenised for the model in ``folder``."""
     return task_prompts(
         recipe.task, folder, seed=recipe.run.seed, prompts_per_draw=recipe.algorithm.prompts_per_round(recipe.rollout.prompts_per_step),
-        rounds=recipe.algorithm.rounds,
+        rounds=recipe.algorithm.rounds, order=recipe.rollout.prompt_order,
         context_tokens=context_tokens(recipe.model, recipe.rollout.max_tokens, folder), max_new_tokens=recipe.rollout.max_tokens,
     )  # fmt: skip

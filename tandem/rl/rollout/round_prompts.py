@@ -1,34 +1,42 @@
 """The prompts of each round of a step: a function of the seed, the step and the journal, the same after a resume and in a replay."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.config.recipe import Recipe
-from tandem.data.prompts import PromptSource
+from tandem.data.prompts import TRAIN, PromptSource
 from tandem.rl.rewards.judgement import TrainerState
 from tandem.rl.rollout.filter_groups import is_complete, trained_on
+from tandem.rl.rollout.success_rates import SuccessRates
 from tandem.runtime.records.journal import Journal
 from tandem.types import Prompt, Round, RunError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundPrompts:
     """Chooses prompts of ``source`` for a run of ``recipe``; ``journal`` has the rounds of its earlier steps."""
 
     source: PromptSource
     recipe: Recipe
     journal: Journal
+    _success_rates: SuccessRates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._success_rates = SuccessRates(self.journal)
 
     def of(self, step: int, number: int) -> list[Prompt]:
         """Returns the prompts of round ``number`` of ``step``, none of which is in an earlier round of the step."""
-        first, taken, chosen = self._first_draw(step), list[int](), list[int]()
+        order, first, taken, chosen = self.source.order, self._first_draw(step), list[int](), list[int]()
+        rates = None
+        if order.config.by == "success_rate":
+            rates = {int(prompt.removeprefix(TRAIN)): rate for prompt, rate in self._success_rates.before(step).items()}
         for draw in range(first, first + number + 1):
-            chosen = self.source.indices(draw, taken)
+            chosen = order.indices(draw, taken, rates)
             taken += chosen
         return self.source.at(chosen)
 
     def trainer_state(self, step: int) -> TrainerState:
         """Returns where the run is at ``step``, for reward functions."""
-        return TrainerState(step, self.recipe.run.max_steps, self.source.epoch(self._first_draw(step)))
+        return TrainerState(step, self.recipe.run.max_steps, self.source.order.epoch(self._first_draw(step)))
 
     def _first_draw(self, step: int) -> int:
         """Returns the number of the first draw of ``step``: each earlier step made one, or with dynamic sampling one a round."""
