@@ -8,7 +8,7 @@ from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
-AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
 PolicyLossName = Literal["clip", "cispo", "mirror_descent"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
@@ -25,9 +25,15 @@ class AlgorithmConfig:
     `dr_grpo`: reward - group mean (Liu et al., 2025). `rloo`: reward - mean of the group's other samples (Ahmadian et al., 2024).
     `reinforce_plus_plus`: the reward, normalised by the mean and standard deviation over all tokens of the batch (Hu, 2025);
     `reinforce_plus_plus_baseline`: reward - group mean, normalised in the same way.
+    `ppo`: generalized advantage estimation with the values of a critic (section `critic`), normalised over all tokens of the batch
+    (Schulman et al., 2016 and 2017).
     `pretrain` and `sft` train on data and have sections of their own."""
     group_size: int = 8
-    """Completions per prompt, at least 2; for `reinforce_plus_plus`, which has no groups, at least 1."""
+    """Completions per prompt, at least 2; for `reinforce_plus_plus` and `ppo`, which compare no groups, at least 1."""
+    gamma: float = 1.0
+    """For `ppo`: discount of the reward of the next token."""
+    gae_lambda: float = 1.0
+    """For `ppo`: lambda of generalized advantage estimation; 1: the return minus the value."""
     advantage_epsilon: float = 1e-6
     """For `grpo`: added to the standard deviation."""
     policy_loss: PolicyLossName = "clip"
@@ -74,9 +80,19 @@ class AlgorithmConfig:
     filter_groups: FilterGroupsConfig | None = None
     """Dynamic sampling (DAPO): drop groups whose completions all have the same reward, and draw others. Empty: off. A section of its own, below."""
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether an advantage depends on the rewards of the prompt's other completions."""
+        return self.name not in ("reinforce_plus_plus", "ppo")
+
+    @property
+    def has_inference(self) -> bool:
+        """Whether a step needs passes of other models over its samples: of the reference for a KL, of PPO's critic for values."""
+        return self.kl_coef > 0 or self.name == "ppo"
+
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
-        if self.group_size < 2 and self.name != "reinforce_plus_plus":
+        if self.group_size < 2 and self.compares_groups:
             raise UserError(f"'algorithm.group_size' is {self.group_size}; a group needs at least 2 samples to compare")
         check_at_least_one("algorithm", self, "group_size")
         if not 0 <= self.advantage_epsilon < float("inf"):
@@ -100,6 +116,9 @@ class AlgorithmConfig:
             raise UserError("'algorithm.kl_estimator' is 'k3+', which is k3 with another gradient, and a reward has none; set it to k3 or k1")
         if not 0 < self.mirror_descent_tau < float("inf"):
             raise UserError(f"'algorithm.mirror_descent_tau' is {self.mirror_descent_tau}; it must be above 0, and finite")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"'algorithm.{name}' is {getattr(self, name)}; it must be from 0 to 1")
         if self.tis_cap is not None and not self.tis_cap >= 1:
             raise UserError(
                 f"'algorithm.tis_cap' is {self.tis_cap}; "
@@ -124,6 +143,8 @@ class AlgorithmConfig:
     def _refuse_unread(self) -> None:
         if self.name != "grpo":
             refuse_unread("algorithm", self, f"algorithm.name is '{self.name}'", "advantage_epsilon", fix="set algorithm.name to grpo")
+        if self.name != "ppo":
+            refuse_unread("algorithm", self, f"algorithm.name is '{self.name}'", "gamma", "gae_lambda", fix="set algorithm.name to ppo")
         if self.loss_agg_mode != "seq-mean-token-sum-norm":
             reason, fix = f"algorithm.loss_agg_mode is '{self.loss_agg_mode}'", "set algorithm.loss_agg_mode to seq-mean-token-sum-norm"
             refuse_unread("algorithm", self, reason, "length_constant", fix=fix)

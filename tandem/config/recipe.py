@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
 from tandem.config.bundled import recipe_file
 from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.critic import CriticConfig
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.machine import MachineConfig
@@ -35,6 +36,7 @@ class Recipe:
     sft: SFTConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -73,6 +75,14 @@ class Recipe:
                 "min_p: the rollout reports the filtered distribution, which is not pi_old; set algorithm.old_logprobs to recompute"
             )
         self._check_engine(longest)
+        if self.algorithm.name != "ppo" and self.critic != CriticConfig():
+            raise UserError(
+                f"section 'critic' is given and algorithm.name is '{self.algorithm.name}', which has no critic; remove it, or set algorithm.name to ppo"
+            )
+        if self.algorithm.name == "ppo" and self.critic.warmup_steps >= self.run.max_steps:
+            raise UserError(
+                f"'critic.warmup_steps' is {self.critic.warmup_steps} and run.max_steps {self.run.max_steps}, so the actor would never learn; lower it"
+            )
         if create and self.sft is None:
             raise UserError("the model of 'model.create' is untrained; add a section 'sft' (an empty one uses the defaults)")
         self._check_attention()

@@ -20,6 +20,8 @@ def with_commits(recipe: AnyRecipe, part: Part = "model") -> AnyRecipe:
     recipe = recipe if model == recipe.model else replace(recipe, model=model)
     if not isinstance(recipe, Recipe):
         return recipe
+    if recipe.algorithm.name == "ppo" and recipe.critic.path:
+        recipe = replace(recipe, critic=replace(recipe.critic, path=_pinned(recipe.critic.path, "critic.path", part)))
     draft = recipe.rollout.engine.speculative_config
     if draft is None or draft.model is None:
         return recipe

@@ -99,7 +99,7 @@ class RLRun(Run):
         assert self.judging is not None
         judging = self.judging[1]
         may_repeat = self.recipe.algorithm.filter_groups is not None
-        if self.recipe.algorithm.kl_coef > 0 and not may_repeat:
+        if self.recipe.algorithm.has_inference and not may_repeat:
             pod.infer(step, samples)
         elif not may_repeat:
             pod.hand_over(step)
@@ -128,7 +128,7 @@ class RLRun(Run):
         if filtered is not None:
             if (useful := len({sample.prompt_id for sample in batch.samples})) < wanted:
                 self.records.callback.message(f"step {step}: {useful} of {wanted} groups have different rewards, after {len(rounds)} rounds of rollout")
-            if self.recipe.algorithm.kl_coef > 0:
+            if self.recipe.algorithm.has_inference:
                 pod.infer(step, batch.samples)
         return pod.train(step, batch.samples, batch.scores)
 

@@ -24,6 +24,7 @@ from tandem.jobs.verify.input_files import check_input_files
 from tandem.jobs.verify.start_model import check_start_model
 from tandem.layout.placement import mesh_of
 from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.model_source import found_model
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
@@ -79,6 +80,8 @@ def execute_rl(
         def check_inputs() -> None:
             check_config(directory, journal)
             check_start_model(start, journal)
+            if recipe.algorithm.name == "ppo" and recipe.critic.path:
+                check_start_model(found_model(recipe.critic.path).resolve(), journal, key="critic_model")
 
         def committed(step: int, digest: str) -> None:
             registered.enter(step, digest, {})

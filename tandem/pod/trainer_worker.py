@@ -18,10 +18,12 @@ from tandem.kernels import select, why_reference
 from tandem.layout.flops import step_flops
 from tandem.model.create_model import create_model
 from tandem.model.export_dtype import export_dtype
-from tandem.pod.actor import Actor, build_actor
+from tandem.pod.actor import Actor, Critic, build_actor
 from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.release import release
 from tandem.rl.algorithms.batch import make_batch, train_sequence
+from tandem.rl.algorithms.critic import update_critic
+from tandem.rl.algorithms.minibatches import worst
 from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.collectives.agreement import check_same_kernels
 from tandem.runtime.coordination.embedded import EmbeddedStore
@@ -30,12 +32,13 @@ from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.records.tracing import NO_TRACE
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.device_speed import DeviceSpeed, device_notes
-from tandem.trainer.logprobs import sequence_logprobs
+from tandem.trainer.logprobs import sequence_logprobs, sequence_values
 from tandem.trainer.micro_batch import forward_tokens
 from tandem.trainer.offload.sleep import Moved, SleepOffload, make_sleep
 from tandem.trainer.optimizers.make import offload_folder
 from tandem.trainer.rank_process import Rank, start
-from tandem.types import RunError, Sample, TrainSequence, WeightVersion
+from tandem.trainer.step import StepResult
+from tandem.types import Batch, RunError, Sample, TrainSequence, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
 from tandem.weight_transfer.convert import ConvertedWeights, convert
 from tandem.weight_transfer.register import WeightWriter
@@ -50,11 +53,13 @@ FIRST_OF_A_STEP = ("offload", "inference", "train")
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """The samples of ``step``, which are drawn once, and the reference's log-probabilities of them by sample id."""
+    """The samples of ``step``, which are drawn once, the reference's log-probabilities of them and the critic's values, by sample id (``None``: there is no
+    such model)."""
 
     step: int
     samples: list[Sample]
-    reference_logprobs: dict[str, tuple[float, ...]]
+    reference_logprobs: dict[str, tuple[float, ...]] | None = None
+    values: dict[str, tuple[float, ...]] | None = None
 
 
 class TrainerWorker:
@@ -165,7 +170,7 @@ class TrainerWorker:
         With ``release``, where something moves, and on a GPU, freed memory goes back to the machine. On a CPU this costs the next step its page
         faults, which is not worth it where the engine has room anyway. The reply has the bytes of all ranks."""
         actor, sleep_offload = self._actor(), self.recipe.trainer.sleep_offload
-        dropped, begun = actor.replica.drop_gradients(), 0
+        dropped, begun = actor.drop_gradients(), 0
         self.inferred = None
         if self.sleep is not None:
             begun = self.sleep.begin_offload(actor.moments_and_reference())
@@ -214,7 +219,7 @@ class TrainerWorker:
         return reply, {}
 
     def inference(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """The reference model's log-probabilities of the samples, kept for ``train``."""
+        """The reference model's log-probabilities of the samples and the critic's values, kept for ``train``."""
         self.inferred = self._infer(int(meta["step"]), decode_samples(blobs["samples"]), progress)
         return {}, {}
 
@@ -224,41 +229,61 @@ class TrainerWorker:
         self._expect(step)
         inferred = self.inferred if self.inferred is not None and self.inferred.step == step else None
         samples = inferred.samples if inferred is not None else decode_samples(blobs["samples"])
-        if inferred is None and actor.reference is not None:
-            inferred = self._infer(step, samples, progress)
-        reference = inferred.reference_logprobs if inferred is not None else None
+        inferred = inferred or self._infer(step, samples, progress)
         with actor.tracer.span("load the batch"):
-            batch = make_batch(step, samples, decode_scores(blobs["scores"]), recipe.algorithm, recipe.rollout.max_tokens, reference)
-        began = perf_counter()
+            scores, known = decode_scores(blobs["scores"]), (inferred.reference_logprobs, inferred.values)
+            batch = make_batch(step, samples, scores, recipe.algorithm, recipe.rollout.max_tokens, *known)
+        began, critic = perf_counter(), actor.critic
+        learned = self._update_critic(critic, batch, progress) if critic is not None else None
         result = update_policy(
             actor.replica, batch, recipe.algorithm, recipe.trainer, total_steps=recipe.run.max_steps,
             temperature=recipe.rollout.temperature, guard=actor.guard,
             on_progress=lambda done, total: progress({"done": done, "total": total}),
             on_phase=lambda phase: self.rank.enter(phase, step), tracer=actor.tracer,
+            is_frozen=critic is not None and step < recipe.critic.warmup_steps,
         )  # fmt: skip
         self.steps += 1
         self.inferred = None
-        exhausted = actor.guard.skipped_in_a_row if actor.guard.is_exhausted else 0
+        guards = [actor.guard] if critic is None else [actor.guard, critic.guard]
+        exhausted = max(guard.skipped_in_a_row if guard.is_exhausted else 0 for guard in guards)
+        metrics, verdicts = result.metrics, [result.verdict]
+        if learned is not None:
+            metrics, verdicts = metrics | learned.metrics, [result.verdict, learned.verdict]
         return {
-            "metrics": result.metrics, "device": self._speed(batch.sequences, perf_counter() - began), "tokens": result.tokens, "verdict": result.verdict,
+            "metrics": metrics, "device": self._speed(batch.sequences, perf_counter() - began), "tokens": result.tokens, "verdict": worst(verdicts),
             "exhausted": exhausted, "committed": self._committed(),
         }, {}  # fmt: skip
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _infer(self, step: int, samples: list[Sample], progress: Progress) -> Inferred:
-        actor, recipe = self._awake(), self.recipe
-        assert actor.reference is not None
-        with actor.tracer.span("reference"):
-            logprobs = sequence_logprobs(
-                actor.reference, [train_sequence(sample) for sample in samples], recipe.trainer.micro_batch_tokens,
-                on_progress=lambda done, total: progress({"done": done, "total": total}),
-            )  # fmt: skip
-        return Inferred(step, samples, logprobs)
+        actor, most = self._awake(), self.recipe.trainer.micro_batch_tokens
+        if actor.reference is None and actor.critic is None:
+            return Inferred(step, samples)
+        sequences = [train_sequence(sample) for sample in samples]
+        report = lambda done, total: progress({"done": done, "total": total})
+        logprobs = values = None
+        if actor.reference is not None:
+            with actor.tracer.span("reference"):
+                logprobs = sequence_logprobs(actor.reference, sequences, most, on_progress=report)
+        if actor.critic is not None:
+            with actor.tracer.span("values"):
+                values = sequence_values(actor.critic.replica, sequences, most, on_progress=report)
+        return Inferred(step, samples, logprobs, values)
+
+    def _update_critic(self, critic: Critic, batch: Batch, progress: Progress) -> StepResult:
+        recipe = self.recipe
+        return update_critic(
+            critic.replica, batch, recipe.algorithm, recipe.critic, critic.trainer, total_steps=recipe.run.max_steps, guard=critic.guard,
+            on_progress=lambda done, total: progress({"done": done, "total": total}),
+            on_phase=lambda phase: self.rank.enter(phase, batch.step), tracer=self._actor().tracer,
+        )  # fmt: skip
 
     def _speed(self, sequences: Sequence[TrainSequence], seconds: float) -> dict[str, float]:
         """This rank's share of the model's operations in a policy update of ``seconds``, and the peak memory of its GPU."""
-        flops = self.recipe.algorithm.epochs * step_flops(self._actor().replica.model.shapes, map(forward_tokens, sequences))
+        actor = self._actor()
+        trained = [actor.replica] if actor.critic is None else [actor.replica, actor.critic.replica]
+        flops = self.recipe.algorithm.epochs * sum(step_flops(one.model.shapes, map(forward_tokens, sequences)) for one in trained)
         return {**self.speed.memory(), **self.speed.rates(flops / self.rank.ranks.world.size, seconds)}
 
     def _committed(self) -> list[list[int | str]]:

@@ -24,6 +24,7 @@ from tandem.jobs.checks.check_run import (
     folder_to_check,
     warn_of_cores,
 )
+from tandem.jobs.checks.check_value_model import check_value_model
 from tandem.jobs.pod_plan import plan_of
 from tandem.layout.placement import check_placement
 from tandem.layout.shapes import ModelShapes
@@ -83,6 +84,9 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_placement(recipe.parallel)
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         check_engine_on_model(recipe.rollout.engine, shapes)
+        if recipe.algorithm.name == "ppo" and recipe.critic.path:
+            critic = check_value_model(recipe.critic.path, "critic.path", folder, shapes, context)
+            check_model_on_mesh(critic, recipe.parallel, recipe.trainer)
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
         planned = _check_pod(recipe, shapes, context)

@@ -13,8 +13,7 @@ from tandem.jobs.start import read_recipe
 from tandem.jobs.verify.finding import Finding
 from tandem.jobs.verify.input_files import KEY as INPUT_FILES
 from tandem.jobs.verify.input_files import verify_input_files
-from tandem.jobs.verify.start_model import KEY as START_MODEL
-from tandem.jobs.verify.start_model import start_model_of
+from tandem.jobs.verify.start_model import Key, start_model_of
 from tandem.jobs.verify.verify_records import RESTORE, steps_on_disk, verify_records
 from tandem.runtime.records.journal import Journal
 from tandem.storage.files import open_storage
@@ -58,6 +57,8 @@ def _run_parts(directory: Path, is_on_data: bool, is_stage: bool) -> Iterator[Pa
     start = None if is_done else _start_model(directory)
     if start is not None:
         yield Part(f"{name}start model", sum(file.size for file in start[1].values()), partial(_verify_start, *start, is_on_data))
+    if (critic := _start_model(directory, "critic_model")) is not None:
+        yield Part(f"{name}critic's model", sum(file.size for file in critic[1].values()), partial(_verify_start, *critic, is_on_data))
     for folder, depends, fix in (
         (directory / "models" / "initial", "the fine-tuning stage began with it", "nothing to do once that stage has ended; else start a new run"),
         (directory / "model", "whatever is done with this model depends on it", "restore it from a copy, or export it again: remove the folder and resume"),
@@ -98,10 +99,10 @@ def _verify_input_files(directory: Path) -> list[Finding]:
         return verify_input_files(directory, journal)
 
 
-def _start_model(directory: Path) -> tuple[Path, Files] | None:
+def _start_model(directory: Path, key: Key = "start_model") -> tuple[Path, Files] | None:
     try:
         with Journal(directory / "journal.sqlite", read_only=True) as journal:
-            saved = journal.get(START_MODEL)
+            saved = journal.get(key)
     except RunError:
         return None
     return None if saved is None else start_model_of(directory, saved)

@@ -1,12 +1,14 @@
 """Builds the batch of one step from scored samples: groups, advantages and loss masks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.rl.algorithms.dr_grpo import dr_grpo_advantages
+from tandem.rl.algorithms.gae import generalized_advantages, token_rewards
 from tandem.rl.algorithms.groups import usable
 from tandem.rl.algorithms.grpo import grpo_advantages
 from tandem.rl.algorithms.reinforce_plus_plus import returns_to_go, whitened
@@ -21,7 +23,7 @@ def group_advantages(config: AlgorithmConfig, rewards: Tensor, valid: Tensor) ->
         return grpo_advantages(rewards, valid, config.advantage_epsilon)
     if config.name == "rloo":
         return rloo_advantages(rewards, valid)
-    return rewards if config.name == "reinforce_plus_plus" else dr_grpo_advantages(rewards, valid)
+    return dr_grpo_advantages(rewards, valid) if config.compares_groups else rewards
 
 
 def make_batch(
@@ -31,6 +33,7 @@ def make_batch(
     config: AlgorithmConfig,
     max_tokens: int,
     reference_logprobs: Mapping[str, Sequence[float]] | None = None,
+    values: Mapping[str, Sequence[float]] | None = None,
 ) -> Batch:
     """Returns the batch of optimizer step ``step``; ``scores`` are matched to ``samples`` by id.
 
@@ -40,14 +43,15 @@ def make_batch(
     and completion. ``max_tokens``: the maximum length of a completion, Dr. GRPO's constant unless ``config.length_constant`` is set.
 
     With ``config.kl_in_reward`` every token's reward is lowered by ``kl_coef`` times its KL to the reference. ``reinforce_plus_plus`` has no
-    groups: a sample counts with its own reward alone."""
+    groups: a sample counts with its own reward alone. Neither has ``ppo``, whose critic gives ``values``: by sample id, of the state before each token, one
+    entry per token of prompt and completion."""
     score_of = {score.sample_id: score for score in scores}
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.prompt_id, []).append(index)
     widest = max((len(members) for members in groups.values()), default=1)
     penalties = [_kl_penalties(config, sample, reference_logprobs) for sample in samples]
-    is_grouped = config.name != "reinforce_plus_plus"
+    is_grouped = config.compares_groups
     rewards = torch.zeros(len(groups), widest, dtype=torch.float64)
     valid = torch.zeros(len(groups), widest, dtype=torch.bool)
     for row, members in enumerate(groups.values()):
@@ -66,11 +70,35 @@ def make_batch(
         for index, sample in enumerate(samples)
     ]
     of_samples = [advantages[place[index][0]][place[index][1]] for index in range(len(samples))]
+    if config.name == "ppo":
+        assert values is not None, "ppo needs the critic's values"
+        of_tokens, returns = _estimated(config, samples, of_samples, penalties, counts, values)
+    else:
+        of_tokens, returns = token_advantages(config, of_samples, penalties, counts), None
     sequences = [
-        train_sequence(sample, of_tokens.tolist(), counts=is_counted, reference_logprobs=None if reference_logprobs is None else reference_logprobs[sample.id])
-        for sample, of_tokens, is_counted in zip(samples, token_advantages(config, of_samples, penalties, counts), counts, strict=True)
+        train_sequence(sample, of_tokens[i].tolist(), counts[i], None if reference_logprobs is None else reference_logprobs[sample.id])
+        for i, sample in enumerate(samples)
     ]
+    if values is not None and returns is not None:
+        sequences = [
+            replace(sequence, values=tuple(values[sequence.id]), returns=_of_every_token(sample, own.tolist()))
+            for sequence, sample, own in zip(sequences, samples, returns, strict=True)
+        ]
     return Batch(step, tuple(sequences), config.length_constant or max_tokens)
+
+
+def _estimated(
+    config: AlgorithmConfig, samples: Sequence[Sample], rewards: Sequence[float], penalties: Sequence[Tensor], counts: Sequence[bool],
+    values: Mapping[str, Sequence[float]],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns PPO's whitened advantages and the critic's returns of the sampled tokens of each sample, float64 [T_i]."""
+    estimated = []
+    for sample, reward, penalty in zip(samples, rewards, penalties, strict=True):
+        of_completion = values[sample.id][len(sample.prompt_token_ids) :]
+        own = [value for value, is_sampled in zip(of_completion, sample.is_sampled, strict=True) if is_sampled]
+        of_tokens = token_rewards(reward, penalty)
+        estimated.append(generalized_advantages(of_tokens, torch.tensor(own, dtype=torch.float64), config.gamma, config.gae_lambda))
+    return whitened([one.advantages for one in estimated], counts), [one.returns for one in estimated]
 
 
 def token_advantages(config: AlgorithmConfig, advantages: Sequence[float], penalties: Sequence[Tensor], counts: Sequence[bool]) -> list[Tensor]:
@@ -105,17 +133,22 @@ def train_sequence(
     """Returns ``sample`` as a training sequence. ``advantages``: of the tokens that the model sampled, in order (empty: 0); ``counts``: these
     tokens are in the loss mask."""
     prompt = len(sample.prompt_token_ids)
-    of_tokens = iter(advantages or (0.0,) * sample.sampled_tokens)
     before = (0.0,) * prompt
     return TrainSequence(
         id=sample.id,
         token_ids=sample.prompt_token_ids + sample.token_ids,
         prompt_length=prompt,
         loss_mask=before + tuple(float(counts and is_sampled) for is_sampled in sample.is_sampled),
-        advantages=before + tuple(next(of_tokens) if is_sampled else 0.0 for is_sampled in sample.is_sampled),
+        advantages=_of_every_token(sample, advantages or (0.0,) * sample.sampled_tokens),
         rollout_logprobs=before + sample.logprobs,
         sampling_logprobs=before + sample.sampling_logprobs,
         reference_logprobs=None if reference_logprobs is None else tuple(reference_logprobs),
         weight_step=max((version.step for version in sample.sampled_weight_versions), default=-1),
         response_mask=(False,) * prompt + sample.response_mask if sample.response_mask else (),
     )
+
+
+def _of_every_token(sample: Sample, sampled: Sequence[float]) -> tuple[float, ...]:
+    """Returns ``sampled``, a value for each token that the model sampled, as an entry per token of prompt and completion, 0.0 elsewhere."""
+    values = iter(sampled)
+    return (0.0,) * len(sample.prompt_token_ids) + tuple(next(values) if is_sampled else 0.0 for is_sampled in sample.is_sampled)

@@ -1,21 +1,21 @@
 """The policy update: from a batch of scored samples to new weights, on any mesh."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.loss import make_policy_loss
+from tandem.rl.algorithms.minibatches import mean_metrics, minibatches_of, worst
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
-from tandem.trainer.grad_scaler import GradScaler, Verdict
+from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.logprobs import infer_sequences, per_token
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.mismatch import recorded_mismatch
 from tandem.trainer.lr_schedule import learning_rate
-from tandem.trainer.micro_batch import Bin, MicroBatch, forward_tokens, make_micro_batches
-from tandem.trainer.packing import pack_shares, split
+from tandem.trainer.micro_batch import forward_tokens
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.step import OnPhase, Progress, StepResult, train_step
 from tandem.types import Batch, TrainSequence
@@ -33,6 +33,7 @@ def update_policy(
     on_progress: Progress | None = None,
     on_phase: OnPhase = lambda phase: None,
     tracer: Tracer = NO_TRACE,
+    is_frozen: bool = False,
 ) -> StepResult:
     """Takes ``epochs`` passes over ``batch`` in ``minibatches`` optimizer updates each, at the learning rate of ``batch.step``.
     ``total_steps``: where a decaying schedule ends; a constant one ignores it.
@@ -42,13 +43,14 @@ def update_policy(
     ``tokens`` counts the tokens of all ranks that went through the network in updates. ``verdict`` is the worst of any update.
 
     ``mismatch_kl`` (the mean of k3, nats) and ``mismatch_max_abs`` compare the weights before the first update with ``rollout_logprobs`` on
-    every sampled token, masked samples included. Tokens that are not part of the first update cost an extra forward pass.
+    every sampled token, masked samples included. Tokens that are not part of the first update cost an extra forward pass. ``is_frozen``: this
+    comparison is all that is done.
 
     ``on_progress`` is called with (micro-batches done, total micro-batches) of this rank's updates. Raises ``RunError`` if a loss or a
     gradient is not finite and there is no ``guard``."""
     with tracer.span("shard the batch"):
         counted = [s for s in batch.sequences if forward_tokens(s) > 0]
-        minibatches = [_share(replica, part, trainer.micro_batch_tokens) for part in split(counted, algorithm.minibatches) if part]
+        minibatches = [] if is_frozen else minibatches_of(replica, counted, algorithm.minibatches, trainer.micro_batch_tokens)
     updates = minibatches * algorithm.epochs
 
     def infer(sequences: Sequence[TrainSequence], at: float) -> list[Tensor]:
@@ -57,7 +59,7 @@ def update_policy(
         with tracer.span("log-probabilities"):
             return infer_sequences(replica, sequences, trainer.micro_batch_tokens, at, lambda done, passes: on_phase("forward"))
 
-    is_recomputed = algorithm.old_logprobs == "recompute"
+    is_recomputed = algorithm.old_logprobs == "recompute" and not is_frozen
     inferred = infer(counted, temperature) if is_recomputed else []
     old = {s.id: per_token(s, values[1]) for s, values in zip(counted, inferred, strict=True)} if is_recomputed else None
     # The first update measures the mismatch of its own tokens, unless all tokens were inferred before it.
@@ -81,33 +83,13 @@ def update_policy(
             )
         )  # fmt: skip
         done += minibatch.passes
-    metrics = _means(results) if results else {"actor/grad_norm": 0.0, "actor/lr": rate}
+    metrics = mean_metrics(results) if results else {"actor/grad_norm": 0.0, "actor/lr": rate}
     if sampled_tokens:
         metrics["mismatch_kl"] = metrics.get("mismatch_kl", 0.0) + mismatch.k3_sum / sampled_tokens
         metrics["mismatch_max_abs"] = max(metrics.get("mismatch_max_abs", 0.0), mismatch.max_abs)
     metrics |= {} if guard is None else guard.metrics()
-    tokens = algorithm.epochs * sum(map(forward_tokens, counted))
-    return StepResult(metrics, tokens, any(r.updated for r in results), _worst([r.verdict for r in results]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Minibatch:
-    """The sequences of one update, over all ranks. ``bins``: this rank's micro-batches; ``passes``: the number of passes it makes, blank
-    ones included."""
-
-    sequences: Sequence[TrainSequence]
-    bins: Sequence[Bin]
-    passes: int
-
-    def micro_batches(self, replica: Replica, old_logprobs: dict[str, tuple[float, ...]] | None) -> list[MicroBatch]:
-        return make_micro_batches(self.sequences, self.bins, self.passes, replica.model.dtype, replica.model.device, old_logprobs)
-
-
-def _share(replica: Replica, sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> _Minibatch:
-    data = replica.ranks.data
-    shares = pack_shares(sequences, data.size, micro_batch_tokens)
-    own = shares[data.rank]
-    return _Minibatch(sequences, own, replica.passes(len(own), max(map(len, shares))))
+    tokens = 0 if is_frozen else algorithm.epochs * sum(map(forward_tokens, counted))
+    return StepResult(metrics, tokens, any(r.updated for r in results), worst([r.verdict for r in results]))
 
 
 def _is_recorded(sequence: TrainSequence) -> list[bool]:
@@ -128,16 +110,3 @@ def _not_counted_in(seen: Sequence[TrainSequence], sequences: Sequence[TrainSequ
         if any(mask):
             remaining.append(replace(sequence, loss_mask=mask))
     return remaining
-
-
-def _means(results: Sequence[StepResult]) -> dict[str, float]:
-    """Returns the mean of each metric over the updates that have it."""
-    metrics = {}
-    for name in results[0].metrics:
-        values = [r.metrics[name] for r in results if name in r.metrics]
-        metrics[name] = sum(values) / len(values)
-    return metrics
-
-
-def _worst(verdicts: Sequence[Verdict]) -> Verdict:
-    return "skipped" if "skipped" in verdicts else "backed_off" if "backed_off" in verdicts else "taken"

@@ -14,7 +14,7 @@ from tandem.layout.shard_offsets import ShardOffsets, difference, intersection, 
 from tandem.storage.digests import chunk_digest, chunks_over
 from tandem.trainer.checkpoint.format.manifest import Damaged, Manifest, read_indexes
 from tandem.trainer.checkpoint.format.rank_file import Placed, RankIndex
-from tandem.trainer.checkpoint.format.shard import Key, Shard
+from tandem.trainer.checkpoint.format.shard import CRITIC, Key, Shard
 from tandem.types import UserError
 
 BLOCK_BYTES = 64 << 20
@@ -29,15 +29,17 @@ class Stored(NamedTuple):
 
 
 class Contents:
-    """The content of the checkpoint ``folder``."""
+    """The content of the checkpoint ``folder``: of the model that is trained, or that ``of_critic``, under the same keys."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, of_critic: bool = False) -> None:
         self.folder, self.manifest = folder, manifest
         self.indexes = read_indexes(folder, manifest)
         self.stored: Mapping[Key, list[Stored]] = defaultdict(list)
         for index in self.indexes:
             for placed in index.placed:
-                self.stored[placed.piece.key].append(Stored(index, placed))
+                state, name = placed.piece.key
+                if state.startswith(CRITIC) == of_critic:
+                    self.stored[Key(state.removeprefix(CRITIC), name)].append(Stored(index, placed))
 
     @property
     def held(self) -> list[Key]:

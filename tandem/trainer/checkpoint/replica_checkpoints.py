@@ -20,7 +20,7 @@ from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import VerifiedCheckpoint, newest_whole, prune
 from tandem.trainer.checkpoint.format.manifest import read_manifest
-from tandem.trainer.checkpoint.format.shard import Key, Shard
+from tandem.trainer.checkpoint.format.shard import CRITIC, Key, Shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
@@ -29,7 +29,7 @@ from tandem.trainer.checkpoint.write import Committed
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.offload.tensor_file import file_tensor
 from tandem.trainer.parallel.replica import Replica
-from tandem.types import RunError
+from tandem.types import RunError, UserError
 
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """The files that, with the weights, make a checkpoint a Hugging Face folder."""
@@ -39,18 +39,21 @@ class ReplicaCheckpoints:
     """Manages ``checkpoints/step-N`` of ``replica``. Every rank calls every method in the same step.
 
     ``start``: the folder that the model was loaded from. ``ranks``: a communicator of all ranks that nothing else uses. ``last``: the step
-    of the newest checkpoint started or loaded. ``state``: the replica's shards. ``damaged``: why ``load`` skipped checkpoints. On rank 0,
-    ``on_committed`` is called with each committed step in the writing thread; the steps ``in_use`` are not removed."""
+    of the newest checkpoint started or loaded. ``state``: the replica's shards. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica with
+    its guard that is saved and loaded with the other. On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
+    steps ``in_use`` are not removed."""
 
     def __init__(
         self, folder: Path, keep: int, start: Path, replica: Replica, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
         on_committed: Callable[[int], None] | None = None, in_use: Callable[[], Collection[int]] = tuple, fault_point: FaultPoint = no_fault,
+        critic: tuple[Replica, GradScaler] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self._start, self._replica, self._guard, self._ranks = folder, start, replica, guard, ranks
         self._keep, self._in_use = keep, in_use
         self.last: int | None = None
         self.damaged: list[str] = []
         self.state = ReplicaState(replica)
+        self._critic = None if critic is None else (*critic, ReplicaState(critic[0]))
         self._writer = Checkpointer(
             folder, keep, ranks, asdict(replica.ranks.mesh.shape), asynchronous=asynchronous, on_committed=on_committed, in_use=in_use,
             fault_point=fault_point, staging_folder=None if replica.paged is None else replica.paged.folder,
@@ -67,10 +70,13 @@ class ReplicaCheckpoints:
         state = checkpoint.manifest.state
         contents = Contents(checkpoint.folder, checkpoint.manifest)
         self.state.load(contents, int(state["updates"]))
-        self._guard.load_state(state["guard"])
-        balance = self._replica.model.router_balance
-        if balance is not None:
-            balance.load_state({layer: bias for layer, bias in state["router_bias"].items() if int(layer) in balance.biases})
+        _load_counters(self._replica, self._guard, state)
+        if self._critic is not None:
+            replica, guard, shards = self._critic
+            if "critic" not in state:
+                raise UserError(f"checkpoint '{checkpoint.folder}' has no critic; it was written by a run without one")
+            shards.load(Contents(checkpoint.folder, checkpoint.manifest, of_critic=True), int(state["critic"]["updates"]))
+            _load_counters(replica, guard, state["critic"])
         own = contents.own(self._ranks.rank, self._ranks.size)
         if own is not None:
             restore_random_states(own["random"])
@@ -88,16 +94,23 @@ class ReplicaCheckpoints:
         ``cursor``: the position in the data. ``span`` is entered around the write, in the writing thread. Raises ``RunError`` if this
         checkpoint or the previous one fails."""
         self._writer.wait(beat)
-        balance = self._replica.model.router_balance
-        every = gather_values(self._ranks, {} if balance is None else balance.state(), "router biases")
-        state: dict[str, Any] = {
-            "updates": self._replica.optimizer.updates, "guard": self._guard.state(),
-            "router_bias": {layer: bias for held in every for layer, bias in held.items()}, "cursor": dict(cursor),
-        }  # fmt: skip
+        state: dict[str, Any] = {**self._counters(self._replica, self._guard), "cursor": dict(cursor)}
+        shards = self.state.shards()
+        if self._critic is not None:
+            replica, guard, own = self._critic
+            state["critic"] = self._counters(replica, guard)
+            shards = shards + [shard._replace(key=Key(CRITIC + shard.key.state, shard.key.name)) for shard in own.shards()]
         companions: Sequence[Path] = [self._start / name for name in COMPANIONS if (self._start / name).is_file()]
-        stall = self._writer.save(step, self.state.shards(), state, {"random": random_states()}, companions, span)
+        stall = self._writer.save(step, shards, state, {"random": random_states()}, companions, span)
         self.last = step
         return stall
+
+    def _counters(self, replica: Replica, guard: GradScaler) -> dict[str, Any]:
+        """Returns what a checkpoint holds of ``replica`` besides tensors, over all ranks."""
+        balance = replica.model.router_balance
+        every = gather_values(self._ranks, {} if balance is None else balance.state(), "router biases")
+        biases = {layer: bias for held in every for layer, bias in held.items()}
+        return {"updates": replica.optimizer.updates, "guard": guard.state(), "router_bias": biases}
 
     def take_committed(self) -> Committed | None:
         """Returns the checkpoint committed since the last call, or ``None``. Raises ``RunError`` if the write failed."""
@@ -144,3 +157,10 @@ class ReplicaCheckpoints:
         checkpoint is read into."""
         assert self._replica.paged is not None
         return self.state.weights() if self._ranks.size == 1 else self.whole_weights(self._replica.paged.folder)
+
+
+def _load_counters(replica: Replica, guard: GradScaler, state: Mapping[str, Any]) -> None:
+    guard.load_state(state["guard"])
+    balance = replica.model.router_balance
+    if balance is not None:
+        balance.load_state({layer: bias for layer, bias in state["router_bias"].items() if int(layer) in balance.biases})

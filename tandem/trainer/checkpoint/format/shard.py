@@ -10,9 +10,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+CRITIC = "critic/"
+"""Prefix of ``Key.state`` of a critic that is saved with the actor."""
+
+
 class Key(NamedTuple):
-    """Names a tensor of the state. ``state``: ``weights``, ``exp_avg``, ``master`` or another tensor kind of an optimizer; ``name``: the
-    parameter's."""
+    """Names a tensor of the state. ``state``: ``weights``, ``exp_avg``, ``master`` or another tensor kind of an optimizer, of a critic after
+    ``CRITIC``; ``name``: the parameter's."""
 
     state: str
     name: str

@@ -1,0 +1,37 @@
+"""Checks a model that reads the actor's tokens and gives values: whether it is one, and of the same tokenizer."""
+
+from pathlib import Path
+
+from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
+from tandem.layout.shapes import ModelShapes
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.model_source import found_model
+from tandem.types import UserError
+
+
+def check_value_model(path: str, key: str, actor: Path, actor_shapes: ModelShapes, context_tokens: int, needs_head: bool = False) -> ModelShapes:
+    """Returns the shapes of the model that ``key`` of a recipe names as ``path``.
+
+    Raises ``UserError`` where it reads other tokens than the model in ``actor``, or fewer than ``context_tokens``, and if it ``needs_head`` where it has
+    no value head."""
+    folder = found_model(path)
+    if not folder.is_dir():
+        raise UserError(f"'{key}' is '{path}', which is not a folder; give a local Hugging Face folder, or OWNER/NAME of a model of the Hub")
+    shapes = read_shapes(folder, "any")
+    if needs_head and shapes.language_head:
+        raise UserError(
+            f"'{key}' is '{path}', a language model without a value head, which cannot score; name a model for sequence or token classification, such as one "
+            "that algorithm.name reward_model trained"
+        )
+    tokenizers = [place / "tokenizer.json" for place in (actor, folder)]
+    is_known = all(place.is_file() for place in tokenizers)
+    is_same = tokenizer_fingerprint(actor) == tokenizer_fingerprint(folder) if is_known else shapes.vocab_size == actor_shapes.vocab_size
+    if not is_same or shapes.vocab_size < actor_shapes.vocab_size:
+        sizes = f"with {shapes.vocab_size} token ids where the actor's model has {actor_shapes.vocab_size}"
+        raise UserError(f"'{key}' is '{path}', which reads the tokens of another tokenizer, {sizes}; name a model that has the actor's tokenizer")
+    if shapes.max_position_embeddings < context_tokens:
+        raise UserError(
+            f"'{key}' is '{path}', which reads at most {shapes.max_position_embeddings} tokens, and a sample may have {context_tokens}; lower "
+            "model.max_length, or name a model with a longer context"
+        )
+    return shapes

@@ -1,0 +1,142 @@
+"""PPO in a pod: actor and critic are one state, which survives kills, is replayed and verified, on one process and on meshes."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+from pod_runs import PodRun, finish
+
+from tandem.jobs.checks.check_value_model import check_value_model
+from tandem.kernels import select
+from tandem.model.huggingface.model_folder import load_model, read_shapes
+from tandem.model.value_folder import make_value_folder
+from tandem.text.characters import make_character_tokenizer
+from tandem.trainer.checkpoint.format.manifest import read_manifest
+from tandem.trainer.checkpoint.read import Contents
+from tandem.types import UserError
+
+PPO = (
+    "--algorithm.name=ppo", "--algorithm.gae_lambda=0.9", "--algorithm.minibatches=2", "--critic.warmup_steps=2", "--critic.learning_rate=3e-3",
+    "--run.max_steps=4", "--sft.steps=6", "--algorithm.kl_in_reward=true", "--algorithm.kl_estimator=k1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
+    run = PodRun(tmp_path_factory.mktemp("ppo"))
+    done = run.train(*PPO, "--inline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run
+
+
+def test_the_critic_learns_alone_at_first_and_the_rollout_has_the_bits_of_the_actor(ppo: PodRun) -> None:
+    rows = ppo.rows()
+    assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in rows] == [(0.0, 0.0)] * 4
+    assert [row["actor/grad_norm"] > 0 for row in rows] == [False, False, True, True]
+    assert all(row["critic/grad_norm"] > 0 and row["critic/lr"] == 3e-3 for row in rows)
+    names = [f"critic/{kind}/{of}" for kind in ("values", "returns", "advantages") for of in ("mean", "max", "min")]
+    assert all(name in row for row in rows for name in (*names, "critic/vf_loss", "critic/vf_clipfrac", "critic/vf_explained_var"))
+    assert len({row["critic/values/mean"] for row in rows}) == 4, "the critic changes in every step"
+
+
+def test_a_checkpoint_has_the_critic_beside_the_actor_and_both_have_moments(ppo: PodRun) -> None:
+    folder = ppo.directory / "checkpoints" / "step-4"
+    manifest, _ = read_manifest(folder)
+    actor, critic = Contents(folder, manifest), Contents(folder, manifest, of_critic=True)
+    assert {key.name for key in critic.held} - {key.name for key in actor.held} == {"score.weight", "score.bias"}
+    assert {key.state for key in critic.held} == {key.state for key in actor.held} == {"weights", "exp_avg", "exp_avg_sq"}
+    # Four steps of two minibatches, of which the actor learned from two steps.
+    assert (manifest.state["updates"], manifest.state["critic"]["updates"]) == (4, 8)
+
+
+FAULTS = ("trainer_worker:after:train:3", "pod:before:train:3", "trainer_worker:after:checkpoint_stage:2")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_kill_changes_no_bit_of_actor_and_critic(fault: str, ppo: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train(*PPO, "--fault", fault)
+    if fault.startswith("pod:"):
+        assert done.returncode == -9
+        done = run.resume()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((run.directory / "faults").iterdir())) == 1
+    assert run.rows() == ppo.rows() and run.results() == ppo.results()
+
+
+@pytest.mark.full
+def test_a_replayed_step_is_equal_and_the_run_is_verified(ppo: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    shutil.copytree(ppo.directory, run.directory, symlinks=True)
+    done = finish(run.begin("replay", str(run.directory), "--step", "3", "--only", "train", "--inline"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    verified = finish(run.begin("verify", str(run.directory)))
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+@cache
+def alone(parent: Path) -> PodRun:
+    run = PodRun(parent)
+    done = run.train("--model.create.num_key_value_heads=2", *PPO)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run
+
+
+MESHES = {
+    "data x tensor, zero 1": "--parallel.data=2 --parallel.tensor=2 --parallel.zero=1",
+    "zero 3": "--parallel.data=2 --parallel.zero=3",
+    "pipeline": "--parallel.pipeline=2",
+    "context": "--parallel.context=2",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_a_mesh_has_the_curve_of_one_process_with_its_critic_and_survives_a_dead_rank(mesh: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    wanted = alone(tmp_path_factory.getbasetemp() / "alone").rows()
+    run, killed = (PodRun(tmp_path_factory.mktemp("mesh")) for _ in range(2))
+    heads = "--model.create.num_key_value_heads=2"
+    for one, fault in ((run, ()), (killed, ("--fault", "trainer_rank1:after:train:3"))):
+        done = one.train(heads, *PPO, *mesh.split(), *fault)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in run.rows()] == [(0.0, 0.0)] * 4
+    for name in ("reward/mean", "critic/vf_loss", "critic/grad_norm", "critic/values/mean"):
+        assert run.rows()[0][name] == pytest.approx(wanted[0][name], rel=1e-3), name
+    assert killed.rows() == run.rows() and killed.results() == run.results()
+
+
+def test_a_critic_of_another_tokenizer_or_of_several_labels_or_too_short_is_refused_in_one_line(ppo: PodRun, tmp_path: Path) -> None:
+    actor = ppo.directory / "sft" / "model"
+    shapes = read_shapes(actor)
+    other = make_value_folder(actor, "sequence", 0, tmp_path / "runs" / "other" / "critic")
+    assert check_value_model(str(other), "critic.path", actor, shapes, 48, needs_head=True).value_head == "sequence"
+    for context, needs_head, path, expected in (
+        (49, False, other, "reads at most 48 tokens, and a sample may have 49"),
+        (48, True, actor, "a language model without a value head, which cannot score"),
+        (48, False, tmp_path / "none", "which is not a folder"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            check_value_model(str(path), "critic.path", actor, shapes, context, needs_head)
+    make_character_tokenizer("0123456789=", other)
+    with pytest.raises(UserError, match="reads the tokens of another tokenizer"):
+        check_value_model(str(other), "critic.path", actor, shapes, 48)
+    config = other / "config.json"
+    config.write_text(config.read_text().replace('"0": "LABEL_0"', '"0": "LABEL_0", "1": "LABEL_1"'))
+    with pytest.raises(UserError, match="num_labels 2"):
+        check_value_model(str(other), "critic.path", actor, shapes, 48)
+
+
+@pytest.mark.full
+def test_a_critic_of_its_own_begins_with_its_weights(ppo: PodRun, tmp_path: Path) -> None:
+    given = make_value_folder(ppo.directory / "sft" / "model", "sequence", 7, tmp_path / "given" / "models" / "critic")
+    run = PodRun(tmp_path / "runs")
+    done = run.train(*PPO[:-3], "--run.max_steps=3", "--sft.steps=6", f"--critic.path={given}", "--inline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (run.directory / "models" / "critic").exists(), "a model with a head is read where it is"
+    assert load_model(given, select("reference"), heads="any").shapes.value_head == "sequence"
+    score = given / "score.safetensors"
+    score.write_bytes(score.read_bytes()[:-1] + b"\x7f")
+    verified = finish(run.begin("verify", str(run.directory)))
+    assert verified.returncode == 1 and "score.safetensors" in verified.stdout + verified.stderr
