@@ -68,7 +68,7 @@ def compare(text: str, steps: int, folder: Path) -> list[tuple[str, float, float
     subprocess.run([sys.executable, "-m", "tandem.cli.main", "train", str(path)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     took, recipe = measured(folder / "run"), load_config(path)
     if isinstance(recipe, PretrainRecipe):
-        return [("step", data_seconds(recipe), took["timing_s/step"])]
+        return [("step", data_seconds(recipe).step, took["timing_s/step"])]
     predicted = rl_seconds(recipe, check_rl_run(recipe).prompt_tokens, took["response_length/mean"])
     return [
         ("generation", predicted.generation, took["timing_s/rollout"]),

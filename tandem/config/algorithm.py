@@ -27,7 +27,7 @@ class AlgorithmConfig:
     `reinforce_plus_plus_baseline`: reward - group mean, normalised in the same way.
     `ppo`: generalized advantage estimation with the values of a critic (section `critic`), normalised over all tokens of the batch
     (Schulman et al., 2016 and 2017).
-    `pretrain` and `sft` train on data and have sections of their own."""
+    `pretrain`, `sft` and `dpo` train on data and have a section `algorithm` of their own."""
     group_size: int = 8
     """Completions per prompt, at least 2; for `reinforce_plus_plus` and `ppo`, which compare no groups, at least 1."""
     gamma: float = 1.0

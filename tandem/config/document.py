@@ -41,9 +41,9 @@ def document(text: str) -> str:
         "# Reinforcement learning",
         _refusals("Keys that reinforcement learning does not use and refuses", Recipe),
         *(block for section in rollouts for block in _section(section)),
-        "# Pretraining and supervised fine-tuning",
+        "# Pretraining, supervised fine-tuning and DPO",
         f"The sections {same} are described above.",
-        _refusals("Keys that pretraining and fine-tuning do not use and refuse", PretrainRecipe),
+        _refusals("Keys that training on data does not use and refuses", PretrainRecipe),
         *(block for section in data if section.kind not in shared for block in _section(section)),
     ]
     return guide + marker + "\n" + "\n\n".join(block for block in blocks if block) + "\n"

@@ -1,4 +1,4 @@
-"""A recipe for training on data without a rollout: pretraining and supervised fine-tuning."""
+"""A recipe for training on data without a rollout: pretraining, supervised fine-tuning and DPO."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from tandem.config.limits import check_at_least_one
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
+from tandem.config.preference import PreferenceLoss, check_preference
 from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import DemonstrationsConfig
@@ -38,11 +39,11 @@ class DataConfig:
     held_out: str = ""
     """Dataset for evaluation only. Empty: none."""
     sequence_length: int = 512
-    """Tokens per sequence; in supervised fine-tuning the maximum length of an example."""
+    """Tokens per sequence; in supervised fine-tuning the maximum length of an example, in DPO of a prompt with one of its answers."""
     global_batch_size: int = 8
-    """Sequences, or examples, per optimizer step."""
+    """Sequences, examples or preference pairs per optimizer step."""
     too_long: Literal["refuse", "leave_out"] = "refuse"
-    """For `sft`: `refuse` a dataset with longer examples, or `leave_out` those examples."""
+    """For `sft` and `dpo`: `refuse` a dataset with longer examples, or `leave_out` those examples, a pair whole."""
     cache: str = ""
     """Folder for downloading and verifying the shards of a URL."""
     read_ahead: int = 4
@@ -67,7 +68,7 @@ class HeldOutConfig:
     every_steps: int = 50
     """Optimizer steps between two evaluations; one more follows at the end."""
     sequences: int = 32
-    """Number of held-out sequences, or examples, to evaluate."""
+    """Number of held-out sequences, examples or pairs to evaluate."""
 
     def check(self) -> None:
         check_at_least_one("evaluation", self, "every_steps", "sequences")
@@ -75,16 +76,27 @@ class HeldOutConfig:
 
 @dataclass(frozen=True, slots=True)
 class PretrainConfig:
-    """Which tokens of the data are learned."""
+    """What is learned of the data."""
 
-    name: Literal["pretrain", "sft"]
-    """`pretrain`: every next token of documents. `sft`: the tokens marked in a dataset of examples (supervised fine-tuning)."""
+    name: Literal["pretrain", "sft", "dpo"]
+    """`pretrain`: every next token of documents. `sft`: the tokens marked in a dataset of examples (supervised fine-tuning). `dpo`: to prefer
+    the chosen to the rejected answers of a dataset of preference pairs (Rafailov et al., 2023), with the initial model as the reference."""
+    loss_type: PreferenceLoss = "sigmoid"
+    """For `dpo`: `sigmoid`, `ipo` (Azar et al., 2023), `hinge` (Zhao et al., 2023) or `robust` (Chowdhury et al., 2024)."""
+    beta: float = 0.1
+    """For `dpo`: the weight of the reference. The larger it is, the less the policy departs from it; for `ipo` it is tau."""
+    label_smoothing: float = 0.0
+    """For `dpo` with `sigmoid` or `robust`: the share of the pairs that are assumed to be labelled the wrong way, below 0.5."""
+
+    def check(self) -> None:
+        """Raises ``UserError`` for an invalid value."""
+        check_preference(self, "dpo")
 
 
 @dataclass(frozen=True, slots=True)
 class PretrainRecipe:
-    """The recipe of ``tandem train`` if ``algorithm.name`` is ``pretrain`` or ``sft``. ``task``: with ``sft``, learns the demonstrations of
-    a task instead of ``data.train``."""
+    """The recipe of ``tandem train`` if ``algorithm.name`` is ``pretrain``, ``sft`` or ``dpo``. ``task``: with ``sft``, learns the demonstrations
+    of a task instead of ``data.train``."""
 
     algorithm: PretrainConfig
     model: ModelConfig
@@ -107,20 +119,36 @@ class PretrainRecipe:
 
     @property
     def learns_from_examples(self) -> bool:
-        return self.algorithm.name == "sft"
+        """Whether the data is examples, which are never split or joined, and not documents."""
+        return self.algorithm.name != "pretrain"
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether an example is a preference pair: two sequences, which are in one micro-batch."""
+        return self.algorithm.name == "dpo"
+
+    @property
+    def sequences_each(self) -> int:
+        """The number of sequences that one of ``data.global_batch_size`` counts for."""
+        return 2 if self.learns_from_pairs else 1
+
+    @property
+    def step_tokens(self) -> int:
+        """The largest number of tokens of an optimizer step."""
+        return self.data.global_batch_size * self.sequences_each * self.data.sequence_length
 
     @property
     def most_tokens(self) -> int:
         """The largest number of tokens in one forward and backward pass of one data-parallel rank: sequences are not split over
         micro-batches."""
-        share = self.data.sequence_length * -(-self.data.global_batch_size // self.parallel.data)
-        return min(max(self.trainer.micro_batch_tokens, self.data.sequence_length), share)
+        longest = self.sequences_each * self.data.sequence_length
+        return min(max(self.trainer.micro_batch_tokens, longest), longest * -(-self.data.global_batch_size // self.parallel.data))
 
     def check(self) -> None:
         """Raises ``UserError`` for invalid combinations of sections."""
         if self.task is None and not self.data.train:
             raise UserError("'data.train' is empty; name at least one dataset that 'tandem tokenize' wrote")
-        if self.task is not None and (self.data.train or not self.learns_from_examples):
+        if self.task is not None and (self.data.train or self.algorithm.name != "sft"):
             raise UserError(
                 f"section 'task' names the task '{self.task.name}', whose demonstrations replace data.train and need algorithm.name sft; "
                 "remove 'task' or 'data.train'"
@@ -129,7 +157,7 @@ class PretrainRecipe:
             raise UserError("section 'demonstrations' is given and there is no section 'task' to demonstrate; remove it, or name a task")
         if self.data.too_long != "refuse" and not self.learns_from_examples:
             raise UserError(
-                f"'data.too_long' is '{self.data.too_long}', which belongs to algorithm.name sft; pretraining splits documents and leaves "
+                f"'data.too_long' is '{self.data.too_long}', which belongs to algorithm.name sft and dpo; pretraining splits documents and leaves "
                 "none out: remove the key"
             )
         if self.task is not None:

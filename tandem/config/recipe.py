@@ -145,7 +145,7 @@ class Recipe:
 
 IN_A_POD = typing.get_args(AlgorithmName)
 """Algorithms that train on rollouts."""
-ON_DATA = ("pretrain", "sft")
+ON_DATA = ("pretrain", "sft", "dpo")
 """Algorithms that train on data and not on rollouts."""
 AnyRecipe = Recipe | PretrainRecipe
 

@@ -18,13 +18,14 @@ from tandem.types import UserError
 
 class Piece(NamedTuple):
     """Consecutive tokens of one document in a sequence, from token ``start`` of the document. ``learned``: 1 for each learned token
-    (``None``: all)."""
+    (``None``: all). ``reference``: the reference's log-probability (nats) of each learned token, 0 elsewhere (``None``: there is none)."""
 
     shard: int
     document: int
     start: int
     tokens: "memoryview[int]"
     learned: "memoryview[int] | None" = None
+    reference: "memoryview[float] | None" = None
 
 
 Sequence = list[Piece]

@@ -28,9 +28,10 @@ SEQUENCE_BYTES, TOKEN_BYTES = 550, 100
 ``MicroBatch``)."""
 
 
-def batch_bytes(data: DataConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """Returns the resident bytes of one rank's batches: those read ahead, the one being read and the current one."""
-    sequences = -(-data.global_batch_size // parallel.data)
+def batch_bytes(data: DataConfig, parallel: ParallelConfig = ONE_PROCESS, each: int = 1) -> int:
+    """Returns the resident bytes of one rank's batches: those read ahead, the one being read and the current one. ``each``: sequences that
+    one of ``data.global_batch_size`` counts for."""
+    sequences = each * -(-data.global_batch_size // parallel.data)
     return sequences * ((data.read_ahead + 2) * SEQUENCE_BYTES + data.sequence_length * TOKEN_BYTES)
 
 

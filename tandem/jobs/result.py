@@ -27,7 +27,8 @@ class RunResult:
 
     Args:
         steps: optimizer steps taken.
-        figures: by name: ``loss`` in nats per token on the held-out data; ``accuracy``, sampled, before on the held-out prompts of step 0 and
+        figures: by name: ``loss`` on the held-out data, in nats per token or of preference pairs; ``pair_accuracy``, the share of the held-out pairs
+            whose chosen answer is preferred; ``accuracy``, sampled, before on the held-out prompts of step 0 and
             after on the final ones; ``greedy_accuracy`` on the final prompts.
         model: the trained model's folder.
         commands: shell commands to try the model.
@@ -71,13 +72,20 @@ class RunResult:
     def _headline(self) -> str:
         loss = self.figures.get("loss")
         if loss is not None and loss.before is not None and loss.after is not None:
-            perplexity = math.exp(min(loss.after, 700.0))
-            return f"{self.steps} steps: held-out loss {loss.before:.4f} -> {loss.after:.4f} (perplexity {perplexity:.2f})"
+            pairs = self.figures.get("pair_accuracy")
+            more = f"perplexity {math.exp(min(loss.after, 700.0)):.2f}" if pairs is None else f"accuracy of pairs {pairs.before:.3f} -> {pairs.after:.3f}"
+            return f"{self.steps} steps: held-out loss {loss.before:.4f} -> {loss.after:.4f} ({more})"
         if self.reached is None:
             return f"{self.steps} steps"
         sampled, greedy = (_after_and_before(self.figures[name]) for name in ("accuracy", "greedy_accuracy"))
         verdict = "target reached" if self.reached else "target NOT reached"
         return f"{verdict} after {self.steps} steps: sampled accuracy {sampled}, greedy {greedy} on fresh prompts"
+
+
+def held_out_figures(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """Returns the figures of the held-out evaluations of a run on data, in their order."""
+    names = {"loss": "loss", "accuracy": "pair_accuracy"}
+    return {figure: Figure(evaluations[0][name], evaluations[-1][name]) for name, figure in names.items() if evaluations and name in evaluations[0]}
 
 
 def finish_run(

@@ -130,7 +130,7 @@ def _loss(runs: Sequence[RunFacts]) -> Chart:
     series: list[Series] = []
     for number, run in enumerate(runs):
         series += _training(run, number, "training", "train/loss")
-        series += _evaluated(run, number, "held out", ("held_out",), "loss")
+        series += _evaluated(run, number, "held out", ("held_out", "held_out_pairs"), "loss")
     return Chart("Loss", series, "nats per token")
 
 

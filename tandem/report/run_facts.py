@@ -111,6 +111,11 @@ def _headline(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if held_out:
         first, last = held_out[0], held_out[-1]
         return f"held-out loss {first['loss']:.4f} before, {last['loss']:.4f} (perplexity {last['perplexity']:.2f}) after {last['step']} steps"
+    pairs = [e for e in evaluations if e["kind"] == "held_out_pairs"]
+    if pairs:
+        first, last = pairs[0], pairs[-1]
+        accuracy = f"accuracy {first['accuracy']:.3f} before, {last['accuracy']:.3f}"
+        return f"held-out loss {first['loss']:.4f} before, {last['loss']:.4f}, {accuracy} of {last['pairs']} pairs after {last['step']} steps"
     by_kind = {kind: [e for e in evaluations if e["kind"] == kind] for kind in ("sampled", "greedy", "final", "final_greedy")}
     said = []
     if by_kind["sampled"]:

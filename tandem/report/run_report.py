@@ -92,6 +92,9 @@ def _cards(run: RunFacts) -> str:
         if before:
             cards.append((_change(before[0], after[-1] if after else None, ".3f"), name))
     losses = [e["loss"] for e in run.evaluations if e["kind"] == "held_out"]
+    pairs = [e for e in run.evaluations if e["kind"] == "held_out_pairs"]
+    if pairs:
+        cards.append((_change(pairs[0]["accuracy"], pairs[-1]["accuracy"] if len(pairs) > 1 else None, ".3f"), "held-out pairs preferred rightly"))
     if losses:
         cards.append((_change(losses[0], losses[-1] if len(losses) > 1 else None, ".4f"), "held-out loss, nats per token"))
     asked = None if run.recipe is None else run.recipe.get("run.max_steps")

@@ -11,14 +11,21 @@ def dump_batch(path: Path, step: int, sequences: Sequence[TrainSequence], metric
     """Writes ``sequences`` of optimizer step ``step`` and the step's ``metrics`` as JSON (``NaN`` and ``Infinity`` in Python's
     spelling)."""
     path.parent.mkdir(exist_ok=True)
-    rows = [{"id": s.id, "token_ids": s.token_ids, "prompt_length": s.prompt_length, "loss_mask": s.loss_mask} for s in sequences]
+    names = ("id", "token_ids", "prompt_length", "loss_mask", "reference_logprobs")
+    rows = [{name: getattr(s, name) for name in names} for s in sequences]
     path.write_text(json.dumps({"step": step, "metrics": dict(metrics), "sequences": rows}) + "\n", encoding="utf-8")
 
 
 def read_batch(path: Path) -> list[TrainSequence]:
     """Returns the sequences written by ``dump_batch``, as ``rl.algorithms.update.pack`` and ``trainer.step.train_step`` take them."""
     rows = json.loads(path.read_text(encoding="utf-8"))["sequences"]
-    return [TrainSequence(r["id"], tuple(r["token_ids"]), r["prompt_length"], tuple(r["loss_mask"])) for r in rows]
+    return [
+        TrainSequence(
+            row["id"], tuple(row["token_ids"]), row["prompt_length"], tuple(row["loss_mask"]),
+            reference_logprobs=None if row["reference_logprobs"] is None else tuple(row["reference_logprobs"]),
+        )
+        for row in rows
+    ]  # fmt: skip
 
 
 def read_metrics(path: Path) -> dict[str, float]:

@@ -68,6 +68,12 @@ def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_toke
     return [[tuple(share[i] for i in chosen) for chosen in bins] for share, bins in zip(shares, packed, strict=True)]
 
 
+def pack_pairs(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bin]:
+    """Returns the micro-batches of ``sequences`` by index, packed so that sequences 2i and 2i + 1, a preference pair, are side by side in one."""
+    lengths = [forward_tokens(chosen) + forward_tokens(rejected) for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True)]
+    return [tuple(index for pair in pairs for index in (2 * pair, 2 * pair + 1)) for pairs in best_fit(lengths, micro_batch_tokens)]
+
+
 def split(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
     """Returns ``items`` in at most ``parts`` runs of nearly equal count, in their order; at least one run, which may be empty."""
     parts = max(1, min(parts, len(items)))

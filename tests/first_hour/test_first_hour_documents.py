@@ -12,8 +12,8 @@ import yaml
 from code_blocks import PLAIN, SHELL, Block, code_blocks
 
 from tandem.cli.main import parser
-from tandem.config.load import build, read_yaml
-from tandem.config.recipe import Recipe, load_config
+from tandem.config.load import read_yaml
+from tandem.config.recipe import load_config, recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")})
@@ -64,4 +64,4 @@ def test_yaml_is_a_recipe_or_part_of_one(block: Block) -> None:
     recipe = {} if block.how else read_yaml(ROOT / "recipes" / "sort.yaml")
     for section, keys in sections.items():
         recipe[section] = {**recipe.get(section, {}), **keys} if isinstance(keys, dict) else keys
-    build(Recipe, recipe)
+    recipe_of(recipe)

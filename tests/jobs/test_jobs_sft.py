@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from byte_model import write_byte_model
 from data_runs import forget_end, rows
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem import LLM, SamplingParams
 from tandem.config.recipe import Recipe, load_config
@@ -56,21 +55,7 @@ HELD_OUT = [{"prompt": "9+9=", "completion": "18"}, {"prompt": "7+1=", "completi
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with a chat template, two datasets of examples, a held-out one, and one of plain text."""
     folder = tmp_path_factory.mktemp("data")
-    special = ["<eos>", "<u>", "<a>"]
-    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    backend = Backend(models.BPE(vocabulary, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(special)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
-        intermediate_size=64, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.1, eos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    backend.save(str(folder / "model" / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": TEMPLATE}
-    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_byte_model(folder / "model", TEMPLATE)
     form = DocumentFormat(suffixes=(), examples=True)
     for name, examples in (("pairs", PAIRS), ("chats", CHATS), ("held-out", HELD_OUT)):
         (folder / "source" / name).mkdir(parents=True)

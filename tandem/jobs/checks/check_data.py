@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import DataConfig, PretrainRecipe
-from tandem.config.trainer import TrainerConfig
+from tandem.data.logprob_files import reference_bytes
 from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
@@ -58,13 +58,13 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         if recipe.task is not None:
             lines = check_demonstrations(recipe.task, recipe.demonstrations, recipe.data, recipe.run, folder)
         elif recipe.learns_from_examples:
-            lines = check_examples(recipe.data, recipe.run, datasets)
+            lines = check_examples(recipe, datasets)
         else:
             lines = _describe_text(recipe.data, recipe.run.max_steps, datasets)
         parallel = recipe.parallel
         tokens = recipe.most_tokens
         # All ranks start on this machine, whatever parallel.ranks_per_node says.
-        batches = parallel.world * batch_bytes(recipe.data, parallel)
+        batches = parallel.world * batch_bytes(recipe.data, parallel, recipe.sequences_each)
         if device == "cuda":
             check_gpu_memory(on_gpu := gpu_training_bytes(shapes, recipe.trainer, tokens, parallel), parallel.world)
             lines = [*lines, describe_gpus(parallel.world, on_gpu)]
@@ -81,9 +81,12 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
                 "trainer.offload_parameters and trainer.offload_activations to nvme too"
             )
         if recipe.data.held_out:
-            held_out = datasets[-1][1].dataset.documents if recipe.learns_from_examples else recipe.evaluation.sequences
-            check_held_out(min(recipe.evaluation.sequences, held_out), recipe.data.sequence_length, parallel, free)
+            each = recipe.sequences_each
+            held_out = datasets[-1][1].dataset.documents // each if recipe.learns_from_examples else recipe.evaluation.sequences
+            check_held_out(min(recipe.evaluation.sequences, held_out), each * recipe.data.sequence_length, parallel, free)
         disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models=2 if recipe.model.create is not None else 1)
+        if recipe.learns_from_pairs:
+            disk += sum(reference_bytes(files.dataset, recipe.trainer.dtype) for _, files in datasets)
         offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
         disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
         check_offload_folder(recipe.trainer.offload_folder)
@@ -95,7 +98,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *describe_offloaded(recipe.trainer, offloaded),
             *describe(mesh_of(parallel), parallel.nodes()),
-            *_describe_pipeline(recipe.data, recipe.trainer, parallel, spans),
+            *_describe_pipeline(recipe, spans),
         ]
 
 
@@ -111,11 +114,12 @@ def _describe_text(data: DataConfig, max_steps: int, datasets: Sequence[tuple[st
     return [f"data: {total:,} tokens in {len(train)} datasets", f"asked for: {asked:,} tokens, {asked / total:.2f} epochs", *marked]
 
 
-def _describe_pipeline(data: DataConfig, trainer: TrainerConfig, parallel: ParallelConfig, spans: Sequence[Span]) -> list[str]:
+def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[str]:
+    parallel = recipe.parallel
     if parallel.pipeline == 1:
         return []
-    tokens = data.global_batch_size * data.sequence_length // parallel.data
-    shape = PipelineShape(parallel.pipeline, -(-tokens // trainer.micro_batch_tokens), parallel.virtual_stages)
+    tokens = recipe.step_tokens // parallel.data
+    shape = PipelineShape(parallel.pipeline, -(-tokens // recipe.trainer.micro_batch_tokens), parallel.virtual_stages)
     layers = ", ".join(str(span.stop - span.start) for span in spans)
     return [
         f"pipeline: stages of {layers} layers, {parallel.schedule}, about {shape.micro_batches} micro-batches a step: "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from tandem.config.pretrain import DataConfig
+from tandem.config.pretrain import DataConfig, PretrainRecipe
 from tandem.config.run import RunConfig
 from tandem.config.sft import DemonstrationsConfig
 from tandem.config.task import TaskConfig
@@ -16,39 +16,47 @@ from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 
-def check_examples(data: DataConfig, run: RunConfig, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:
+def check_examples(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:
     """Returns what will be learned, one line for each figure. ``datasets``: by path, the held-out one last. Raises ``UserError`` where a
-    dataset has no loss mask or no example that fits."""
+    dataset has no loss mask, no example that fits, or pairs where examples are learned or the reverse."""
+    data, each, kind = recipe.data, recipe.sequences_each, "pairs" if recipe.learns_from_pairs else "examples"
     longest, examples, lines = data.sequence_length, 0, []
     for number, (path, files) in enumerate(datasets):
         if not files.dataset.has_masks:
             raise UserError(
-                f"'{path}' does not say which tokens are learned; make it with 'tandem tokenize --examples', or set algorithm.name to pretrain"
+                f"'{path}' does not say which tokens are learned; make it with 'tandem tokenize --{kind}', or set algorithm.name to pretrain"
+            )
+        if files.dataset.pairs != recipe.learns_from_pairs:
+            has, other = ("preference pairs", "dpo") if files.dataset.pairs else ("no preference pairs", "sft")
+            raise UserError(
+                f"'{path}' has {has}, and algorithm.name is '{recipe.algorithm.name}'; make it with 'tandem tokenize --{kind}', or set "
+                f"algorithm.name to {other}"
             )
         too_long = [
             (length, f"document {document} of {files.dataset.shards[shard].name}")
             for shard, lengths in enumerate(all_lengths(files))
-            for document, length in enumerate(lengths)
+            for document, length in ((first, max(lengths[first : first + each])) for first in range(0, len(lengths), each))
             if length > longest
         ]
-        kept = files.dataset.documents - len(too_long)
+        count = files.dataset.documents // each
+        kept = count - len(too_long)
         if too_long and data.too_long == "refuse":
             most, where = max(too_long, key=lambda example: example[0])
             raise UserError(
-                f"'{path}' has examples of more than data.sequence_length ({longest}) tokens ({len(too_long):,} of {files.dataset.documents:,}), the "
+                f"'{path}' has {kind} of more than data.sequence_length ({longest}) tokens ({len(too_long):,} of {count:,}), the "
                 f"longest {most} ({where}); raise it, or set data.too_long to leave_out"
             )
         if kept == 0:
-            raise UserError(f"'{path}' has no example of at most {longest} tokens; raise data.sequence_length")
+            raise UserError(f"'{path}' has no {kind[:-1]} of at most {longest} tokens; raise data.sequence_length")
         if too_long:
-            lines.append(f"left out of '{path}': {len(too_long):,} of {files.dataset.documents:,} examples, which have more than {longest} tokens")
+            lines.append(f"left out of '{path}': {len(too_long):,} of {count:,} {kind}, which have more than {longest} tokens")
         examples += kept if number < len(data.train) else 0
-    asked = run.max_steps * data.global_batch_size
+    asked = recipe.run.max_steps * data.global_batch_size
     learned = sum(files.dataset.learned for _, files in datasets[: len(data.train)])
     tokens = sum(files.dataset.tokens for _, files in datasets[: len(data.train)])
     return [
-        f"data: {examples:,} examples in {len(data.train)} datasets, {learned:,} of {tokens:,} tokens learned",
-        f"asked for: {asked:,} examples, {asked / examples:.2f} epochs",
+        f"data: {examples:,} {kind} in {len(data.train)} datasets, {learned:,} of {tokens:,} tokens learned",
+        f"asked for: {asked:,} {kind}, {asked / examples:.2f} epochs",
         *lines,
     ]
 

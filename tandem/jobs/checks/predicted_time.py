@@ -10,6 +10,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.estimate.time import Work, generation_work, training_work
 from tandem.jobs.checks.check_run import folder_to_check
 from tandem.jobs.checks.measured_speed import measure
+from tandem.jobs.data_run.train_data import open_datasets
 from tandem.jobs.display import duration
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.runtime.machine.gpus import Device, check_pod_device, chosen_device
@@ -27,6 +28,13 @@ class RLSeconds(NamedTuple):
     evaluation: float
     final_evaluation: float
     sft: float
+
+
+class DataSeconds(NamedTuple):
+    """Seconds of one ``step``, and of the ``reference``'s pass over the data of DPO."""
+
+    step: float
+    reference: float
 
 
 def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -> RLSeconds:
@@ -59,15 +67,18 @@ def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -
     return RLSeconds(*_seconds(work, trainer, recipe.machine, device, recipe.parallel.world))
 
 
-def data_seconds(recipe: PretrainRecipe) -> float:
-    """Returns the predicted seconds of a step whose sequences all have ``data.sequence_length`` tokens. Raises ``UserError`` where the machine cannot be
+def data_seconds(recipe: PretrainRecipe) -> DataSeconds:
+    """Returns the predicted seconds where all sequences of a step have ``data.sequence_length`` tokens. Raises ``UserError`` where the machine cannot be
     measured."""
     with folder_to_check(recipe.model) as folder:
         shapes = read_shapes(folder)
-    trainer, data = recipe.trainer, recipe.data
-    tokens = data.global_batch_size * data.sequence_length
-    step = training_work(shapes, trainer.dtype, tokens, data.sequence_length, recipe.most_tokens, _passes(trainer), 1)
-    return _seconds([step], trainer, recipe.machine, chosen_device(recipe.machine, recipe.parallel.world), recipe.parallel.world)[0]
+    trainer, length = recipe.trainer, recipe.data.sequence_length
+    work = [training_work(shapes, trainer.dtype, recipe.step_tokens, length, recipe.most_tokens, _passes(trainer), 1)]
+    if recipe.learns_from_pairs:
+        tokens = sum(files.dataset.tokens for _, files in open_datasets(recipe.data))
+        work.append(training_work(shapes, trainer.dtype, tokens, length, recipe.most_tokens, 1, 0))
+    seconds = _seconds(work, trainer, recipe.machine, chosen_device(recipe.machine, recipe.parallel.world), recipe.parallel.world)
+    return DataSeconds(seconds[0], sum(seconds[1:]))
 
 
 def describe_rl_time(recipe: Recipe, prompt_tokens: float) -> str:
@@ -92,11 +103,11 @@ def describe_rl_time(recipe: Recipe, prompt_tokens: float) -> str:
 def describe_data_time(recipe: PretrainRecipe) -> str:
     """Returns a line on the time of a run on data whose sequences are all of ``data.sequence_length`` tokens."""
     try:
-        step = data_seconds(recipe)
+        step, reference = data_seconds(recipe)
     except UserError as error:
         return f"predicted time: not known, {error}"
-    steps, tokens = recipe.run.max_steps, recipe.data.global_batch_size * recipe.data.sequence_length
-    return f"predicted time: {duration(steps * step)}, {steps} steps of {tokens:,} tokens and {_short(step)}"
+    steps, passed = recipe.run.max_steps, f", reference pass {_short(reference)}" if recipe.learns_from_pairs else ""
+    return f"predicted time: {duration(reference + steps * step)}, {steps} steps of {recipe.step_tokens:,} tokens and {_short(step)}{passed}"
 
 
 def _passes(trainer: TrainerConfig) -> float:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from torch import Tensor
+
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.loader import Loader, batch_indices
 from tandem.data.stream import Sequence as Pieces
@@ -15,6 +17,7 @@ from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
 from tandem.jobs.data_run.train_data import TrainData
 from tandem.jobs.finished import remove_model
 from tandem.jobs.run import Run
+from tandem.kernels.api import TokenLogprobs
 from tandem.layout.flops import step_flops
 from tandem.model.decoder import Decoder
 from tandem.model.export_dtype import export_dtype
@@ -25,13 +28,17 @@ from tandem.trainer.device_speed import DeviceSpeed
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.losses.aggregate import GlobalCounts, counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
+from tandem.trainer.losses.dpo import make_dpo_loss
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import MicroBatch, forward_tokens, make_micro_batches
-from tandem.trainer.packing import pack
+from tandem.trainer.packing import pack, pack_pairs
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
-from tandem.trainer.step import ForwardBackward, StepResult, train_step
+from tandem.trainer.step import ForwardBackward, Loss, StepResult, sum_shares, train_step
 from tandem.types import RunError, TrainSequence
+
+HELD_OUT, HELD_OUT_PAIRS = "held_out", "held_out_pairs"
+"""Kinds of evaluations in the journal."""
 
 
 @dataclass(kw_only=True)
@@ -103,15 +110,22 @@ class DataRun(Run):
     ) -> StepResult:
         """Takes optimizer step ``step`` on a global batch of ``counts``. ``forward_backward``: runs the micro-batches (``None``: the replica's)."""
         return train_step(
-            self.model, self.replica.optimizer, micro_batches, make_cross_entropy_loss(counts, "train"),
+            self.model, self.replica.optimizer, micro_batches, self.loss(counts),
             learning_rate(self.recipe.trainer, step, self.recipe.run.max_steps), on_progress=self.records.progress("train"), guard=self.guard,
             sums=self.replica.sums, forward_backward=forward_backward or self.replica.forward_backward, tracer=self.tracer,
             on_phase=lambda phase: self.records.enter(phase, step),
         )  # fmt: skip
 
+    def loss(self, counts: GlobalCounts) -> Loss:
+        """Returns the loss of a global batch of ``counts``."""
+        if not self.recipe.learns_from_pairs:
+            return make_cross_entropy_loss(counts, "train")
+        algorithm = self.recipe.algorithm
+        return make_dpo_loss(algorithm.loss_type, algorithm.beta, algorithm.label_smoothing, counts.sequences // 2, "train/loss")
+
     def micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, int, list[MicroBatch]]:
         """Returns the counts of the global batch, its tokens, and this rank's micro-batches (``Replica.passes``)."""
-        bins = pack(sequences, self.recipe.trainer.micro_batch_tokens)
+        bins = (pack_pairs if self.recipe.learns_from_pairs else pack)(sequences, self.recipe.trainer.micro_batch_tokens)
         counts, tokens, passes = counts_of(sequences), sum(len(s.token_ids) for s in sequences), len(bins)
         if self.ranks.world.size > 1:
             every = self.ranks.all_values([counts.tokens, counts.sequences, len(bins)], "counts of the batch")
@@ -136,9 +150,9 @@ class DataRun(Run):
         self.records.callback.message(f"{what}; {left}")
 
     def evaluate(self, step: int) -> None:
-        """Measures the loss on the held-out data, in nats per token, and journals it, once for each step."""
-        held_out = self.data.held_out
-        if held_out is None or self.ranks.agreed(self.records.evaluation(step, "held_out") is not None, "whether to evaluate"):
+        """Measures the loss on the held-out data, in nats per token or of preference pairs, and journals it, once for each step."""
+        held_out, kind = self.data.held_out, HELD_OUT_PAIRS if self.recipe.learns_from_pairs else HELD_OUT
+        if held_out is None or self.ranks.agreed(self.records.evaluation(step, kind) is not None, "whether to evaluate"):
             return
         with self.records.phase("evaluate", step):
             share = batch_indices(0, self.data.held_out_sequences, self.ranks.data.rank, self.ranks.data.size)
@@ -146,12 +160,27 @@ class DataRun(Run):
             counts, _, micro_batches = self.micro_batches(sequences)
             logprobs = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
             self.replica.reshard()
+            if self.recipe.learns_from_pairs:
+                self._pairs_evaluated(step, counts, micro_batches, logprobs)
+                return
             own = math.fsum(itertools.chain.from_iterable(raw.tolist() for raw, _ in logprobs))
             loss = -self.ranks.sums([own], "the held-out loss")[0] / counts.tokens
             tokens = int(counts.tokens)
         perplexity = math.exp(min(loss, 700.0))
-        self.records.evaluated(step, "held_out", {"loss": loss, "perplexity": perplexity, "tokens": tokens})
+        self.records.evaluated(step, HELD_OUT, {"loss": loss, "perplexity": perplexity, "tokens": tokens})
         self.records.callback.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
+
+    def _pairs_evaluated(self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
+        """Journals the loss of the held-out pairs and the share of them whose chosen answer is preferred. ``logprobs``: [2, R] of each
+        micro-batch."""
+        loss = self.loss(counts)
+        sums = sum_shares(loss(TokenLogprobs(raw, raw, raw), rows) for (raw, _), rows in zip(logprobs, micro_batches, strict=True)).sums
+        names = {"loss": "train/loss", "accuracy": "rewards/accuracies", "margin": "rewards/margins"}
+        measured = self.ranks.sums([sums.get(name, 0.0) for name in names.values()], "the held-out loss")
+        result = dict(zip(names, measured, strict=True)) | {"pairs": counts.sequences // 2}
+        self.records.evaluated(step, HELD_OUT_PAIRS, result)
+        said = f"held-out loss {result['loss']:.4f}, accuracy {result['accuracy']:.3f} of {result['pairs']} pairs"
+        self.records.callback.message(f"step {step}: {said}")
 
     def checkpoint(self, step: int) -> None:
         """Begins the checkpoint of the state after ``step`` steps, once. Flushes earlier rows first, because no resume writes them again."""
@@ -194,5 +223,6 @@ def train_sequences(batch: Sequence[Pieces]) -> list[TrainSequence]:
             if length > 1:
                 mask = (0.0,) + ((1.0,) * (length - 1) if piece.learned is None else tuple(map(float, piece.learned[1:])))
                 prompt_length = 1 if piece.learned is None else mask.index(1.0)
-                sequences.append(TrainSequence(f"{number}/{place}", tuple(piece.tokens), prompt_length, mask))
+                reference = None if piece.reference is None else tuple(piece.reference)
+                sequences.append(TrainSequence(f"{number}/{place}", tuple(piece.tokens), prompt_length, mask, reference_logprobs=reference))
     return sequences

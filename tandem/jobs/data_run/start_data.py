@@ -13,11 +13,12 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.peak_bytes import peak_bytes
 from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
-from tandem.jobs.data_run.data_run import DataRun
+from tandem.jobs.data_run.data_run import HELD_OUT, HELD_OUT_PAIRS, DataRun
+from tandem.jobs.data_run.reference_pass import ReferencePass
 from tandem.jobs.data_run.train_data import open_data
 from tandem.jobs.pretrain import pretrain
 from tandem.jobs.registered import Registered
-from tandem.jobs.result import Figure, RunResult, finish_run
+from tandem.jobs.result import RunResult, finish_run, held_out_figures
 from tandem.jobs.run_files import begun, continue_from, initial_folder, opened_files
 from tandem.jobs.try_commands import data_commands
 from tandem.jobs.verify.start_model import check_start_model
@@ -45,6 +46,7 @@ from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.rank_process import Rank, rank_alone
+from tandem.types import RunError
 
 
 def execute_data_run(recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False) -> RunResult:
@@ -73,8 +75,7 @@ def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed:
         model, journal = run.export(), run.records.journal
         if journal is None:
             return None
-        losses = [result["loss"] for _, kind, result in journal.evaluations() if kind == "held_out"]
-        figures = {"loss": Figure(losses[0], losses[-1])} if losses else {}
+        figures = held_out_figures([result for _, kind, result in journal.evaluations() if kind in (HELD_OUT, HELD_OUT_PAIRS)])
         commands = data_commands(model, run.data.sequence(0)[0] if recipe.learns_from_examples else None)
         return finish_run(rank.directory, journal, model, steps, figures, commands)
 
@@ -100,16 +101,22 @@ def opened_run(
         # No rank reads the model before it is written.
         ranks.world.barrier("the model to start from")
         start, is_alone = initial_folder(recipe.model, directory), ranks.world.size == 1
+        reference, missing = ReferencePass(recipe, directory, records) if recipe.learns_from_pairs else None, list[str]()
         if journal is not None:
-            _check_start(start, directory, journal, callback)
+            missing = reference.missing() if reference is not None else []
+            if missing and at_most is not None:
+                raise RunError(f"'{directory / missing[0]}' is not as it was written; resume the run, which computes it again, then replay")
+            _check_start(start, directory, journal, callback, weights_are_used=bool(missing) or not steps_on_disk(directory))
         settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens)
         keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)
         # Memory that only loading needs would otherwise stay with the rank for the whole run.
         stack.enter_context(freed_memory_kept() if is_alone else large_memory_given_back())
-        data = open_data(recipe, start, journal)
+        data = open_data(recipe, directory, start, journal)
         for note in data.notes if ranks.is_first else ():
             callback.message(note)
         replica, kernels = _load(settings, recipe.machine, ranks, callback)
+        if reference is not None and ranks.agreed(len(missing), "whether the reference is known"):
+            reference.compute(replica, missing)
         guard, registered = GradScaler(recipe.trainer), None
         if journal is not None:
             registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
@@ -145,9 +152,9 @@ def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:
     return not trainer.offloads and KEPT_TIMES * peak <= available_bytes(memory_gib)
 
 
-def _check_start(start: Path, directory: Path, journal: Journal, callback: Callback) -> None:
-    """Verifies the model that the run starts from; its weights matter only until there is a checkpoint."""
-    for what in check_start_model(start, journal, weights_are_used=not steps_on_disk(directory)):
+def _check_start(start: Path, directory: Path, journal: Journal, callback: Callback, weights_are_used: bool) -> None:
+    """Verifies the model that the run starts from; its weights matter only until there is a checkpoint, and for the reference's pass."""
+    for what in check_start_model(start, journal, weights_are_used=weights_are_used):
         journal.record_event("damage", {"reason": what})
         callback.message(f"{what}; the run continues from its checkpoint, which does not depend on it")
 

@@ -11,6 +11,7 @@ from tandem.config.pretrain import DataConfig, PretrainRecipe
 from tandem.config.sft import DemonstrationsConfig
 from tandem.config.task import TaskConfig
 from tandem.data.example_stream import ExampleStream
+from tandem.data.logprob_files import LogprobFiles
 from tandem.data.mixture import mixed
 from tandem.data.shard_files import ShardFiles
 from tandem.data.stream import Piece, TokenStream
@@ -22,13 +23,15 @@ from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
 
 HELD_OUT_SEED = 0
+REFERENCE = "reference"
+"""The folder, in that of a run, of the log-probabilities of the reference."""
 Sequences = Callable[[int], Pieces]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainData:
     """``sequence`` and ``held_out`` (``None``: the run has no held-out data) return sequences by their index. ``held_out_sequences``: the
-    number of sequences of an evaluation. ``notes``: messages for the user, one line each."""
+    number of sequences, examples or pairs, of an evaluation. ``notes``: messages for the user, one line each."""
 
     sequence: Sequences
     held_out: Sequences | None
@@ -36,35 +39,39 @@ class TrainData:
     notes: tuple[str, ...] = ()
 
 
-def open_data(recipe: PretrainRecipe, start: Path, journal: Journal | None) -> TrainData:
-    """Opens the mixture and the held-out data, or the demonstrations of a task for the model in ``start``. Raises ``UserError`` where the
-    data has changed since the run started."""
+def open_data(recipe: PretrainRecipe, directory: Path, start: Path, journal: Journal | None) -> TrainData:
+    """Opens the mixture and the held-out data of the run in ``directory``, or the demonstrations of a task for the model in ``start``. With
+    preference pairs come the log-probabilities of the reference, which must have been written before the first one is read. Raises
+    ``UserError`` where the data has changed since the run started."""
     if recipe.task is not None:
         return _demonstrations(recipe.task, recipe.demonstrations, recipe.run.seed, recipe.data.sequence_length, start, journal)
-    cache = Path(recipe.data.cache) if recipe.data.cache else None
     streams: list[TokenStream | ExampleStream] = []
+    sequences: list[Sequences] = []
     digests: dict[str, str] = {}
     notes: list[str] = []
-    count = len(recipe.data.train)
-    for number, path in enumerate(dataset_paths(recipe.data)):
-        files = ShardFiles(open_storage(path), None if cache is None else cache / f"dataset-{number}")
+    count, each = len(recipe.data.train), recipe.sequences_each
+    for number, (path, files) in enumerate(open_datasets(recipe.data)):
         seed = HELD_OUT_SEED if number == count else recipe.run.seed
-        stream = open_stream(files, recipe.data.sequence_length, seed, examples=recipe.learns_from_examples)
+        stream = open_stream(files, recipe.data.sequence_length, seed, examples=recipe.learns_from_examples, each=each)
+        sequences.append(stream.sequence)
+        if recipe.learns_from_pairs:
+            sequences[-1] = LogprobFiles(reference_folder(directory, number), files, recipe.trainer.dtype).beside(stream.sequence)
         if isinstance(stream, ExampleStream) and stream.left_out:
-            notes.append(f"left out of '{path}': {stream.left_out:,} of {files.dataset.documents:,} examples, which are too long")
+            kind = "pairs" if recipe.learns_from_pairs else "examples"
+            notes.append(f"left out of '{path}': {stream.left_out:,} of {files.dataset.documents // each:,} {kind}, which are too long")
         if isinstance(stream, TokenStream) and files.dataset.has_masks:
             notes.append(f"'{path}' has a loss mask, which pretraining ignores")
         streams.append(stream)
         digests[path] = hashlib.blake2b(files.dataset.to_json(), digest_size=16).hexdigest()
     _check_data(journal, digests)
     weights = [dataset.weight for dataset in recipe.data.train]
-    train = cast("Sequences", mixed([stream.sequence for stream in streams[:count]], weights, recipe.run.seed))
+    train = cast("Sequences", mixed(sequences[:count], weights, recipe.run.seed))
     if len(streams) == count:
         return TrainData(train, None, 0, tuple(notes))
     held_out, measured = streams[count], recipe.evaluation.sequences
     # An example that is evaluated twice would count twice.
     measured = min(measured, held_out.examples) if isinstance(held_out, ExampleStream) else measured
-    return TrainData(train, held_out.sequence, measured, tuple(notes))
+    return TrainData(train, sequences[count], measured, tuple(notes))
 
 
 def _check_data(journal: Journal | None, digests: dict[str, str]) -> None:
@@ -96,10 +103,25 @@ def _demonstrations(
     return TrainData(sequence, None, 0)
 
 
-def open_stream(files: ShardFiles, length: int, seed: int, *, examples: bool) -> TokenStream | ExampleStream:
-    """Returns the order of one dataset: its documents in sequences of ``length`` tokens, or its examples of at most ``length`` tokens."""
+def open_datasets(data: DataConfig) -> list[tuple[str, ShardFiles]]:
+    """Returns the datasets by path, in the order of ``dataset_paths``."""
+    cache = Path(data.cache) if data.cache else None
+    return [
+        (path, ShardFiles(open_storage(path), None if cache is None else cache / f"dataset-{number}"))
+        for number, path in enumerate(dataset_paths(data))
+    ]
+
+
+def reference_folder(directory: Path, number: int) -> Path:
+    """Returns the folder of the reference's log-probabilities of dataset ``number`` of the run in ``directory``."""
+    return directory / REFERENCE / f"dataset-{number}"
+
+
+def open_stream(files: ShardFiles, length: int, seed: int, *, examples: bool, each: int = 1) -> TokenStream | ExampleStream:
+    """Returns the order of one dataset: its documents in sequences of ``length`` tokens, or its examples, of ``each`` documents of at most
+    ``length`` tokens."""
     if examples:
-        return ExampleStream(all_lengths(files), files.open, seed=seed, longest=length)
+        return ExampleStream(all_lengths(files), files.open, seed=seed, longest=length, each=each)
     return TokenStream(files.dataset, files.open, seed=seed, length=length)
 
 

@@ -54,7 +54,7 @@ def scratch_run(recipe: AnyRecipe, directory: Path, facts: Mapping[str, Any]) ->
     with temporary_folder() as scratch:
         write_recipe(quiet, scratch)
         (scratch / "logs").mkdir()
-        for name in ("checkpoints", "models"):
+        for name in ("checkpoints", "models", "reference"):
             if (directory / name).exists():
                 (scratch / name).symlink_to((directory / name).resolve())
         with Journal(scratch / "journal.sqlite") as journal:

@@ -41,7 +41,7 @@ def replay_data_step(recipe: PretrainRecipe, directory: Path, step: int, *, inli
             raise UserError(f"step {step} of '{directory}' was never taken; its metrics have {recorded}")
         _check_checkpoints(directory, step)
         with Journal(directory / "journal.sqlite", read_only=True) as journal:
-            facts = {key: journal.get(key) for key in ("data", "numerics", "mesh", "device")}
+            facts = {key: journal.get(key) for key in ("data", "reference", "numerics", "mesh", "device")}
             mesh_changes = [event.detail["step"] for event in journal.events() if event.kind == "mesh"]
         shape = MeshShape(**(facts["mesh"] or {}))
         recipe = replace(recipe, machine=same_device(recipe.machine, directory, facts["device"]))
@@ -144,7 +144,7 @@ def _kept_step(
     is_one = shape.world == 1 and len(kept) == 1
     if not is_one:
         say(f"the run has {shape.world} ranks and the replay has one process: results will not be bit-identical")
-        recipe, facts = replace(recipe, parallel=ParallelConfig()), {"data": facts["data"]}
+        recipe, facts = replace(recipe, parallel=ParallelConfig()), {name: facts[name] for name in ("data", "reference")}
     shares = [read_batch(path) for path in kept]
     if len(shares) > 1:
         shares = [[replace(s, id=f"{s.id} of rank {rank}'s share") for s in share] for rank, share in enumerate(shares)]

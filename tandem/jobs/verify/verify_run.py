@@ -13,6 +13,7 @@ from tandem.jobs.start import read_recipe
 from tandem.jobs.verify.finding import Finding
 from tandem.jobs.verify.input_files import KEY as INPUT_FILES
 from tandem.jobs.verify.input_files import verify_input_files
+from tandem.jobs.verify.reference_files import reference_files, verify_reference_files
 from tandem.jobs.verify.start_model import Key, start_model_of
 from tandem.jobs.verify.verify_records import RESTORE, steps_on_disk, verify_records
 from tandem.runtime.records.journal import Journal
@@ -53,6 +54,8 @@ def _run_parts(directory: Path, is_on_data: bool, is_stage: bool) -> Iterator[Pa
     yield Part(f"{name}records", _size(records), partial(_verify_all_records, directory, not is_on_data, is_stage))
     if (files := _input_files(directory)) is not None:
         yield Part(f"{name}input files", _size(directory / file for file in files), partial(_verify_input_files, directory))
+    if reference := _reference_files(directory):
+        yield Part(f"{name}reference", _size(reference), partial(_verify_reference_files, directory))
     is_done = is_stage and (directory / "model").is_dir()
     start = None if is_done else _start_model(directory)
     if start is not None:
@@ -97,6 +100,20 @@ def _input_files(directory: Path) -> list[str] | None:
 def _verify_input_files(directory: Path) -> list[Finding]:
     with Journal(directory / "journal.sqlite", read_only=True) as journal:
         return verify_input_files(directory, journal)
+
+
+def _reference_files(directory: Path) -> list[Path]:
+    """Returns the files of the reference's log-probabilities; none without a journal that can be read."""
+    try:
+        with Journal(directory / "journal.sqlite", read_only=True) as journal:
+            return reference_files(directory, journal)
+    except RunError:
+        return []
+
+
+def _verify_reference_files(directory: Path) -> list[Finding]:
+    with Journal(directory / "journal.sqlite", read_only=True) as journal:
+        return verify_reference_files(directory, journal)
 
 
 def _start_model(directory: Path, key: Key = "start_model") -> tuple[Path, Files] | None:

@@ -1,0 +1,114 @@
+"""The loss on preference pairs against cases worked by hand, TRL's published formulas in float64, and the packing of pairs."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.kernels.api import TokenLogprobs
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.losses.dpo import AnswerRatios, dpo_loss, make_dpo_loss
+from tandem.trainer.micro_batch import blank, collate
+from tandem.trainer.packing import pack_pairs
+from tandem.types import TrainSequence
+
+LENGTHS = ((3, 5), (4, 1), (2, 2), (6, 3))
+
+
+def real(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "smoothing", "wanted"),
+    [
+        # h = 3 - (-1) = 4, beta 1/2: beta h = 2. Means over 3 and 2 tokens: 1 + 1/2 = 3/2, 1 / (2 beta) = 1.
+        ("sigmoid", 0.0, math.log(1 + math.exp(-2))),
+        ("sigmoid", 0.25, 0.75 * math.log(1 + math.exp(-2)) + 0.25 * math.log(1 + math.exp(2))),
+        ("robust", 0.25, (0.75 * math.log(1 + math.exp(-2)) - 0.25 * math.log(1 + math.exp(2))) / 0.5),
+        ("hinge", 0.0, 0.0),
+        ("ipo", 0.0, 0.25),
+    ],
+)
+def test_losses_equal_the_case_worked_by_hand(loss_type: Any, smoothing: float, wanted: float) -> None:
+    found = dpo_loss(AnswerRatios(real(3), real(-1), real(3), real(2)), loss_type, 0.5, smoothing)
+    assert found.item() == pytest.approx(wanted, rel=1e-14, abs=1e-14)
+    # beta h = -1 / 2: the hinge is open.
+    assert dpo_loss(AnswerRatios(real(-1), real(0), real(1), real(1)), "hinge", 0.5).item() == 1.5
+
+
+def pairs(seed: int = 0) -> tuple[list[TrainSequence], list[Tensor]]:
+    """Returns the sequences of four pairs, with the reference's log-probabilities, and log-probabilities of a policy for their learned tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    sequences, policy = [], []
+    for number, lengths in enumerate(LENGTHS):
+        for side, length in enumerate(lengths):
+            reference = -torch.rand(length, generator=generator, dtype=torch.float64) * 3
+            policy.append(-torch.rand(length, generator=generator, dtype=torch.float64) * 3)
+            mask = (0.0, 0.0) + (1.0,) * length
+            sequences.append(TrainSequence(f"{number}/{side}", (1,) * (2 + length), 2, mask, reference_logprobs=(0.0, 0.0, *reference.tolist())))
+    return sequences, policy
+
+
+def trl(loss_type: str, beta: float, smoothing: float, policy: list[Tensor], reference: list[Tensor]) -> Tensor:
+    """trl/trainer/dpo_trainer.py, ``_compute_loss`` of each pair; label smoothing of ``sigmoid`` as its versions before 0.24 have it."""
+    scores = torch.stack([(ours - theirs).sum() for ours, theirs in zip(policy, reference, strict=True)])
+    tokens = real(*map(len, policy))
+    delta = scores[::2] - scores[1::2]
+    if loss_type == "sigmoid":
+        return -F.logsigmoid(beta * delta) * (1 - smoothing) - F.logsigmoid(-beta * delta) * smoothing
+    if loss_type == "hinge":
+        return torch.relu(1 - beta * delta)
+    if loss_type == "ipo":
+        return ((scores / tokens)[::2] - (scores / tokens)[1::2] - 1 / (2 * beta)) ** 2
+    clean, flipped = -(1 - smoothing) * F.logsigmoid(beta * delta), -smoothing * F.logsigmoid(-beta * delta)
+    return (clean - flipped) / (1 - 2 * smoothing)
+
+
+@pytest.mark.parametrize(("loss_type", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0), ("hinge", 0.0), ("robust", 0.2)])
+@pytest.mark.parametrize("capacity", [1000, 13])
+def test_loss_gradient_and_metrics_are_those_of_trl_whatever_the_micro_batches(loss_type: Any, smoothing: float, capacity: int) -> None:
+    sequences, policy = pairs()
+    reference = [real(*s.reference_logprobs[2:]) for s in sequences if s.reference_logprobs is not None]
+    wanted = [p.clone().requires_grad_() for p in policy]
+    loss = trl(loss_type, 0.3, smoothing, wanted, reference).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    ours = [p.clone().requires_grad_() for p in policy]
+    bins = pack_pairs(sequences, capacity)
+    assert len(bins) == (1 if capacity == 1000 else 3)
+    make = make_dpo_loss(loss_type, 0.3, smoothing, counts_of(sequences).sequences // 2, "train/loss")
+    total, sums = 0.0, dict[str, float]()
+    for chosen in bins:
+        raw = torch.cat([ours[i] for i in chosen])
+        share = make(TokenLogprobs(raw, raw, raw), collate([sequences[i] for i in chosen], torch.float64))
+        share.loss.backward()  # type: ignore[no-untyped-call]
+        total += share.loss.item()
+        for name, value in share.sums.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+    assert total == pytest.approx(loss.item(), rel=1e-6) and sums["train/loss"] == pytest.approx(total)
+    for one, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-12)
+    rewards = 0.3 * torch.stack([(p - r).sum() for p, r in zip(policy, reference, strict=True)])
+    chosen_rewards, rejected_rewards = rewards[::2], rewards[1::2]
+    assert sums["rewards/chosen"] == pytest.approx(chosen_rewards.mean().item())
+    assert sums["rewards/rejected"] == pytest.approx(rejected_rewards.mean().item())
+    assert sums["rewards/margins"] == pytest.approx((chosen_rewards - rejected_rewards).mean().item())
+    assert sums["rewards/accuracies"] == (chosen_rewards > rejected_rewards).double().mean().item()
+    assert sums["logps/rejected"] == pytest.approx(torch.stack([p.sum() for p in policy])[1::2].mean().item())
+
+
+def test_a_rank_without_a_pair_has_the_same_metrics_and_a_gradient_of_zero() -> None:
+    nothing = torch.empty(0, dtype=torch.float64, requires_grad=True)
+    share = make_dpo_loss("ipo", 0.1, 0.0, 4, "train/loss")(TokenLogprobs(nothing, nothing, nothing), blank(torch.float64))
+    share.loss.backward()  # type: ignore[no-untyped-call]
+    assert share.loss.item() == 0 and {"train/loss", "rewards/accuracies"} <= share.sums.keys() and not any(share.sums.values())
+
+
+def test_pairs_are_packed_whole_and_side_by_side() -> None:
+    sequences, _ = pairs()
+    # Tokens through the network, without the last of each answer: 4 + 6, 5 + 2, 3 + 3, 7 + 4. A pair of 11 has a bin of its own.
+    assert pack_pairs(sequences, 13) == [(6, 7), (0, 1), (2, 3, 4, 5)]
+    assert pack_pairs([], 13) == []
