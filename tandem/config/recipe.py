@@ -17,6 +17,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.registry import RegistryConfig
+from tandem.config.reward_model import RewardModelConfig
 from tandem.config.rewards import RewardsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
@@ -39,6 +40,7 @@ class Recipe:
     critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
@@ -79,6 +81,13 @@ class Recipe:
             raise UserError(
                 f"section 'critic' is given and algorithm.name is '{self.algorithm.name}', which has no critic; remove it, or set algorithm.name to ppo"
             )
+        if self.reward_model.path and self.algorithm.filter_groups is not None:
+            raise UserError(
+                "section 'reward_model' scores a step's samples after its rollout, and algorithm.filter_groups drops groups by their rewards between "
+                "rounds of the rollout; remove one of the two"
+            )
+        if self.reward_model.path and any(function.label == "reward_model" for function in self.rewards.composition):
+            raise UserError("a reward function is named 'reward_model', which is the name of the score of section 'reward_model'; give it another 'name'")
         if self.algorithm.name == "ppo" and self.critic.warmup_steps >= self.run.max_steps:
             raise UserError(
                 f"'critic.warmup_steps' is {self.critic.warmup_steps} and run.max_steps {self.run.max_steps}, so the actor would never learn; lower it"
@@ -89,6 +98,11 @@ class Recipe:
         self.machine.check_dtype(self.trainer.dtype)
         self.trainer.check_schedule(self.run.max_steps, self.sft.schedule if self.sft is not None else "constant")
         check_mesh(self.parallel, self.trainer)
+
+    @property
+    def has_inference(self) -> bool:
+        """Whether other models than the actor have a pass over the samples of a step."""
+        return self.algorithm.has_inference or bool(self.reward_model.path)
 
     @property
     def rollout_precision(self) -> Literal["fp32", "bf16", "fp16"]:

@@ -13,6 +13,7 @@ from tandem.jobs.run import Run
 from tandem.pod.pod import Pod
 from tandem.pod.states import RolloutState
 from tandem.rl.rewards.judging import Judging, RewardTime
+from tandem.rl.rewards.model_scores import with_model_scores
 from tandem.rl.rewards.pool import RewardPool, check_fault_share
 from tandem.rl.rollout.dispatch import evaluation_settings, sampling_settings
 from tandem.rl.rollout.filter_groups import is_complete, trained_on
@@ -99,12 +100,15 @@ class RLRun(Run):
         assert self.judging is not None
         judging = self.judging[1]
         may_repeat = self.recipe.algorithm.filter_groups is not None
-        if self.recipe.algorithm.has_inference and not may_repeat:
-            pod.infer(step, samples)
+        model_scores = None
+        if self.recipe.has_inference and not may_repeat:
+            model_scores = pod.infer(step, samples)
         elif not may_repeat:
             pod.hand_over(step)
         began = perf_counter()
         judged = judging.result()
+        if model_scores is not None:
+            judged = with_model_scores(judged, model_scores, self.recipe.reward_model.weight)
         self.judging = None
         for label, took in judging.times().items():
             self.reward_times[label] = self.reward_times.get(label, RewardTime(0.0, 0.0, 0.0)).plus(took)
@@ -128,7 +132,7 @@ class RLRun(Run):
         if filtered is not None:
             if (useful := len({sample.prompt_id for sample in batch.samples})) < wanted:
                 self.records.callback.message(f"step {step}: {useful} of {wanted} groups have different rewards, after {len(rounds)} rounds of rollout")
-            if self.recipe.algorithm.has_inference:
+            if self.recipe.has_inference:
                 pod.infer(step, batch.samples)
         return pod.train(step, batch.samples, batch.scores)
 

@@ -82,6 +82,8 @@ def execute_rl(
             check_start_model(start, journal)
             if recipe.algorithm.name == "ppo" and recipe.critic.path:
                 check_start_model(found_model(recipe.critic.path).resolve(), journal, key="critic_model")
+            if recipe.reward_model.path:
+                check_start_model(found_model(recipe.reward_model.path).resolve(), journal, key="reward_model")
 
         def committed(step: int, digest: str) -> None:
             registered.enter(step, digest, {})

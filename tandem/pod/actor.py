@@ -1,4 +1,4 @@
-"""What a rank of the trainer sidecar holds of the models: the actor on its mesh, its checkpoints, the critic and the frozen reference."""
+"""What a rank of the trainer sidecar holds of the models: the actor on its mesh, its checkpoints, the critic, the frozen reference and reward model."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -32,7 +32,8 @@ class Critic:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """``reference``: the frozen start model on the same mesh (``None``: the loss has no KL). ``critic``: PPO's (``None``: another algorithm)."""
+    """``reference``: the frozen start model on the same mesh (``None``: the loss has no KL). ``critic``: PPO's (``None``: another algorithm).
+    ``reward_model``: the one of section ``reward_model`` (``None``: there is none)."""
 
     replica: Replica
     guard: GradScaler
@@ -40,15 +41,17 @@ class Actor:
     tracer: Tracer
     reference: FrozenReplica | None = None
     critic: Critic | None = None
+    reward_model: FrozenReplica | None = None
 
     def state(self) -> list[Tensor]:
-        """Everything that is kept from step to step: weights, moments, the critic and the reference's weights."""
+        """Everything that is kept from step to step: weights, moments, the critic and the weights of frozen models."""
         return [*self.replica.weights(), *self.moments_and_reference()]
 
     def moments_and_reference(self) -> list[Tensor]:
         """``state`` without the weights, which are registered first."""
         critic = [] if self.critic is None else [*self.critic.replica.weights(), *self.critic.replica.moments()]
-        return [*self.replica.moments(), *critic, *(self.reference.weights() if self.reference is not None else ())]
+        frozen = [one.weights() for one in (self.reference, self.reward_model) if one is not None]
+        return [*self.replica.moments(), *critic, *(tensor for tensors in frozen for tensor in tensors)]
 
     def drop_gradients(self) -> int:
         """Drops the gradients of actor and critic. Returns their bytes."""
@@ -68,11 +71,15 @@ def build_actor(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, in_us
         critic=None if critic is None else (critic.replica, critic.guard),
     )  # fmt: skip
     reference = build_frozen(settings, ranks, kernels) if recipe.algorithm.kl_coef > 0 else None
+    reward_model = None
+    if recipe.reward_model.path:
+        folder = found_model(recipe.reward_model.path).resolve()
+        reward_model = build_frozen(ReplicaSettings(folder, directory, recipe.trainer, recipe.parallel, most), ranks, kernels)
     tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]})
     ranks.trace(tracer)
     # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.
     torch.manual_seed(recipe.run.seed)
-    return Actor(replica, guard, checkpoints, tracer, reference, critic)
+    return Actor(replica, guard, checkpoints, tracer, reference, critic, reward_model)
 
 
 def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, most_tokens: int) -> Critic:

@@ -216,11 +216,13 @@ class Pod:
             detail.update(self.trainer.onload(step))
             self.online = True
 
-    def infer(self, step: int, samples: Sequence[Sample]) -> None:
-        """The frozen models' passes over ``samples``; their results stay with the trainer's worker."""
+    def infer(self, step: int, samples: Sequence[Sample]) -> list[float] | None:
+        """The other models' passes over ``samples``; what they give for the update stays with the trainer's worker. Returns the reward model's scores
+        (``None``: there is no such model)."""
         self.hand_over(step)
         with self.transitions.trainer_does(TrainerState.INFERENCE, step):
-            self.trainer.inference(step, samples)
+            scores: list[float] | None = self.trainer.inference(step, samples)["scores"]
+        return scores
 
     def train(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
         """One optimizer step; returns its metrics."""

@@ -33,7 +33,8 @@ class TrainerSidecar:
         return self.channel.call("load", {"start": str(start), "step": step}).meta
 
     def inference(self, step: int, samples: Sequence[Sample]) -> dict[str, Any]:
-        """The reference model's log-probabilities of ``samples``, kept by the worker for ``train``."""
+        """The reference model's log-probabilities of ``samples`` and the critic's values, kept by the worker for ``train``. Returns the ``scores`` of the
+        reward model."""
         return self.channel.call("inference", {"step": step}, {"samples": encode_samples(samples)}).meta
 
     def train(

@@ -18,6 +18,8 @@ from tandem.kernels import select, why_reference
 from tandem.layout.flops import step_flops
 from tandem.model.create_model import create_model
 from tandem.model.export_dtype import export_dtype
+from tandem.model.huggingface.model_config import read_json
+from tandem.model.model_source import found_model
 from tandem.pod.actor import Actor, Critic, build_actor
 from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.release import release
@@ -37,6 +39,7 @@ from tandem.trainer.micro_batch import forward_tokens
 from tandem.trainer.offload.sleep import Moved, SleepOffload, make_sleep
 from tandem.trainer.optimizers.make import offload_folder
 from tandem.trainer.rank_process import Rank, start
+from tandem.trainer.sequence_scores import scored_sequence, sequence_scores
 from tandem.trainer.step import StepResult
 from tandem.types import Batch, RunError, Sample, TrainSequence, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
@@ -219,9 +222,10 @@ class TrainerWorker:
         return reply, {}
 
     def inference(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """The reference model's log-probabilities of the samples and the critic's values, kept for ``train``."""
+        """The reference model's log-probabilities of the samples and the critic's values, kept for ``train``. The reply has the ``scores`` of the
+        reward model, one for each sample, if there is one."""
         self.inferred = self._infer(int(meta["step"]), decode_samples(blobs["samples"]), progress)
-        return {}, {}
+        return {"scores": self._score(self.inferred.samples, progress)}, {}
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The optimizer step (or steps, with several mini-batches) of ``step``."""
@@ -270,6 +274,18 @@ class TrainerWorker:
             with actor.tracer.span("values"):
                 values = sequence_values(actor.critic.replica, sequences, most, on_progress=report)
         return Inferred(step, samples, logprobs, values)
+
+    def _score(self, samples: list[Sample], progress: Progress) -> list[float] | None:
+        actor = self._awake()
+        if actor.reward_model is None:
+            return None
+        pad = read_json(found_model(self.recipe.reward_model.path) / "config.json").get("pad_token_id")
+        sequences = [scored_sequence(sample.id, sample.prompt_token_ids + sample.token_ids, pad) for sample in samples]
+        with actor.tracer.span("reward model"):
+            return sequence_scores(
+                actor.reward_model, sequences, self.recipe.trainer.micro_batch_tokens,
+                on_progress=lambda done, total: progress({"done": done, "total": total}),
+            )  # fmt: skip
 
     def _update_critic(self, critic: Critic, batch: Batch, progress: Progress) -> StepResult:
         recipe = self.recipe

@@ -11,8 +11,9 @@ class TrainSequence:
     (0.0 for the prompt and for a masked sample). ``advantages``, ``rollout_logprobs`` (raw) and ``sampling_logprobs``
     have L entries, 0.0 over the prompt. ``response_mask``: True where a model sampled the token, L entries; empty if it sampled all after the
     prompt. ``reference_logprobs`` has L entries or is ``None`` where no KL is asked for.
-    ``values`` are a critic's of the states before the tokens, ``returns`` what it is to learn of them, with L entries or none.
-    ``weight_step`` is the optimizer step of the weights that drew it (-1: not drawn by a model).
+    ``values`` are a critic's of the states before the tokens, ``returns`` what it is to learn of them, with L entries or none. ``margin``: by how
+    much the chosen one of a preference pair should score more than the rejected one. ``weight_step`` is the optimizer step of the weights that
+    drew it (-1: not drawn by a model).
     """
 
     id: str
@@ -27,6 +28,7 @@ class TrainSequence:
     returns: tuple[float, ...] = ()
     weight_step: int = -1
     response_mask: tuple[bool, ...] = ()
+    margin: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

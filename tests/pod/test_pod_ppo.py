@@ -1,16 +1,25 @@
-"""PPO in a pod: actor and critic are one state, which survives kills, is replayed and verified, on one process and on meshes."""
+"""PPO with a reward model in a pod: actor and critic are one state, which survives kills, is replayed and verified, on one process and on meshes; the
+scores of the reward model are those of transformers."""
 
 import shutil
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pod_runs import PodRun, finish
+import torch
+from pod_runs import RECIPE, PodRun, finish
 
+from tandem.config.load import build, read_yaml
+from tandem.config.model import NewModelConfig
 from tandem.jobs.checks.check_value_model import check_value_model
 from tandem.kernels import select
+from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_folder import load_model, read_shapes
+from tandem.model.huggingface.safetensors_file import write_file
+from tandem.model.initialise import drawn_matrix
 from tandem.model.value_folder import make_value_folder
+from tandem.runtime.records.journal import Journal
 from tandem.text.characters import make_character_tokenizer
 from tandem.trainer.checkpoint.format.manifest import read_manifest
 from tandem.trainer.checkpoint.read import Contents
@@ -22,10 +31,32 @@ PPO = (
 )  # fmt: skip
 
 
+WEIGHT = 0.5
+
+
+def write_reward_model(folder: Path, **settings: Any) -> Path:
+    """Makes a reward model of the shape and the tokenizer of the tiny recipe's model, with a head of large numbers."""
+    config = build(NewModelConfig, {**read_yaml(RECIPE)["model"]["create"], "initializer_range": 0.3, **settings}, "model.create")
+    create_model(config, 5, folder / "language")
+    made = make_value_folder(folder / "language", "sequence", 5, folder / "models" / "reward")
+    write_file(made / "score.safetensors", [("score.weight", drawn_matrix(1, "score", (1, config.hidden_size), 0.5))])
+    return made
+
+
 @pytest.fixture(scope="module")
-def ppo(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_reward_model(tmp_path_factory.mktemp("reward"))
+
+
+@pytest.fixture(scope="module")
+def settings(reward_model: Path) -> tuple[str, ...]:
+    return (*PPO, f"--reward_model.path={reward_model}", f"--reward_model.weight={WEIGHT}")
+
+
+@pytest.fixture(scope="module")
+def ppo(settings: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> PodRun:
     run = PodRun(tmp_path_factory.mktemp("ppo"))
-    done = run.train(*PPO, "--inline")
+    done = run.train(*settings, "--inline")
     assert done.returncode == 0, done.stdout + done.stderr
     return run
 
@@ -50,14 +81,30 @@ def test_a_checkpoint_has_the_critic_beside_the_actor_and_both_have_moments(ppo:
     assert (manifest.state["updates"], manifest.state["critic"]["updates"]) == (4, 8)
 
 
+def test_the_score_of_the_reward_model_is_that_of_transformers_and_part_of_the_reward(ppo: PodRun, reward_model: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    peer = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    with Journal(ppo.directory / "journal.sqlite", read_only=True) as journal:
+        (samples, scores), *_ = journal.rounds(3)
+    assert scores is not None
+    found = [score.components["reward_model"] for score in scores]
+    with torch.no_grad():
+        wanted = [peer(torch.tensor([s.prompt_token_ids + s.token_ids])).logits.item() for s in samples]
+    assert found == pytest.approx(wanted, abs=1e-4) and torch.tensor(found).std() > 0.1
+    for score in scores:
+        assert score.value == score.components["digits"] + WEIGHT * score.components["reward_model"]
+    assert ppo.rows()[3]["reward/reward_model"] == pytest.approx(sum(found) / len(found))
+
+
 FAULTS = ("trainer_worker:after:train:3", "pod:before:train:3", "trainer_worker:after:checkpoint_stage:2")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_kill_changes_no_bit_of_actor_and_critic(fault: str, ppo: PodRun, tmp_path: Path) -> None:
+def test_a_kill_changes_no_bit_of_actor_and_critic(fault: str, ppo: PodRun, settings: tuple[str, ...], tmp_path: Path) -> None:
     run = PodRun(tmp_path)
-    done = run.train(*PPO, "--fault", fault)
+    done = run.train(*settings, "--fault", fault)
     if fault.startswith("pod:"):
         assert done.returncode == -9
         done = run.resume()
@@ -70,7 +117,7 @@ def test_a_kill_changes_no_bit_of_actor_and_critic(fault: str, ppo: PodRun, tmp_
 def test_a_replayed_step_is_equal_and_the_run_is_verified(ppo: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     shutil.copytree(ppo.directory, run.directory, symlinks=True)
-    done = finish(run.begin("replay", str(run.directory), "--step", "3", "--only", "train", "--inline"))
+    done = finish(run.begin("replay", str(run.directory), "--step", "3", "--inline"))
     assert done.returncode == 0, done.stdout + done.stderr
     verified = finish(run.begin("verify", str(run.directory)))
     assert verified.returncode == 0, verified.stdout + verified.stderr
@@ -79,7 +126,8 @@ def test_a_replayed_step_is_equal_and_the_run_is_verified(ppo: PodRun, tmp_path:
 @cache
 def alone(parent: Path) -> PodRun:
     run = PodRun(parent)
-    done = run.train("--model.create.num_key_value_heads=2", *PPO)
+    model = write_reward_model(parent / "reward", num_key_value_heads=2)
+    done = run.train("--model.create.num_key_value_heads=2", *PPO, f"--reward_model.path={model}")
     assert done.returncode == 0, done.stdout + done.stderr
     return run
 
@@ -95,14 +143,15 @@ MESHES = {
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_a_mesh_has_the_curve_of_one_process_with_its_critic_and_survives_a_dead_rank(mesh: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    wanted = alone(tmp_path_factory.getbasetemp() / "alone").rows()
+    one_process = alone(tmp_path_factory.getbasetemp() / "alone")
+    wanted, model = one_process.rows(), one_process.parent / "reward" / "models" / "reward"
     run, killed = (PodRun(tmp_path_factory.mktemp("mesh")) for _ in range(2))
     heads = "--model.create.num_key_value_heads=2"
     for one, fault in ((run, ()), (killed, ("--fault", "trainer_rank1:after:train:3"))):
-        done = one.train(heads, *PPO, *mesh.split(), *fault)
+        done = one.train(heads, *PPO, f"--reward_model.path={model}", *mesh.split(), *fault)
         assert done.returncode == 0, done.stdout + done.stderr
     assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in run.rows()] == [(0.0, 0.0)] * 4
-    for name in ("reward/mean", "critic/vf_loss", "critic/grad_norm", "critic/values/mean"):
+    for name in ("reward/mean", "critic/vf_loss", "critic/grad_norm", "critic/values/mean", "reward/reward_model"):
         assert run.rows()[0][name] == pytest.approx(wanted[0][name], rel=1e-3), name
     assert killed.rows() == run.rows() and killed.results() == run.results()
 

@@ -87,6 +87,9 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         if recipe.algorithm.name == "ppo" and recipe.critic.path:
             critic = check_value_model(recipe.critic.path, "critic.path", folder, shapes, context)
             check_model_on_mesh(critic, recipe.parallel, recipe.trainer)
+        if recipe.reward_model.path:
+            scorer = check_value_model(recipe.reward_model.path, "reward_model.path", folder, shapes, context, needs_head=True)
+            check_model_on_mesh(scorer, recipe.parallel, recipe.trainer)
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
         planned = _check_pod(recipe, shapes, context)

@@ -22,6 +22,7 @@ from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
+from tandem.rl.rewards.model_scores import with_model_scores
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
@@ -73,7 +74,9 @@ def replay_rl_step(
                 with RewardPool(recipe.rewards) as rewards:
                     for number, (samples, _) in enumerate(judged):
                         say(f"rewards of step {step}: {len(samples)} samples")
-                        again += rewards.score(samples, prompts.of(step, number), state)
+                        own = rewards.score(samples, prompts.of(step, number), state)
+                        model_scores = pod.infer(step, samples) if recipe.reward_model.path else None
+                        again += own if model_scores is None else with_model_scores(own, model_scores, recipe.reward_model.weight)
                 comparisons.append(_compare_scores(again, joined(judged).scores))
             if "train" in parts and row is not None:
                 say(f"optimizer step {step}")

@@ -60,8 +60,10 @@ def _run_parts(directory: Path, is_on_data: bool, is_stage: bool) -> Iterator[Pa
     start = None if is_done else _start_model(directory)
     if start is not None:
         yield Part(f"{name}start model", sum(file.size for file in start[1].values()), partial(_verify_start, *start, is_on_data))
-    if (critic := _start_model(directory, "critic_model")) is not None:
-        yield Part(f"{name}critic's model", sum(file.size for file in critic[1].values()), partial(_verify_start, *critic, is_on_data))
+    others: tuple[tuple[Key, str], ...] = (("critic_model", "critic's model"), ("reward_model", "reward model"))
+    for key, label in others:
+        if (other := _start_model(directory, key)) is not None:
+            yield Part(f"{name}{label}", sum(file.size for file in other[1].values()), partial(_verify_start, *other, is_on_data))
     for folder, depends, fix in (
         (directory / "models" / "initial", "the fine-tuning stage began with it", "nothing to do once that stage has ended; else start a new run"),
         (directory / "model", "whatever is done with this model depends on it", "restore it from a copy, or export it again: remove the folder and resume"),
