@@ -37,6 +37,8 @@ class NewModelConfig:
     """Base of the rotary embedding."""
     tokenizer: str = ""
     """Folder of the tokenizer to use, or a model of the Hub that has it. Empty: one with a token per character."""
+    chat: bool = False
+    """Give the tokenizer a chat template, with tokens for the roles of a conversation, so that prompts may be messages and show tools."""
     characters: str = "ascii"
     """Vocabulary besides the special tokens. `ascii`: the 95 printable ASCII characters and the line break."""
     initializer_range: float = 0.02
@@ -74,7 +76,7 @@ class NewModelConfig:
             raise UserError(f"'model.create.head_dim' is {self.head_dim}; rotary embedding needs an even number")
         if self.tokenizer:
             reason = f"the vocabulary is that of model.create.tokenizer, '{self.tokenizer}'"
-            refuse_unread("model.create", self, reason, "characters", fix="leave model.create.tokenizer empty")
+            refuse_unread("model.create", self, reason, "characters", "chat", fix="leave model.create.tokenizer empty")
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,9 @@ class Recipe:
                 f"'algorithm.old_logprobs' is 'rollout' with rollout.temperature {self.rollout.temperature:g} and top_p, top_k or "
                 "min_p: the rollout reports the filtered distribution, which is not pi_old; set algorithm.old_logprobs to recompute"
             )
+        if (self.rollout.multi_turn is None) != (not self.task.tools):
+            given, missing = ("rollout.multi_turn", "task.tools") if self.rollout.multi_turn else ("task.tools", "rollout.multi_turn")
+            raise UserError(f"'{given}' is given and '{missing}' is not; episodes need both the tools and the section (an empty one uses the defaults)")
         self._check_engine(longest)
         if self.algorithm.name != "ppo" and self.critic != CriticConfig():
             raise UserError(

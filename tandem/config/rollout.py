@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from tandem.config.engine import EngineArgs
 from tandem.config.limits import check_at_least_one
+from tandem.config.multi_turn import MultiTurnConfig
 from tandem.config.prompt_order import PromptOrderConfig
 from tandem.types.errors import UserError
 
@@ -36,6 +37,8 @@ class RolloutConfig:
     workers: int = 1
     """Number of rollout workers, each an engine with a process and, on GPUs, `engine.tensor_parallel_size` GPUs of its own. A group stays on one worker; the
     samples are the same for any number. `--inline` has one."""
+    multi_turn: MultiTurnConfig | None = None
+    """Episodes of several turns with the tools of `task.tools`; a section of its own, below."""
     engine: EngineArgs = field(default_factory=EngineArgs)
     """The engine's options, as for `tandem serve` and `LLM`; a section of its own, below."""
 

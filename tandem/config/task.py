@@ -51,6 +51,10 @@ class TaskConfig:
     """The text that the model reads, with `{prompt}` in place of the task's text. With `chat` it is the text of the user's message."""
     chat: bool | None = None
     """Apply the tokenizer's chat template to the prompt (needs `pip install 'tandem-rl[chat]'`). Empty: to prompts that are messages, not to texts."""
+    tools: tuple[str, ...] = ()
+    """Tools that the chat template shows to the model, and that it calls with `rollout.multi_turn`: `calculator`, or a function of your own as
+    `module:function` or `path/to/file.py:function`. Its signature and docstring (with a section `Args:`) say how it is called. They take the
+    place of those of a row."""
     system_prompt: str = ""
     """With `chat`: the system message of prompts that have none."""
 
@@ -81,6 +85,12 @@ class TaskConfig:
             )
         if "{prompt}" not in self.prompt_template:
             raise UserError(f"'task.prompt_template' is {self.prompt_template!r}; it must contain {{prompt}} where the task's text goes")
+        if self.tools and not self.chat and (self.chat is not None or self.name != "dataset"):
+            raise UserError("'task.tools' is given but 'task.chat' is not true; the chat template shows tools: set task.chat to true")
+        for tool in self.tools:
+            where, colon, what = tool.rpartition(":")
+            if tool != "calculator" and not (colon and where and what.isidentifier()):
+                raise UserError(f"'task.tools' contains '{tool}', which is neither calculator nor of the form module:function or path/to/file.py:function")
         if self.system_prompt and not self.chat and (self.chat is not None or self.name != "dataset"):
             raise UserError(
                 "'task.system_prompt' is given but 'task.chat' is not true; set task.chat to true or put it in task.prompt_template"

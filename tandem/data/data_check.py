@@ -216,7 +216,7 @@ _READERS: Mapping[Form, Callable[[Rows, TaskConfig, ModelText | None, Keys], _Re
 
 def _plain_chat() -> ChatFormat:
     """Without a tokenizer there is no template: messages are shown one below the other."""
-    return ChatFormat(lambda messages, tools: _talk(messages), lambda text: [])
+    return ChatFormat(lambda messages, tools: _talk(messages), lambda text: [], lambda messages, tools: ([], []))
 
 
 def _talk(messages: Sequence[Message]) -> str:

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from tandem.config.task import TaskConfig
 from tandem.config.unread import refuse_unread
+from tandem.data.examples import BrokenExample, Example
 from tandem.data.tasks import TaskItem
+from tandem.data.tokenizing.encode_examples import ExampleEncoder
 from tandem.text.chat import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
@@ -18,10 +20,13 @@ Messages = Sequence[Mapping[str, Any]]
 
 class ChatFormat(NamedTuple):
     """``render``: messages and tools to the text of the tokenizer's chat template, up to where the answer begins. ``encode``: that text to token ids,
-    without the special tokens that the template writes itself."""
+    without the special tokens that the template writes itself. ``encode_whole``: a conversation and tools to token ids, and for each 1 if the assistant wrote
+    it, else 0. ``tools``: those of the recipe, which every conversation has."""
 
     render: Callable[[Messages, Sequence[Mapping[str, Any]]], str]
     encode: Encode
+    encode_whole: Callable[[Messages, Sequence[Mapping[str, Any]]], tuple[list[int], list[int]]]
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 class PromptFormat:
@@ -32,6 +37,8 @@ class PromptFormat:
         self.is_chat = has_messages if config.chat is None else config.chat
         if self.is_chat and chat_format is None:
             raise UserError("'task.chat' is true, but the tokenizer has no chat template; set it to false or use a chat model")
+        if config.tools and not self.is_chat:
+            raise UserError("'task.tools' is given and the prompts are texts; the chat template shows tools: set task.chat to true")
         if has_messages and not self.is_chat:
             raise UserError("'task.chat' is false and the prompts are messages, which only the chat template formats; leave task.chat out")
         if has_messages:
@@ -43,18 +50,37 @@ class PromptFormat:
 
     def render(self, item: TaskItem) -> str:
         """Returns the text that the model reads. Raises ``UserError`` with the item's place where the chat template refuses it."""
-        # Not str.format, because a prompt or template may contain braces.
-        filled = self._config.prompt_template.replace("{prompt}", item.text)
         if not self.is_chat:
-            return filled
+            return self._filled(item)
         assert self._chat_format is not None
-        messages: list[Mapping[str, Any]] = list(item.messages) or [{"role": "user", "content": filled}]
-        if self._config.system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._config.system_prompt})
         try:
-            return self._chat_format.render(messages, item.tools)
+            return self._chat_format.render(self._messages(item), self._chat_format.tools or item.tools)
         except UserError as error:
             raise UserError(f"{item.where}: {error}") from None
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Returns the tools that every prompt shows."""
+        return self._chat_format.tools if self._chat_format is not None else ()
+
+    def encode_whole(self, item: TaskItem, turns: Messages) -> tuple[list[int], list[int]]:
+        """Returns the token ids of the conversation of ``item`` and the ``turns`` after it, and for each 1 if the assistant wrote it, else 0. Raises
+        ``UserError`` with the item's place where the chat template refuses it."""
+        assert self._chat_format is not None
+        try:
+            return self._chat_format.encode_whole([*self._messages(item), *turns], self._chat_format.tools or item.tools)
+        except (UserError, BrokenExample) as error:
+            raise UserError(f"{item.where}: {error}") from None
+
+    def _filled(self, item: TaskItem) -> str:
+        # Not str.format, because a prompt or template may contain braces.
+        return self._config.prompt_template.replace("{prompt}", item.text)
+
+    def _messages(self, item: TaskItem) -> list[Mapping[str, Any]]:
+        messages: list[Mapping[str, Any]] = list(item.messages) or [{"role": "user", "content": self._filled(item)}]
+        if self._config.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._config.system_prompt})
+        return messages
 
 
 def text_encode(tokenizer: Tokenizer) -> Encode:
@@ -62,9 +88,10 @@ def text_encode(tokenizer: Tokenizer) -> Encode:
     return lambda text: tokenizer.encode(text, add_special_tokens=True)
 
 
-def chat_format_of(folder: Path, tokenizer: Tokenizer) -> ChatFormat:
+def chat_format_of(folder: Path, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> ChatFormat:
     """Returns the format of chat prompts of the tokenizer in ``folder``. Its template is read with the first prompt, which raises ``UserError`` without
-    one; the template adds its own special tokens."""
+    one; the template adds its own special tokens. ``tools``: those of the recipe."""
+    examples = ExampleEncoder(folder, tokenizer.backend, None)
 
     @cache
     def template(with_tools: bool) -> ChatTemplate:
@@ -74,4 +101,6 @@ def chat_format_of(folder: Path, tokenizer: Tokenizer) -> ChatFormat:
     return ChatFormat(
         lambda messages, tools: template(bool(tools)).render(messages, tools=tools or None),
         lambda text: tokenizer.encode(text, add_special_tokens=False),
+        lambda messages, shown: examples.encode([examples.render(Example(messages=tuple(messages), tools=tuple(shown)))])[0],
+        tools,
     )

@@ -1,5 +1,6 @@
 """The prompts of a run from a task's instances: rendered, tokenized once, and refused before work begins if they do not fit the context."""
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from tandem.data.prompt_format import ChatFormat, Encode, PromptFormat
 from tandem.data.prompt_orders import PromptOrder
 from tandem.data.split import Split
 from tandem.data.tasks import Task, TaskItem, make_task
+from tandem.data.tasks.base import Demonstration
 from tandem.text.long_text import exceeds
 from tandem.types import Prompt, UserError
 
@@ -17,12 +19,14 @@ TRAIN = "train-"
 
 
 class EncodedDemonstration(NamedTuple):
-    """A tokenized demonstration: the prompt's tokens, then the completion's with the end of sequence."""
+    """A tokenized demonstration: the prompt's tokens, then the completion's with the end of sequence. ``learned``: for each token of the completion whether it
+    is learned, which the results of tools are not."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
     completion_token_ids: tuple[int, ...]
     correct: bool
+    learned: tuple[bool, ...]
 
 
 class PromptSource:
@@ -68,7 +72,8 @@ class PromptSource:
     def fingerprint(self) -> str:
         """A digest that changes whenever a prompt of the run would; a resume compares it."""
         order = f" {self.order.config}" if self.order.config != PromptOrderConfig() else ""
-        return f"{self.task.fingerprint} {self.config.prompt_template!r} {self._format.is_chat} {self.config.system_prompt!r}{order}"
+        tools = f" {json.dumps(self._format.tools, sort_keys=True)}" if self._format.tools else ""
+        return f"{self.task.fingerprint} {self.config.prompt_template!r} {self._format.is_chat} {self.config.system_prompt!r}{order}{tools}"
 
     def for_step(self, step: int) -> list[Prompt]:
         """Returns the training prompts of ``step`` where each step draws once, before anything was solved."""
@@ -103,13 +108,17 @@ class PromptSource:
                 f"{shown.item.where}: the answer has {len(shown.completion):,} characters, far more than the context of {self.context_tokens} tokens; "
                 "shorten it or raise model.max_length"
             )
-        completion = (*self._encode_completion(prompt, shown.completion), end_of_sequence)
+        if shown.turns:
+            completion, learned = self._encode_turns(prompt, shown)
+        else:
+            completion = (*self._encode_completion(prompt, shown.completion), end_of_sequence)
+            learned = (True,) * len(completion)
         if len(prompt.token_ids) + len(completion) > self.context_tokens:
             raise UserError(
                 f"{shown.item.where}: prompt and answer have {len(prompt.token_ids) + len(completion)} tokens, more than the context of "
                 f"{self.context_tokens}; shorten it or raise model.max_length"
             )
-        return EncodedDemonstration(prompt.id, prompt.token_ids, completion, shown.correct)
+        return EncodedDemonstration(prompt.id, prompt.token_ids, completion, shown.correct, learned)
 
     def prompt(self, id: str, item: TaskItem) -> Prompt:
         """Returns ``item`` rendered and tokenized. Raises ``UserError`` with its location if it is empty or too long."""
@@ -156,6 +165,15 @@ class PromptSource:
             name = split.replace("_", "-")
             self._evaluations[split, count] = [self.prompt(f"{name}-{i}", item) for i, item in enumerate(items)]
         return self._evaluations[split, count]
+
+    def _encode_turns(self, prompt: Prompt, shown: Demonstration) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Returns the tokens of an episode after its prompt, up to the last learned one, and which are learned."""
+        tokens, learned = self._format.encode_whole(shown.item, shown.turns)
+        start = len(prompt.token_ids)
+        if tuple(tokens[:start]) != prompt.token_ids or 1 not in learned[start:]:
+            raise UserError(f"{shown.item.where}: the chat template writes a conversation with answers differently from its prompt; use another template")
+        end = len(learned) - learned[::-1].index(1)
+        return tuple(tokens[start:end]), tuple(map(bool, learned[start:end]))
 
     def _encode_completion(self, prompt: Prompt, completion: str) -> tuple[int, ...]:
         # The completion's tokens are those that the tokenizer adds to the prompt, so that nothing is prepended twice (a

@@ -9,6 +9,7 @@ from time import sleep
 
 from tandem.config.recipe import Recipe
 from tandem.data.prompts import PromptSource
+from tandem.data.tools.load import tool_files
 from tandem.jobs.checks.check_rl import check_pod
 from tandem.jobs.finished import remove_model, target_reached
 from tandem.jobs.pod_plan import plan_of
@@ -71,7 +72,7 @@ def execute_rl(
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
-        check_input_files({**prompts.task.files, **rewards.files}, journal, callback)
+        check_input_files({**prompts.task.files, **rewards.files, **tool_files(recipe.task.tools)}, journal, callback)
         registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
         uploader = make_uploader(recipe.checkpoint, directory, callback.message, start if start.is_relative_to(directory) else None)
         if uploader is not None:

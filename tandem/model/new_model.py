@@ -61,7 +61,7 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
 def write_tokenizer(config: NewModelConfig, folder: Path) -> None:
     """Writes the tokenizer that ``config`` names or describes to ``folder``. Raises ``UserError`` if it names a folder without a tokenizer."""
     if not config.tokenizer:
-        make_character_tokenizer(config.characters, folder)
+        make_character_tokenizer(config.characters, folder, chat=config.chat)
         return
     source = found_model(config.tokenizer)
     Tokenizer.from_folder(source)

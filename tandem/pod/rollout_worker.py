@@ -1,6 +1,7 @@
 """The rollout sidecar's worker: the engine, and the calls that the pod makes of it."""
 
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from tandem.engine.llm import LLM
 from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
 from tandem.pod.residents import kv_cache_tokens
+from tandem.rl.rollout.episode_tools import EpisodeTools
+from tandem.rl.rollout.episodes import InFlightEpisodes
 from tandem.rl.rollout.groups import InFlightGroups
 from tandem.runtime.machine.gpus import pod_device
 from tandem.runtime.process.faults import FaultPoint
@@ -31,7 +34,9 @@ class RolloutWorker:
         self.recipe = recipe
         self.source = WeightSource(str(directory / "pod" / "store.sqlite"))
         self.llm: LLM | None = None
-        self.groups: InFlightGroups | None = None
+        self.groups: InFlightGroups | InFlightEpisodes | None = None
+        self.directory = directory
+        self.tools: EpisodeTools | None = None
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -56,6 +61,9 @@ class RolloutWorker:
             attention=machine.attention,
         )
         self.llm, self.groups = LLM.from_engine_args(args, precision=self.recipe.rollout_precision), None
+        if recipe.rollout.multi_turn is not None and self.tools is None:
+            self.tools = EpisodeTools.open(recipe.rollout.multi_turn, recipe.task.tools, folder, self.directory / "logs")
+            weakref.finalize(self, self.tools.pool.close)
         return {}, {}
 
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -76,7 +84,7 @@ class RolloutWorker:
         if self.groups is None or not meta.get("adds"):
             if self.groups is not None:
                 self.groups.drop()
-            self.groups = InFlightGroups(llm.engine)
+            self.groups = InFlightGroups(llm.engine) if self.tools is None else InFlightEpisodes(llm.engine, self.tools)
         self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"])
         on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
         samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)

@@ -68,14 +68,15 @@ def _step(
         groups.setdefault(sample.prompt_id, []).append(sample)
     rewards = [score.value for score in scores.values() if score.value is not None]
     prompts = [
-        (shortened(decode(group[0].prompt_token_ids), longest), [_shown(sample, scores[sample.id], longest) for sample in group[:SAMPLES_EACH]])
+        (shortened(decode(group[0].prompt_token_ids), longest), [_shown(sample, scores[sample.id], decode, longest) for sample in group[:SAMPLES_EACH]])
         for group in list(groups.values())[:PROMPTS]
     ]
     return StepSamples(step, len(samples), sum(rewards) / len(rewards) if rewards else None, prompts)
 
 
-def _shown(sample: Sample, score: Score, longest: int) -> ShownSample:
-    text = shortened(sample.text, longest)
+def _shown(sample: Sample, score: Score, decode: Callable[[Sequence[int]], str], longest: int) -> ShownSample:
+    """Returns ``sample`` as a page shows it: an episode of several turns with the results of its tools."""
+    text = shortened(decode(sample.token_ids) if sample.response_mask else sample.text, longest)
     return ShownSample(text, sample.sampled_tokens, sample.finish_reason.value, score.value, score.correct, score.components, score.reason[:200])
 
 

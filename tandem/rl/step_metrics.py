@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tandem.config.recipe import Recipe
+from tandem.data.tools.load import ERROR
 from tandem.rl.rollout.filter_groups import filter_metrics
 from tandem.types import FinishReason, Round, Sample, Score, ScoreState
 from tandem.types.round import joined
@@ -36,9 +37,20 @@ def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[s
         row["accuracy"] = _mean(judged)
     lengths = [float(sample.sampled_tokens) for sample in samples]
     row["response_length/mean"] = _mean(lengths)
+    if any(sample.messages for sample in samples):
+        row.update(_episode_metrics(samples))
     row["response_length/max"] = max(lengths, default=0.0)
     row["response_length/clip_ratio"] = _mean([float(s.finish_reason is FinishReason.LENGTH) for s in samples])
     return row
+
+
+def _episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns verl's ``num_turns``, of the model's turns, and TRL's ``tools``: calls for each sample, and the share of them with an error as a result."""
+    turns = [float(sum(message["role"] == "assistant" for message in sample.messages)) for sample in samples]
+    results = [str(message["content"]) for sample in samples for message in sample.messages if message["role"] == "tool"]
+    failed = [float(result.startswith(ERROR)) for result in results]
+    calls = {"tools/call_frequency": len(results) / len(samples), "tools/failure_frequency": _mean(failed)}
+    return {"num_turns/mean": _mean(turns), "num_turns/max": max(turns), **calls}
 
 
 def staleness(samples: Sequence[Sample], step: int) -> float:

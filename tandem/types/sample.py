@@ -1,8 +1,9 @@
 """A sample: one completion of a prompt with everything the trainer needs to know of how it was drawn."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class WeightVersion(NamedTuple):
@@ -37,6 +38,8 @@ class Sample:
     ``response_mask``: True where the model sampled the token, False for an observation, which a tool or the chat template wrote between
     two turns; empty if all tokens were sampled. An observation has the log-probabilities 0.0 and no weight version, and counts in no loss,
     mismatch, entropy or length.
+    ``messages``: an episode of several turns as the messages after its prompt, of which ``text`` is the last one's content; empty for a completion.
+    ``fault``: why the environment broke the sample, which is masked; empty if it did not.
     """
 
     id: str
@@ -50,6 +53,8 @@ class Sample:
     finish_reason: FinishReason
     text: str
     response_mask: tuple[bool, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    fault: str = ""
 
     @property
     def is_sampled(self) -> tuple[bool, ...]:

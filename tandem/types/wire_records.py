@@ -139,6 +139,11 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
         "text": [s.text for s in samples],
         "finish_reason": [s.finish_reason.value for s in samples],
     }
+    # Only episodes have them, so that the records of other runs stay as they are.
+    if any(s.messages for s in samples):
+        meta["messages"] = [list(s.messages) for s in samples]
+    if any(s.fault for s in samples):
+        meta["fault"] = [s.fault for s in samples]
     blobs: dict[str, Buffer] = {"index": _pack(_INT64, (s.index for s in samples))}
     _pack_rows(blobs, "prompt_token_ids", _INT32, [s.prompt_token_ids for s in samples])
     _pack_rows(blobs, "token_ids", _INT32, [s.token_ids for s in samples])
@@ -165,6 +170,8 @@ def decode_samples(data: Buffer) -> list[Sample]:
     pairs = zip(_unpack(frame, "incarnations", _INT64, total), _unpack(frame, "steps", _INT64, total), strict=True)
     versions = [None if pair == _NO_VERSION else WeightVersion(*pair) for pair in pairs]
     masks = _unpack_rows(frame, "response_mask", _INT8, count) if "response_mask" in frame.blobs else [()] * count
+    messages = _column(frame, "messages", list, count) if "messages" in frame.meta else [[]] * count
+    faults = _column(frame, "fault", str, count) if "fault" in frame.meta else [""] * count
     samples = []
     end = 0
     for i in range(count):
@@ -182,6 +189,8 @@ def decode_samples(data: Buffer) -> list[Sample]:
                 finish_reason=FinishReason(reasons[i]),
                 text=texts[i],
                 response_mask=tuple(map(bool, masks[i])),
+                messages=tuple(messages[i]),
+                fault=faults[i],
             )
         )
     return samples

@@ -1,6 +1,7 @@
 """Addition of two numbers: the answer to ``12+34=`` is ``46``."""
 
 from random import Random
+from typing import Any
 
 from tandem.config.task import TaskConfig
 from tandem.data.tasks.generated import GeneratedTask
@@ -22,6 +23,7 @@ def addition_task(config: TaskConfig, seed: int) -> GeneratedTask[Operands]:
         seed=seed,
         held_out_share=config.share_held_out,
         fingerprint=f"addition {low}-{high} {config.share_held_out} {seed}",
+        call=calculator_call if "calculator" in config.tools else None,
         draw=lambda random: (operand(random), operand(random)),
         question=question,
         answer=answer,
@@ -31,6 +33,11 @@ def addition_task(config: TaskConfig, seed: int) -> GeneratedTask[Operands]:
 
 def question(operands: Operands) -> str:
     return f"{operands[0]}+{operands[1]}="
+
+
+def calculator_call(operands: Operands) -> dict[str, Any]:
+    """Returns the call of the calculator that gives the answer."""
+    return {"name": "calculator", "arguments": {"expression": f"{operands[0]}+{operands[1]}"}}
 
 
 def answer(operands: Operands) -> str:

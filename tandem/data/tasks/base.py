@@ -22,11 +22,13 @@ class TaskItem:
 
 
 class Demonstration(NamedTuple):
-    """A training instance and its demonstrated completion; ``correct`` is false for one made wrong on purpose."""
+    """A training instance and its demonstrated completion; ``correct`` is false for one made wrong on purpose. ``turns``: the messages of an episode with
+    tools, whose last one is the completion; empty: the completion alone."""
 
     item: TaskItem
     completion: str
     correct: bool
+    turns: tuple[Mapping[str, Any], ...] = ()
 
 
 class Task(Protocol):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tandem.data.counter import counter_random
 from tandem.data.split import Split, split_of
@@ -30,6 +30,8 @@ class GeneratedTask(Generic[Instance]):
     size: int | None = None
     has_messages: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
+    call: Callable[[Instance], Mapping[str, Any]] | None = None
+    """The call of a tool that gives the answer, as ``function`` of a message; demonstrations make it, wrong ones do not."""
 
     def train_prompt(self, index: int) -> TaskItem:
         return self._item(self._instance("train", index, self.seed), f"{self.name}, training prompt {index}")
@@ -44,7 +46,8 @@ class GeneratedTask(Generic[Instance]):
         random = counter_random("corruption", self.name, seed, index)
         corrupted = random.random() < corrupted_share
         answer = self.wrong_answer(instance, random) if corrupted else self.answer(instance)
-        return Demonstration(item, answer, not corrupted)
+        turns = () if self.call is None else _turns(answer, None if corrupted else self.call(instance))
+        return Demonstration(item, answer, not corrupted, turns)
 
     def close(self) -> None:
         pass
@@ -61,3 +64,12 @@ class GeneratedTask(Generic[Instance]):
 
     def _item(self, instance: Instance, where: str) -> TaskItem:
         return TaskItem(self.question(instance), where, self.answer(instance))
+
+
+def _turns(answer: str, function: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], ...]:
+    """Returns the turns of an episode: the call and its result, which is the answer, where there is one, and the answer."""
+    last = {"role": "assistant", "content": answer}
+    if function is None:
+        return (last,)
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "call00001", "function": function}]}
+    return (calling, {"role": "tool", "name": function["name"], "tool_call_id": "call00001", "content": answer}, last)

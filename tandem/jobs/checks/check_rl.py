@@ -35,6 +35,7 @@ from tandem.model.model_source import found_model
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents import PodPlan, largest_micro_batch
 from tandem.rl.rewards.pool import RewardPool
+from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.runtime.machine.gpus import check_pod_device
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import Prompt, UserError
@@ -94,6 +95,9 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
             _check_batch(recipe.sft, recipe.parallel)
         planned = _check_pod(recipe, shapes, context)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
+        if recipe.rollout.multi_turn is not None:
+            # One worker shows whether the tools load.
+            EpisodeTools.open(replace(recipe.rollout.multi_turn, tool_workers=1), recipe.task.tools, folder).pool.close()
         check_answers(source, recipe.rewards)
         prompts = source.for_step(0)
         first, prompt_tokens = prompts[0], sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)

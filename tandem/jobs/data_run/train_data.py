@@ -97,7 +97,7 @@ def _demonstrations(
     def sequence(index: int) -> Pieces:
         shown = prompts.demonstration(index, config.seed, config.corrupted_share, ends[0])
         prompt, completion = shown.prompt_token_ids, shown.completion_token_ids
-        learned = array("B", [0] * len(prompt) + [1] * len(completion))
+        learned = array("B", [0] * len(prompt) + list(map(int, shown.learned)))
         return [Piece(0, index, 0, memoryview(array("q", (*prompt, *completion))), memoryview(learned))]
 
     return TrainData(sequence, None, 0)

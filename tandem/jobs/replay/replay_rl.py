@@ -124,7 +124,7 @@ def _compare_samples(drawn: Sequence[Sample], recorded: Sequence[Sample]) -> Com
     """Compares samples in everything but the incarnation of their weight versions, which counts the trainer's starts."""
 
     def facts(sample: Sample) -> dict[str, object]:
-        names = ("id", "prompt_token_ids", "token_ids", "logprobs", "sampling_logprobs", "finish_reason", "text", "response_mask")
+        names = ("id", "prompt_token_ids", "token_ids", "logprobs", "sampling_logprobs", "finish_reason", "text", "response_mask", "messages", "fault")
         return {**{name: getattr(sample, name) for name in names}, "weight_steps": tuple(v.step for v in sample.sampled_weight_versions)}
 
     pairs = zip(map(facts, drawn), map(facts, recorded), strict=True)

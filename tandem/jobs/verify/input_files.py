@@ -28,7 +28,7 @@ def check_input_files(files: Mapping[str, str], journal: Journal, callback: Call
     for name in changed:
         if not name.endswith(SOURCE):
             raise RunError(f"'{name}' is not the file that this run began with: its digest is another; restore it, or start a new run")
-        line = f"'{name}' was changed since the run began: the rewards of later steps are those of the new file"
+        line = f"'{name}' was changed since the run began: later steps use the new file"
         callback.message(line)
         journal.record_event("reward_function_changed", {"reason": line, "before": saved[name], "now": now.get(name, "")})
     if saved is None or changed:

@@ -96,10 +96,17 @@ def call_trl(
     known |= {"trainer_state": state, "log_extra": logged.log_extra, "log_metric": logged.log_metric}
     known.update(arguments)
     known["prompts"] = [list(item.messages) if item.messages else item.prompt for item in items]
-    known["completions"] = [[{"role": "assistant", "content": item.completion}] if item.messages else item.completion for item in items]
+    known["completions"] = [_completion(item) for item in items]
     known["completion_ids"] = [list(item.completion_ids) for item in items]
     result = function(**_accepted(function, known))
     return _awaited_trl(result, logged) if inspect.isawaitable(result) else _of_trl(result, logged)
+
+
+def _completion(item: Item) -> str | list[Any]:
+    """Returns the completion as TRL gives it: messages for an episode and for a prompt of messages, else the text."""
+    if item.turns:
+        return list(item.turns)
+    return [{"role": "assistant", "content": item.completion}] if item.messages else item.completion
 
 
 async def _awaited_trl(result: Awaitable[Any], logged: "_Logged") -> list[Judgement]:

@@ -16,7 +16,7 @@ Scope = Literal["sample", "group", "batch"]
 
 class Item(NamedTuple):
     """One sample as a judge receives it. ``completion``: its text; ``prompt``: the text that the model read; ``messages``: the prompt as a conversation, if
-    its row has one; ``group``: the prompt's id."""
+    its row has one; ``group``: the prompt's id; ``turns``: an episode as the messages after its prompt, of which ``completion`` is the last one's content."""
 
     sample_id: str
     prompt: str
@@ -27,6 +27,7 @@ class Item(NamedTuple):
     columns: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]] = ()
     group: str = ""
+    turns: Sequence[Mapping[str, Any]] = ()
 
 
 class TrainerState(NamedTuple):

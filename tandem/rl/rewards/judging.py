@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tandem.config.rewards import RewardsConfig
-from tandem.rl.rewards.judgement import Item, Judgement, Scope, TrainerState
+from tandem.rl.rewards.judgement import Item, Judgement, Scope, TrainerState, infrastructure_fault
 from tandem.rl.rewards.rule_based import compose
 from tandem.runtime.process.deadline import Deadline
 from tandem.types import Prompt, Sample, Score, ScoreState
@@ -104,6 +104,8 @@ class Judging:
             self._indices[sample.id] = sample.index
         self._items[sample.id] = _item(sample, self.prompts[sample.prompt_id])
         self._passed[sample.id], self._queued[sample.id], self._said[sample.id] = 0, -1, {}
+        if sample.fault:
+            self._said[sample.id] = {self.config.composition[0].label: infrastructure_fault(f"sample '{sample.id}': {sample.fault}")}
 
     def complete(self, samples: Sequence[Sample]) -> None:
         """Says which samples the step has, in order. Those that were added are not judged again, unless they have changed; those that are not in it
@@ -235,4 +237,6 @@ class Judging:
 
 
 def _item(sample: Sample, prompt: Prompt) -> Item:
-    return Item(sample.id, prompt.text, sample.text, sample.token_ids, prompt.ground_truth, prompt.task, prompt.columns, prompt.messages, prompt.id)
+    return Item(
+        sample.id, prompt.text, sample.text, sample.token_ids, prompt.ground_truth, prompt.task, prompt.columns, prompt.messages, prompt.id, sample.messages,
+    )  # fmt: skip

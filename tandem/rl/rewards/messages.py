@@ -45,7 +45,10 @@ def items_to_json(items: Sequence[Item], completion_ids: bool) -> list[Any]:
     """Returns items as JSON data. ``completion_ids``: includes them; most judges do not read them, and they are the bulk of a long
     sample."""
     return [
-        [*item[:3], list(item.completion_ids) if completion_ids else [], item.ground_truth, item.task, dict(item.columns), list(item.messages), item.group]
+        [
+            *item[:3], list(item.completion_ids) if completion_ids else [], item.ground_truth, item.task, dict(item.columns), list(item.messages),
+            item.group, list(item.turns),
+        ]
         for item in items
     ]
 

@@ -6,10 +6,11 @@ from typing import Any
 from tandem.config.rollout import RolloutConfig
 
 
-def request_key(step: int, prompt_id: str, purpose: str = "rollout") -> int:
+def request_key(step: int, prompt_id: str, purpose: str = "rollout", turn: int = 0) -> int:
     """Returns a 63-bit key, the same in every process. A request's random numbers depend only on it, the run's seed, the index in the group
-    and the position, so that a rollout repeated after a fault draws the same tokens."""
-    text = f"{purpose}\0{step}\0{prompt_id}".encode()
+    and the position, so that a rollout repeated after a fault draws the same tokens. ``turn``: of an episode."""
+    turned = (str(turn),) if turn else ()
+    text = "\0".join((purpose, str(step), prompt_id, *turned)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 

@@ -1,0 +1,236 @@
+"""Episodes of several turns: the engine samples a turn, tools run while other episodes are sampled, and their results open the next turn.
+
+Token ids go in and token ids come out: the prompt of a turn is the prompt, every token sampled so far and every observation, by their ids. The random
+numbers of a turn depend on the seed, the step, the prompt, the index in the group, the turn and the position alone, so that an episode repeated after a
+fault draws the same tokens where its tools return the same results.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tandem.engine.engine import Engine
+from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
+from tandem.rl.rollout.dispatch import request_key, sample_id
+from tandem.rl.rollout.episode_tools import Answer, EpisodeTools
+from tandem.rl.rollout.groups import sampling_params
+from tandem.rl.rollout.tool_worker import ToolAnswer
+from tandem.text.tool_calls import ToolCall, content_before_calls, parse_tool_calls
+from tandem.text.tool_turns import Call
+from tandem.types import FinishReason, Prompt, Sample, WeightVersion
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one turn has sampled so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    versions: list[WeightVersion] = field(default_factory=list)
+    text: str = ""
+
+    def add(self, completion: CompletionOutput) -> None:
+        self.tokens += completion.token_ids
+        self.logprobs += completion.raw_logprobs
+        self.sampling_logprobs += completion.sampling_logprobs
+        self.versions += completion.weight_versions
+        self.text += completion.text
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One episode: sample ``index`` of the group of ``prompt`` at ``step``, sampled with ``settings``. The per-token lists are those of ``Sample``."""
+
+    step: int
+    prompt: Prompt
+    settings: Mapping[str, Any]
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    versions: list[WeightVersion | None] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turns: int = 0
+    turn: Turn = field(default_factory=Turn)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    fault: str = ""
+
+    def end_turn(self) -> Turn:
+        """Adds the turn that has ended to the episode, and returns it."""
+        turn, self.turn = self.turn, Turn()
+        self.turns += 1
+        self.tokens += turn.tokens
+        self.logprobs += turn.logprobs
+        self.sampling_logprobs += turn.sampling_logprobs
+        self.versions += turn.versions
+        self.mask += [True] * len(turn.tokens)
+        self.text = turn.text
+        return turn
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Adds tokens that the model did not sample."""
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.sampling_logprobs += [0.0] * len(tokens)
+        self.versions += [None] * len(tokens)
+        self.mask += [False] * len(tokens)
+
+    def sample(self) -> Sample:
+        """Returns the finished episode; its text is that of the last turn."""
+        assert self.finish_reason is not None
+        return Sample(
+            id=sample_id(self.step, self.prompt.id, self.index),
+            prompt_id=self.prompt.id,
+            index=self.index,
+            prompt_token_ids=self.prompt.token_ids,
+            token_ids=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            sampling_logprobs=tuple(self.sampling_logprobs),
+            weight_versions=tuple(self.versions),
+            finish_reason=self.finish_reason,
+            text=self.text,
+            response_mask=() if all(self.mask) else tuple(self.mask),
+            messages=tuple(self.messages),
+            fault=self.fault,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Calls:
+    """The calls of the turn that ``episode`` has ended, and the answers, some of which are still computed. ``last_token``: of the turn."""
+
+    episode: Episode
+    calls: Sequence[Call]
+    answers: Sequence[Answer]
+    last_token: int | None
+
+    def running(self) -> list["Future[ToolAnswer]"]:
+        return [answer for answer in self.answers if isinstance(answer, Future) and not answer.done()]
+
+
+class InFlightEpisodes:
+    """The groups of episodes that ``engine`` draws, with the interface of ``InFlightGroups``. Tools run while other episodes are sampled."""
+
+    def __init__(self, engine: Engine, tools: EpisodeTools) -> None:
+        self._engine, self._tools = engine, tools
+        self._groups: list[list[Episode]] = []
+        self._requests: dict[str, list[Episode]] = {}
+        self._waiting: list[_Calls] = []
+        self._ended: list[Episode] = []
+        self._added = 0
+
+    def add(self, step: int, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
+        """Queues a group of ``settings["n"]`` episodes for each of ``prompts``. Raises ``UserError`` for one that the engine cannot serve, before any is
+        queued."""
+        params = replace(sampling_params(settings), output_kind=RequestOutputKind.DELTA)
+        for prompt in prompts:
+            self._engine.check_request(prompt.token_ids, params)
+        for prompt in prompts:
+            # The first turns are one request, which computes the prompt once; its completions are returned as they end.
+            group = [Episode(step, prompt, settings, index) for index in range(settings["n"])]
+            self._groups.append(group)
+            self._ask(group, prompt.token_ids, params, turn=0)
+
+    def draw(
+        self, waits_for: Literal["any", "all"], on_progress: Callable[[int, int], None], on_samples: Callable[[Sequence[Sample]], None] | None = None
+    ) -> list[Sample]:
+        """Runs the engine and the tools until any group, or all of them, are finished; returns their samples in the order in which the groups were added.
+        Calls ``on_progress`` with the numbers of groups finished and asked for, and ``on_samples`` with each sample as soon as it is finished."""
+        total, finished = len(self._groups), list[list[Episode]]()
+        while self._groups and (waits_for == "all" or not finished):
+            if self._requests:
+                self._take(self._engine.step())
+            else:
+                wait([answer for calls in self._waiting for answer in calls.running()], return_when=FIRST_COMPLETED)
+            ready = [calls for calls in self._waiting if not calls.running()]
+            self._waiting = [calls for calls in self._waiting if calls not in ready]
+            for calls in ready:
+                self._next_turn(calls)
+            if self._ended and on_samples is not None:
+                on_samples([episode.sample() for episode in self._ended])
+            self._ended = []
+            done = [group for group in self._groups if all(episode.finish_reason is not None for episode in group)]
+            if done:
+                finished += done
+                self._groups = [group for group in self._groups if group not in done]
+                on_progress(len(finished), total)
+        return [episode.sample() for group in finished for episode in group]
+
+    def drop(self) -> None:
+        """Aborts what is unfinished. Tools that run end by themselves; nobody reads what they return."""
+        for name in self._requests:
+            self._engine.abort(name)
+        self._engine.take_outputs()
+        self._groups, self._requests, self._waiting, self._ended = [], {}, [], []
+
+    def _ask(self, episodes: list[Episode], tokens: Sequence[int], params: SamplingParams, turn: int) -> None:
+        first = episodes[0]
+        name = f"episode-{self._added}"
+        self._added += 1
+        key = request_key(first.step, first.prompt.id, first.settings["purpose"], turn)
+        self._engine.add_request(name, tokens, params, key=key, first_index=first.index)
+        self._requests[name] = episodes
+
+    def _take(self, outputs: Sequence[RequestOutput]) -> None:
+        """Adds new tokens to their episodes, and ends the turns that ended with them."""
+        for output in outputs:
+            episodes = self._requests[output.request_id]
+            if output.finished:
+                del self._requests[output.request_id]
+            for completion in output.outputs:
+                episode = episodes[completion.index]
+                episode.turn.add(completion)
+                if completion.finish_reason is not None:
+                    self._end_turn(episode, FinishReason(completion.finish_reason))
+
+    def _end(self, episode: Episode, reason: FinishReason) -> None:
+        episode.finish_reason = reason
+        self._ended.append(episode)
+
+    def _end_turn(self, episode: Episode, reason: FinishReason) -> None:
+        """Ends the turn of ``episode``: the episode has ended, or its calls begin."""
+        turn, tools, parser = episode.end_turn(), self._tools, self._tools.config.tool_call_parser
+        last = turn.tokens[-1] if turn.tokens else None
+        written = turn.tokens[:-1] if last in tools.turns.ends else turn.tokens
+        raw = tools.turns.tokenizer.decode(written, skip_special_tokens=False)
+        calls = parse_tool_calls(parser, raw) if reason is FinishReason.STOP else []
+        if not calls:
+            episode.messages.append({"role": "assistant", "content": turn.text})
+            return self._end(episode, reason)
+        known = [Call(call.name or "unknown", call.id or f"call{episode.turns % 100:02}{number % 1000:03}") for number, call in enumerate(calls)]
+        episode.messages.append(_calling_message(content_before_calls(parser, raw), calls, known))
+        if episode.turns == tools.config.max_turns:
+            return self._end(episode, FinishReason.LENGTH)
+        self._waiting.append(_Calls(episode, known, [tools.begin(call) for call in calls], last))
+
+    def _next_turn(self, waited: _Calls) -> None:
+        """Continues an episode with the results of its calls, or ends it: a broken tool masks it, and an episode without room for a further token is
+        truncated before the results."""
+        episode, tools = waited.episode, self._tools
+        answers = [answer.result() if isinstance(answer, Future) else answer for answer in waited.answers]
+        broken = next((number for number, answer in enumerate(answers) if answer.fault), None)
+        if broken is not None:
+            episode.fault = f"tool '{waited.calls[broken].name}': {answers[broken].fault}"
+            return self._end(episode, FinishReason.ABORT)
+        results = [tools.results.shown(answer.text) for answer in answers]
+        observation = tools.turns.between(waited.calls, results, waited.last_token)
+        room = episode.settings["max_tokens"] - len(episode.tokens) - len(observation)
+        if room <= 0:
+            return self._end(episode, FinishReason.LENGTH)
+        episode.observe(observation)
+        for call, result in zip(waited.calls, results, strict=True):
+            episode.messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result})
+        params = sampling_params({**episode.settings, "n": 1, "max_tokens": room})
+        self._ask([episode], [*episode.prompt.token_ids, *episode.tokens], params, episode.turns)
+
+
+def _calling_message(content: str, calls: Sequence[ToolCall], known: Sequence[Call]) -> dict[str, Any]:
+    functions = [
+        {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": dict(call.arguments)}} for call, each in zip(calls, known, strict=True)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": functions}
