@@ -16,7 +16,7 @@ examples:
 import argparse
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
     from tandem.pod.prompts import prompt_source
     from tandem.rl.rewards.pool import RewardPool
     from tandem.rl.rollout.dispatch import evaluation_settings, request_key
+    from tandem.rl.rollout.episode_tools import EpisodeTools
+    from tandem.rl.rollout.episodes import InFlightEpisodes
     from tandem.rl.rollout.groups import samples_of, sampling_params
     from tandem.runtime.machine.available_memory import available_bytes
 
@@ -68,14 +70,25 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--prompts is {options.prompts}; it must be at least 1")
     recipe = _recipe(options)
     settings = evaluation_settings(recipe.rollout, options.seed, greedy=options.greedy, purpose="evaluate")
-    with closing(prompt_source(recipe, Path(options.model))) as source, RewardPool(recipe.rewards) as rewards:
+    with ExitStack() as stack:
+        source = stack.enter_context(closing(prompt_source(recipe, Path(options.model))))
+        rewards = stack.enter_context(RewardPool(recipe.rewards))
         check_answers(source, recipe.rewards)
         check_columns(source.task.train_prompt(0).columns, rewards.columns)
         check_prompts("--prompts", options.prompts, recipe.rollout, available_bytes(recipe.machine.memory_gib), source.task.size)
         prompts = source.fresh(options.prompts)
         llm = LLM(options.model, kernels=recipe.machine.kernels, verify=options.verify)
 
+        tools = None
+        if recipe.rollout.multi_turn is not None:
+            tools = EpisodeTools.open(recipe.rollout.multi_turn, recipe.task.tools, Path(options.model))
+            stack.callback(tools.pool.close)
+
         def generate(asked: Sequence[Prompt]) -> list[Sample]:
+            if tools is not None:
+                episodes = InFlightEpisodes(llm.engine, tools)
+                episodes.add(0, asked, settings)
+                return episodes.draw("all", lambda done, total: None)
             keys = [request_key(0, prompt.id, settings["purpose"]) for prompt in asked]
             tokens = [{"prompt_token_ids": list(prompt.token_ids)} for prompt in asked]
             return samples_of(0, asked, llm.generate(tokens, sampling_params(settings), request_keys=keys))

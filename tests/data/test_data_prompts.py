@@ -99,12 +99,16 @@ def test_the_template_is_filled_and_braces_are_left_alone(tmp_path: Path) -> Non
     assert text.endswith("}\nAnswer:")
 
 
+def encode_whole(messages: Messages, tools: object) -> tuple[list[int], list[int]]:
+    raise AssertionError("no prompt has an answer")
+
+
 def test_chat_goes_through_the_template_of_the_tokenizer() -> None:
     def render(messages: Messages, tools: object) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
     config = TaskConfig("sort", chat=True, system_prompt="Be brief.")
-    text = source(config, chat_format=ChatFormat(render, encode), context_tokens=128).for_step(0)[0].text
+    text = source(config, chat_format=ChatFormat(render, encode, encode_whole), context_tokens=128).for_step(0)[0].text
     assert text.startswith("<system>Be brief.<user>")
     assert text.endswith("=<assistant>")
     with pytest.raises(UserError, match="no chat template"):
@@ -118,7 +122,7 @@ def test_prompts_that_are_messages_go_through_the_template_with_their_tools(tmp_
     path, system = tmp_path / "data.jsonl", {"role": "system", "content": "own"}
     rows = [{"prompt": [*([system] if i % 2 else []), {"role": "user", "content": f"q{i}"}], "answer": "a"} for i in range(20)]
     path.write_text("".join(json.dumps({**row, "tools": [{"type": "t"}]}) + "\n" for row in rows))
-    settings: dict[str, Any] = {"chat_format": ChatFormat(render, encode), "context_tokens": 128}
+    settings: dict[str, Any] = {"chat_format": ChatFormat(render, encode, encode_whole), "context_tokens": 128}
     prompts = source(TaskConfig("dataset", path=str(path), system_prompt="Be brief."), **settings)
     texts = {prompt.text for step in range(4) for prompt in prompts.for_step(step)}
     assert texts <= {f"({{'type': 't'}},)<system>{'own' if i % 2 else 'Be brief.'}<user>q{i}<assistant>" for i in range(20)} and len(texts) == 16

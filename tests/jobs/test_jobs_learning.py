@@ -58,6 +58,18 @@ def test_addition_gains_in_what_the_model_can_do_greedily(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
+def test_a_model_learns_to_call_a_calculator_in_episodes_of_several_turns(tmp_path: Path) -> None:
+    recipe = load_config(RECIPES / "calculator.yaml", [f"run.directory={tmp_path}"])
+    result = train(recipe, recipe_path="calculator.yaml")
+    assert before(result) <= 0.55
+    assert result.reached and after(result, "accuracy") >= 0.90 - 0.019
+    rows = read_rows(result.directory / "metrics.jsonl")
+    assert all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 for row in rows)
+    # It learns to call the tool: almost every answer without it is wrong.
+    assert rows[0]["tools/call_frequency"] < 0.8 and rows[-1]["tools/call_frequency"] > 0.9
+
+
+@pytest.mark.full
 def test_rollouts_in_int8_learn_and_are_weighed_by_how_far_they_are_from_the_trainer(tmp_path: Path) -> None:
     recipe = load_config(RECIPES / "sort_int8.yaml", [f"run.directory={tmp_path}"])
     result = train(recipe, recipe_path="sort_int8.yaml")

@@ -9,7 +9,7 @@ import pytest
 from pod_runs import HERE, PodRun, difference, finish
 
 from tandem.runtime.records.journal import Journal
-from tandem.types import FinishReason, ScoreState
+from tandem.types import FinishReason, RunError, ScoreState
 
 RECIPE = HERE / "calculator.yaml"
 TOOL = '''
@@ -105,7 +105,11 @@ def test_a_kill_in_the_middle_of_a_rollout_changes_no_sample(undisturbed: PodRun
 def in_rollout(run: PodRun, step: int) -> bool:
     if not (run.directory / "journal.sqlite").exists():
         return False
-    return any(each.state == "rollout" and each.step == step and each.ended_s is None for each in run.transitions())
+    try:
+        transitions = run.transitions()
+    except RunError:  # The journal's tables are not written yet.
+        return False
+    return any(each.state == "rollout" and each.step == step and each.ended_s is None for each in transitions)
 
 
 @pytest.mark.full

@@ -33,6 +33,10 @@ class ScriptedEngine:
 
     def __init__(self, write, tokenizer):
         self.write, self.tokenizer, self.asked, self.outputs, self.aborted = write, tokenizer, [], [], []
+        self.listener = None
+
+    def listen(self, listener):
+        self.listener = listener
 
     def check_request(self, tokens, params):
         pass
@@ -45,12 +49,14 @@ class ScriptedEngine:
             text = self.tokenizer.decode(ids)
             logprobs = [-0.1 * (i + 1) for i in range(len(ids))]
             completions.append(CompletionOutput(index, text, ids, logprobs, logprobs, [AT] * len(ids), reason))
-        # Completions of a streamed request come one by one.
-        for place, completion in enumerate(completions):
-            self.outputs.append(RequestOutput(name, None, list(tokens), [completion], finished=place == len(completions) - 1))
+        # A completion may end before the others of its request, the last one first.
+        for completion in reversed(completions):
+            self.outputs.append((name, completion, RequestOutput(name, None, list(tokens), completions) if completion.index == 0 else None))
 
     def step(self):
-        return [self.outputs.pop(0)]
+        name, completion, output = self.outputs.pop(0)
+        self.listener(name, completion)
+        return [] if output is None else [output]
 
     def take_outputs(self):
         return []

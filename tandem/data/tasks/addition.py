@@ -23,7 +23,7 @@ def addition_task(config: TaskConfig, seed: int) -> GeneratedTask[Operands]:
         seed=seed,
         held_out_share=config.share_held_out,
         fingerprint=f"addition {low}-{high} {config.share_held_out} {seed}",
-        call=calculator_call if "calculator" in config.tools else None,
+        call=calculator_call if any(tool.rpartition(":")[2] == "calculator" for tool in config.tools) else None,
         draw=lambda random: (operand(random), operand(random)),
         question=question,
         answer=answer,

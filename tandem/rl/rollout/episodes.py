@@ -7,12 +7,12 @@ fault draws the same tokens where its tools return the same results.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.engine.engine import Engine
-from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
-from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
+from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.rl.rollout.dispatch import request_key, sample_id
 from tandem.rl.rollout.episode_tools import Answer, EpisodeTools
 from tandem.rl.rollout.groups import sampling_params
@@ -20,24 +20,6 @@ from tandem.rl.rollout.tool_worker import ToolAnswer
 from tandem.text.tool_calls import ToolCall, content_before_calls, parse_tool_calls
 from tandem.text.tool_turns import Call
 from tandem.types import FinishReason, Prompt, Sample, WeightVersion
-
-
-@dataclass(slots=True)
-class Turn:
-    """What one turn has sampled so far."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sampling_logprobs: list[float] = field(default_factory=list)
-    versions: list[WeightVersion] = field(default_factory=list)
-    text: str = ""
-
-    def add(self, completion: CompletionOutput) -> None:
-        self.tokens += completion.token_ids
-        self.logprobs += completion.raw_logprobs
-        self.sampling_logprobs += completion.sampling_logprobs
-        self.versions += completion.weight_versions
-        self.text += completion.text
 
 
 @dataclass(slots=True, eq=False)
@@ -55,22 +37,19 @@ class Episode:
     mask: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
-    turn: Turn = field(default_factory=Turn)
     text: str = ""
     finish_reason: FinishReason | None = None
     fault: str = ""
 
-    def end_turn(self) -> Turn:
-        """Adds the turn that has ended to the episode, and returns it."""
-        turn, self.turn = self.turn, Turn()
+    def add(self, turn: CompletionOutput) -> None:
+        """Adds a turn that the model sampled."""
         self.turns += 1
-        self.tokens += turn.tokens
-        self.logprobs += turn.logprobs
+        self.tokens += turn.token_ids
+        self.logprobs += turn.raw_logprobs
         self.sampling_logprobs += turn.sampling_logprobs
-        self.versions += turn.versions
-        self.mask += [True] * len(turn.tokens)
+        self.versions += turn.weight_versions
+        self.mask += [True] * len(turn.token_ids)
         self.text = turn.text
-        return turn
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Adds tokens that the model did not sample."""
@@ -118,7 +97,8 @@ class InFlightEpisodes:
 
     def __init__(self, engine: Engine, tools: EpisodeTools) -> None:
         self._engine, self._tools = engine, tools
-        self._groups: list[list[Episode]] = []
+        self._groups: dict[int, list[Episode]] = {}
+        """The unfinished groups, by the order in which they were added."""
         self._requests: dict[str, list[Episode]] = {}
         self._waiting: list[_Calls] = []
         self._ended: list[Episode] = []
@@ -127,13 +107,13 @@ class InFlightEpisodes:
     def add(self, step: int, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
         """Queues a group of ``settings["n"]`` episodes for each of ``prompts``. Raises ``UserError`` for one that the engine cannot serve, before any is
         queued."""
-        params = replace(sampling_params(settings), output_kind=RequestOutputKind.DELTA)
+        params = sampling_params(settings)
         for prompt in prompts:
             self._engine.check_request(prompt.token_ids, params)
         for prompt in prompts:
-            # The first turns are one request, which computes the prompt once; its completions are returned as they end.
+            # The first turns are one request, which computes the prompt once.
             group = [Episode(step, prompt, settings, index) for index in range(settings["n"])]
-            self._groups.append(group)
+            self._groups[self._added] = group
             self._ask(group, prompt.token_ids, params, turn=0)
 
     def draw(
@@ -141,10 +121,16 @@ class InFlightEpisodes:
     ) -> list[Sample]:
         """Runs the engine and the tools until any group, or all of them, are finished; returns their samples in the order in which the groups were added.
         Calls ``on_progress`` with the numbers of groups finished and asked for, and ``on_samples`` with each sample as soon as it is finished."""
-        total, finished = len(self._groups), list[list[Episode]]()
+        total, finished, turns = len(self._groups), dict[int, list[Episode]](), list[tuple[str, CompletionOutput]]()
+        self._engine.listen(lambda name, completion: turns.append((name, completion)))
         while self._groups and (waits_for == "all" or not finished):
             if self._requests:
-                self._take(self._engine.step())
+                outputs = self._engine.step()
+                for name, turn in turns:
+                    self._end_turn(self._requests[name][turn.index], turn)
+                turns.clear()
+                for output in outputs:
+                    del self._requests[output.request_id]
             else:
                 wait([answer for calls in self._waiting for answer in calls.running()], return_when=FIRST_COMPLETED)
             ready = [calls for calls in self._waiting if not calls.running()]
@@ -154,19 +140,19 @@ class InFlightEpisodes:
             if self._ended and on_samples is not None:
                 on_samples([episode.sample() for episode in self._ended])
             self._ended = []
-            done = [group for group in self._groups if all(episode.finish_reason is not None for episode in group)]
+            done = [number for number, group in self._groups.items() if all(episode.finish_reason is not None for episode in group)]
+            finished |= {number: self._groups.pop(number) for number in done}
             if done:
-                finished += done
-                self._groups = [group for group in self._groups if group not in done]
                 on_progress(len(finished), total)
-        return [episode.sample() for group in finished for episode in group]
+        self._engine.listen(None)
+        return [episode.sample() for number in sorted(finished) for episode in finished[number]]
 
     def drop(self) -> None:
         """Aborts what is unfinished. Tools that run end by themselves; nobody reads what they return."""
         for name in self._requests:
             self._engine.abort(name)
         self._engine.take_outputs()
-        self._groups, self._requests, self._waiting, self._ended = [], {}, [], []
+        self._groups, self._requests, self._waiting, self._ended = {}, {}, [], []
 
     def _ask(self, episodes: list[Episode], tokens: Sequence[int], params: SamplingParams, turn: int) -> None:
         first = episodes[0]
@@ -176,36 +162,27 @@ class InFlightEpisodes:
         self._engine.add_request(name, tokens, params, key=key, first_index=first.index)
         self._requests[name] = episodes
 
-    def _take(self, outputs: Sequence[RequestOutput]) -> None:
-        """Adds new tokens to their episodes, and ends the turns that ended with them."""
-        for output in outputs:
-            episodes = self._requests[output.request_id]
-            if output.finished:
-                del self._requests[output.request_id]
-            for completion in output.outputs:
-                episode = episodes[completion.index]
-                episode.turn.add(completion)
-                if completion.finish_reason is not None:
-                    self._end_turn(episode, FinishReason(completion.finish_reason))
-
     def _end(self, episode: Episode, reason: FinishReason) -> None:
         episode.finish_reason = reason
         self._ended.append(episode)
 
-    def _end_turn(self, episode: Episode, reason: FinishReason) -> None:
-        """Ends the turn of ``episode``: the episode has ended, or its calls begin."""
-        turn, tools, parser = episode.end_turn(), self._tools, self._tools.config.tool_call_parser
-        last = turn.tokens[-1] if turn.tokens else None
-        written = turn.tokens[:-1] if last in tools.turns.ends else turn.tokens
+    def _end_turn(self, episode: Episode, turn: CompletionOutput) -> None:
+        """Adds ``turn`` to ``episode``, which has ended with it, or whose calls begin."""
+        episode.add(turn)
+        tools, parser, reason = self._tools, self._tools.config.tool_call_parser, FinishReason(str(turn.finish_reason))
+        last = turn.token_ids[-1] if turn.token_ids else None
+        written = turn.token_ids[:-1] if last in tools.turns.ends else turn.token_ids
         raw = tools.turns.tokenizer.decode(written, skip_special_tokens=False)
         calls = parse_tool_calls(parser, raw) if reason is FinishReason.STOP else []
         if not calls:
             episode.messages.append({"role": "assistant", "content": turn.text})
-            return self._end(episode, reason)
+            self._end(episode, reason)
+            return
         known = [Call(call.name or "unknown", call.id or f"call{episode.turns % 100:02}{number % 1000:03}") for number, call in enumerate(calls)]
         episode.messages.append(_calling_message(content_before_calls(parser, raw), calls, known))
         if episode.turns == tools.config.max_turns:
-            return self._end(episode, FinishReason.LENGTH)
+            self._end(episode, FinishReason.LENGTH)
+            return
         self._waiting.append(_Calls(episode, known, [tools.begin(call) for call in calls], last))
 
     def _next_turn(self, waited: _Calls) -> None:
@@ -216,12 +193,14 @@ class InFlightEpisodes:
         broken = next((number for number, answer in enumerate(answers) if answer.fault), None)
         if broken is not None:
             episode.fault = f"tool '{waited.calls[broken].name}': {answers[broken].fault}"
-            return self._end(episode, FinishReason.ABORT)
+            self._end(episode, FinishReason.ABORT)
+            return
         results = [tools.results.shown(answer.text) for answer in answers]
         observation = tools.turns.between(waited.calls, results, waited.last_token)
         room = episode.settings["max_tokens"] - len(episode.tokens) - len(observation)
         if room <= 0:
-            return self._end(episode, FinishReason.LENGTH)
+            self._end(episode, FinishReason.LENGTH)
+            return
         episode.observe(observation)
         for call, result in zip(waited.calls, results, strict=True):
             episode.messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result})
