@@ -7,11 +7,12 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from tandem.config.addresses import check_no_secret
+from tandem.config.code_executor import CodeExecutorConfig
 from tandem.config.limits import check_at_least_one, check_float32, check_seconds
 from tandem.types.errors import UserError
 
 SCORED_AS_PUBLISHED = ("gsm8k", "math", "multiple_choice")
-BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", *SCORED_AS_PUBLISHED)
+BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", "code_executor", *SCORED_AS_PUBLISHED)
 ADDRESSES = ("http://", "https://")
 
 
@@ -93,8 +94,8 @@ class RewardFunctionConfig:
     """One reward function."""
 
     function: str
-    """`task` (the task's own), `answer_matcher`, `format_checker`; `gsm8k`, `math` or `multiple_choice`, which score as the benchmark's authors do; your own
-    as `module:function` or `path/to/file.py:function`; or the address of an HTTP endpoint, `http://host:port/path`."""
+    """`task` (the task's own), `answer_matcher`, `format_checker`, `code_executor`; `gsm8k`, `math` or `multiple_choice`, which score as the benchmark's
+    authors do; your own as `module:function` or `path/to/file.py:function`; or the address of an HTTP endpoint, `http://host:port/path`."""
     name: str = ""
     """Name of its value in metrics. Empty: the function's name."""
     weight: float = 1.0
@@ -112,6 +113,8 @@ class RewardFunctionConfig:
     """Settings of `answer_matcher` and `task`, below."""
     format: FormatCheckerConfig | None = None
     """Settings of `format_checker`, below."""
+    code: CodeExecutorConfig = field(default_factory=CodeExecutorConfig)
+    """Settings of `code_executor`, below."""
     endpoint: EndpointConfig = EndpointConfig()
     """Settings of an HTTP endpoint, below."""
 
@@ -146,6 +149,8 @@ class RewardFunctionConfig:
             raise UserError(f"reward function '{self.label}' {problem}")
         if self.answer != AnswerMatcherConfig() and self.function not in ("task", "answer_matcher"):
             raise UserError(f"reward function '{self.label}' has a section 'answer', which belongs to answer_matcher and task")
+        if self.code != CodeExecutorConfig() and self.function != "code_executor":
+            raise UserError(f"reward function '{self.label}' has a section 'code', which belongs to code_executor")
         if (built_in or self.is_endpoint) and (self.arguments or self.signature != "auto" or self.scope != "auto"):
             what = "is built in" if built_in else "is an endpoint"
             raise UserError(f"'arguments', 'signature' and 'scope' belong to functions of your own, and '{self.label}' {what}; remove them")
@@ -206,6 +211,12 @@ class RewardsConfig:
         check_seconds("rewards", self, "deadline_s", "sample_deadline_s", "start_deadline_s")
         if self.sample_deadline_s > self.deadline_s:
             raise UserError(f"'rewards.sample_deadline_s' is {self.sample_deadline_s}, more than rewards.deadline_s ({self.deadline_s})")
+        for function in self.composition:
+            if function.function == "code_executor" and function.code.wall_s > self.sample_deadline_s:
+                raise UserError(
+                    f"'code.wall_s' of reward function '{function.label}' is {function.code.wall_s:g}, more than rewards.sample_deadline_s "
+                    f"({self.sample_deadline_s:g})"
+                )
         if not 0 <= self.max_fault_share <= 1:
             raise UserError(f"'rewards.max_fault_share' is {self.max_fault_share}; it must be from 0 to 1")
         check_float32("rewards", self, "model_fault_value", "accuracy_threshold")

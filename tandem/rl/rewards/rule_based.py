@@ -6,6 +6,7 @@ from typing import Any
 from tandem.config.rewards import AnswerMatcherConfig, RewardFunctionConfig, RewardsConfig
 from tandem.config.task import REASONING_GYM
 from tandem.rl.rewards.answer_matcher import check_installed, extract_answer, match_answer
+from tandem.rl.rewards.code.executor import code_judge
 from tandem.rl.rewards.endpoint import endpoint_judge
 from tandem.rl.rewards.format_checker import format_checker
 from tandem.rl.rewards.functions import user_judge
@@ -28,6 +29,8 @@ def make_judge(function: RewardFunctionConfig, config: RewardsConfig) -> Judge:
     if function.function == "format_checker":
         assert function.format is not None
         return _each(function, format_checker(function.format))
+    if function.function == "code_executor":
+        return code_judge(function, fault_value)
     if function.function == "task":
         check_installed(function.answer)
         return _each(function, lambda item: judge_by_task(item, function.answer, fault_value))
