@@ -39,7 +39,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", required=True, help="a Hugging Face folder, or a model of the Hub (OWNER/NAME)")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSON object")
     parser.add_argument("--examples", action="store_true", help="JSON objects are examples for supervised fine-tuning, not texts")
-    parser.add_argument("--pairs", action="store_true", help="JSON objects are preference pairs, for dpo")
+    parser.add_argument("--pairs", action="store_true", help="JSON objects are preference pairs, for dpo and reward_model")
+    parser.add_argument("--margin-key", default="", help="with --pairs: the key of a pair's margin, for reward_model (default: none)")
     parser.add_argument("--prompt-key", default="prompt", help="with --examples: the key of the prompt")
     parser.add_argument("--completion-key", default="completion", help="with --examples: the key of the completion")
     parser.add_argument("--suffix", action="append", help="suffix of documents; may be repeated (default: .txt and .md)")
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     suffixes = tuple(options.suffix or (() if options.examples or options.pairs else (".txt", ".md")))
     form = DocumentFormat(
         options.text_key, suffixes, tuple(options.exclude), options.skip_broken, options.examples, options.prompt_key, options.completion_key,
-        options.pairs,
+        options.pairs, options.margin_key,
     )  # fmt: skip
     tokenizer = options.tokenizer if options.new_vocabulary is not None else str(find_model(options.tokenizer, "tokenizer"))
     settings = TokenizeSettings(

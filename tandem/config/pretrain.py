@@ -1,11 +1,11 @@
-"""A recipe for training on data without a rollout: pretraining, supervised fine-tuning and DPO."""
+"""A recipe for training on data without a rollout: pretraining, supervised fine-tuning, DPO and reward models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tandem.config.checkpoint import CheckpointConfig
-from tandem.config.limits import check_at_least_one
+from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
@@ -39,11 +39,11 @@ class DataConfig:
     held_out: str = ""
     """Dataset for evaluation only. Empty: none."""
     sequence_length: int = 512
-    """Tokens per sequence; in supervised fine-tuning the maximum length of an example, in DPO of a prompt with one of its answers."""
+    """Tokens per sequence; in supervised fine-tuning the maximum length of an example, of preference pairs that of a prompt with one of its answers."""
     global_batch_size: int = 8
     """Sequences, examples or preference pairs per optimizer step."""
     too_long: Literal["refuse", "leave_out"] = "refuse"
-    """For `sft` and `dpo`: `refuse` a dataset with longer examples, or `leave_out` those examples, a pair whole."""
+    """For `sft`, `dpo` and `reward_model`: `refuse` a dataset with longer examples, or `leave_out` those examples, a pair whole."""
     cache: str = ""
     """Folder for downloading and verifying the shards of a URL."""
     read_ahead: int = 4
@@ -78,9 +78,11 @@ class HeldOutConfig:
 class PretrainConfig:
     """What is learned of the data."""
 
-    name: Literal["pretrain", "sft", "dpo"]
+    name: Literal["pretrain", "sft", "dpo", "reward_model"]
     """`pretrain`: every next token of documents. `sft`: the tokens marked in a dataset of examples (supervised fine-tuning). `dpo`: to prefer
-    the chosen to the rejected answers of a dataset of preference pairs (Rafailov et al., 2023), with the initial model as the reference."""
+    the chosen to the rejected answers of a dataset of preference pairs (Rafailov et al., 2023), with the initial model as the reference.
+    `reward_model`: to score the chosen above the rejected answers of such a dataset (Bradley-Terry; Ouyang et al., 2022); a language model gets a
+    value head in place of its own."""
     loss_type: PreferenceLoss = "sigmoid"
     """For `dpo`: `sigmoid`, `ipo` (Azar et al., 2023), `hinge` (Zhao et al., 2023) or `robust` (Chowdhury et al., 2024)."""
     beta: float = 0.1
@@ -88,15 +90,27 @@ class PretrainConfig:
     label_smoothing: float = 0.0
     """For `dpo` with `sigmoid` or `robust`: the share of the pairs that are assumed to be labelled the wrong way, below 0.5."""
 
+    value_head: Literal["sequence", "token"] = "sequence"
+    """For `reward_model`: the head that a language model gets, of `*ForSequenceClassification` or `*ForTokenClassification`. A model that has one
+    keeps it."""
+    center_coef: float = 0.0
+    """For `reward_model`: weight of the square of the sum of both scores in the loss, which draws scores to a mean of 0 (0.01 is usual). 0: off."""
+
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
         check_preference(self, "dpo")
+        if not 0 <= self.center_coef < float("inf"):
+            raise UserError(f"'algorithm.center_coef' is {self.center_coef}; it must be 0 (off) or more, and finite")
+        check_float32("algorithm", self, "center_coef")
+        if self.name != "reward_model":
+            fix = "set algorithm.name to reward_model"
+            refuse_unread("algorithm", self, f"algorithm.name is '{self.name}'", "value_head", "center_coef", fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
 class PretrainRecipe:
-    """The recipe of ``tandem train`` if ``algorithm.name`` is ``pretrain``, ``sft`` or ``dpo``. ``task``: with ``sft``, learns the demonstrations
-    of a task instead of ``data.train``."""
+    """The recipe of ``tandem train`` if ``algorithm.name`` is ``pretrain``, ``sft``, ``dpo`` or ``reward_model``. ``task``: with ``sft``, learns
+    the demonstrations of a task instead of ``data.train``."""
 
     algorithm: PretrainConfig
     model: ModelConfig
@@ -125,7 +139,17 @@ class PretrainRecipe:
     @property
     def learns_from_pairs(self) -> bool:
         """Whether an example is a preference pair: two sequences, which are in one micro-batch."""
+        return self.algorithm.name in ("dpo", "reward_model")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss needs log-probabilities of the start model."""
         return self.algorithm.name == "dpo"
+
+    @property
+    def trains_values(self) -> bool:
+        """Whether the model gives numbers and not tokens: it has a value head."""
+        return self.algorithm.name == "reward_model"
 
     @property
     def sequences_each(self) -> int:
@@ -157,8 +181,8 @@ class PretrainRecipe:
             raise UserError("section 'demonstrations' is given and there is no section 'task' to demonstrate; remove it, or name a task")
         if self.data.too_long != "refuse" and not self.learns_from_examples:
             raise UserError(
-                f"'data.too_long' is '{self.data.too_long}', which belongs to algorithm.name sft and dpo; pretraining splits documents and leaves "
-                "none out: remove the key"
+                f"'data.too_long' is '{self.data.too_long}', which belongs to algorithm.name sft, dpo and reward_model; pretraining splits documents and "
+                "leaves none out: remove the key"
             )
         if self.task is not None:
             refuse_unread("data", self.data, "task.name takes the place of the datasets", "held_out", "cache")

@@ -162,7 +162,7 @@ class Recipe:
 
 IN_A_POD = typing.get_args(AlgorithmName)
 """Algorithms that train on rollouts."""
-ON_DATA = ("pretrain", "sft", "dpo")
+ON_DATA = ("pretrain", "sft", "dpo", "reward_model")
 """Algorithms that train on data and not on rollouts."""
 AnyRecipe = Recipe | PretrainRecipe
 

@@ -40,7 +40,7 @@ class ExampleStream:
         first = self._shard(epoch, shard)[at - starts[place]]
         reader = self._open_shard(shard)
         return [
-            Piece(shard, document, 0, reader.tokens(document, 0, length), reader.learned(document, 0, length))
+            Piece(shard, document, 0, reader.tokens(document, 0, length), reader.learned(document, 0, length), margin=reader.margin(document))
             for document, length in ((i, reader.lengths[i]) for i in range(first, first + self._each))
         ]
 

@@ -1,5 +1,6 @@
 """Examples: a prompt with its completion, or a conversation. One is a row for supervised fine-tuning, two are a preference pair."""
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,15 @@ class BrokenExample(Exception):
 class Example:
     """One example: ``prompt`` and ``completion``, or ``messages`` with ``role`` and ``content``, at least one of them the assistant's,
     which may have ``tool_calls`` instead of content. ``tools``: the tools that the assistant can call, as JSON schemas. ``answer_from``: the first
-    message of the answer, from which on everything is learned (``None``: every turn of the assistant is)."""
+    message of the answer, from which on everything is learned (``None``: every turn of the assistant is). ``margin``: of a preference pair, by which the
+    chosen example is better."""
 
     prompt: str = ""
     completion: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     answer_from: int | None = None
+    margin: float = 0.0
 
     @property
     def text(self) -> str:
@@ -66,19 +69,29 @@ def read_example(row: Any, prompt_key: str, completion_key: str) -> Example:
     return Example(row[prompt_key], row[completion_key])
 
 
-def read_pair(row: Any) -> tuple[Example, Example]:
-    """Returns the chosen and the rejected example of a preference pair (``preference_rows``). Raises ``BrokenExample``."""
+def read_pair(row: Any, margin_key: str = "") -> tuple[Example, Example]:
+    """Returns the chosen and the rejected example of a preference pair (``preference_rows``), with its margin under ``margin_key`` if that is not empty.
+    Raises ``BrokenExample``."""
     if not isinstance(row, dict):
         raise BrokenExample("it is not a JSON object")
     try:
         pair = read_preference("", row)
     except UserError as error:
         raise BrokenExample(str(error).removeprefix(": ")) from None
+    margin = _margin(row, margin_key) if margin_key else 0.0
     if isinstance(pair.prompt, str):
-        return Example(pair.prompt, str(pair.chosen)), Example(pair.prompt, str(pair.rejected))
+        return Example(pair.prompt, str(pair.chosen), margin=margin), Example(pair.prompt, str(pair.rejected), margin=margin)
     answers = [answer for answer in (pair.chosen, pair.rejected) if not isinstance(answer, str)]
-    chosen, rejected = (Example(messages=(*pair.prompt, *_learned(answer)), tools=pair.tools, answer_from=len(pair.prompt)) for answer in answers)
+    messages = [(*pair.prompt, *_learned(answer)) for answer in answers]
+    chosen, rejected = (Example(messages=each, tools=pair.tools, answer_from=len(pair.prompt), margin=margin) for each in messages)
     return chosen, rejected
+
+
+def _margin(row: Mapping[str, Any], key: str) -> float:
+    margin = row.get(key)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < 1e30:
+        raise BrokenExample(f"the margin under '{key}' is {'missing' if key not in row else reprlib.repr(margin)}; it must be a number")
+    return float(margin)
 
 
 def _learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:

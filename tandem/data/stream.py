@@ -18,7 +18,8 @@ from tandem.types import UserError
 
 class Piece(NamedTuple):
     """Consecutive tokens of one document in a sequence, from token ``start`` of the document. ``learned``: 1 for each learned token
-    (``None``: all). ``reference``: the reference's log-probability (nats) of each learned token, 0 elsewhere (``None``: there is none)."""
+    (``None``: all). ``reference``: the reference's log-probability (nats) of each learned token, 0 elsewhere (``None``: there is none). ``margin``: of
+    the preference pair that it belongs to."""
 
     shard: int
     document: int
@@ -26,6 +27,7 @@ class Piece(NamedTuple):
     tokens: "memoryview[int]"
     learned: "memoryview[int] | None" = None
     reference: "memoryview[float] | None" = None
+    margin: float = 0.0
 
 
 Sequence = list[Piece]

@@ -17,6 +17,11 @@ def data_commands(model: Path, example: Piece | None) -> tuple[str, ...]:
     return (f"{program()} generate {shlex.quote(str(model))} --prompt {prompt} --max-tokens 64 --temperature 0",)
 
 
+def scoring_commands(model: Path) -> tuple[str, ...]:
+    """Returns the command that trains a policy with the reward model ``model``."""
+    return (f"{program()} train RECIPE --reward_model.path={shlex.quote(str(model))}",)
+
+
 def task_commands(model: Path, prompt: str) -> tuple[str, ...]:
     """Returns the commands that answer ``prompt`` of the run's task, and evaluate ``model`` on the task."""
     return (

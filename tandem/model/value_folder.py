@@ -3,15 +3,15 @@
 import json
 import os.path
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tandem.layout.shapes import ValueHead, parameters
-from tandem.model.huggingface.model_config import ONE_LABEL, VALUE_CLASSES, class_of, read_json, read_shapes, shapes_of
+from tandem.model.huggingface.model_config import read_json, read_shapes, shapes_of
 from tandem.model.huggingface.model_folder import INDEX, WEIGHTS
 from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.initialise import drawn_matrix
+from tandem.model.value_config import value_config
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.text.tokenizer import TOKENIZER_FILES
 
@@ -47,13 +47,6 @@ def make_value_folder(source: Path, head: ValueHead, seed: int, folder: Path) ->
         (written / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         written.rename(folder)
     return folder
-
-
-def value_config(source: Path, head: ValueHead) -> dict[str, Any]:
-    """Returns the ``config.json`` of the causal language model in ``source`` with a value head in place of its own."""
-    config = read_json(source / "config.json") | ONE_LABEL
-    config["architectures"] = [class_of(read_shapes(source)).removesuffix("ForCausalLM") + VALUE_CLASSES[head]]
-    return config
 
 
 def _files_of(source: Path) -> dict[str, str]:

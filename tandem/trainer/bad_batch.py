@@ -11,7 +11,7 @@ def dump_batch(path: Path, step: int, sequences: Sequence[TrainSequence], metric
     """Writes ``sequences`` of optimizer step ``step`` and the step's ``metrics`` as JSON (``NaN`` and ``Infinity`` in Python's
     spelling)."""
     path.parent.mkdir(exist_ok=True)
-    names = ("id", "token_ids", "prompt_length", "loss_mask", "reference_logprobs")
+    names = ("id", "token_ids", "prompt_length", "loss_mask", "reference_logprobs", "margin")
     rows = [{name: getattr(s, name) for name in names} for s in sequences]
     path.write_text(json.dumps({"step": step, "metrics": dict(metrics), "sequences": rows}) + "\n", encoding="utf-8")
 
@@ -23,6 +23,7 @@ def read_batch(path: Path) -> list[TrainSequence]:
         TrainSequence(
             row["id"], tuple(row["token_ids"]), row["prompt_length"], tuple(row["loss_mask"]),
             reference_logprobs=None if row["reference_logprobs"] is None else tuple(row["reference_logprobs"]),
+            margin=row["margin"],
         )
         for row in rows
     ]  # fmt: skip

@@ -28,7 +28,8 @@ class MicroBatch:
     ``rows[R]`` int64, ascending: which of the T hidden states predict; ``targets[R]`` int64: what they predict.
     ``mask``, ``advantages``, ``rollout_logprobs`` (raw), ``sampling_logprobs``, ``reference_logprobs`` (``None``: no KL), ``old_logprobs``
     (``None``: the rollout's), ``values`` and ``returns`` have R entries in the dtype of log-probabilities, fp32 for a model in 16 bits.
-    ``sequence_of_row[R]`` int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask. ``ids``: of the S sequences."""
+    ``sequence_of_row[R]`` int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask; ``margins[S]``: of
+    preference pairs. ``ids``: of the S sequences."""
 
     ids: tuple[str, ...]
     tokens: Tensor
@@ -47,6 +48,7 @@ class MicroBatch:
     returns: Tensor
     sequence_of_row: Tensor
     sequence_mask_sums: Tensor
+    margins: Tensor
 
     @property
     def sequence_count(self) -> int:
@@ -131,6 +133,7 @@ def collate(
         returns=real(columns["returns"]),
         sequence_of_row=whole(sequence_of_row),
         sequence_mask_sums=real([sum(s.loss_mask) for s in sequences]),
+        margins=real([s.margin for s in sequences]),
     )
 
 
@@ -151,7 +154,7 @@ def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=device)
     sums = torch.ones(1, dtype=real.dtype, device=device)
-    return MicroBatch(("blank",), zero, zero, bounds, 1, none, none, real, real, real, real, real, real, real, real, none, sums)
+    return MicroBatch(("blank",), zero, zero, bounds, 1, none, none, real, real, real, real, real, real, real, real, none, sums, torch.zeros_like(sums))
 
 
 def make_micro_batches(

@@ -82,6 +82,13 @@ def stacked(model: Decoder, outputs: TokenLogprobs) -> Tensor:
     return torch.stack(logprobs + ([] if outputs.values is None else [outputs.values])).double()
 
 
+def unstacked(model: Decoder, kept: Tensor) -> TokenLogprobs:
+    """Returns the heads' outputs of what ``stacked`` kept of them [``ModelShapes.outputs``, R]; there is no entropy."""
+    none = kept.new_empty(0)
+    raw, scaled = (kept[0], kept[1]) if model.shapes.language_head else (none, none)
+    return TokenLogprobs(raw, scaled, none, kept[-1] if model.shapes.value_head != "none" else None)
+
+
 def sum_shares(shares: Iterable[LossShare]) -> ForwardBackwardOutput:
     """Adds the shares of micro-batches, in order."""
     total, sums, maxima = 0.0, dict[str, float](), dict[str, float]()

@@ -42,7 +42,8 @@ class DocumentFormat:
     like JSON objects) and shards (``.tar``, ``.tar.gz``, ``.tgz``) are always read. ``exclude``: shell patterns of file names to leave out; ``*``
     also matches slashes. ``skip_broken``: count and leave out documents that cannot be read instead of raising. ``examples``: a JSON object
     contains a prompt under ``prompt_key`` and its completion under ``completion_key``, or a conversation under ``messages``; files of other kinds
-    are not read. ``pairs``: a JSON object contains a preference pair (``rows.preference_rows``); likewise.
+    are not read. ``pairs``: a JSON object contains a preference pair (``rows.preference_rows``); likewise. ``margin_key``:
+    the key of a pair's margin, empty if pairs have none.
     """
 
     text_key: str = "text"
@@ -53,6 +54,7 @@ class DocumentFormat:
     prompt_key: str = "prompt"
     completion_key: str = "completion"
     pairs: bool = False
+    margin_key: str = ""
 
     @property
     def has_masks(self) -> bool:
@@ -67,6 +69,8 @@ class DocumentFormat:
         for name, key in (("text", self.text_key), ("prompt", self.prompt_key), ("completion", self.completion_key)):
             if not key:
                 raise UserError(f"the key of the {name} is empty; name the key of a JSON line that holds it")
+        if self.margin_key and not self.pairs:
+            raise UserError(f"the key of the margin is '{self.margin_key}', and only preference pairs have a margin; leave it out, or read pairs")
         if self.examples and self.pairs:
             raise UserError("a JSON object is either an example or a preference pair; choose one of the two")
         if self.has_masks and self.suffixes:
@@ -287,7 +291,7 @@ def _of_object(row: Any, size: int, where: str, form: DocumentFormat) -> Documen
     """Returns the example or the text in a JSON object of ``size`` bytes."""
     if form.has_masks:
         try:
-            examples = read_pair(row) if form.pairs else (read_example(row, form.prompt_key, form.completion_key),)
+            examples = read_pair(row, form.margin_key) if form.pairs else (read_example(row, form.prompt_key, form.completion_key),)
         except BrokenExample as error:
             return Document(None, size, where, str(error))
         return Document(examples[0].text, size, where, examples=examples)

@@ -64,11 +64,11 @@ def make_plan(settings: TokenizeSettings, units: Sequence[tuple[Part, ...]]) -> 
     sources = hashlib.blake2b(json.dumps(units).encode(), digest_size=16).hexdigest()
     form = asdict(settings.form)
     # A key that is not read does not matter.
-    unread: tuple[str, ...] = ("examples", "prompt_key", "completion_key", "pairs")
+    unread: tuple[str, ...] = ("examples", "prompt_key", "completion_key", "pairs", "margin_key")
     if settings.form.examples:
-        unread = ("pairs",)
+        unread = ("pairs", "margin_key")
     elif settings.form.pairs:
-        unread = ("examples", "prompt_key", "completion_key", "text_key")
+        unread = ("examples", "prompt_key", "completion_key", "text_key", *(() if settings.form.margin_key else ("margin_key",)))
     form = {name: value for name, value in form.items() if name not in unread}
     if settings.form.has_masks:
         form["chat_template"] = template_fingerprint(settings.tokenizer)

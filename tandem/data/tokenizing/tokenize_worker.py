@@ -72,7 +72,7 @@ class TokenizeWorker:
         done = tokens = 0
         add = self._add_examples if self.form.has_masks else self._add_texts
         with TemporaryDirectory(dir=unit.scratch) as scratch:
-            writer = ShardWriter(Path(scratch), unit.shard, self.dtype, self.form.has_masks)
+            writer = ShardWriter(Path(scratch), unit.shard, self.dtype, self.form.has_masks, bool(self.form.margin_key))
             for batch, size in self._batches([Part(*part) for part in unit.parts], writer):
                 tokens += add(batch, writer)
                 done += size
@@ -120,6 +120,7 @@ class TokenizeWorker:
     def _add_examples(self, batch: list[Document], writer: ShardWriter) -> int:
         """Adds each example and its mask, of a pair the chosen one and then the rejected one; returns the number of tokens."""
         rendered: list[tuple[str, list[Rendered]]] = []
+        margins = {document.place: document.examples[0].margin for document in batch}
         tokens = 0
         for document in batch:
             try:
@@ -142,7 +143,7 @@ class TokenizeWorker:
                 self._broken(place, "'chosen' and 'rejected' have the same tokens, so there is no preference", writer)
             else:
                 for ids, learned in examples:
-                    writer.add(ids, learned)
+                    writer.add(ids, learned, margins[place])
                     tokens += len(ids)
         return tokens
 

@@ -31,6 +31,7 @@ from tandem.layout.pipeline_stages import Span
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.value_config import start_shapes
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import check_gpu_memory, chosen_device, describe_gpus
 from tandem.storage.files import open_storage
@@ -45,7 +46,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
     check_offload(recipe.trainer, device)
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
-        shapes = read_shapes(folder)
+        shapes = start_shapes(folder, recipe.algorithm.value_head) if recipe.trains_values else read_shapes(folder)
         spans = check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.data.sequence_length > shapes.max_position_embeddings:
             raise UserError(
@@ -85,7 +86,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             held_out = datasets[-1][1].dataset.documents // each if recipe.learns_from_examples else recipe.evaluation.sequences
             check_held_out(min(recipe.evaluation.sequences, held_out), each * recipe.data.sequence_length, parallel, free)
         disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models=2 if recipe.model.create is not None else 1)
-        if recipe.learns_from_pairs:
+        if recipe.has_reference:
             disk += sum(reference_bytes(files.dataset, recipe.trainer.dtype) for _, files in datasets)
         offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
         disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)

@@ -27,7 +27,7 @@ def check_examples(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFi
                 f"'{path}' does not say which tokens are learned; make it with 'tandem tokenize --{kind}', or set algorithm.name to pretrain"
             )
         if files.dataset.pairs != recipe.learns_from_pairs:
-            has, other = ("preference pairs", "dpo") if files.dataset.pairs else ("no preference pairs", "sft")
+            has, other = ("preference pairs", "dpo or reward_model") if files.dataset.pairs else ("no preference pairs", "sft")
             raise UserError(
                 f"'{path}' has {has}, and algorithm.name is '{recipe.algorithm.name}'; make it with 'tandem tokenize --{kind}', or set "
                 f"algorithm.name to {other}"

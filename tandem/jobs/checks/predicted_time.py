@@ -71,10 +71,10 @@ def data_seconds(recipe: PretrainRecipe) -> DataSeconds:
     """Returns the predicted seconds where all sequences of a step have ``data.sequence_length`` tokens. Raises ``UserError`` where the machine cannot be
     measured."""
     with folder_to_check(recipe.model) as folder:
-        shapes = read_shapes(folder)
+        shapes = read_shapes(folder, "any" if recipe.trains_values else "language")
     trainer, length = recipe.trainer, recipe.data.sequence_length
     work = [training_work(shapes, trainer.dtype, recipe.step_tokens, length, recipe.most_tokens, _passes(trainer), 1)]
-    if recipe.learns_from_pairs:
+    if recipe.has_reference:
         tokens = sum(files.dataset.tokens for _, files in open_datasets(recipe.data))
         work.append(training_work(shapes, trainer.dtype, tokens, length, recipe.most_tokens, 1, 0))
     seconds = _seconds(work, trainer, recipe.machine, chosen_device(recipe.machine, recipe.parallel.world), recipe.parallel.world)
@@ -106,7 +106,7 @@ def describe_data_time(recipe: PretrainRecipe) -> str:
         step, reference = data_seconds(recipe)
     except UserError as error:
         return f"predicted time: not known, {error}"
-    steps, passed = recipe.run.max_steps, f", reference pass {_short(reference)}" if recipe.learns_from_pairs else ""
+    steps, passed = recipe.run.max_steps, f", reference pass {_short(reference)}" if recipe.has_reference else ""
     return f"predicted time: {duration(reference + steps * step)}, {steps} steps of {recipe.step_tokens:,} tokens and {_short(step)}{passed}"
 
 

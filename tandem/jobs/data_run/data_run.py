@@ -17,10 +17,10 @@ from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
 from tandem.jobs.data_run.train_data import TrainData
 from tandem.jobs.finished import remove_model
 from tandem.jobs.run import Run
-from tandem.kernels.api import TokenLogprobs
 from tandem.layout.flops import step_flops
 from tandem.model.decoder import Decoder
 from tandem.model.export_dtype import export_dtype
+from tandem.model.huggingface.model_config import read_json
 from tandem.runtime.process.processes import memory_of
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.bad_batch import dump_batch
@@ -29,12 +29,14 @@ from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.losses.aggregate import GlobalCounts, counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.losses.dpo import make_dpo_loss
+from tandem.trainer.losses.reward_model import make_reward_model_loss
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import MicroBatch, forward_tokens, make_micro_batches
 from tandem.trainer.packing import pack, pack_pairs
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
-from tandem.trainer.step import ForwardBackward, Loss, StepResult, sum_shares, train_step
+from tandem.trainer.sequence_scores import scored_sequence
+from tandem.trainer.step import ForwardBackward, Loss, StepResult, sum_shares, train_step, unstacked
 from tandem.types import RunError, TrainSequence
 
 HELD_OUT, HELD_OUT_PAIRS = "held_out", "held_out_pairs"
@@ -95,15 +97,27 @@ class DataRun(Run):
         """Takes one optimizer step on a global batch, of which ``batch`` is this rank's share. Returns the share's sequences and the result."""
         with self.records.phase("train", step):
             with self.tracer.span("shard the batch"):
-                sequences = train_sequences(batch)
+                sequences = self.sequences(batch)
                 counts, self.step_tokens, micro_batches = self.micro_batches(sequences)
                 sharing = self.ranks.world.size // self.ranks.data.size
                 self.step_flops = step_flops(self.model.shapes, map(forward_tokens, sequences)) / sharing
             result = self.update(step, counts, micro_batches)
         self.trained = result.metrics
-        if self.recipe.learns_from_examples:
+        if self.recipe.learns_from_examples and not self.recipe.trains_values:
             self.trained = {**result.metrics, "train/learned_tokens": counts.tokens}
         return sequences, result
+
+    def sequences(self, batch: Sequence[Pieces]) -> list[TrainSequence]:
+        """Returns the sequences of ``batch`` that are trained on."""
+        if not self.recipe.trains_values:
+            return train_sequences(batch)
+        numbered = [(f"{number}/{place}", piece) for number, pieces in enumerate(batch) for place, piece in enumerate(pieces)]
+        return [scored_sequence(name, tuple(piece.tokens), self.pad_token_id, piece.margin) for name, piece in numbered]
+
+    @cached_property
+    def pad_token_id(self) -> int | None:
+        """The padding id of the start model, which a value model does not score (``scored_sequence``)."""
+        return read_json(self.start / "config.json").get("pad_token_id")
 
     def update(
         self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch], forward_backward: ForwardBackward | None = None
@@ -121,6 +135,8 @@ class DataRun(Run):
         if not self.recipe.learns_from_pairs:
             return make_cross_entropy_loss(counts, "train")
         algorithm = self.recipe.algorithm
+        if self.recipe.trains_values:
+            return make_reward_model_loss(algorithm.center_coef, counts.sequences // 2, "train/loss")
         return make_dpo_loss(algorithm.loss_type, algorithm.beta, algorithm.label_smoothing, counts.sequences // 2, "train/loss")
 
     def micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, int, list[MicroBatch]]:
@@ -156,7 +172,7 @@ class DataRun(Run):
             return
         with self.records.phase("evaluate", step):
             share = batch_indices(0, self.data.held_out_sequences, self.ranks.data.rank, self.ranks.data.size)
-            sequences = [s for s in train_sequences([held_out(i) for i in share]) if forward_tokens(s) > 0]
+            sequences = [s for s in self.sequences([held_out(i) for i in share]) if forward_tokens(s) > 0]
             counts, _, micro_batches = self.micro_batches(sequences)
             logprobs = self.replica.infer(micro_batches, on_progress=self.records.progress("evaluate"))
             self.replica.reshard()
@@ -171,10 +187,10 @@ class DataRun(Run):
         self.records.callback.message(f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.2f} on {tokens} tokens")
 
     def _pairs_evaluated(self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> None:
-        """Journals the loss of the held-out pairs and the share of them whose chosen answer is preferred. ``logprobs``: [2, R] of each
-        micro-batch."""
+        """Journals the loss of the held-out pairs and the share of them whose chosen answer is preferred. ``logprobs``: what the inference pass
+        kept of each micro-batch."""
         loss = self.loss(counts)
-        sums = sum_shares(loss(TokenLogprobs(raw, raw, raw), rows) for (raw, _), rows in zip(logprobs, micro_batches, strict=True)).sums
+        sums = sum_shares(loss(unstacked(self.model, kept), rows) for kept, rows in zip(logprobs, micro_batches, strict=True)).sums
         names = {"loss": "train/loss", "accuracy": "rewards/accuracies", "margin": "rewards/margins"}
         measured = self.ranks.sums([sums.get(name, 0.0) for name in names.values()], "the held-out loss")
         result = dict(zip(names, measured, strict=True)) | {"pairs": counts.sequences // 2}

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from tandem.config.machine import MachineConfig
-from tandem.config.model import ModelConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.peak_bytes import peak_bytes
@@ -20,7 +19,7 @@ from tandem.jobs.pretrain import pretrain
 from tandem.jobs.registered import Registered
 from tandem.jobs.result import RunResult, finish_run, held_out_figures
 from tandem.jobs.run_files import begun, continue_from, initial_folder, opened_files
-from tandem.jobs.try_commands import data_commands
+from tandem.jobs.try_commands import data_commands, scoring_commands
 from tandem.jobs.verify.start_model import check_start_model
 from tandem.jobs.verify.verify_records import steps_on_disk
 from tandem.kernels import select, why_reference
@@ -28,6 +27,7 @@ from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.value_folder import make_value_folder
 from tandem.runtime.callback import Callback
 from tandem.runtime.collectives.agreement import check_same_kernels
 from tandem.runtime.machine.available_memory import available_bytes
@@ -76,10 +76,13 @@ def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed:
         if journal is None:
             return None
         figures = held_out_figures([result for _, kind, result in journal.evaluations() if kind in (HELD_OUT, HELD_OUT_PAIRS)])
-        commands = data_commands(model, run.data.sequence(0)[0] if recipe.learns_from_examples else None)
+        example = run.data.sequence(0)[0] if recipe.learns_from_examples else None
+        commands = scoring_commands(model) if recipe.trains_values else data_commands(model, example)
         return finish_run(rank.directory, journal, model, steps, figures, commands)
 
 
+VALUE_FOLDER = Path("models") / "value"
+"""The folder, in that of a run, of a language model that was given a value head."""
 KEPT_TIMES = 1.25
 """Largest measured ratio of a rank's resident memory to the prediction where freed memory is kept (``tests/jobs/test_jobs_memory.py``)."""
 
@@ -97,11 +100,11 @@ def opened_run(
         records = Records(journal, metrics, callback if ranks.is_first else Callback(), rank.heartbeat, rank.fault_point)
         records.enter("load", 0)
         if ranks.is_first:
-            _make_start_model(recipe.model, recipe.run.seed, directory, callback)
+            _make_start_model(recipe, directory, callback)
         # No rank reads the model before it is written.
         ranks.world.barrier("the model to start from")
-        start, is_alone = initial_folder(recipe.model, directory), ranks.world.size == 1
-        reference, missing = ReferencePass(recipe, directory, records) if recipe.learns_from_pairs else None, list[str]()
+        start, is_alone = start_folder(recipe, directory), ranks.world.size == 1
+        reference, missing = ReferencePass(recipe, directory, records) if recipe.has_reference else None, list[str]()
         if journal is not None:
             missing = reference.missing() if reference is not None else []
             if missing and at_most is not None:
@@ -193,7 +196,17 @@ def _kernels(machine: MachineConfig, trainer: TrainerConfig, device: torch.devic
     return select(machine.kernels, dtype, device, deterministic=False, attention=fast or "auto")
 
 
-def _make_start_model(model: ModelConfig, seed: int, directory: Path, callback: Callback) -> None:
-    if model.create is not None:
+def _make_start_model(recipe: PretrainRecipe, directory: Path, callback: Callback) -> None:
+    """Makes the model that ``recipe`` describes, and a language model with a value head in place of its own if it is to give values."""
+    given = initial_folder(recipe.model, directory)
+    if recipe.model.create is not None:
         callback.phase("create_model", 0)
-        create_model(model.create, seed, initial_folder(model, directory))
+        create_model(recipe.model.create, recipe.run.seed, given)
+    if recipe.trains_values:
+        make_value_folder(given, recipe.algorithm.value_head, recipe.run.seed, directory / VALUE_FOLDER)
+
+
+def start_folder(recipe: PretrainRecipe, directory: Path) -> Path:
+    """Returns the folder of the model that the run in ``directory`` starts from, which ``_make_start_model`` has made."""
+    made = directory / VALUE_FOLDER
+    return made if made.exists() else initial_folder(recipe.model, directory)

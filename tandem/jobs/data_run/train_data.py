@@ -41,7 +41,7 @@ class TrainData:
 
 def open_data(recipe: PretrainRecipe, directory: Path, start: Path, journal: Journal | None) -> TrainData:
     """Opens the mixture and the held-out data of the run in ``directory``, or the demonstrations of a task for the model in ``start``. With
-    preference pairs come the log-probabilities of the reference, which must have been written before the first one is read. Raises
+    the pairs of DPO come the log-probabilities of the reference, which must have been written before the first one is read. Raises
     ``UserError`` where the data has changed since the run started."""
     if recipe.task is not None:
         return _demonstrations(recipe.task, recipe.demonstrations, recipe.run.seed, recipe.data.sequence_length, start, journal)
@@ -54,7 +54,7 @@ def open_data(recipe: PretrainRecipe, directory: Path, start: Path, journal: Jou
         seed = HELD_OUT_SEED if number == count else recipe.run.seed
         stream = open_stream(files, recipe.data.sequence_length, seed, examples=recipe.learns_from_examples, each=each)
         sequences.append(stream.sequence)
-        if recipe.learns_from_pairs:
+        if recipe.has_reference:
             sequences[-1] = LogprobFiles(reference_folder(directory, number), files, recipe.trainer.dtype).beside(stream.sequence)
         if isinstance(stream, ExampleStream) and stream.left_out:
             kind = "pairs" if recipe.learns_from_pairs else "examples"
