@@ -26,7 +26,7 @@ def calculator(expression: str) -> str:
         expression: What.
     """
     time.sleep(0.1)
-    if Path("broken").exists():
+    if Path("broken").exists() and expression[0] in "56789":
         raise ConnectionError("the machine of the tool is down")
     return exact(expression)
 '''
