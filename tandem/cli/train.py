@@ -7,7 +7,7 @@ examples:
   tandem train sort                               a recipe that comes with Tandem, by name; 'tandem recipes' lists them
   tandem train recipes/sort.yaml
   tandem train recipes/sort.yaml --run.seed=1 --run.name=second
-  tandem train recipes/sort.yaml --rollout.sleep_mode=terminate
+  tandem train recipes/sort.yaml --residents.plan=terminate
   tandem train recipes/sort.yaml --dry-run        check the recipe and print the memory plan
   tandem train recipes/pretrain.yaml --parallel.data=2 --parallel.zero=1      two processes with the optimizer's state sharded
   tandem train recipes/sort.yaml --inline         in one process, for a debugger

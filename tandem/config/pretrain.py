@@ -128,7 +128,6 @@ class PretrainRecipe:
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",
         "machine.call_deadline_s": "ranks communicate by collectives, whose timeout is parallel.collective_timeout_s",
-        "trainer.sleep_offload": "there is no rollout to make room for",
     }
 
     @property
@@ -170,6 +169,7 @@ class PretrainRecipe:
 
     def check(self) -> None:
         """Raises ``UserError`` for invalid combinations of sections."""
+        self.trainer.check_offload_folder()
         if self.task is None and not self.data.train:
             raise UserError("'data.train' is empty; name at least one dataset that 'tandem tokenize' wrote")
         if self.task is not None and (self.data.train or self.algorithm.name != "sft"):

@@ -17,6 +17,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.registry import RegistryConfig
+from tandem.config.residents import ResidentsConfig
 from tandem.config.reward_model import RewardModelConfig
 from tandem.config.rewards import RewardsConfig
 from tandem.config.rollout import RolloutConfig
@@ -44,11 +45,14 @@ class Recipe:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    residents: ResidentsConfig = field(default_factory=ResidentsConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.elastic": "the trainer of a pod is always restarted with all of its ranks",
+        "rollout.sleep_mode": "it is residents.plan now, where 'keep' and 'terminate' are two of five plans",
+        "trainer.sleep_offload": "it is residents.plan now: 'offload', with residents.to memory ('cpu') or disk ('nvme')",
     }
 
     def check(self) -> None:
@@ -100,6 +104,7 @@ class Recipe:
         self._check_attention()
         self.machine.check_dtype(self.trainer.dtype)
         self.trainer.check_schedule(self.run.max_steps, self.sft.schedule if self.sft is not None else "constant")
+        self.trainer.check_offload_folder(self.residents.offloads)
         check_mesh(self.parallel, self.trainer)
 
     @property

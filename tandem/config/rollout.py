@@ -1,8 +1,8 @@
-"""Section ``rollout``: sampling parameters, the engine's options, and what happens to the engine between two steps."""
+"""Section ``rollout``: sampling parameters and the engine's options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from tandem.config.engine import EngineArgs
 from tandem.config.limits import check_at_least_one
@@ -13,7 +13,7 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    """Sampling parameters, the engine's options, and what happens to the engine between two steps."""
+    """Sampling parameters and the engine's options."""
 
     prompts_per_step: int = 32
     """Prompts per step; each is sampled `algorithm.group_size` times."""
@@ -31,9 +31,6 @@ class RolloutConfig:
     """Strings that end a completion."""
     prompt_order: PromptOrderConfig = field(default_factory=PromptOrderConfig)
     """The order in which prompts are drawn (curriculum); a section of its own, below."""
-    sleep_mode: Literal["auto", "keep", "terminate"] = "auto"
-    """`keep` leaves the engine in memory, `terminate` ends its process after every rollout and restarts it, `auto` keeps it if the memory
-    plan fits trainer and engine together."""
     workers: int = 1
     """Number of rollout workers, each an engine with a process and, on GPUs, `engine.tensor_parallel_size` GPUs of its own. A group stays on one worker; the
     samples are the same for any number. `--inline` has one."""

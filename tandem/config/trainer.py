@@ -73,9 +73,6 @@ class TrainerConfig:
     offload_activations: Literal["none", "nvme"] = "none"
     """Where activations saved for the backward pass are stored: `none` in memory, `nvme` in a file, written behind the forward and
     prefetched by the backward pass. Not with `recompute: selective`; in a pipeline only with `schedule: 1f1b`."""
-    sleep_offload: Literal["none", "cpu", "nvme"] = "none"
-    """In a pod, where weights, moments and the reference are stored during a rollout: `none` in memory, `cpu` in host memory (no effect if
-    they are there already), `nvme` in a file. Gradients are always dropped. Bits do not change."""
     offload_folder: str = ""
     """Folder of the offload files. Empty: the run's folder."""
 
@@ -139,11 +136,6 @@ class TrainerConfig:
                 "'trainer.offload_activations' is 'nvme' with trainer.recompute selective, which handles the same tensors; set "
                 "trainer.recompute to none or full"
             )
-        if self.offload_folder and "nvme" not in (self.offload, self.offload_activations, self.sleep_offload):
-            raise UserError(
-                f"'trainer.offload_folder' is '{self.offload_folder}' and trainer.offload is '{self.offload}'; set that to nvme, or "
-                "trainer.offload_activations or trainer.sleep_offload"
-            )
         self._refuse_unread()
 
     def _refuse_unread(self) -> None:
@@ -155,6 +147,14 @@ class TrainerConfig:
             refuse_unread("trainer", self, reason, "loss_scale", "loss_scale_growth_steps", fix="set trainer.precision to fp16")
         if self.schedule != "wsd":
             refuse_unread("trainer", self, f"trainer.schedule is '{self.schedule}'", "decay_steps", fix="set trainer.schedule to wsd")
+
+    def check_offload_folder(self, saves_residents: bool = False) -> None:
+        """Raises ``UserError`` for an ``offload_folder`` that is not read. ``saves_residents``: those of a pod may be saved there."""
+        if self.offload_folder and not self.offloads and not saves_residents:
+            raise UserError(
+                f"'trainer.offload_folder' is '{self.offload_folder}' and trainer.offload is '{self.offload}'; set that to nvme, or "
+                "trainer.offload_activations, or in a pod residents.plan to offload"
+            )
 
     def check_schedule(self, total_steps: int, sft_schedule: Schedule = "constant") -> None:
         """Raises ``UserError`` for a schedule that does not fit in ``total_steps``, which is ``run.max_steps``, and for a ``min_lr_ratio``

@@ -255,16 +255,21 @@ class Engine:
         """Empties the prefix cache. In-flight requests keep their blocks."""
         self._scheduler.kv_cache.reset_prefix_cache()
 
-    def sleep(self) -> None:
-        """Frees the memory of the KV cache. In-flight requests are recomputed after ``wake_up``. Raises ``UserError`` for an engine with
-        ranks."""
+    def sleep(self, level: int = 1) -> None:
+        """Frees the memory of the KV cache, and at ``level`` 2 that of the weights too, which have to be updated before ``wake_up`` (the levels of
+        vLLM's sleep mode). In-flight requests are recomputed after ``wake_up``. Raises ``UserError`` for an engine with ranks."""
         if self._ranks is not None:
             raise UserError("a tensor-parallel engine cannot sleep; stop it, or use one rank")
-        self._core.sleep()
+        self._core.sleep(frees_weights=level > 1)
 
     def wake_up(self) -> None:
         """Allocates the memory of the KV cache again after ``sleep``."""
         self._core.wake_up()
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The bytes of the KV cache on every rank together; 0 while the engine sleeps."""
+        return self._core.kv_cache_bytes * self.decoder.shard_spec.size
 
     @property
     def is_sleeping(self) -> bool:

@@ -6,7 +6,6 @@ from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes, weight_byt
 from tandem.estimate.training_bytes import (
     ONE_PROCESS,
     checkpoint_bytes,
-    rank_state_bytes,
     saved_bytes,
     state_bytes,
     token_sharing,
@@ -63,9 +62,3 @@ def frozen_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Parallel
     """Returns the bytes of one rank's part of a frozen copy of the weights, such as the reference model."""
     replicas = parallel.data * parallel.context if parallel.zero == 3 else 1
     return weight_bytes(shapes, trainer.dtype) // (parallel.tensor * parallel.pipeline * replicas)
-
-
-def state_bytes_on_gpu(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, frozen: int = 0) -> int:
-    """Returns the bytes that one rank keeps on its GPU from step to step: weights, moments unless they are offloaded, and a ``frozen`` copy."""
-    moments = 0 if trainer.offload != "none" else state_bytes(shapes, trainer)
-    return rank_state_bytes(shapes, trainer, parallel, moments, frozen)

@@ -3,15 +3,19 @@
 from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.gpu_bytes import PIECE_BYTES, PIECES_ON_GPU, frozen_bytes, gpu_training_bytes, state_bytes_on_gpu
+from tandem.estimate.gpu_bytes import PIECE_BYTES, PIECES_ON_GPU, gpu_training_bytes
 from tandem.estimate.memory import PodMemory
 from tandem.estimate.model_bytes import (
     DTYPE_BYTES,
     held_by_layer,
+    held_outside_layers,
     held_parameters,
     kv_bytes_per_token,
     largest_layer_activation_bytes_per_token,
 )
+from tandem.estimate.resident_bytes import forward_bytes, resident_bytes
+from tandem.estimate.training_bytes import state_bytes
+from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.layout.shapes import ModelShapes
 
 ENGINE_CONTEXT_BYTES = 1 << 30
@@ -25,22 +29,34 @@ LOGITS_COPIES = 3
 
 def predict_gpu(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, engine: EngineArgs, *, tokens: int, kv_cache_tokens: int,
-    reference: bool, precision: str = "fp32",
+    reference: bool, critic: bool = False, reward_model: ModelShapes | None = None, precision: str = "fp32", residency: Residency = KEEP,
 ) -> PodMemory:
-    """Returns the plan of GPU 0, which has rank 0 of trainer and engine; every other GPU has at most one rank of each and needs no more.
+    """Returns the memory of GPU 0, which has rank 0 of trainer and engine; every other GPU has at most one rank of each and needs no more.
 
-    ``tokens``: of the trainer's largest micro-batch. ``reference``: every rank holds its part of a frozen copy of the weights beside the actor.
-    ``precision``: what the engine multiplies in."""
-    frozen = frozen_bytes(shapes, trainer, parallel) if reference else 0
-    stays = state_bytes_on_gpu(shapes, trainer, parallel, frozen) if trainer.sleep_offload == "none" else 0
-    stays += PIECES_ON_GPU * PIECE_BYTES if trainer.offload != "none" else 0
+    ``tokens``: of the trainer's largest micro-batch. ``reference``: every rank holds its part of a frozen copy of the weights beside the actor;
+    ``critic``: and of a model that is trained with it; ``reward_model``: and of one of these shapes.
+    ``precision``: what the engine multiplies in. ``residency``: what is where when."""
+    is_away = trainer.offload != "none"
+    moments = 0 if is_away else state_bytes(shapes, trainer)
+    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, moments=moments)
+    pieces = PIECES_ON_GPU * PIECE_BYTES if is_away else 0
+
+    def on_device(phase: Phase) -> int:
+        return sum(held[name] for name in residency.on_device(phase, held)) + pieces
+
     dtype, ranks = COMPUTE_DTYPE.get(precision, trainer.dtype), engine.tensor_parallel_size
     cache = kv_cache_tokens * kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
     shared = engine_weight_bytes(shapes, trainer.dtype, dtype) + cache + _engine_working_bytes(shapes, engine)
+    working = ENGINE_CONTEXT_BYTES + shared // ranks
+    asleep = ENGINE_CONTEXT_BYTES + DTYPE_BYTES[trainer.dtype] * sum(held_outside_layers(shapes))
+    beside = sum(held[name] for name in residency.on_device(Phase.TRAIN, held) - {"actor", "optimizer"}) + held.get("critic", 0)
     return PodMemory(
-        trainer=gpu_training_bytes(shapes, trainer, tokens, parallel) + frozen, trainer_idle=stays,
-        rollout=ENGINE_CONTEXT_BYTES + shared // ranks,
-    )  # fmt: skip
+        trainer=gpu_training_bytes(shapes, trainer, tokens, parallel) + beside,
+        trainer_idle=on_device(Phase.ROLLOUT),
+        rollout=working,
+        inference=on_device(Phase.INFERENCE) + forward_bytes(shapes, tokens, parallel) if reference or critic or reward_model else 0,
+        engine_idle={"stays": working, "sleeps": asleep, "ends": 0}[residency.rule.engine],
+    )
 
 
 def engine_weight_bytes(shapes: ModelShapes, dtype: str, packed_dtype: str) -> int:

@@ -106,14 +106,6 @@ def state_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
     return STAGING_BYTES if trainer.offload == "nvme" else optimizer_bytes(shapes, trainer.optimizer, trainer.dtype)
 
 
-def rank_state_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, moments: int, frozen: int) -> int:
-    """Returns the bytes that one rank holds from step to step: weights unless they are in a file, its part of ``moments``, which one process holds,
-    and its ``frozen`` copy."""
-    weights = 0 if trainer.offload_parameters == "nvme" else weight_bytes(shapes, trainer.dtype, parallel.tensor)
-    cut = cut_by_zero(weights, moments // parallel.tensor, parallel.data * parallel.context, parallel.zero, gradients=0)
-    return cut // parallel.pipeline + frozen
-
-
 def working_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig = ONE_PROCESS) -> int:
     """Returns the bytes that the optimizer additionally needs in its step: one matrix at a time, which Muon has whole on every rank; if
     ZeRO shards its momentum, the directions of a layer too."""

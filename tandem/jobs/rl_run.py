@@ -10,6 +10,7 @@ from tandem.estimate.memory import PodMemory
 from tandem.evaluation.tasks import EvaluationResult, summarize
 from tandem.jobs.finished import target_reached
 from tandem.jobs.run import Run
+from tandem.layout.residents import Phase
 from tandem.pod.pod import Pod
 from tandem.pod.states import RolloutState
 from tandem.rl.rewards.judging import Judging, RewardTime
@@ -104,7 +105,7 @@ class RLRun(Run):
         if self.recipe.has_inference and not may_repeat:
             model_scores = pod.infer(step, samples)
         elif not may_repeat:
-            pod.hand_over(step)
+            pod.hand_over(step, Phase.TRAIN)
         began = perf_counter()
         judged = judging.result()
         if model_scores is not None:
@@ -223,11 +224,11 @@ class RLRun(Run):
             row["evaluation/accuracy"] = held_out["accuracy"]
         if rollout_s := self.records.timings.get("rollout"):
             row["perf/rollout_tokens_per_s"] = sum(sample.sampled_tokens for sample in samples) / rollout_s
-        predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout, "wait_rollout": self.memory.trainer_idle}
+        predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout, "wait_rollout": self.memory.trainer_idle, "inference": self.memory.inference}
         for phase, measured in sorted(pod.memory.items()):
             row[f"memory/{phase}/measured"] = measured
             row[f"memory/{phase}/predicted"] = float(predicted[phase])
-        row.update(pod.device_metrics | pod.rollout_metrics)
+        row.update(pod.device_metrics | pod.rollout_metrics | pod.take_moves())
         row.update({f"reward_s/{label}/{name}": seconds for label, took in self.reward_times.items() for name, seconds in took._asdict().items()})
         self.reward_times.clear()
         self.records.row(row, sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples))

@@ -69,6 +69,10 @@ def execute_rl(
         shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
         planned = plan_of(recipe, shapes, context)
         journal.set("memory", asdict(planned.host))
+        journal.set("residents", {**asdict(planned.residency), "why": planned.why})
+        if planned.why:
+            for line in planned.describe():
+                callback.message(line)
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
@@ -94,7 +98,8 @@ def execute_rl(
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, recipe.trainer.dtype), journal,
             partial(recorded_batch, recipe, journal), records,
-            planned.sleep_mode, recipe.run.max_restarts, on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
+            recipe.run.max_restarts, planned.residency, planned.prefetch, recipe.has_inference,
+            on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
             check_inputs=check_inputs,
         )
         step = _bring_up(pod, journal)

@@ -1,5 +1,7 @@
 """What a rank of the trainer sidecar holds of the models: the actor on its mesh, its checkpoints, the critic, the frozen reference and reward model."""
 
+import gc
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,15 +12,52 @@ from torch import Tensor
 from tandem.config.recipe import Recipe
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import Kernels
+from tandem.layout.residents import RESIDENTS, Phase, Residency, State
 from tandem.model.model_source import found_model
 from tandem.model.value_folder import make_value_folder
 from tandem.pod.prompts import context_tokens
+from tandem.pod.residents.trainer import Held, HeldGradients, HeldTensors
 from tandem.runtime.records.tracing import Tracer
 from tandem.trainer.build import ReplicaSettings, build_frozen, build_replica
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.offload.offloader import storage_bytes
 from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.trainer.rank_process import Rank
+
+
+class FrozenModel:
+    """A model that is never updated and may be absent: ``build`` makes it."""
+
+    def __init__(self, build: Callable[[], FrozenReplica]) -> None:
+        self._build = build
+        self._replica: FrozenReplica | None = None
+        self._destroyed: weakref.ref[torch.nn.Module] | None = None
+
+    @property
+    def replica(self) -> FrozenReplica:
+        """The model, which must be there."""
+        assert self._replica is not None
+        return self._replica
+
+    def tensors(self) -> list[Tensor]:
+        """Returns its tensors, also those of a destroyed one that something still refers to."""
+        if self._replica is not None:
+            return self._replica.weights()
+        left = self._destroyed() if self._destroyed is not None else None
+        return [] if left is None else list(left.parameters())
+
+    def instantiate(self) -> None:
+        """Builds the model. Random numbers of this process go on as if it had not."""
+        with torch.random.fork_rng(devices=[]):
+            self._replica = self._build()
+
+    def destroy(self) -> int:
+        """Frees the model. Returns its bytes."""
+        size, self._destroyed = storage_bytes(self.tensors()), weakref.ref(self.replica.model)
+        self._replica = None
+        gc.collect()
+        return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +78,30 @@ class Actor:
     guard: GradScaler
     checkpoints: ReplicaCheckpoints
     tracer: Tracer
-    reference: FrozenReplica | None = None
+    reference: FrozenModel | None = None
     critic: Critic | None = None
-    reward_model: FrozenReplica | None = None
+    reward_model: FrozenModel | None = None
 
-    def state(self) -> list[Tensor]:
-        """Everything that is kept from step to step: weights, moments, the critic and the weights of frozen models."""
-        return [*self.replica.weights(), *self.moments_and_reference()]
-
-    def moments_and_reference(self) -> list[Tensor]:
-        """``state`` without the weights, which are registered first."""
-        critic = [] if self.critic is None else [*self.critic.replica.weights(), *self.critic.replica.moments()]
-        frozen = [one.weights() for one in (self.reference, self.reward_model) if one is not None]
-        return [*self.replica.moments(), *critic, *(tensor for tensors in frozen for tensor in tensors)]
+    def residents(self) -> dict[str, Held]:
+        """Returns what this rank holds from step to step, by the names of ``layout.residents``."""
+        held: dict[str, Held] = {
+            "actor": HeldTensors(self.replica.weights), "optimizer": HeldTensors(self.replica.moments), "gradients": HeldGradients(self.drop_gradients),
+        }  # fmt: skip
+        if self.critic is not None:
+            held |= {"critic": HeldTensors(self.critic.replica.weights), "critic_optimizer": HeldTensors(self.critic.replica.moments)}
+        frozen = {"reference": self.reference, "reward_model": self.reward_model}
+        return held | {name: model for name, model in frozen.items() if model is not None}
 
     def drop_gradients(self) -> int:
         """Drops the gradients of actor and critic. Returns their bytes."""
         return self.replica.drop_gradients() + (0 if self.critic is None else self.critic.replica.drop_gradients())
 
 
-def build_actor(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, in_use: Callable[[], Collection[int]]) -> Actor:
-    """Builds this rank's part of the model in the folder ``start``; checkpoints of steps ``in_use`` are not removed."""
+def build_actor(
+    recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, in_use: Callable[[], Collection[int]], residency: Residency
+) -> Actor:
+    """Builds this rank's part of the model in the folder ``start``, and the frozen models if they are always there by ``residency``; checkpoints of steps
+    ``in_use`` are not removed."""
     ranks, directory = rank.ranks, rank.directory
     most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe.model, recipe.rollout.max_tokens, start))
     settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype)
@@ -70,11 +112,17 @@ def build_actor(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, in_us
         asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,
         critic=None if critic is None else (critic.replica, critic.guard),
     )  # fmt: skip
-    reference = build_frozen(settings, ranks, kernels) if recipe.algorithm.kl_coef > 0 else None
+    def frozen(name: str, model: ReplicaSettings) -> FrozenModel:
+        made = FrozenModel(lambda: build_frozen(model, ranks, kernels))
+        if residency.state(RESIDENTS[name], Phase.TRAIN) is State.DEVICE:
+            made.instantiate()
+        return made
+
+    reference = frozen("reference", settings) if recipe.algorithm.kl_coef > 0 else None
     reward_model = None
     if recipe.reward_model.path:
         folder = found_model(recipe.reward_model.path).resolve()
-        reward_model = build_frozen(ReplicaSettings(folder, directory, recipe.trainer, recipe.parallel, most), ranks, kernels)
+        reward_model = frozen("reward_model", ReplicaSettings(folder, directory, recipe.trainer, recipe.parallel, most))
     tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]})
     ranks.trace(tracer)
     # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.

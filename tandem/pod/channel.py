@@ -19,7 +19,7 @@ from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.processes import Threads, describe_exit, kill, memory_of, spawn, terminate
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, PeerDied, Progress, RemoteError, RpcTimeout, WorkerDied
 from tandem.runtime.rpc.rpc_client import RpcClient
-from tandem.types import EngineDied, RunError
+from tandem.types import DamagedOffload, EngineDied, RunError
 from tandem.types.wire import Frame
 from tandem.weight_transfer.shared_memory import WeightBuffers
 
@@ -117,7 +117,7 @@ class RemoteChannel:
             raise SidecarDied(self.role, "shim", f"it is not running, so it cannot be asked for '{name}'")
         try:
             return self.client.call(name, meta, blobs, deadline_s=deadline_s, on_progress=on_progress)
-        except (WorkerDied, EngineDied) as error:
+        except (WorkerDied, EngineDied, DamagedOffload) as error:
             raise SidecarDied(self.role, "worker", str(error)) from None
         except (PeerDied, RpcTimeout) as error:
             if error.peer == TRAINER_SEGMENTS:

@@ -4,6 +4,7 @@ The pod knows the figure's states and the journal, no algorithm and no task. Eve
 and announced; a sidecar that dies is replaced and brought back to the run's current step.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.pod.failures import SidecarDied
 from tandem.pod.sidecars import OnSamples, RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState
@@ -21,6 +23,9 @@ from tandem.runtime.records.run_records import Records
 from tandem.types import DamagedWeights, Prompt, Round, RunError, Sample, Score, WeightVersion
 
 logger = logging.getLogger(__name__)
+
+PREFETCH_SHARE = 0.75
+"""The share of the prompts that are done when what follows the rollout is read ahead: the rest is the long tail."""
 
 
 @dataclass
@@ -37,8 +42,13 @@ class Pod:
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
     of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
-    is there. ``memory``: resident bytes by phase; ``device_metrics``: rank 0's speed and peak memory in the last update; ``rollout_metrics``: how
-    several rollout workers were used in the last rollout. ``records`` times and shows each phase; ``journal`` is theirs.
+    is there. ``infers``: a rollout is followed by passes of frozen models. ``residency``: what is where in which phase; at the end of the phases
+    ``prefetch`` the next one's residents are read. ``moves``: bytes and seconds of the moves since they were last taken, by metric;
+    ``engine_bytes``: of the engine's residents.
+
+    ``memory``: resident bytes by phase; ``device_metrics``: rank 0's speed and peak memory in the last update; ``rollout_metrics``: how
+    several rollout workers were used in the last rollout. ``records`` times and shows
+    each phase; ``journal`` is theirs.
     """
 
     trainer: TrainerSidecar
@@ -48,8 +58,10 @@ class Pod:
     journal: Journal
     trained_on: Callable[[int], Round]
     records: Records
-    sleep_mode: str
     max_restarts: int
+    residency: Residency = KEEP
+    prefetch: frozenset[Phase] = frozenset()
+    infers: bool = False
     incarnation: int = 0
     kernels: str = ""
     buffers: tuple[str, ...] = ()
@@ -67,6 +79,8 @@ class Pod:
     memory: dict[str, float] = field(default_factory=dict)
     device_metrics: dict[str, float] = field(default_factory=dict)
     rollout_metrics: dict[str, float] = field(default_factory=dict)
+    moves: dict[str, float] = field(default_factory=dict)
+    engine_bytes: dict[str, int] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
     transitions: Transitions = field(init=False)
 
@@ -82,7 +96,7 @@ class Pod:
             self.check_inputs()
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
-            loaded = self.trainer.load(self.start, step)
+            loaded = self.trainer.load(self.start, step, self.residency, self.prefetch)
             if self.kernels not in ("", loaded["kernels"]):
                 was, now = self.kernels, loaded["kernels"]
                 raise RunError(f"the trainer computed with kernels {was} and now with {now}, so its bits would differ; repair the compiler, then resume")
@@ -106,7 +120,7 @@ class Pod:
         """Bring up the rollout sidecar with dummy weights."""
         with self.transitions.rollout_does(RolloutState.START_ENGINE, step):
             self.rollout.channel.start()
-            self.rollout.start_engine(self.start, self.kernels)
+            self.engine_bytes["kv_cache"] = int(self.rollout.start_engine(self.start, self.kernels)["kv_cache_bytes"])
             self.engine_step = None
 
     def export(self, folder: Path) -> None:
@@ -127,9 +141,8 @@ class Pod:
             return
         assert self.trainer_step == step, (self.trainer_step, step)
         with self.transitions.trainer_does(TrainerState.OFFLOAD, step) as detail:
-            detail.update(self.trainer.offload(step, release=self.sleep_mode == "terminate"))
+            detail.update(self._moved(step, self.trainer.offload(step, release=self.residency.rule.engine != "stays")))
             self.online = False
-        self._tell_once(detail.get("note"))
         with self.transitions.trainer_does(TrainerState.CONVERT, step):
             self.trainer.convert(step)
         version = WeightVersion(self.incarnation, step)
@@ -146,13 +159,19 @@ class Pod:
 
     def _register(self, version: WeightVersion) -> None:
         with self.transitions.trainer_does(TrainerState.REGISTER, version.step) as detail:
-            detail.update(self.trainer.register(version, self.buffers))
+            detail.update(self._moved(version.step, self.trainer.register(version, self.buffers)))
+            self.engine_bytes["engine_weights"] = int(detail["bytes"])
 
     def _update_weight(self, version: WeightVersion) -> None:
         step = version.step
-        with self.transitions.trainer_does(TrainerState.UPDATE_WEIGHT, step), self.transitions.rollout_does(RolloutState.UPDATE_WEIGHT, step):
-            rereads = self.rollout.update_weight(version)["rereads"]
-            self.engine_step = step
+        with self.transitions.trainer_does(TrainerState.UPDATE_WEIGHT, step), self.transitions.rollout_does(RolloutState.UPDATE_WEIGHT, step) as detail:
+            began, was_empty = monotonic(), self.engine_step is None
+            updated = self.rollout.update_weight(version)
+            rereads, self.engine_step = updated["rereads"], step
+            if was_empty:
+                waking = float(updated["seconds"])
+                seconds = {"engine_weights": monotonic() - began - waking, "kv_cache": waking}
+                detail.update(self._moved(step, {"moves": self._engine_moves("instantiate", seconds)}))
         if rereads:
             self._tell_of_damage(step, f"tensor '{rereads[0]}' and {len(rereads) - 1} more did not have their digests", "they were read again")
 
@@ -171,12 +190,17 @@ class Pod:
     ) -> list[Sample]:  # fmt: skip
         """Samples of ``prompts`` under the weights after ``step`` steps. ``expected``, ``on_samples``: as of ``RolloutSidecar.rollout``."""
         self.serve_weights(step)
+        ahead = state is RolloutState.ROLLOUT and Phase.ROLLOUT in self.prefetch
 
         def report(progress: dict[str, Any]) -> None:
+            nonlocal ahead
             if "replaced" in progress:
                 self._note_replaced(step, progress)
-            else:
-                self.records.callback.progress(state, progress["done"], progress["total"], "prompts")
+                return
+            self.records.callback.progress(state, progress["done"], progress["total"], "prompts")
+            if ahead and progress["done"] >= PREFETCH_SHARE * progress["total"]:
+                ahead = False
+                self._prefetch(step)
 
         with self.transitions.rollout_does(state, step):
             left = self.max_restarts - self.recoveries
@@ -199,38 +223,83 @@ class Pod:
             f"(restart {self.recoveries} of {self.max_restarts})"
         )
 
-    def hand_over(self, step: int) -> None:
-        """The trainer's turn: keep or terminate the engine, then bring the trainer back."""
+    def _prefetch(self, step: int) -> None:
+        """Begins to bring back what follows the rollout. A trainer that dies of it is seen by the next call."""
+        if not self.online:
+            with contextlib.suppress(SidecarDied):
+                self.trainer.prefetch(step, Phase.INFERENCE if self.infers else Phase.TRAIN)
+
+    def hand_over(self, step: int, phase: Phase) -> None:
+        """The trainer's turn: keep the engine, put it to sleep or terminate it, then bring what the trainer needs in ``phase``."""
         if self.online:
             return
-        if self.sleep_mode == "terminate":
-            with self.transitions.rollout_does(RolloutState.TERMINATE_ENGINE, step):
-                self.rollout.terminate_engine()
-                self.engine_step = None
+        rule = self.residency.rule
+        if rule.engine == "ends":
+            with self.transitions.rollout_does(RolloutState.TERMINATE_ENGINE, step) as detail:
+                detail.update(self._engine_frees(step, self.rollout.terminate_engine))
+        elif rule.engine == "sleeps":
+            with self.transitions.rollout_does(RolloutState.SLEEP_ENGINE, step) as detail:
+                detail.update(self._engine_frees(step, self.rollout.sleep_engine))
         elif self.transitions.rollout is not RolloutState.KEEP_ENGINE:
             self.transitions.rollout_enters(RolloutState.KEEP_ENGINE, step)
-        self._onload(step)
+        self._onload(step, phase)
 
-    def _onload(self, step: int) -> None:
+    def _onload(self, step: int, phase: Phase) -> None:
         with self.transitions.trainer_does(TrainerState.ONLOAD, step) as detail:
-            detail.update(self.trainer.onload(step))
+            detail.update(self._moved(step, self.trainer.onload(step, phase)))
             self.online = True
+
+    # -- residents ---------------------------------------------------------------------------------------------------
+
+    def _engine_frees(self, step: int, free: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+        """Frees the engine's residents; returns the detail for the journal."""
+        began = monotonic()
+        left = (free() or {}).get("left_bytes", 0)
+        self.engine_step = None
+        share = (monotonic() - began) / len(self.engine_bytes)
+        residue = [f"kv_cache should be absent and holds {left / 2**20:,.1f} MiB"] if left else []
+        return self._moved(step, {"moves": self._engine_moves("destroy", dict.fromkeys(self.engine_bytes, share)), "residue": residue})
+
+    def _engine_moves(self, move: str, seconds: dict[str, float]) -> list[list[Any]]:
+        return [[name, move, size, seconds.get(name, 0.0)] for name, size in sorted(self.engine_bytes.items())]
+
+    def _moved(self, step: int, reply: dict[str, Any]) -> dict[str, Any]:
+        """Counts the moves of ``reply`` for the row of metrics, and tells of what was left behind. Returns the detail for the journal."""
+        moves, residue = reply.pop("moves", []), reply.pop("residue", [])
+        if self.residency.plan != "keep":
+            for name, move, size, seconds in moves:
+                for metric, value in ((f"memory/moved/{name}/{move}", float(size)), (f"timing_s/moved/{name}/{move}", float(seconds))):
+                    self.moves[metric] = self.moves.get(metric, 0.0) + value
+        for line in residue:
+            self.journal.record_event("residue", {"step": step, "what": line})
+            self._tell_once(f"step {step}: left behind: {line}")
+        named = [{"resident": name, "move": move, "bytes": size, "seconds": round(seconds, 6)} for name, move, size, seconds in moves]
+        return {**reply, **({"moves": named} if named else {}), **({"residue": residue} if residue else {})}
+
+    def take_moves(self) -> dict[str, float]:
+        """Returns the metrics of the moves since this was asked."""
+        moves, self.moves = self.moves, {}
+        return moves
 
     def infer(self, step: int, samples: Sequence[Sample]) -> list[float] | None:
         """The other models' passes over ``samples``; what they give for the update stays with the trainer's worker. Returns the reward model's scores
         (``None``: there is no such model)."""
-        self.hand_over(step)
-        with self.transitions.trainer_does(TrainerState.INFERENCE, step):
-            scores: list[float] | None = self.trainer.inference(step, samples)["scores"]
+        self.hand_over(step, Phase.INFERENCE)
+        with self.transitions.trainer_does(TrainerState.INFERENCE, step) as detail:
+            inferred = self.trainer.inference(step, samples)
+            scores: list[float] | None = inferred.pop("scores")
+            detail.update(self._moved(step, inferred))
+        self._measure("inference", self.trainer.memory())
         return scores
 
     def train(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
-        self.hand_over(step)
-        with self.transitions.trainer_does(TrainerState.TRAIN, step):
+        self.hand_over(step, Phase.TRAIN)
+        with self.transitions.trainer_does(TrainerState.TRAIN, step) as detail:
             report = lambda progress: self.records.callback.progress("train", progress["done"], progress["total"], "micro-batches")
             trained = self.trainer.train(step, samples, scores, on_progress=report)
             self.trainer_step = step + 1
+            detail.update(self._moved(step, {name: trained.pop(name, []) for name in ("moves", "residue")}))
         self._measure("train", self.trainer.memory())
         self.device_metrics = trained["device"]
         self._commit([tuple(each) for each in trained["committed"]])
@@ -250,7 +319,7 @@ class Pod:
         """Begin the checkpoint of the state after ``step`` optimizer steps, once; a resume starts from the newest that was committed."""
         if step in self.boundaries or any(saved.step == step for saved in self.journal.checkpoints()):
             return
-        self.hand_over(step)
+        self.hand_over(step, Phase.TRAIN)
         with self.transitions.trainer_does(TrainerState.CHECKPOINT, step):
             self.boundaries[step] = self.journal.last_transition()
             committed = self.trainer.save(step, self.in_use())
@@ -308,12 +377,12 @@ class Pod:
             self.engine_step = None
             if not self.online:
                 # The trainer's segments still hold the weights; publishing them again keeps one path through the cycle.
-                self._onload(step)
+                self._onload(step, Phase.TRAIN)
             return
         self.trainer.channel.discard()
         self.transitions.trainer_enters(TrainerState.DOWN, step)
         self.online, self.engine_step, self.trainer_step = False, None, None
-        if self.transitions.rollout not in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE, RolloutState.KEEP_ENGINE):
+        if self.transitions.rollout not in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE, RolloutState.KEEP_ENGINE, RolloutState.SLEEP_ENGINE):
             # It may be reading weights that ended with the trainer.
             self.rollout.channel.discard()
             self.transitions.rollout_enters(RolloutState.DOWN, step)

@@ -5,13 +5,15 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.engine.llm import LLM
 from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
-from tandem.pod.residents import kv_cache_tokens
+from tandem.pod.release import release
+from tandem.pod.residents.plan import kv_cache_tokens
 from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.rl.rollout.episodes import InFlightEpisodes
 from tandem.rl.rollout.groups import InFlightGroups
@@ -64,15 +66,26 @@ class RolloutWorker:
         if recipe.rollout.multi_turn is not None and self.tools is None:
             self.tools = EpisodeTools.open(recipe.rollout.multi_turn, recipe.task.tools, folder, self.directory / "logs")
             weakref.finalize(self, self.tools.pool.close)
-        return {}, {}
+        return {"kv_cache_bytes": self.llm.engine.kv_cache_bytes}, {}
+
+    def sleep_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Frees the engine's weights and KV cache until the next ``update_weight``; the reply has the ``left_bytes`` of the cache."""
+        engine, self.groups = self._engine().engine, None
+        engine.sleep(level=2)
+        release(engine.decoder.device)
+        return {"left_bytes": engine.kv_cache_bytes}, {}
 
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Copy out, verify and apply the published ``version``; nothing is applied unless every tensor verifies. ``rereads``: names of
-        tensors that were damaged when they were first read."""
+        tensors that were damaged when they were first read. A sleeping engine then allocates its KV cache again, in ``seconds``."""
         llm, version, rereads = self._engine(), WeightVersion(*meta["version"]), tuple[str, ...]()
-        if llm.weight_version != version:
+        if llm.weight_version != version or llm.engine.is_sleeping:
             rereads = llm.update_weights_from(self.source, version).rereads
-        return {"version": list(llm.weight_version), "rereads": list(rereads)}, {}
+        began = perf_counter()
+        llm.engine.wake_up()
+        return {
+            "version": list(llm.weight_version), "rereads": list(rereads), "kv_cache_bytes": llm.engine.kv_cache_bytes, "seconds": perf_counter() - began
+        }, {}  # fmt: skip
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Draws samples of the prompts under the weights that the engine holds. Where the call ``adds`` its prompts, the groups that earlier calls left

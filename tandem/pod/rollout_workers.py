@@ -42,10 +42,13 @@ class RolloutWorkers:
     version: tuple[int, ...] = ()
 
     def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Starts the engine of every worker, with dummy weights."""
+        """Starts the engine of every worker, with dummy weights. The reply has the ``kv_cache_bytes`` of all."""
         self.engine = dict(meta)
-        self._all("start_engine", meta)
-        return {}, {}
+        return {"kv_cache_bytes": _sum("kv_cache_bytes", self._all("start_engine", meta))}, {}
+
+    def sleep_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Frees the weights and the KV cache of every worker's engine until the next ``update_weight``."""
+        return {"left_bytes": _sum("left_bytes", self._all("sleep_engine", meta))}, {}
 
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Updates every worker to the published ``version``. ``rereads``: those of all workers. Raises ``RunError`` if a worker holds another version
@@ -55,7 +58,10 @@ class RolloutWorkers:
             if tuple(reply.meta["version"]) != version:
                 raise RunError(f"rollout worker {number} holds the weights {tuple(reply.meta['version'])} after the update to {version}")
         self.version = version
-        return {"version": list(version), "rereads": [name for reply in replies for name in reply.meta["rereads"]]}, {}
+        return {
+            "version": list(version), "rereads": [name for reply in replies for name in reply.meta["rereads"]],
+            "kv_cache_bytes": _sum("kv_cache_bytes", replies), "seconds": max(float(reply.meta["seconds"]) for reply in replies),
+        }, {}  # fmt: skip
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Samples of the prompts, in one blob for each answer of a worker. ``expected``: tokens of the longest sample of each prompt. ``restarts_left``:
@@ -79,6 +85,10 @@ class RolloutWorkers:
         with ThreadPoolExecutor(len(self.workers), thread_name_prefix=name) as pool:
             calls = [pool.submit(worker.call, name, meta, deadline_s=self.deadline_s) for worker in self.workers]
         return [call.result() for call in calls]
+
+
+def _sum(name: str, replies: Sequence[Frame]) -> int:
+    return sum(int(reply.meta[name]) for reply in replies)
 
 
 class _Rollout:

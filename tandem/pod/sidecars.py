@@ -4,10 +4,11 @@ Whether a call crosses two processes or none is the channel's business (``tandem
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.layout.residents import Phase, Residency
 from tandem.pod.channel import Channel
 from tandem.runtime.rpc.calls import Progress
 from tandem.types import Prompt, Sample, Score, WeightVersion
@@ -26,11 +27,11 @@ class TrainerSidecar:
         """Make the model that the recipe describes as ``folder``, once."""
         self.channel.call("create_model", {"folder": str(folder)})
 
-    def load(self, start: Path, step: int | None) -> dict[str, Any]:
+    def load(self, start: Path, step: int | None, residency: Residency, prefetch: Collection[Phase]) -> dict[str, Any]:
         """Load checkpoint ``step`` or the newest before it (``None``: the newest that is whole), or the folder ``start`` if there is none. The
-        reference model is ``start``. Returns the ``step`` and ``digest`` of what was loaded, why others were passed over, and the name of the
-        ``kernels``."""
-        return self.channel.call("load", {"start": str(start), "step": step}).meta
+        reference model is ``start``; residents are moved as ``residency`` says, and read ahead at the end of the phases ``prefetch``. Returns the
+        ``step`` and ``digest`` of what was loaded, why others were passed over, and the name of the ``kernels``."""
+        return self.channel.call("load", {**asdict(residency), "start": str(start), "step": step, "prefetch": sorted(prefetch)}).meta
 
     def inference(self, step: int, samples: Sequence[Sample]) -> dict[str, Any]:
         """The reference model's log-probabilities of ``samples`` and the critic's values, kept by the worker for ``train``. Returns the ``scores`` of the
@@ -46,20 +47,24 @@ class TrainerSidecar:
         return self.channel.call("train", {"step": step}, blobs, on_progress=on_progress).meta
 
     def offload(self, step: int, release: bool) -> dict[str, Any]:
-        """Drop gradients and caches, and begin to move moments and the reference where ``trainer.sleep_offload`` says; with ``release`` give the
-        memory back to the machine. Returns ``gradient_bytes``, ``begun_bytes`` and, where nothing can move, a ``note``."""
+        """Drop gradients and caches, and begin to move away what a rollout does not need; with ``release`` give the memory back to the machine.
+        Returns the ``moves`` that ended."""
         return self.channel.call("offload", {"step": step, "release": release}).meta
 
-    def onload(self, step: int) -> dict[str, Any]:
-        """Bring back what was moved; returns its ``bytes`` and ``seconds``."""
-        return self.channel.call("onload", {"step": step}).meta
+    def prefetch(self, step: int, phase: Phase) -> None:
+        """Begin to bring back what ``phase`` needs."""
+        self.channel.call("prefetch", {"step": step, "phase": str(phase)})
+
+    def onload(self, step: int, phase: Phase) -> dict[str, Any]:
+        """Bring what ``phase`` needs; returns the ``moves``."""
+        return self.channel.call("onload", {"step": step, "phase": str(phase)}).meta
 
     def convert(self, step: int) -> dict[str, Any]:
         return self.channel.call("convert", {"step": step}).meta
 
     def register(self, version: WeightVersion, buffers: Sequence[str]) -> dict[str, Any]:
-        """Write the converted weights to the one of ``buffers`` that is free and publish their manifest; then the weights follow what ``offload`` has
-        begun to move. Returns ``offload_bytes`` and ``offload_seconds`` where something moves."""
+        """Write the converted weights to the one of ``buffers`` that is free and publish their manifest; then the actor follows what ``offload`` has
+        begun to move. Returns the ``bytes`` that were published, the ``moves`` that ended and the ``residue`` of the training before."""
         return self.channel.call("register", {"version": list(version), "buffers": list(buffers)}).meta
 
     def save(self, step: int, in_use: Collection[int]) -> list[tuple[int, str]]:
@@ -85,12 +90,13 @@ class RolloutSidecar:
 
     channel: Channel
 
-    def start_engine(self, folder: Path, kernels: str) -> None:
-        """Start the worker's engine with dummy weights for the model in ``folder`` and the trainer's ``kernels``."""
-        self.channel.call("start_engine", {"folder": str(folder), "kernels": kernels})
+    def start_engine(self, folder: Path, kernels: str) -> dict[str, Any]:
+        """Start the worker's engine with dummy weights for the model in ``folder`` and the trainer's ``kernels``. Returns ``kv_cache_bytes``."""
+        return self.channel.call("start_engine", {"folder": str(folder), "kernels": kernels}).meta
 
     def update_weight(self, version: WeightVersion) -> dict[str, Any]:
-        """Read, verify and apply the weights published as ``version``."""
+        """Read, verify and apply the weights published as ``version``; a sleeping engine allocates its KV cache. Returns the tensors that were
+        read twice (``rereads``), the ``kv_cache_bytes`` and the ``seconds`` of waking."""
         return self.channel.call("update_weight", {"version": list(version)}).meta
 
     def rollout(
@@ -112,6 +118,10 @@ class RolloutSidecar:
         place = {prompt.id: number for number, prompt in enumerate(prompts)}
         samples = [sample for blob in reply.blobs.values() for sample in decode_samples(blob)]
         return sorted(samples, key=lambda sample: (place[sample.prompt_id], sample.index)), reply.meta
+
+    def sleep_engine(self) -> dict[str, Any]:
+        """Free the engine's weights and KV cache, and keep its process. Returns the ``left_bytes`` of its KV cache, which should be 0."""
+        return self.channel.call("sleep_engine").meta
 
     def terminate_engine(self) -> None:
         """End the worker's process and everything it holds."""

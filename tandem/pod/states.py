@@ -1,7 +1,8 @@
 """The figure's cycle as an explicit state machine: which state each sidecar may go to from where it is.
 
 Trainer: ``train -> offload -> convert -> register -> update_weight -> wait_rollout -> onload -> train``.
-Rollout: ``start_engine -> update_weight -> rollout -> terminate_engine -> start_engine``, or ``keep_engine -> update_weight``.
+Rollout: ``start_engine -> update_weight -> rollout -> terminate_engine -> start_engine``, or ``keep_engine -> update_weight``, or ``sleep_engine ->
+update_weight``.
 If a step's samples are in the journal already, ``inference`` or ``train`` follows without a rollout between. Weights that arrive damaged
 are registered again. When the rollout sidecar dies, the trainer goes from ``register`` or ``update_weight`` straight to ``onload``.
 """
@@ -31,6 +32,7 @@ class RolloutState(StrEnum):
     ROLLOUT = "rollout"
     EVALUATE = "evaluate"
     KEEP_ENGINE = "keep_engine"
+    SLEEP_ENGINE = "sleep_engine"
     TERMINATE_ENGINE = "terminate_engine"
 
 
@@ -54,9 +56,10 @@ ROLLOUT_TRANSITIONS: Mapping[RolloutState, frozenset[RolloutState]] = {
     _R.DOWN: frozenset({_R.START_ENGINE}),
     _R.START_ENGINE: frozenset({_R.UPDATE_WEIGHT}),
     _R.UPDATE_WEIGHT: frozenset({_R.ROLLOUT, _R.EVALUATE, _R.UPDATE_WEIGHT}),
-    _R.EVALUATE: frozenset({_R.ROLLOUT, _R.EVALUATE, _R.KEEP_ENGINE, _R.TERMINATE_ENGINE}),
-    _R.ROLLOUT: frozenset({_R.ROLLOUT, _R.EVALUATE, _R.KEEP_ENGINE, _R.TERMINATE_ENGINE}),
+    _R.EVALUATE: frozenset({_R.ROLLOUT, _R.EVALUATE, _R.KEEP_ENGINE, _R.SLEEP_ENGINE, _R.TERMINATE_ENGINE}),
+    _R.ROLLOUT: frozenset({_R.ROLLOUT, _R.EVALUATE, _R.KEEP_ENGINE, _R.SLEEP_ENGINE, _R.TERMINATE_ENGINE}),
     _R.KEEP_ENGINE: frozenset({_R.UPDATE_WEIGHT, _R.TERMINATE_ENGINE}),
+    _R.SLEEP_ENGINE: frozenset({_R.UPDATE_WEIGHT}),
     _R.TERMINATE_ENGINE: frozenset({_R.START_ENGINE}),
 }
 

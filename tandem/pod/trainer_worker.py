@@ -5,8 +5,10 @@ strings and returns the same, so that it can cross a process boundary or not, an
 """
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -16,6 +18,7 @@ from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.kernels import select, why_reference
 from tandem.layout.flops import step_flops
+from tandem.layout.residents import Phase, Residency
 from tandem.model.create_model import create_model
 from tandem.model.export_dtype import export_dtype
 from tandem.model.huggingface.model_config import read_json
@@ -23,6 +26,8 @@ from tandem.model.model_source import found_model
 from tandem.pod.actor import Actor, Critic, build_actor
 from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.release import release
+from tandem.pod.residents.residue import ResidueCheck
+from tandem.pod.residents.trainer import TrainerResidents
 from tandem.rl.algorithms.batch import make_batch, train_sequence
 from tandem.rl.algorithms.critic import update_critic
 from tandem.rl.algorithms.minibatches import worst
@@ -30,13 +35,15 @@ from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.collectives.agreement import check_same_kernels
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.faults import FaultPoint
+from tandem.runtime.process.processes import memory_of
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.records.tracing import NO_TRACE
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.device_speed import DeviceSpeed, device_notes
 from tandem.trainer.logprobs import sequence_logprobs, sequence_values
 from tandem.trainer.micro_batch import forward_tokens
-from tandem.trainer.offload.sleep import Moved, SleepOffload, make_sleep
+from tandem.trainer.offload.offloader import Offloader
+from tandem.trainer.offload.places import make_place
 from tandem.trainer.optimizers.make import offload_folder
 from tandem.trainer.rank_process import Rank, start
 from tandem.trainer.sequence_scores import scored_sequence, sequence_scores
@@ -83,7 +90,10 @@ class TrainerWorker:
         self.steps = 0
         self.inferred: Inferred | None = None
         self.converted: ConvertedWeights | None = None
-        self.sleep: SleepOffload | None = None
+        self.offloader: Offloader | None = None
+        self.residents: TrainerResidents | None = None
+        self.prefetch_after: frozenset[Phase] = frozenset()
+        self.residue, self.has_released = ResidueCheck(), False
         self.in_use: frozenset[int] = frozenset()
 
     def methods(self) -> dict[str, Method]:
@@ -117,7 +127,7 @@ class TrainerWorker:
 
     def export(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The actor as a Hugging Face folder, written whole or not at all, once."""
-        actor = self._awake()
+        actor = self._in_phase(Phase.TRAIN)
         actor.checkpoints.wait(self.rank.beat)
         actor.checkpoints.export(Path(meta["folder"]), export_dtype(self.recipe.model, self.recipe.trainer.dtype))
         self.rank.ranks.world.barrier("the exported model")
@@ -132,12 +142,11 @@ class TrainerWorker:
         recipe = self.recipe
         if self.actor is not None:
             self.actor.checkpoints.close()
-        self.actor = build_actor(recipe, self.rank, self.kernels, Path(meta["start"]), lambda: self.in_use)
-        checkpoints = self.actor.checkpoints
-        if self.sleep is not None:
-            self.sleep.close()
-        self.sleep = make_sleep(recipe.trainer.sleep_offload, self.device, offload_folder(recipe.trainer, self.directory))
+        residency = Residency(meta["plan"], meta["to"])
+        self.actor = actor = build_actor(recipe, self.rank, self.kernels, Path(meta["start"]), lambda: self.in_use, residency)
+        checkpoints = actor.checkpoints
         loaded = checkpoints.load(meta["step"])
+        self._hold(actor, residency, frozenset(map(Phase, meta["prefetch"])))
         self.steps = 0 if loaded is None else loaded.step
         self.inferred = self.converted = None
         is_same = recipe.rollout_precision == recipe.trainer.precision
@@ -151,7 +160,7 @@ class TrainerWorker:
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Begin the checkpoint of ``step``, for which those of steps ``in_use`` are not removed; the reply has those that were ``committed``
         meanwhile, this one too if it is not asynchronous."""
-        actor = self._awake()
+        actor = self._in_phase(Phase.TRAIN)
         self._expect(int(meta["step"]))
         actor.checkpoints.wait(self.rank.beat)
         self.in_use = frozenset(meta["in_use"])
@@ -167,29 +176,28 @@ class TrainerWorker:
     # -- the cycle ---------------------------------------------------------------------------------------------------
 
     def offload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Drops what the next step computes again, gradients and saved inference, and begins to move moments and the reference where
-        ``trainer.sleep_offload`` says; ``register`` waits for them, and moves the weights when they are registered.
+        """Drops what the next step computes again, gradients and saved inference, and begins to move away what a rollout does not need;
+        ``register`` waits for it, and moves the actor when it is registered.
 
         With ``release``, where something moves, and on a GPU, freed memory goes back to the machine. On a CPU this costs the next step its page
-        faults, which is not worth it where the engine has room anyway. The reply has the bytes of all ranks."""
-        actor, sleep_offload = self._actor(), self.recipe.trainer.sleep_offload
-        dropped, begun = actor.drop_gradients(), 0
+        faults, which is not worth it where the engine has room anyway. The reply has the ``moves`` that ended."""
+        residents = self._residents()
         self.inferred = None
-        if self.sleep is not None:
-            begun = self.sleep.begin_offload(actor.moments_and_reference())
-        if meta["release"] or self.sleep is not None or self.device.type == "cuda":
+        residents.leave(Phase.ROLLOUT, self.steps, but=("actor",))
+        self.has_released = bool(meta["release"]) or self.offloader is not None or self.device.type == "cuda"
+        if self.has_released:
             release(self.device)
-        gradients, moments = self._over_ranks(Moved(dropped), Moved(begun))
-        reply: dict[str, object] = {"gradient_bytes": gradients.size_bytes, "begun_bytes": moments.size_bytes}
-        if sleep_offload == "cpu" and self.sleep is None:
-            reply["note"] = "trainer.sleep_offload is cpu, and the trainer's state is in the host's memory already: nothing moves"
-        return reply, {}
+        return {"moves": self._moves()}, {}
+
+    def prefetch(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Begins to bring back what ``phase`` needs, while the engine still generates."""
+        self._residents().prefetch(Phase(meta["phase"]), self.steps)
+        return {}, {}
 
     def onload(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Brings back what was moved. The reply has the bytes of all ranks and the seconds of the slowest."""
-        self._actor()
-        moved = self._over_ranks(self.sleep.onload() if self.sleep is not None else Moved())[0]
-        return {"bytes": moved.size_bytes, "seconds": moved.seconds}, {}
+        """Brings what ``phase`` needs. The reply has the ``moves``."""
+        self._in_phase(Phase(meta["phase"]))
+        return {"moves": self._moves()}, {}
 
     def convert(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Name and place this rank's parts of the actor's weights under Hugging Face's names, once for the life of the actor: the values are
@@ -199,8 +207,8 @@ class TrainerWorker:
         return {"tensors": len(self.converted.tensors)}, {}
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Write this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``. Then the weights move where
-        ``trainer.sleep_offload`` says. The reply has the bytes that are there since the last onload began, and the seconds of writing."""
+        """Write this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``. Then the actor moves too. The
+        reply has the ``moves`` that ended, and the ``residue``."""
         version = WeightVersion(*meta["version"])
         self._expect(version.step)
         if self.converted is None:
@@ -208,32 +216,32 @@ class TrainerWorker:
         if self.writer is None:
             first, second = meta["buffers"]
             self.writer = WeightWriter(WeightBuffers.open((first, second)), self.store)
-        actor = self._actor()
-        if self.sleep is not None and self.sleep.holds(next(actor.replica.model.parameters())):
-            # Registered again: the weights have left already.
-            self.sleep.onload()
+        # Where they are registered again, they have left already.
+        residents = self._residents()
+        if self.offloader is not None and self.offloader.is_away("actor"):
+            residents.enter(Phase.TRAIN, self.steps)
         manifest = self.writer.publish(self.converted, version)
-        reply: dict[str, object] = {"bytes": manifest.size_bytes, "digest": manifest.digest}
-        if self.sleep is not None:
-            self.sleep.begin_offload(actor.state())
-            moved = self._over_ranks(self.sleep.wait())[0]
+        residents.leave(Phase.ROLLOUT, self.steps)
+        residents.settle()
+        if self.offloader is not None:
             release(self.device)
-            reply |= {"offload_bytes": moved.size_bytes, "offload_seconds": moved.seconds}
-        return reply, {}
+        return {"bytes": manifest.size_bytes, "digest": manifest.digest, "moves": self._moves(), "residue": self._residue(Phase.ROLLOUT)}, {}
 
     def inference(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The reference model's log-probabilities of the samples and the critic's values, kept for ``train``. The reply has the ``scores`` of the
         reward model, one for each sample, if there is one."""
         self.inferred = self._infer(int(meta["step"]), decode_samples(blobs["samples"]), progress)
-        return {"scores": self._score(self.inferred.samples, progress)}, {}
+        scores = self._score(self.inferred.samples, progress)
+        return {"scores": scores, "moves": self._moves(), "residue": self._residue(Phase.INFERENCE)}, {}
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The optimizer step (or steps, with several mini-batches) of ``step``."""
-        step, recipe, actor = int(meta["step"]), self.recipe, self._awake()
+        step, recipe, actor = int(meta["step"]), self.recipe, self._actor()
         self._expect(step)
         inferred = self.inferred if self.inferred is not None and self.inferred.step == step else None
         samples = inferred.samples if inferred is not None else decode_samples(blobs["samples"])
         inferred = inferred or self._infer(step, samples, progress)
+        self._in_phase(Phase.TRAIN)
         with actor.tracer.span("load the batch"):
             scores, known = decode_scores(blobs["scores"]), (inferred.reference_logprobs, inferred.values)
             batch = make_batch(step, samples, scores, recipe.algorithm, recipe.rollout.max_tokens, *known)
@@ -255,35 +263,43 @@ class TrainerWorker:
             metrics, verdicts = metrics | learned.metrics, [result.verdict, learned.verdict]
         return {
             "metrics": metrics, "device": self._speed(batch.sequences, perf_counter() - began), "tokens": result.tokens, "verdict": worst(verdicts),
-            "exhausted": exhausted, "committed": self._committed(),
+            "exhausted": exhausted, "committed": self._committed(), "moves": self._moves(), "residue": self._residue(Phase.TRAIN),
         }, {}  # fmt: skip
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _infer(self, step: int, samples: list[Sample], progress: Progress) -> Inferred:
-        actor, most = self._awake(), self.recipe.trainer.micro_batch_tokens
+        actor, most = self._actor(), self.recipe.trainer.micro_batch_tokens
         if actor.reference is None and actor.critic is None:
             return Inferred(step, samples)
-        sequences = [train_sequence(sample) for sample in samples]
-        report = lambda done, total: progress({"done": done, "total": total})
+        self._in_phase(Phase.INFERENCE)
+        sequences, last = [train_sequence(sample) for sample in samples], "reference" if actor.critic is None else "values"
+        last = "" if actor.reward_model is not None else last  # Its passes follow.
+
+        def report(done: int, total: int, of: str) -> None:
+            progress({"done": done, "total": total})
+            if of == last and done >= total - 1 and Phase.INFERENCE in self.prefetch_after:
+                self._residents().prefetch(Phase.TRAIN, self.steps)
+
         logprobs = values = None
         if actor.reference is not None:
             with actor.tracer.span("reference"):
-                logprobs = sequence_logprobs(actor.reference, sequences, most, on_progress=report)
+                logprobs = sequence_logprobs(actor.reference.replica, sequences, most, on_progress=partial(report, of="reference"))
         if actor.critic is not None:
             with actor.tracer.span("values"):
-                values = sequence_values(actor.critic.replica, sequences, most, on_progress=report)
+                values = sequence_values(actor.critic.replica, sequences, most, on_progress=partial(report, of="values"))
         return Inferred(step, samples, logprobs, values)
 
     def _score(self, samples: list[Sample], progress: Progress) -> list[float] | None:
-        actor = self._awake()
+        actor = self._actor()
         if actor.reward_model is None:
             return None
+        self._in_phase(Phase.INFERENCE)
         pad = read_json(found_model(self.recipe.reward_model.path) / "config.json").get("pad_token_id")
         sequences = [scored_sequence(sample.id, sample.prompt_token_ids + sample.token_ids, pad) for sample in samples]
         with actor.tracer.span("reward model"):
             return sequence_scores(
-                actor.reward_model, sequences, self.recipe.trainer.micro_batch_tokens,
+                actor.reward_model.replica, sequences, self.recipe.trainer.micro_batch_tokens,
                 on_progress=lambda done, total: progress({"done": done, "total": total}),
             )  # fmt: skip
 
@@ -322,17 +338,48 @@ class TrainerWorker:
             raise RunError("the trainer's worker has no model yet; this is a fault of the pod's order of calls")
         return self.actor
 
-    def _awake(self) -> Actor:
-        """The actor with its state in memory, where a call comes without an ``onload`` before it."""
-        if self.sleep is not None:
-            self.sleep.onload()
+    def _in_phase(self, phase: Phase) -> Actor:
+        """The actor, with what ``phase`` needs on the device and the rest where the plan says."""
+        self._residents().enter(phase, self.steps)
         return self._actor()
 
-    def _over_ranks(self, *moved: Moved) -> list[Moved]:
-        """The bytes of all ranks and the seconds of the slowest, for each of ``moved``."""
-        every = self.rank.ranks.all_values([float(value) for each in moved for value in each], "offloaded bytes")
+    def _hold(self, actor: Actor, residency: Residency, prefetch_after: frozenset[Phase]) -> None:
+        if self.offloader is not None:
+            self.offloader.close()
+        place = make_place(residency.to, self.device, offload_folder(self.recipe.trainer, self.directory)) if residency.rule.offloads else None
+        self.offloader = Offloader(place, self.device) if place is not None else None
+        self.residents = TrainerResidents(residency, actor.residents(), self.offloader, self.rank.fault_point)
+        self.prefetch_after, self.residue = prefetch_after, ResidueCheck()
+
+    def _residents(self) -> TrainerResidents:
+        if self.residents is None:
+            raise RunError("the trainer's worker has no model yet; this is a fault of the pod's order of calls")
+        return self.residents
+
+    def _moves(self) -> list[list[object]]:
+        """The moves that ended since this was asked: resident, move, bytes of all ranks and seconds of the slowest. Every rank makes the same."""
+        moves = self._residents().take_moves()
+        every = self.rank.ranks.all_values([value for each in moves for value in (float(each.size_bytes), each.seconds)], "moved bytes")
         columns = list(zip(*every, strict=True))
-        return [Moved(int(sum(size)), max(seconds)) for size, seconds in zip(columns[::2], columns[1::2], strict=True)]
+        pairs = zip(moves, columns[::2], columns[1::2], strict=True)
+        return [[each.resident, str(each.move), int(sum(size)), max(seconds)] for each, size, seconds in pairs if sum(size)]
+
+    def _residue(self, phase: Phase) -> list[str]:
+        """What is left at the end of ``phase`` that should not be, on this rank."""
+        residents = self._residents()
+        held, found = residents.held_bytes(), list[str]()
+        if self.offloader is not None or residents.residency.rule.rebuilds:
+            found += self.residue.of_residents(residents.states, held)
+        if self.has_released:
+            if self.device.type == "cuda":
+                own = torch.cuda.memory_allocated(self.device)
+            else:
+                memory = memory_of(os.getpid())
+                own = memory.rss_bytes - memory.shm_bytes
+            found += self.residue.of_process(phase, own, held)
+        for line in found:
+            logger.warning("left behind after %s: %s", phase, line)
+        return found
 
     def _expect(self, step: int) -> None:
         if step != self.steps:

@@ -21,6 +21,10 @@ RESULT_KEY = "result"
 """The journal's key of the result of a run that has finished."""
 
 
+PREDICTED = {"train": "trainer", "rollout": "rollout", "wait_rollout": "trainer_idle", "inference": "inference"}
+"""The field of ``PodMemory`` that predicts each measured phase."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """The content of a page.
@@ -80,7 +84,7 @@ def read_facts(directory: Path, *, with_samples: bool = True) -> RunFacts:
         rows=rows,
         evaluations=evaluations,
         events=events,
-        predicted_memory={"train": memory.get("trainer"), "rollout": memory.get("rollout"), "wait_rollout": memory.get("trainer_idle")} if memory else {},
+        predicted_memory={phase: memory[name] for phase, name in PREDICTED.items() if memory.get(name)},
         examples_before=sampled[0].get("examples", []) if sampled else [],
         examples_after=sampled[-1].get("examples", []) if sampled else [],
         commands=commands,

@@ -1,7 +1,7 @@
 """The named values that cross rooms. Imports nothing but the standard library."""
 
 from tandem.types.batch import Batch, TrainSequence
-from tandem.types.errors import CollectiveError, DamagedWeights, EngineDied, RunError, UserError
+from tandem.types.errors import CollectiveError, DamagedOffload, DamagedWeights, EngineDied, RunError, UserError
 from tandem.types.prompt import Prompt
 from tandem.types.round import Round
 from tandem.types.sample import FinishReason, Sample, WeightVersion
@@ -11,6 +11,7 @@ from tandem.types.weights import PartEntry, TensorEntry, Updated, WeightManifest
 __all__ = [
     "Batch",
     "CollectiveError",
+    "DamagedOffload",
     "DamagedWeights",
     "EngineDied",
     "FinishReason",

@@ -25,5 +25,9 @@ class EngineDied(RunError):
     """A tensor-parallel rank of an engine died or hangs, so that the engine cannot go on. A new one can take its place."""
 
 
+class DamagedOffload(RunError):
+    """Offloaded tensors that came back with other bytes than were saved. A checkpoint has them."""
+
+
 class DamagedWeights(RunError):
     """Weights in shared memory whose bytes are not those of their manifest. The trainer can register them again."""

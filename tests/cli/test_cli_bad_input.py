@@ -311,7 +311,7 @@ def test_a_run_directory_in_which_nothing_can_be_written_is_refused(command, rec
 def test_an_offload_folder_that_cannot_hold_files_is_refused(command, recipe, tmp_path) -> None:
     (tmp_path / "file").write_text("precious")
     for folder in ("file", "file/below"):
-        done = command("train", recipe, "--trainer.sleep_offload=nvme", f"--trainer.offload_folder={tmp_path / folder}")
+        done = command("train", recipe, "--residents.plan=offload", f"--trainer.offload_folder={tmp_path / folder}")
         assert "is not a folder" in done.refusal()
     assert untouched(recipe)
 

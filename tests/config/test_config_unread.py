@@ -100,7 +100,7 @@ def test_options_of_adapters_and_of_looked_up_drafts_are_refused_without_them() 
 
 def test_the_stage_before_reinforcement_learning_is_saved_without_keys_that_it_does_not_read(tmp_path: Path) -> None:
     options = [
-        "--trainer.schedule=wsd", "--trainer.decay_steps=9", "--trainer.min_lr_ratio=0.1", "--trainer.sleep_offload=nvme",
+        "--trainer.schedule=wsd", "--trainer.decay_steps=9", "--trainer.min_lr_ratio=0.1", "--residents.plan=offload",
         f"--trainer.offload_folder={tmp_path}", "--run.trace_steps=[150]", "--sft.steps=20",
     ]  # fmt: skip
     for schedule, ratio in (("constant", 0.0), ("linear", 0.1)):

@@ -9,6 +9,7 @@ from tandem.estimate.gpu_bytes import gpu_training_bytes
 from tandem.estimate.memory import predict_beside_gpus
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES
 from tandem.estimate.pod_gpu import cache_tokens_within, engine_weight_bytes, predict_gpu
+from tandem.layout.residents import KEEP, Residency
 from tandem.layout.shapes import ModelShapes, parameter_count
 
 LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
@@ -18,8 +19,8 @@ LAYER = 64 * 32 + 32 * 32 + 2 * 48 * 32 + 32 * 48
 """Numbers in the matrices of a layer: q|k|v, output, gate|up, down."""
 
 
-def plan(trainer: TrainerConfig, parallel: ParallelConfig = ParallelConfig(), engine: EngineArgs = ENGINE, precision: str = "fp32"):  # noqa: B008
-    return predict_gpu(LLAMA, trainer, parallel, engine, tokens=50, kv_cache_tokens=1000, reference=True, precision=precision)
+def plan(trainer: TrainerConfig, parallel: ParallelConfig = ParallelConfig(), engine: EngineArgs = ENGINE, precision: str = "fp32", residency=KEEP):  # noqa: B008
+    return predict_gpu(LLAMA, trainer, parallel, engine, tokens=50, kv_cache_tokens=1000, reference=True, precision=precision, residency=residency)
 
 
 def test_engine_holds_packed_matrices_a_packed_head_and_one_plain_layer_during_an_update() -> None:
@@ -41,13 +42,16 @@ def test_every_phase_of_a_gpu_worked_by_hand() -> None:
     cache, logits = 1000 * 2 * 3 * 16 * 4, 3 * 4 * 4 * 100
     working = found.rollout - context - engine_weight_bytes(LLAMA, "float32", "float32") - cache - logits
     assert working == 10 * 4 * (4 * 32 + 2 * 64 + 32 + 4 + 3 * 48)
-    assert found.segments == 0 and found.together == found.trainer + found.rollout
+    assert found.segments == 0 and found.largest_phase == found.trainer + found.rollout and found.engine_idle == found.rollout
 
 
 def test_what_sleeps_elsewhere_leaves_the_gpu_and_16_bits_halve_what_they_hold() -> None:
-    for kind in ("cpu", "nvme"):
-        asleep = plan(TrainerConfig(sleep_offload=kind))  # type: ignore[arg-type]
-        assert asleep.trainer_idle == 0 and asleep.trainer == plan(TrainerConfig()).trainer
+    stays = plan(TrainerConfig())
+    for to in ("memory", "disk"):
+        asleep = plan(TrainerConfig(), residency=Residency("figure", to))
+        assert asleep.trainer_idle == asleep.engine_idle == 0 and asleep.trainer == stays.trainer - 4 * COUNT
+        assert stays.inference - asleep.inference == 3 * 4 * COUNT
+        assert asleep.largest_phase == max(asleep.trainer, asleep.inference, asleep.rollout)
     offloaded = plan(TrainerConfig(offload="cpu"))
     assert offloaded.trainer_idle == 2 * 4 * COUNT + 6 * (16 << 20), "moments are away, their pieces stay"
     assert plan(TrainerConfig(dtype="bfloat16")).trainer_idle == 4 * 2 * COUNT
@@ -76,7 +80,7 @@ def test_host_memory_beside_gpus_has_processes_copies_and_pinned_state() -> None
     parallel, weights = ParallelConfig(data=2), 4 * COUNT
     host = predict_beside_gpus(LLAMA, TrainerConfig(), parallel, reference=True)
     assert host.trainer == host.trainer_idle == 2 * TRAINING_PROCESS_BYTES + 3 * weights, "and a staged checkpoint"
-    asleep = predict_beside_gpus(LLAMA, TrainerConfig(sleep_offload="cpu"), parallel, reference=True)
+    asleep = predict_beside_gpus(LLAMA, TrainerConfig(), parallel, reference=True, residency=Residency("offload", "memory"))
     assert asleep.trainer - host.trainer == 2 * 4 * weights
     assert host.segments == 2 * weights
     assert host.rollout - predict_beside_gpus(LLAMA, TrainerConfig(dtype="bfloat16"), parallel, reference=True).rollout == weights // 2

@@ -1,4 +1,4 @@
-"""A pod on a device: rollout and trainer agree bit for bit there, it learns, its sleeping state leaves the device, and a death changes nothing."""
+"""A pod on a device: rollout and trainer agree bit for bit there, it learns, its residents leave the device, and a death changes nothing."""
 
 import json
 import sys
@@ -14,7 +14,8 @@ from pod_runs import PodRun, difference
 
 from tandem.pod.release import release
 from tandem.runtime.records.journal import Journal
-from tandem.trainer.offload.sleep import make_sleep
+from tandem.trainer.offload.offloader import Offloader
+from tandem.trainer.offload.places import make_place
 
 pytestmark = pytest.mark.gpu
 FEW = ("--machine.device=cuda", "--run.max_steps=3", "--sft.steps=6", "--model.create.num_key_value_heads=2")
@@ -38,7 +39,7 @@ def agrees(run: PodRun) -> bool:
 
 @pytest.mark.parametrize(
     "settings", ["", "trainer.dtype=bfloat16", "trainer.precision=bf16", "trainer.precision=fp16", "rollout.engine.kv_cache_dtype=int8",
-                 "model.create.architecture=qwen3_moe model.create.num_experts=4", "machine.kernels=reference", "rollout.sleep_mode=terminate"],
+                 "model.create.architecture=qwen3_moe model.create.num_experts=4", "machine.kernels=reference", "residents.plan=terminate"],
 )  # fmt: skip
 def test_rollout_and_trainer_agree_bit_for_bit(tmp_path: Path, settings: str) -> None:
     run = train(PodRun(tmp_path), *(f"--{setting}" for setting in settings.split()))
@@ -65,29 +66,36 @@ def test_it_learns(tmp_path: Path) -> None:
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5, rewards
 
 
-@pytest.mark.parametrize("kind", ["cpu", "nvme"])
-def test_sleeping_state_leaves_the_device_and_comes_back(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("to", ["memory", "disk"])
+def test_residents_leave_the_device_and_come_back(tmp_path: Path, to: str) -> None:
     device = torch.device("cuda", 0)
-    state = [torch.randn(n, device=device) for n in (5_000_000, 3, 9_000_001)]
-    expected, size = [tensor.cpu() for tensor in state], sum(tensor.nbytes for tensor in state)
-    sleep = make_sleep(kind, device, tmp_path)  # type: ignore[arg-type]
-    assert sleep is not None
+    groups = {"actor": [torch.randn(n, device=device) for n in (5_000_000, 3)], "optimizer": [torch.randn(9_000_001, device=device)]}
+    expected = {name: [tensor.cpu() for tensor in tensors] for name, tensors in groups.items()}
+    size = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors)
+    place = make_place(to, device, tmp_path)
+    assert place is not None
+    offloader = Offloader(place, device)
     allocated, (free, _) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
-    for tensors in (state[:1], state):
-        assert sleep.begin_offload(tensors) > 0
-    assert sleep.wait().size_bytes == size
+    for name, tensors in groups.items():
+        offloader.begin_offload(name, tensors)
+    moved = [offloader.wait(name) for name in groups]
+    assert sum(one.size_bytes for one in moved if one is not None) == size
     release(device)
     assert allocated - torch.cuda.memory_allocated(device) >= size
     assert torch.cuda.mem_get_info(device)[0] - free > 0.9 * size, "the driver has it back"
-    assert sleep.onload().size_bytes == size
-    assert all(torch.equal(tensor.cpu(), wanted) for tensor, wanted in zip(state, expected, strict=True))
-    sleep.close()
+    for name, tensors in groups.items():
+        offloader.begin_reload(name)
+        offloader.wait(name)
+        assert all(torch.equal(tensor.cpu(), wanted) for tensor, wanted in zip(tensors, expected[name], strict=True))
+    offloader.close()
 
 
-@pytest.mark.parametrize("kind", ["cpu", "nvme"])
-def test_state_that_sleeps_changes_no_bit(tmp_path: Path, kind: str) -> None:
-    stays, sleeps = (train(PodRun(tmp_path, name=name), f"--trainer.sleep_offload={name}") for name in ("none", kind))
-    assert difference(sleeps, stays) == []
+@pytest.mark.parametrize("to", ["memory", "disk"])
+@pytest.mark.parametrize("plan", ["offload", "figure", "terminate"])
+def test_residents_that_move_change_no_bit(tmp_path: Path, plan: str, to: str) -> None:
+    stays = train(PodRun(tmp_path, name="stays"), "--residents.plan=keep")
+    moved = train(PodRun(tmp_path, name="moved"), f"--residents.plan={plan}", f"--residents.to={to}")
+    assert difference(moved, stays) == [] and moved.events("residue") == []
 
 
 @pytest.mark.parametrize("fault", ["trainer_worker:after:register:2", "rollout_worker:after:update_weight:1"])

@@ -68,19 +68,22 @@ def pod_plan(monkeypatch: pytest.MonkeyPatch, free_bytes: int, *overrides: str) 
     return check_rl_run(recipe)
 
 
-def test_the_engine_stays_on_a_gpu_that_has_room_for_both_and_a_gpu_too_small_for_turns_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_chosen_by_the_room_of_the_gpu_and_a_gpu_too_small_for_the_strictest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # On this machine host memory is enough.
     gpu = pod_plan(monkeypatch, 1 << 40).pod.gpu
-    assert gpu is not None and gpu.together == gpu.trainer + gpu.rollout > gpu.largest_phase == max(gpu.trainer, gpu.trainer_idle + gpu.rollout)
-    assert pod_plan(monkeypatch, gpu.together).pod.sleep_mode == "keep"
-    plan = pod_plan(monkeypatch, gpu.together - (1 << 20))
-    assert plan.pod.sleep_mode == "terminate"
-    assert f"device: 1 x NVIDIA H200, predicted {gpu.largest_phase / 2**20:,.0f} MiB of each" in plan.lines()
-    for free, overrides in ((gpu.largest_phase - (1 << 20), ()), (gpu.together - (1 << 20), ("--rollout.sleep_mode=keep",))):
-        with pytest.raises(RunError, match=r"GiB of each GPU and GPU 0 \(NVIDIA H200\) has .* trainer.sleep_offload to cpu"):
+    assert gpu is not None and gpu.largest_phase == gpu.trainer + gpu.rollout
+    assert pod_plan(monkeypatch, gpu.largest_phase).pod.residency.plan == "keep"
+    plan = pod_plan(monkeypatch, gpu.largest_phase - (1 << 20))
+    assert plan.pod.residency.plan == "sleep" and plan.pod.gpu is not None
+    assert f"device: 1 x NVIDIA H200, predicted {plan.pod.gpu.largest_phase / 2**20:,.0f} MiB of each" in plan.lines()
+    assert plan.lines()[0] == "residents: plan sleep" and plan.lines()[1].startswith("residents: keep needs ")
+    least = pod_plan(monkeypatch, 1 << 40, "--residents.plan=terminate").pod
+    assert least.gpu is not None and least.gpu.trainer_idle == 0 and least.residency.to == "memory"
+    assert pod_plan(monkeypatch, least.gpu.largest_phase).pod.residency.plan == "figure", "which needs no more of the GPU"
+    for free, overrides in ((least.gpu.largest_phase - (1 << 20), ()), (gpu.largest_phase - (1 << 20), ("--residents.plan=keep",))):
+        with pytest.raises(RunError, match=r"needs \d.* GiB of each GPU at its worst moment and may take .* what would fit: .* GiB of each GPU \(residents"):
             pod_plan(monkeypatch, free, *overrides)
-    slept = pod_plan(monkeypatch, 1 << 40, "--trainer.sleep_offload=cpu").pod
-    assert slept.gpu is not None and slept.gpu.trainer_idle == 0 and slept.gpu.trainer == gpu.trainer
+    assert pod_plan(monkeypatch, 1 << 40, f"--residents.device_gib={(gpu.largest_phase - 2**20) / 2**30}").pod.residency.plan == "sleep"
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])

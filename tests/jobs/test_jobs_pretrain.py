@@ -416,8 +416,8 @@ def test_run_and_checkpoint_of_the_version_before_are_refused_with_what_to_do(tm
     for overrides in ((), ("--parallel.data=2",)):
         with pytest.raises(UserError, match=r"was written by another version of Tandem .unknown key 'warm_up'.*--model.path="):
             resume(run, overrides=overrides)
-    (run / "config.yaml").write_text("model: {path: x}\ntask: {name: sort}\nrollout: {sleep_mode: last}\n")
-    with pytest.raises(UserError, match=r"another version of Tandem .'rollout.sleep_mode' is 'last'; it must be one of"):
+    (run / "config.yaml").write_text("model: {path: x}\ntask: {name: sort}\nresidents: {plan: last}\n")
+    with pytest.raises(UserError, match=r"another version of Tandem .'residents.plan' is 'last'; it must be one of"):
         resume(run)
     (run / "config.yaml").write_text("model: {path: x}\nalgorithm: {name: pretrain}\nmachine: {call_deadline_s: 1800.0}\n")
     with pytest.raises(UserError, match=r"was written by another version of Tandem .'machine.call_deadline_s' cannot be set"):

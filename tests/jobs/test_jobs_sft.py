@@ -298,7 +298,7 @@ def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed:
 @pytest.mark.parametrize("offload", ["none", "nvme"])
 def test_stage_of_a_pod_that_sleeps_in_a_folder_of_its_own_has_a_recipe_that_can_be_read(offload: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "fast-disk")
-    recipe = load_config("recipes/sort.yaml", ["trainer.sleep_offload=nvme", f"trainer.offload_folder={folder}", f"trainer.offload={offload}"])
+    recipe = load_config("recipes/sort.yaml", ["residents.plan=offload", f"trainer.offload_folder={folder}", f"trainer.offload={offload}"])
     assert isinstance(recipe, Recipe)
     stage = sft_recipe(recipe, tmp_path, tmp_path / "model", 128)
     run_files.write_recipe(stage, tmp_path)

@@ -122,7 +122,7 @@ def rounds_scores(rounds: Sequence[Round]) -> list[list[float | None]]:
 @pytest.mark.full
 def test_dynamic_sampling_gives_the_same_run_where_the_engine_is_terminated(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path, recipe=recipe(tmp_path))
-    done = run.train("--rollout.sleep_mode=terminate")
+    done = run.train("--residents.plan=terminate")
     assert done.returncode == 0, done.stderr
     assert difference(run, undisturbed) == []
 

@@ -96,7 +96,7 @@ def test_kill_where_the_engine_is_terminated_between_steps_and_the_run_is_the_sa
     fault: str, undisturbed: PodRun, tmp_path: Path
 ) -> None:
     run = PodRun(tmp_path)
-    survive(run, fault, settings=("--rollout.sleep_mode=terminate",))
+    survive(run, fault, settings=("--residents.plan=terminate",))
     assert_recovered(run, fault)
     assert_lost_nothing(run, undisturbed)
 

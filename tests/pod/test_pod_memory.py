@@ -16,7 +16,7 @@ WIDE = (
 @pytest.mark.parametrize(
     "choice",
     [
-        "", "parallel.data=2 parallel.zero=3", "parallel.tensor=2", "trainer.sleep_offload=nvme", "rollout.engine.tensor_parallel_size=2",
+        "", "parallel.data=2 parallel.zero=3", "parallel.tensor=2", "residents.plan=offload", "rollout.engine.tensor_parallel_size=2",
         "rollout.workers=2",
     ],
 )

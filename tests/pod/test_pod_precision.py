@@ -48,7 +48,7 @@ def test_rollout_and_trainer_of_16_bit_weights_agree_bit_for_bit_and_half_the_by
     "--parallel.data=2 --parallel.zero=3 --trainer.optimizer=muon",
     "--rollout.engine.tensor_parallel_size=2 --model.create.num_key_value_heads=2",
     "--rollout.engine.kv_cache_dtype=int8 --rollout.temperature=0.7",
-    "--model.create.architecture=qwen3_moe --model.create.num_experts=4 --trainer.sleep_offload=nvme",
+    "--model.create.architecture=qwen3_moe --model.create.num_experts=4 --residents.plan=offload",
 ])  # fmt: skip
 def test_16_bit_weights_agree_on_meshes_caches_experts_and_temperatures(settings: str, tmp_path: Path) -> None:
     run = PodRun(tmp_path)

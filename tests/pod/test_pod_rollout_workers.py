@@ -83,9 +83,9 @@ class FakeWorker:
         with self.lock:
             self.asked.append(name)
             if name == "update_weight":
-                return Frame({"version": list(self.version or (meta or {})["version"]), "rereads": []}, {})
+                return Frame({"version": list(self.version or (meta or {})["version"]), "rereads": [], "kv_cache_bytes": 5, "seconds": 0.5}, {})
             if name == "start_engine":
-                return Frame({}, {})
+                return Frame({"kv_cache_bytes": 5}, {})
             self.calls += 1
             if self.calls == self.dies_at:
                 raise WorkerDied("a worker", name, "a worker died")
@@ -155,7 +155,7 @@ def test_two_workers_of_which_one_is_killed_give_the_bits_of_one(undisturbed: Po
 )
 def test_a_death_of_one_of_three_workers_outside_its_rollout_changes_no_bit(fault: str, undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
-    done = run.train("--rollout.workers=3", "--rollout.sleep_mode=terminate", "--fault", fault)
+    done = run.train("--rollout.workers=3", "--residents.plan=terminate", "--fault", fault)
     assert done.returncode == 0, done.stdout + done.stderr
     assert difference(run, undisturbed) == [] and run.left_behind() == []
     assert len(run.events("recovery")) == 1

@@ -43,7 +43,7 @@ def started_workers(run: PodRun, role: str) -> list[str]:
 
 def test_engine_terminated_between_steps_gives_the_bits_of_the_one_that_stays(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
-    done = run.train("--rollout.sleep_mode=terminate")
+    done = run.train("--residents.plan=terminate")
     assert done.returncode == 0, done.stderr
     assert difference(run, undisturbed) == []
     assert run.left_behind() == []

@@ -40,6 +40,9 @@ ROLLOUT_EDGES = """
     rollout -> keep_engine              where both fit
     keep_engine -> update_weight
     keep_engine -> terminate_engine
+    rollout -> sleep_engine             its process stays, without weights and cache
+    evaluate -> sleep_engine
+    sleep_engine -> update_weight
     update_weight -> evaluate
     evaluate -> evaluate
     evaluate -> rollout

@@ -126,8 +126,14 @@ class EngineCore:
         """Whether the memory of the KV cache is freed."""
         return not self._runner.caches
 
-    def sleep(self) -> None:
-        """Frees the memory of the KV cache. Running requests are preempted and recomputed after ``wake_up``."""
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The bytes of this rank's KV cache."""
+        return sum(tensor.nbytes for layer in self._runner.caches for tensor in layer if tensor is not None)
+
+    def sleep(self, frees_weights: bool = False) -> None:
+        """Frees the memory of the KV cache, and of the packed weights if it ``frees_weights``. Running requests are preempted and recomputed after
+        ``wake_up``."""
         self.synchronize()
         runner = self._runner
         self._scheduler.preemption.preempt_all(Transition.UPDATE)
@@ -137,6 +143,9 @@ class EngineCore:
             runner.graphs.clear()
         if isinstance(runner.proposer, DraftModel):
             runner.proposer.caches = []
+        if frees_weights:
+            # What is allocated here is filled by the next update, and takes no memory before.
+            runner.decoder.unpack(in_one_layer=True)
 
     def wake_up(self) -> None:
         """Allocates the memory of the KV cache again, if it was freed."""

@@ -9,7 +9,6 @@ from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
-from tandem.estimate.memory import sleeping_bytes
 from tandem.estimate.training_bytes import offloaded_bytes, run_bytes_on_disk
 from tandem.jobs.checks.check_answers import check_answers, check_columns
 from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
@@ -33,7 +32,7 @@ from tandem.model.huggingface.hub import hub_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
 from tandem.pod.prompts import context_tokens, prompt_source
-from tandem.pod.residents import PodPlan, largest_micro_batch
+from tandem.pod.residents.plan import PodPlan, largest_micro_batch
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.runtime.machine.gpus import check_pod_device
@@ -48,7 +47,7 @@ LONGEST_PROMPT_SHOWN = 400
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a run will need, known before it begins: memory of every phase, whether the engine stays between steps, the
+    """What a run will need, known before it begins: memory of every phase, the plan of its residents, the
     most that its checkpoints, models and offloaded state take on the disk of its folder, lines on what is offloaded, warnings, the first prompt, and the mean
     length in tokens of the prompts of the first step."""
 
@@ -61,10 +60,9 @@ class RunPlan:
 
     def lines(self) -> list[str]:
         """For a person, one line a figure."""
-        mebibytes = {name: getattr(self.pod.host, name) / 2**20 for name in ("trainer", "rollout", "segments")}
+        mebibytes = {name: getattr(self.pod.host, name) / 2**20 for name in ("trainer", "rollout", "inference", "segments")}
         return [
-            f"between steps: {self.pod.sleep_mode} the engine",
-            *self.pod.describe_gpus(),
+            *self.pod.describe(),
             *(f"predicted {name}: {size:,.0f} MiB" for name, size in mebibytes.items()),
             f"predicted disk: {self.disk_bytes / 2**20:,.0f} MiB",
             *self.offloaded,
@@ -111,7 +109,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_columns(first.columns, rewards.columns)
     tokens = largest_micro_batch(recipe.rollout, recipe.algorithm, recipe.trainer, context)
     offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, recipe.parallel)
-    offloaded += sleeping_bytes(shapes, recipe.trainer, recipe.parallel, reference=recipe.algorithm.kl_coef > 0)
+    offloaded += planned.chosen.disk
     # The initial model, the fine-tuned one and the exported one.
     disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models=3)
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)

@@ -116,7 +116,7 @@ def _scratch_pod(recipe: Recipe, directory: Path, recorded: Journal, inline: boo
         stack.callback(rollout.close)
         yield Pod(
             TrainerSidecar(trainer), RolloutSidecar(rollout), start, segment_bytes(shapes, recipe.trainer.dtype), journal,
-            partial(recorded_batch, recipe, recorded), Records(journal, None, callback), sleep_mode=planned.sleep_mode, max_restarts=0,
+            partial(recorded_batch, recipe, recorded), Records(journal, None, callback), 0, planned.residency, planned.prefetch,
         )  # fmt: skip
 
 

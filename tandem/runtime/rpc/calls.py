@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from tandem.runtime.process.faults import FaultPoint
-from tandem.types.errors import CollectiveError, DamagedWeights, EngineDied, RunError, UserError
+from tandem.types.errors import CollectiveError, DamagedOffload, DamagedWeights, EngineDied, RunError, UserError
 from tandem.types.wire import Buffer, Frame
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class RemoteError(CallError):
 
 
 _KINDS: dict[str, type[UserError]] = {
-    "UserError": UserError, "RunError": RunError, "CollectiveError": CollectiveError, "DamagedWeights": DamagedWeights,
+    "UserError": UserError, "RunError": RunError, "CollectiveError": CollectiveError, "DamagedOffload": DamagedOffload, "DamagedWeights": DamagedWeights,
     "EngineDied": EngineDied,
 }  # fmt: skip
 _CALL_KINDS: dict[str, type[CallError]] = {"WorkerDied": WorkerDied, "RpcTimeout": RpcTimeout, "PeerDied": PeerDied}

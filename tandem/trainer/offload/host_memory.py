@@ -15,7 +15,7 @@ def host_zeros(numbers: int, dtype: torch.dtype, pinned: bool) -> Tensor:
         if failed:
             raise RunError(
                 f"{zeros.nbytes / 2**30:.2f} GiB of host memory cannot be pinned for a GPU (CUDA error {failed}); raise 'ulimit -l', or set "
-                "trainer.offload and trainer.sleep_offload to none"
+                "trainer.offload to none and residents.to to disk"
             )
     return zeros
 

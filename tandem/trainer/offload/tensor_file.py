@@ -55,7 +55,7 @@ class TensorFile:
         self._file.close()
 
     def _transfer(self, call: Callable[[Any, int], int], tensor: Tensor, at: int) -> None:
-        left = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+        left = bytes_view(tensor)
         while left:
             try:
                 done = call(left, at)
@@ -64,6 +64,12 @@ class TensorFile:
             if not done:
                 raise self._failed(os.strerror(errno.EIO))
             left, at = left[done:], at + done
+
+
+def bytes_view(tensor: Tensor) -> memoryview:
+    """Returns the bytes of the contiguous ``tensor`` in host memory, which must outlive the view. (``Tensor.numpy`` would make its storage impossible to
+    free.)"""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def file_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

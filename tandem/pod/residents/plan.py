@@ -1,0 +1,233 @@
+"""Chooses the plan of a pod's residents before anything starts: the loosest one that fits in the budgets of device, memory and disk."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.machine import MachineConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.config.residents import ResidentsConfig
+from tandem.config.rollout import RolloutConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.estimate.memory import PodMemory, predict, predict_beside_gpus, saved_bytes_on_disk
+from tandem.estimate.pod_gpu import predict_gpu
+from tandem.estimate.training_bytes import SEQUENCE_BYTES, TOKEN_BYTES
+from tandem.layout.residents import PLANS, Phase, PlanName, Residency
+from tandem.layout.shapes import ModelShapes
+from tandem.runtime.machine.available_memory import available_bytes
+from tandem.runtime.machine.gpus import describe_gpus, least_room, pod_device
+from tandem.types import RunError
+
+GIB, MIB = 2**30, 2**20
+FIX = (
+    "lower rollout.workers, rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, set trainer.recompute to full, or shard the model with section "
+    "'parallel'"
+)
+
+
+class Budget(NamedTuple):
+    """Bytes that a pod may take: of each GPU (``None``: there are none), of the host's memory, and of the disk for residents."""
+
+    device: int | None
+    memory: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The bytes that ``residency`` is predicted to need: of the host's memory, of the GPU that needs most (``None``: the pod is on the CPU), and on
+    the disk."""
+
+    residency: Residency
+    host: PodMemory
+    gpu: PodMemory | None
+    disk: int
+
+    @property
+    def name(self) -> str:
+        """The plan as the recipe names it, with the place that residents are moved to."""
+        residency = self.residency
+        return f"{residency.plan} (to {residency.to})" if residency.rule.offloads else residency.plan
+
+    @property
+    def device(self) -> PodMemory:
+        """The phases of the memory that the models compute in."""
+        return self.host if self.gpu is None else self.gpu
+
+    def lacks(self, budget: Budget) -> str:
+        """Returns what does not fit in ``budget``; empty if all of it fits."""
+        if self.gpu is not None and budget.device is not None and self.gpu.largest_phase > budget.device:
+            return f"{self.gpu.largest_phase / GIB:.2f} GiB of each GPU at its worst moment and may take {max(budget.device, 0) / GIB:.2f} GiB"
+        if self.host.largest_phase > budget.memory:
+            return f"{self.host.largest_phase / GIB:.2f} GiB at its worst moment and may take {budget.memory / GIB:.2f} GiB of memory"
+        if self.disk > budget.disk:
+            return f"{self.disk / GIB:.2f} GiB of disk and may take {budget.disk / GIB:.2f} GiB"
+        return ""
+
+    def prefetches(self, budget: Budget) -> frozenset[Phase]:
+        """Returns the phases at whose end the next phase's residents fit beside those that are there."""
+        if not self.residency.rule.offloads:
+            return frozenset()
+        limit = budget.memory if self.gpu is None or budget.device is None else budget.device
+        memory, found = self.device, set()
+        after_rollout = memory.inference if memory.inference else memory.trainer
+        if memory.rollout + max(memory.trainer_idle, after_rollout) + memory.segments <= limit:
+            found.add(Phase.ROLLOUT)
+        if memory.inference and memory.engine_idle + memory.inference + memory.trainer + memory.segments <= limit:
+            found.add(Phase.INFERENCE)
+        return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class PodPlan:
+    """The plan that was chosen, and ``why``: one line for each looser plan that does not fit. ``gpus``: their number. ``prefetch``: the phases at
+    whose end the next phase's residents are read."""
+
+    chosen: Candidate
+    gpus: int
+    why: tuple[str, ...] = ()
+    prefetch: frozenset[Phase] = frozenset()
+
+    @property
+    def host(self) -> PodMemory:
+        return self.chosen.host
+
+    @property
+    def gpu(self) -> PodMemory | None:
+        return self.chosen.gpu
+
+    @property
+    def residency(self) -> Residency:
+        return self.chosen.residency
+
+    def describe(self) -> list[str]:
+        """Returns lines on the plan for a person: what it is and why, what it moves, and the GPUs."""
+        lines = [f"residents: plan {self.chosen.name}", *(f"residents: {line}" for line in self.why)]
+        if self.prefetch:
+            lines.append("residents: read ahead at the end of " + " and ".join(phase for phase in Phase if phase in self.prefetch))
+        if self.residency.rule.offloads and self.residency.to == "memory" and self.gpu is None:
+            lines.append("residents: on a CPU nothing moves to memory, because it is there already")
+        gpu = self.gpu
+        if gpu is not None:
+            parts = {"trainer": gpu.trainer, "inference": gpu.inference, "trainer during the rollout": gpu.trainer_idle, "rollout": gpu.rollout}
+            lines.append(describe_gpus(self.gpus, gpu.largest_phase))
+            lines.append("of them: " + ", ".join(f"{name} {size / MIB:,.0f} MiB" for name, size in parts.items() if size))
+        return lines
+
+
+def kv_cache_tokens(rollout: RolloutConfig, algorithm: AlgorithmConfig, max_length: int) -> int:
+    """Returns the tokens of the KV cache of one worker: as configured, or what the sequences that run at once can fill."""
+    engine = rollout.engine
+    if engine.kv_cache_tokens:
+        return engine.kv_cache_tokens
+    sequences = -(-algorithm.prompts_per_round(rollout.prompts_per_step) // rollout.workers) * algorithm.group_size
+    return min(engine.max_num_seqs, max(sequences, 1)) * (max_length + 16)
+
+
+def largest_micro_batch(rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, max_length: int) -> int:
+    """Returns the tokens of the largest micro-batch of sequences of at most ``max_length`` tokens, of which one longer than
+    ``micro_batch_tokens`` is a micro-batch by itself."""
+    return min(max(trainer.micro_batch_tokens, max_length), rollout.prompts_per_step * algorithm.group_size * max_length)
+
+
+def plan(
+    residents: ResidentsConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, parallel: ParallelConfig,
+    machine: MachineConfig, shapes: ModelShapes, max_length: int, rollout_precision: str, folder: Path,
+    reward_model: ModelShapes | None = None,
+) -> PodPlan:
+    """Returns the plan of the residents with its predicted bytes, over all ranks. ``rollout_precision``: what the engine multiplies in. ``folder``: on
+    the disk of residents. ``reward_model``: its shapes, if there is one. Raises ``RunError`` where nothing fits."""
+    engine = rollout.engine
+    engine.check_length(max_length)
+    sequences = algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step) * algorithm.group_size
+    available, batch = available_bytes(machine.memory_gib), sequences * (SEQUENCE_BYTES + rollout.max_tokens * TOKEN_BYTES)
+    if batch > available:
+        raise RunError(
+            f"the samples of one step need {batch / GIB:.2f} GiB and {available / GIB:.2f} GiB are available; lower rollout.prompts_per_step or "
+            "rollout.max_tokens"
+        )
+    tokens = largest_micro_batch(rollout, algorithm, trainer, max_length)
+    cache_tokens = kv_cache_tokens(rollout, algorithm, max_length)
+    models: dict[str, Any] = {"reference": algorithm.kl_coef > 0, "critic": algorithm.name == "ppo", "reward_model": reward_model}
+    swap, on_gpu = int(engine.swap_space * GIB), pod_device(machine) != "cpu"
+    gpus = max(parallel.world, rollout.engine_ranks)
+
+    def needs(residency: Residency) -> Candidate:
+        disk = saved_bytes_on_disk(shapes, trainer, parallel, residency, **models)
+        if not on_gpu:
+            host = predict(
+                shapes, trainer, parallel, tokens=tokens, kv_cache_tokens=cache_tokens, kv_cache_dtype=engine.kv_cache_dtype, swap_bytes=swap,
+                engine_ranks=engine.tensor_parallel_size, engines=rollout.workers, **models, residency=residency,
+            )  # fmt: skip
+            return Candidate(residency, host, None, disk)
+        host = predict_beside_gpus(
+            shapes, trainer, parallel, **models, swap_bytes=swap, engine_ranks=engine.tensor_parallel_size,
+            engines=rollout.workers, residency=residency,
+        )  # fmt: skip
+        gpu = predict_gpu(
+            shapes, trainer, parallel, engine, tokens=tokens, kv_cache_tokens=cache_tokens, **models, precision=rollout_precision,
+            residency=residency,
+        )  # fmt: skip
+        return Candidate(residency, host, gpu, disk)
+
+    device = None
+    if on_gpu:
+        device = min([least_room(gpus)] + ([int(residents.device_gib * GIB)] if residents.device_gib else []))
+    budget = Budget(device, available, int(residents.disk_gib * GIB) if residents.disk_gib else free_bytes(folder))
+    chosen, why = choose(candidates(residents, on_gpu=on_gpu, sleeps=engine.tensor_parallel_size == 1), needs, budget)
+    return PodPlan(chosen, gpus, tuple(why), chosen.prefetches(budget) if residents.prefetch else frozenset())
+
+
+def candidates(residents: ResidentsConfig, *, on_gpu: bool, sleeps: bool) -> Iterator[Residency]:
+    """Yields what the recipe allows, from the loosest to the strictest plan. ``sleeps``: the engine can free its memory without ending."""
+    names: list[PlanName] = list(PLANS) if residents.plan == "auto" else [residents.plan]
+    to: list[Literal["memory", "disk"]] = ["memory", "disk"] if on_gpu else ["disk"]
+    for name in names:
+        rule = PLANS[name]
+        if rule.engine == "sleeps" and not sleeps:
+            if residents.plan != "auto":
+                raise RunError(
+                    f"'residents.plan' is '{name}' and an engine with tensor-parallel ranks cannot sleep; set residents.plan to figure or terminate, or "
+                    "rollout.engine.tensor_parallel_size to 1"
+                )
+            continue
+        if not rule.offloads:
+            yield Residency(name)
+            continue
+        for place in to if residents.to == "auto" else [residents.to]:
+            yield Residency(name, place)
+
+
+def choose(allowed: Iterator[Residency], needs: Callable[[Residency], Candidate], budget: Budget) -> tuple[Candidate, list[str]]:
+    """Returns the first of ``allowed`` whose ``needs`` fit in ``budget``, and a line for each before it. Raises ``RunError`` where none fits, which says
+    what would."""
+    tried: list[tuple[Candidate, str]] = []
+    for residency in allowed:
+        candidate = needs(residency)
+        lacking = candidate.lacks(budget)
+        if not lacking:
+            return candidate, [f"{each.name} needs {lack}" for each, lack in tried]
+        tried.append((candidate, lacking))
+    least, lacking = min(tried, key=lambda one: (one[0].device.largest_phase, one[0].disk))
+    wanted = []
+    if least.gpu is not None and budget.device is not None and least.gpu.largest_phase > budget.device:
+        wanted.append(f"{least.gpu.largest_phase / GIB:.2f} GiB of each GPU (residents.device_gib)")
+    if least.host.largest_phase > budget.memory:
+        wanted.append(f"{least.host.largest_phase / GIB:.2f} GiB of memory (machine.memory_gib)")
+    if least.disk > budget.disk:
+        wanted.append(f"{least.disk / GIB:.2f} GiB of disk (residents.disk_gib)")
+    other = " or another residents.plan" if len({each.residency.plan for each, _ in tried}) < len(PLANS) else ""
+    raise RunError(
+        f"this run needs {lacking}, under plan {least.name}, the one that needs least; what would fit: {' and '.join(wanted)}{other}, "
+        f"or {FIX}"
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """Returns the bytes that are free on the disk of ``folder``, which need not exist yet."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    total, _, free = shutil.disk_usage(existing)
+    return free if total else 2**63
