@@ -99,6 +99,7 @@ class Recipe:
             raise UserError(
                 f"'critic.warmup_steps' is {self.critic.warmup_steps} and run.max_steps {self.run.max_steps}, so the actor would never learn; lower it"
             )
+        self._check_partial()
         if create and self.sft is None:
             raise UserError("the model of 'model.create' is untrained; add a section 'sft' (an empty one uses the defaults)")
         self._check_attention()
@@ -106,6 +107,36 @@ class Recipe:
         self.trainer.check_schedule(self.run.max_steps, self.sft.schedule if self.sft is not None else "constant")
         self.trainer.check_offload_folder(self.residents.offloads)
         check_mesh(self.parallel, self.trainer)
+
+    def _check_partial(self) -> None:
+        """Checks what partial rollouts cannot be combined with."""
+        rollout, algorithm = self.rollout, self.algorithm
+        if not rollout.budget_tokens:
+            return
+        if algorithm.filter_groups is not None:
+            raise UserError(
+                "'rollout.budget_tokens' with algorithm.filter_groups: groups that wait for their longest sample cannot be dropped and refilled in the "
+                "step that began them; remove one of the two"
+            )
+        if rollout.multi_turn is not None:
+            raise UserError(
+                "'rollout.budget_tokens' with rollout.multi_turn: an episode cannot wait in the replay buffer between two turns; remove one of the two"
+            )
+        if self.reward_model.path:
+            raise UserError(
+                "'rollout.budget_tokens' with section 'reward_model', which scores all samples of a step at once; partial rollouts may take several "
+                "rounds: remove one of the two"
+            )
+        if rollout.prompt_order.by == "success_rate":
+            raise UserError(
+                "'rollout.budget_tokens' with rollout.prompt_order.by success_rate: prompts are drawn while others wait for their samples, and so for their "
+                "success; set by to shuffle, file or difficulty"
+            )
+        if algorithm.old_logprobs == "recompute" and algorithm.tis_cap is None and not rollout.mask_off_policy:
+            raise UserError(
+                "'rollout.budget_tokens' with algorithm.old_logprobs recompute: tokens of older weights would count as if the newest had drawn them; set "
+                "algorithm.tis_cap (2.0 is usual), rollout.mask_off_policy to true, or algorithm.old_logprobs to rollout"
+            )
 
     @property
     def has_inference(self) -> bool:
@@ -131,6 +162,11 @@ class Recipe:
                 f"'machine.attention' is '{name}', which in a pod needs an engine in 16 bits, and trainer.dtype is '{self.trainer.dtype}'; set "
                 "trainer.dtype to bfloat16, or machine.attention to auto"
             )
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether a step may need several rounds of rollout: with dynamic sampling or partial rollouts."""
+        return self.algorithm.filter_groups is not None or self.rollout.budget_tokens > 0
 
     @property
     def is_exact(self) -> bool:

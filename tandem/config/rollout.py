@@ -8,6 +8,7 @@ from tandem.config.engine import EngineArgs
 from tandem.config.limits import check_at_least_one
 from tandem.config.multi_turn import MultiTurnConfig
 from tandem.config.prompt_order import PromptOrderConfig
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 
@@ -19,6 +20,11 @@ class RolloutConfig:
     """Prompts per step; each is sampled `algorithm.group_size` times."""
     max_tokens: int = 32
     """Maximum number of new tokens per completion."""
+    budget_tokens: int = 0
+    """Partial rollouts: the most tokens that a sample draws in one step. One that is unfinished then waits in a replay buffer and is continued in the next
+    steps, with their weights; its group is trained when all of its samples are finished. 0: off."""
+    mask_off_policy: bool = False
+    """Exclude from the loss the tokens that older weights drew. Otherwise they count, with the importance ratio to the weights that drew them."""
     temperature: float = 1.0
     """Sampling temperature; must be above 0."""
     top_k: int = 0
@@ -71,6 +77,13 @@ class RolloutConfig:
                 f"'rollout.workers' is {self.workers} and rollout.prompts_per_step is {self.prompts_per_step}; the samples of a prompt stay on one worker, so "
                 f"{self.workers - self.prompts_per_step} would have nothing to do: lower workers or raise prompts_per_step"
             )
+        if self.budget_tokens < 0 or self.budget_tokens >= self.max_tokens:
+            raise UserError(
+                f"'rollout.budget_tokens' is {self.budget_tokens}; it must be at least 1 and less than rollout.max_tokens ({self.max_tokens}), at which every "
+                "sample ends, or 0 (off)"
+            )
+        if not self.budget_tokens:
+            refuse_unread("rollout", self, "rollout.budget_tokens is 0, so no token is older than its step", "mask_off_policy", fix="set rollout.budget_tokens")
         if not 0 < self.temperature <= 100:
             raise UserError(f"'rollout.temperature' is {self.temperature}; training needs samples, so it must be above 0 (and at most 100)")
         if not 0 < self.top_p <= 1:

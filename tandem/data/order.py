@@ -48,6 +48,23 @@ def check_size(size: int, count: int) -> None:
         raise UserError(f"the task has {size} training prompts, fewer than rollout.prompts_per_step ({count}); lower it or add prompts")
 
 
+def indices_after(
+    passed: int, count: int, seed: int, size: int | None, taken: Collection[int], order: Sequence[int] | None = None
+) -> tuple[list[int], int]:
+    """Returns the indices of the next ``count`` training prompts after the first ``passed`` places of all epochs, without those ``taken``, and how many places
+    are passed then. ``size``: as in ``prompt_indices``; ``order``: of every epoch (``None``: each is shuffled). At least ``count`` must not be taken."""
+    if size is None:
+        return list(range(passed, passed + count)), passed + count
+    chosen: list[int] = []
+    while len(chosen) < count:
+        epoch, at = divmod(passed, size)
+        index = (shuffled(seed, epoch, size) if order is None else order)[at]
+        if index not in taken and index not in chosen:
+            chosen.append(index)
+        passed += 1
+    return chosen, passed
+
+
 @lru_cache(maxsize=2)
 def shuffled(seed: int, epoch: int, size: int) -> tuple[int, ...]:
     """Returns the indices below ``size`` in the random order of ``epoch``."""

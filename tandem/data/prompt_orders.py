@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from tandem.config.prompt_order import PromptOrderConfig
-from tandem.data.order import ordered_indices, prompt_indices, shuffled, weighted_indices
+from tandem.data.order import indices_after, ordered_indices, prompt_indices, shuffled, weighted_indices
 from tandem.data.rows.row import has_key, kind_of, value_at
 from tandem.data.tasks.base import Task
 from tandem.types import UserError
@@ -27,6 +27,13 @@ class PromptOrder:
         if self.config.by == "success_rate":
             return weighted_indices(draw, self.count, self._seed, self.weights(success_rates or {}), taken)
         return ordered_indices(draw, self.count, self._order, taken)
+
+    def after(self, passed: int, count: int, taken: Collection[int]) -> tuple[list[int], int]:
+        """Returns the next ``count`` indices after the first ``passed`` places of the order, without those ``taken``, and how many places are passed then. Not
+        for ``success_rate``, which has no order."""
+        assert self.config.by != "success_rate", "the recipe's checks refuse it"
+        order = None if self.config.by == "shuffle" else self._order
+        return indices_after(passed, count, self._seed, self._size, taken, order)
 
     def weights(self, success_rates: Mapping[int, float]) -> list[float]:
         """Returns the weight of each prompt: 1 - its success rate, at least ``solved_weight``."""

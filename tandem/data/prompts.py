@@ -1,7 +1,7 @@
 """The prompts of a run from a task's instances: rendered, tokenized once, and refused before work begins if they do not fit the context."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from tandem.config.prompt_order import PromptOrderConfig
@@ -78,6 +78,16 @@ class PromptSource:
     def for_step(self, step: int) -> list[Prompt]:
         """Returns the training prompts of ``step`` where each step draws once, before anything was solved."""
         return self.at(self.order.indices(step))
+
+    def after(self, passed: int, count: int, taken: Collection[str]) -> tuple[list[Prompt], int]:
+        """Returns the next ``count`` training prompts after the first ``passed`` places of their order, without those whose ids are ``taken``, and how many
+        places are passed then."""
+        indices, passed = self.order.after(passed, count, {_index(name) for name in taken})
+        return self.at(indices), passed
+
+    def named(self, ids: Sequence[str]) -> list[Prompt]:
+        """Returns the training prompts with these ids."""
+        return self.at([_index(name) for name in ids])
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
         """Returns the training prompts with ``indices``."""
@@ -186,3 +196,8 @@ class PromptSource:
                 "a line break or a colon"
             )
         return whole[start:]
+
+
+def _index(prompt_id: str) -> int:
+    """Returns the index of the training prompt with this id."""
+    return int(prompt_id.removeprefix(TRAIN))

@@ -20,7 +20,7 @@ from tandem.engine.metrics.stats import CumulativeStats, EngineStats
 from tandem.engine.metrics.stats_logger import StatsLogger, counts_of, engine_stats
 from tandem.engine.processing.input_processor import InputProcessor
 from tandem.engine.processing.output_processor import OutputProcessor
-from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.engine.processing.outputs import CompletionOutput, Continuation, RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.layout.shapes import ModelShapes
@@ -73,7 +73,7 @@ class Engine:
     def add_request(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, prompt: str | None = None,
         key: int | None = None, first_index: int = 0, priority: int = 0, cache_salt: str = "",
-        lora_request: LoRARequest | None = None, num_draft_tokens: int | None = None,
+        lora_request: LoRARequest | None = None, num_draft_tokens: int | None = None, continues: Continuation | None = None,
     ) -> None:
         """Queues a request.
 
@@ -85,6 +85,8 @@ class Engine:
             cache_salt: Prefix-cache entries are shared only between requests with the same salt.
             lora_request: Its adapter, which is loaded if it is not, and again if its folder has changed.
             num_draft_tokens: Maximum number of draft tokens in one step (0: none; ``None``: as the engine's options say).
+            continues: The tokens that its one completion has already; its output has them too, and ``max_tokens`` counts them. With the key and
+                index of the request that drew them, the next tokens are those that it would have drawn.
 
         Raises:
             UserError: The request cannot be served; nothing is queued.
@@ -95,9 +97,11 @@ class Engine:
         )
         if request_id in self._outputs.request_states:
             raise UserError(f"request id {request_id!r} is in use; give every request an id of its own")
+        if continues is not None:
+            self._inputs.check_continuation(request, continues)
         if lora_request is not None and not self._adapters.is_current(lora_request):
             self.add_lora(lora_request)
-        sequences = self._inputs.start(request)
+        sequences = self._inputs.start(request, continues)
         self._outputs.add_request(request, sequences)
         self._scheduler.add_group(sequences, is_scored=params.prompt_logprobs is not None)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.config.recipe import Recipe
 from tandem.estimate.memory import PodMemory
 from tandem.evaluation.tasks import EvaluationResult, summarize
+from tandem.jobs.draw_round import draw_round
 from tandem.jobs.finished import target_reached
 from tandem.jobs.run import Run
 from tandem.layout.residents import Phase
@@ -16,11 +17,11 @@ from tandem.pod.states import RolloutState
 from tandem.rl.rewards.judging import Judging, RewardTime
 from tandem.rl.rewards.model_scores import with_model_scores
 from tandem.rl.rewards.pool import RewardPool, check_fault_share
-from tandem.rl.rollout.dispatch import evaluation_settings, sampling_settings
+from tandem.rl.rollout.dispatch import evaluation_settings
 from tandem.rl.rollout.filter_groups import is_complete, trained_on
 from tandem.rl.rollout.past_lengths import PastLengths
 from tandem.rl.rollout.round_prompts import RoundPrompts
-from tandem.rl.step_metrics import rollout_metrics, staleness
+from tandem.rl.step_metrics import partial_metrics, rollout_metrics, staleness
 from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.types import Prompt, Round, RunError, Sample, Score, ScoreState
@@ -63,12 +64,11 @@ class RLRun(Run):
         recorded = self.journal.samples(step, number)
         if recorded is not None:
             return recorded
-        settings = sampling_settings(self.recipe.rollout, self.recipe.algorithm.group_size, self.recipe.run.seed)
-        prompts = self.prompts.of(step, number)
-        judging = self.judge(step, number, prompts, self.recipe.algorithm.group_size)
-        drawn = pod.roll_out(step, prompts, settings, expected=self._expected_lengths(step, prompts), on_samples=judging.add)
-        judging.complete(drawn)
-        self.journal.commit_samples(step, drawn, number)
+        begin = lambda prompts: self.judge(step, number, prompts, self.recipe.algorithm.group_size).add
+        drawn, buffer = draw_round(pod, self.prompts, step, number, self._expected_lengths, begin)
+        if self.judging is not None and self.judging[0] == (step, number):
+            self.judging[1].complete(drawn)
+        self.journal.commit_samples(step, drawn, number, buffer)
         return drawn
 
     def _expected_lengths(self, step: int, prompts: Sequence[Prompt]) -> list[float]:
@@ -96,12 +96,10 @@ class RLRun(Run):
         recorded = self.journal.scores(step, number)
         if recorded is not None:
             return recorded
-        if self.judging is None or self.judging[0] != (step, number):  # The samples are the journal's.
-            self.judge(step, number, self.prompts.of(step, number), 0).complete(samples)
+        if self.judging is None or self.judging[0] != (step, number):  # The samples are the journal's, or were drawn in several rounds.
+            self.judge(step, number, self.prompts.of_samples(samples), 0).complete(samples)
         assert self.judging is not None
-        judging = self.judging[1]
-        may_repeat = self.recipe.algorithm.filter_groups is not None
-        model_scores = None
+        judging, may_repeat, model_scores = self.judging[1], self.recipe.has_rounds, None
         if self.recipe.has_inference and not may_repeat:
             model_scores = pod.infer(step, samples)
         elif not may_repeat:
@@ -130,11 +128,10 @@ class RLRun(Run):
         """Takes the optimizer step on the groups of ``rounds`` that dynamic sampling takes, all without it; returns its metrics."""
         filtered, wanted = self.recipe.algorithm.filter_groups, self.recipe.rollout.prompts_per_step
         batch = trained_on(rounds, filtered, wanted)
-        if filtered is not None:
-            if (useful := len({sample.prompt_id for sample in batch.samples})) < wanted:
-                self.records.callback.message(f"step {step}: {useful} of {wanted} groups have different rewards, after {len(rounds)} rounds of rollout")
-            if self.recipe.has_inference:
-                pod.infer(step, batch.samples)
+        if (useful := len({sample.prompt_id for sample in batch.samples})) < wanted:
+            self.records.callback.message(f"step {step}: {useful} of {wanted} groups have different rewards, after {len(rounds)} rounds of rollout")
+        if self.recipe.has_inference and self.recipe.has_rounds:
+            pod.infer(step, batch.samples)
         return pod.train(step, batch.samples, batch.scores)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
@@ -218,12 +215,16 @@ class RLRun(Run):
         samples = joined(rounds).samples
         row: dict[str, Any] = {"step": step, "weight_version": step, "rollout/staleness": staleness(samples, step)}
         row.update(rollout_metrics(rounds, self.recipe))
+        buffer = self.journal.replay_buffer(step + 1)
+        if self.recipe.rollout.budget_tokens:
+            row.update(partial_metrics(samples, buffer, step))
         row.update(trained)
         held_out = self.journal.evaluation(step, "sampled")
         if held_out is not None:
             row["evaluation/accuracy"] = held_out["accuracy"]
         if rollout_s := self.records.timings.get("rollout"):
-            row["perf/rollout_tokens_per_s"] = sum(sample.sampled_tokens for sample in samples) / rollout_s
+            drawn = [version for sample in (*samples, *buffer.samples) for version in sample.sampled_weight_versions]
+            row["perf/rollout_tokens_per_s"] = sum(version.step == step for version in drawn) / rollout_s
         predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout, "wait_rollout": self.memory.trainer_idle, "inference": self.memory.inference}
         for phase, measured in sorted(pod.memory.items()):
             row[f"memory/{phase}/measured"] = measured

@@ -185,10 +185,10 @@ class Pod:
         self.records.callback.message(f"step {step}: {what}; {repair}")
 
     def roll_out(
-        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT, *, expected: Sequence[float] = (),
-        on_samples: OnSamples | None = None,
+        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT, *,
+        unfinished: Sequence[Sample] = (), expected: Sequence[float] = (), on_samples: OnSamples | None = None,
     ) -> list[Sample]:  # fmt: skip
-        """Samples of ``prompts`` under the weights after ``step`` steps. ``expected``, ``on_samples``: as of ``RolloutSidecar.rollout``."""
+        """Samples of ``prompts`` under the weights after ``step`` steps. ``unfinished``, ``expected``, ``on_samples``: as of ``RolloutSidecar.rollout``."""
         self.serve_weights(step)
         ahead = state is RolloutState.ROLLOUT and Phase.ROLLOUT in self.prefetch
 
@@ -205,7 +205,7 @@ class Pod:
         with self.transitions.rollout_does(state, step):
             left = self.max_restarts - self.recoveries
             samples, facts = self.rollout.rollout(
-                step, prompts, settings, expected=expected, restarts_left=left, on_progress=report, on_samples=on_samples
+                step, prompts, settings, unfinished=unfinished, expected=expected, restarts_left=left, on_progress=report, on_samples=on_samples
             )
         if "busy_share" in facts:
             self.rollout_metrics = {"perf/rollout_busy_share": float(facts["busy_share"])}

@@ -23,7 +23,7 @@ from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.rank_process import start
 from tandem.types import RunError, WeightSource, WeightVersion
-from tandem.types.wire_records import decode_prompts, encode_samples, samples_to_text
+from tandem.types.wire_records import decode_prompts, decode_samples, encode_samples, samples_to_text
 
 logger = logging.getLogger(__name__)
 CALLS = ROLLOUT_CALLS
@@ -90,7 +90,8 @@ class RolloutWorker:
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Draws samples of the prompts under the weights that the engine holds. Where the call ``adds`` its prompts, the groups that earlier calls left
         unfinished go on beside them; else they are dropped. With ``wait: any`` the call returns when a group is finished, else when all are. The reply has
-        the samples of the ``finished`` prompts; with ``stream`` each sample is also sent, as soon as it is finished, in ``samples`` of a progress."""
+        the samples of the ``finished`` prompts; of those that have ``unfinished`` samples, only these, continued. With ``stream`` each sample is also sent, as
+        soon as it is finished, in ``samples`` of a progress."""
         llm, step = self._engine(), int(meta["step"])
         if llm.weight_version.step != step:
             raise RunError(f"the engine holds the weights of step {llm.weight_version.step} and was asked for samples of step {step}")
@@ -98,7 +99,8 @@ class RolloutWorker:
             if self.groups is not None:
                 self.groups.drop()
             self.groups = InFlightGroups(llm.engine) if self.tools is None else InFlightEpisodes(llm.engine, self.tools)
-        self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"])
+        unfinished = decode_samples(blobs["unfinished"]) if "unfinished" in blobs else []
+        self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"], unfinished)
         on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
         samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)
         return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples))}, {"samples": encode_samples(samples)}

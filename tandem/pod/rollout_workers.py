@@ -6,7 +6,8 @@ depend on the request and not on the worker. Imports no torch.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
@@ -14,9 +15,9 @@ from typing import Any, Protocol
 
 from tandem.rl.rollout.dispatcher import Dispatcher, GroupLoad
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, RpcTimeout, WorkerDied
-from tandem.types import DamagedWeights, Prompt, RunError
+from tandem.types import DamagedWeights, Prompt, RunError, Sample
 from tandem.types.wire import Buffer, Frame
-from tandem.types.wire_records import decode_prompts, encode_prompts
+from tandem.types.wire_records import decode_prompts, decode_samples, encode_prompts, encode_samples
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,12 @@ class RolloutWorkers:
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Samples of the prompts, in one blob for each answer of a worker. ``expected``: tokens of the longest sample of each prompt. ``restarts_left``:
         how many workers may be replaced; each replacement is reported as progress. The reply has the ``busy_share`` of the workers' time."""
-        prompts, samples = decode_prompts(blobs["prompts"]), int(meta["settings"]["n"])
-        loads = [GroupLoad(samples, longest, samples * longest) for longest in meta["expected"]]
-        drawn = _Rollout(self, prompts, Dispatcher(loads, len(self.workers), self.capacity), dict(meta), progress)
+        prompts, unfinished = decode_prompts(blobs["prompts"]), defaultdict[str, list[Sample]](list)
+        for sample in decode_samples(blobs["unfinished"]):
+            unfinished[sample.prompt_id].append(sample)
+        counts = [len(unfinished[prompt.id]) or int(meta["settings"]["n"]) for prompt in prompts]
+        loads = [GroupLoad(count, longest, count * longest) for count, longest in zip(counts, meta["expected"], strict=True)]
+        drawn = _Rollout(self, prompts, unfinished, Dispatcher(loads, len(self.workers), self.capacity), dict(meta), progress)
         return drawn.run()
 
     def prepare(self, number: int) -> None:
@@ -94,8 +98,11 @@ def _sum(name: str, replies: Sequence[Frame]) -> int:
 class _Rollout:
     """One rollout: a thread for each worker hands it groups and waits for those that it has finished. The lock guards everything but the calls."""
 
-    def __init__(self, owner: RolloutWorkers, prompts: Sequence[Prompt], dispatcher: Dispatcher, meta: dict[str, Any], progress: Progress) -> None:
-        self._owner, self._prompts, self._dispatcher, self._progress = owner, prompts, dispatcher, progress
+    def __init__(
+        self, owner: RolloutWorkers, prompts: Sequence[Prompt], unfinished: Mapping[str, Sequence[Sample]], dispatcher: Dispatcher, meta: dict[str, Any],
+        progress: Progress,
+    ) -> None:
+        self._owner, self._prompts, self._unfinished, self._dispatcher, self._progress = owner, prompts, unfinished, dispatcher, progress
         self._restarts_left = int(meta.pop("restarts_left"))
         del meta["expected"]
         self._meta = meta
@@ -143,7 +150,9 @@ class _Rollout:
     def _draw(self, number: int, new: Sequence[Prompt], is_first: bool) -> None:
         began, worker = monotonic(), self._owner.workers[number]
         meta = {**self._meta, "adds": not is_first, "wait": "any"}
-        frame = worker.call("rollout", meta, {"prompts": encode_prompts(new)}, deadline_s=self._owner.deadline_s, on_progress=self._pass_on)
+        rest = [sample for prompt in new for sample in self._unfinished[prompt.id]]
+        blobs = {"prompts": encode_prompts(new), "unfinished": encode_samples(rest)}
+        frame = worker.call("rollout", meta, blobs, deadline_s=self._owner.deadline_s, on_progress=self._pass_on)
         with self._changed:
             self._busy_s[number] += monotonic() - began
             self._samples.append(frame.blobs["samples"])

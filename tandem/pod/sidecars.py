@@ -100,12 +100,13 @@ class RolloutSidecar:
         return self.channel.call("update_weight", {"version": list(version)}).meta
 
     def rollout(
-        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], *, expected: Sequence[float] = (), restarts_left: int = 0,
-        on_progress: Progress | None = None, on_samples: OnSamples | None = None,
+        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], *, unfinished: Sequence[Sample] = (), expected: Sequence[float] = (),
+        restarts_left: int = 0, on_progress: Progress | None = None, on_samples: OnSamples | None = None,
     ) -> tuple[list[Sample], dict[str, Any]]:
         """Samples of ``prompts``, group by group in their order, and with several workers their ``busy_share``. ``settings`` are sampling settings, the
-        group size and the purpose. ``expected``: tokens that the longest sample of each prompt may have, as far as its past says so. ``restarts_left``: how
-        many of several workers may be replaced. ``on_samples`` receives each sample as soon as it is finished, and again if it is drawn again."""
+        group size and the purpose. Of a prompt that has ``unfinished`` samples only these are continued. ``expected``: tokens that the longest sample of each
+        prompt may have, as far as its past says so. ``restarts_left``: how many of several workers may be replaced. ``on_samples`` receives each sample as
+        soon as it is finished, and again if it is drawn again."""
 
         def heard(progress: dict[str, Any]) -> None:
             if "samples" in progress and on_samples is not None:
@@ -114,7 +115,8 @@ class RolloutSidecar:
                 on_progress(progress)
 
         meta = {"step": step, "settings": settings, "expected": list(expected) or [0.0] * len(prompts), "restarts_left": restarts_left}
-        reply = self.channel.call("rollout", {**meta, "stream": on_samples is not None}, {"prompts": encode_prompts(prompts)}, on_progress=heard)
+        blobs = {"prompts": encode_prompts(prompts), "unfinished": encode_samples(unfinished)}
+        reply = self.channel.call("rollout", {**meta, "stream": on_samples is not None}, blobs, on_progress=heard)
         place = {prompt.id: number for number, prompt in enumerate(prompts)}
         samples = [sample for blob in reply.blobs.values() for sample in decode_samples(blob)]
         return sorted(samples, key=lambda sample: (place[sample.prompt_id], sample.index)), reply.meta

@@ -244,7 +244,8 @@ class TrainerWorker:
         self._in_phase(Phase.TRAIN)
         with actor.tracer.span("load the batch"):
             scores, known = decode_scores(blobs["scores"]), (inferred.reference_logprobs, inferred.values)
-            batch = make_batch(step, samples, scores, recipe.algorithm, recipe.rollout.max_tokens, *known)
+            masks = recipe.rollout.mask_off_policy
+            batch = make_batch(step, samples, scores, recipe.algorithm, recipe.rollout.max_tokens, *known, mask_off_policy=masks)
         began, critic = perf_counter(), actor.critic
         learned = self._update_critic(critic, batch, progress) if critic is not None else None
         result = update_policy(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tandem.config.recipe import Recipe
 from tandem.data.tools.load import ERROR
 from tandem.rl.rollout.filter_groups import filter_metrics
-from tandem.types import FinishReason, Round, Sample, Score, ScoreState
+from tandem.types import FinishReason, ReplayBuffer, Round, Sample, Score, ScoreState
 from tandem.types.round import joined
 
 
@@ -57,6 +57,19 @@ def staleness(samples: Sequence[Sample], step: int) -> float:
     """Returns the mean age, in optimizer steps, of the weights that drew the tokens."""
     ages = [float(step - version.step) for sample in samples for version in sample.sampled_weight_versions]
     return _mean(ages)
+
+
+def partial_metrics(samples: Sequence[Sample], buffer: ReplayBuffer, step: int) -> dict[str, float]:
+    """Returns the metrics of a partial rollout: the share of the step's tokens that older weights drew, the largest age of a token in optimizer steps, and
+    what is in the replay ``buffer`` after the step."""
+    ages = [step - version.step for sample in samples for version in sample.sampled_weight_versions]
+    return {
+        "rollout/off_policy_share": _mean([float(age > 0) for age in ages]),
+        "rollout/staleness_max": float(max(ages, default=0)),
+        "rollout/buffer_groups": float(len(buffer.groups)),
+        "rollout/buffer_complete_groups": float(len(buffer.complete_groups)),
+        "rollout/buffer_tokens": float(sum(sample.sampled_tokens for sample in buffer.samples)),
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -29,7 +29,7 @@ class MicroBatch:
     ``mask``, ``advantages``, ``rollout_logprobs`` (raw), ``sampling_logprobs``, ``reference_logprobs`` (``None``: no KL), ``old_logprobs``
     (``None``: the rollout's), ``values`` and ``returns`` have R entries in the dtype of log-probabilities, fp32 for a model in 16 bits.
     ``sequence_of_row[R]`` int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask; ``margins[S]``: of
-    preference pairs. ``ids``: of the S sequences."""
+    preference pairs. ``ids``: of the S sequences. ``off_policy[R]`` bool: which targets older weights drew (``None``: none)."""
 
     ids: tuple[str, ...]
     tokens: Tensor
@@ -49,6 +49,7 @@ class MicroBatch:
     sequence_of_row: Tensor
     sequence_mask_sums: Tensor
     margins: Tensor
+    off_policy: Tensor | None = None
 
     @property
     def sequence_count(self) -> int:
@@ -83,7 +84,7 @@ def collate(
     fields are inconsistent."""
     tokens: list[int] = []
     positions: list[int] = []
-    bounds, rows, row_tokens, sequence_of_row = [0], list[int](), list[int](), list[int]()
+    bounds, rows, row_tokens, sequence_of_row, off_policy = [0], list[int](), list[int](), list[int](), list[int]()
     columns: dict[str, list[float]] = {
         name: [] for name in ("mask", "advantages", "rollout", "sampling", "reference", "old", "values", "returns")
     }
@@ -104,6 +105,7 @@ def collate(
         _take(columns["sampling"], sequence.sampling_logprobs, counted)
         _take(columns["values"], sequence.values, counted)
         _take(columns["returns"], sequence.returns, counted)
+        _take(off_policy, sequence.off_policy, counted)
         if with_reference:
             _take(columns["reference"], sequence.reference_logprobs or (), counted)
         if old_logprobs is not None:
@@ -134,6 +136,7 @@ def collate(
         sequence_of_row=whole(sequence_of_row),
         sequence_mask_sums=real([sum(s.loss_mask) for s in sequences]),
         margins=real([s.margin for s in sequences]),
+        off_policy=whole(off_policy).bool() if any(s.off_policy for s in sequences) else None,
     )
 
 
@@ -178,7 +181,7 @@ def _take(column: list[Number], values: Sequence[Number], indices: Sequence[int]
 
 def _check(sequence: TrainSequence, counted: int) -> None:
     length = len(sequence.token_ids)
-    for name in ("loss_mask", "advantages", "rollout_logprobs", "sampling_logprobs", "reference_logprobs", "values", "returns"):
+    for name in ("loss_mask", "advantages", "rollout_logprobs", "sampling_logprobs", "reference_logprobs", "values", "returns", "off_policy"):
         values = getattr(sequence, name)
         if values is not None and len(values) != length and (len(values) > 0 or name == "loss_mask"):
             raise ValueError(f"sequence '{sequence.id}': {name} has {len(values)} entries for {length} tokens")

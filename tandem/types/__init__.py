@@ -3,6 +3,7 @@
 from tandem.types.batch import Batch, TrainSequence
 from tandem.types.errors import CollectiveError, DamagedOffload, DamagedWeights, EngineDied, RunError, UserError
 from tandem.types.prompt import Prompt
+from tandem.types.replay_buffer import ReplayBuffer
 from tandem.types.round import Round
 from tandem.types.sample import FinishReason, Sample, WeightVersion
 from tandem.types.score import Score, ScoreState
@@ -17,6 +18,7 @@ __all__ = [
     "FinishReason",
     "PartEntry",
     "Prompt",
+    "ReplayBuffer",
     "Round",
     "RunError",
     "Sample",

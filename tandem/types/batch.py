@@ -13,7 +13,7 @@ class TrainSequence:
     prompt. ``reference_logprobs`` has L entries or is ``None`` where no KL is asked for.
     ``values`` are a critic's of the states before the tokens, ``returns`` what it is to learn of them, with L entries or none. ``margin``: by how
     much the chosen one of a preference pair should score more than the rejected one. ``weight_step`` is the optimizer step of the weights that
-    drew it (-1: not drawn by a model).
+    drew it (-1: not drawn by a model); ``off_policy``: True where older weights than those of the update drew the token, L entries or none.
     """
 
     id: str
@@ -29,6 +29,7 @@ class TrainSequence:
     weight_step: int = -1
     response_mask: tuple[bool, ...] = ()
     margin: float = 0.0
+    off_policy: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

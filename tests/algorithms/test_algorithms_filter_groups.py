@@ -81,7 +81,7 @@ def test_step_draws_until_it_has_its_groups_or_its_rounds_are_used_up() -> None:
     assert [s.prompt_id for s in batch.samples] == ["a", "a", "e", "e"], "the surplus group f was dispatched last"
     assert [s.sample_id for s in batch.scores] == [s.id for s in batch.samples]
     assert trained_on([empty], replace(REWARD, max_num_gen_batches=1), 2) == Round([], [])
-    assert trained_on([empty], None, 2) is empty
+    assert trained_on([empty], None, 2) == empty
 
 
 def test_metrics_count_every_group_that_was_drawn() -> None:

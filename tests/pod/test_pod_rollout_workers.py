@@ -102,7 +102,7 @@ PROMPTS = [Prompt(f"p{number}", "", (1, number)) for number in range(7)]
 def roll_out(workers: RolloutWorkers, restarts_left: int = 1) -> tuple[list[Sample], list[dict[str, Any]], dict[str, Any]]:
     progress: list[dict[str, Any]] = []
     meta = {"step": 0, "settings": {"n": 2}, "expected": [1.0] * len(PROMPTS), "restarts_left": restarts_left}
-    reply, blobs = workers.rollout(meta, {"prompts": encode_prompts(PROMPTS)}, progress.append)
+    reply, blobs = workers.rollout(meta, {"prompts": encode_prompts(PROMPTS), "unfinished": encode_samples([])}, progress.append)
     return [each for blob in blobs.values() for each in decode_samples(blob)], progress, reply
 
 
@@ -136,6 +136,7 @@ def test_more_workers_than_prompts_are_refused() -> None:
         RolloutConfig(prompts_per_step=4, workers=5).check()
 
 
+@pytest.mark.full
 def test_two_workers_of_which_one_is_killed_give_the_bits_of_one(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     done = run.train("--rollout.workers=2", "--fault", "rollout_worker1:after:rollout:3")

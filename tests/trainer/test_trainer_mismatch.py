@@ -105,6 +105,26 @@ def test_an_observation_is_not_compared_whatever_its_record(make_model, make_bat
     assert seen["mismatch_kl"] == pytest.approx(K3_OF_HALF_A_NAT / (sampled_tokens(batch) - observations), rel=1e-6)
 
 
+@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_token_that_older_weights_drew_is_not_compared_and_counts_in_the_loss_with_its_record(make_model, make_batch, mode, minibatches):
+    algorithm, batch = AlgorithmConfig(old_logprobs=mode, minibatches=minibatches), recorded(make_model(torch.float32), make_batch(count=16))
+    first = next(i for i, s in enumerate(batch.sequences) if sum(s.loss_mask) > 2 and all(s.loss_mask[s.prompt_length :]))
+    chosen = batch.sequences[first]
+    start = chosen.prompt_length
+    is_old = tuple(index == start for index in range(len(chosen.token_ids)))
+    marked = replace(batch, sequences=tuple(replace(s, off_policy=is_old) if s is chosen else s for s in batch.sequences))
+    stale = metrics_of(make_model(torch.float32), harmed(marked, first, start), algorithm)
+    assert stale["mismatch_kl"] == stale["mismatch_max_abs"] == 0.0
+    # The mark changes what is compared, not the loss: its ratio is to the record, where old log-probabilities are those of the rollout.
+    unmarked = metrics_of(make_model(torch.float32), harmed(batch, first, start), algorithm)
+    assert unmarked["mismatch_max_abs"] == pytest.approx(0.5, rel=1e-6)
+    assert {name: value for name, value in stale.items() if "mismatch" not in name} == {n: v for n, v in unmarked.items() if "mismatch" not in n}
+    seen = metrics_of(make_model(torch.float32), harmed(marked, first, start + 1), algorithm)
+    assert seen["mismatch_max_abs"] == pytest.approx(0.5, rel=1e-6)
+    assert seen["mismatch_kl"] == pytest.approx(K3_OF_HALF_A_NAT / (sampled_tokens(batch) - 1), rel=1e-6)
+
+
 def tokens_without_gradient(model, run):
     seen = []
     hook = model.register_forward_pre_hook(lambda module, arguments: seen.append(0 if torch.is_grad_enabled() else len(arguments[0])))

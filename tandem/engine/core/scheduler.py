@@ -100,12 +100,12 @@ class Scheduler:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add_group(self, sequences: list[Sequence], is_scored: bool = False) -> None:
-        """Queues the prompt that ``sequences`` share. A group needs all its rows at once, so one with more than ``max_num_seqs`` sequences is
-        divided. Contiguous reservations share no blocks. ``is_scored``: as in ``Prefill``."""
+        """Queues the prompt that ``sequences`` share, with the tokens that a continued one has already. A group needs all its rows at once, so one with
+        more than ``max_num_seqs`` sequences is divided. Contiguous reservations share no blocks. ``is_scored``: as in ``Prefill``."""
         size = 1 if self.kv_cache.reservation else self.config.max_num_seqs
         for first in range(0, len(sequences), size):
             part = sequences[first : first + size]
-            self.waiting.push(Prefill(part, part[0].request.prompt_token_ids, is_scored=is_scored and first == 0))
+            self.waiting.push(Prefill(part, part[0].known_tokens, is_scored=is_scored and first == 0))
 
     def finish(self, sequences: Iterable[Sequence]) -> None:
         """Frees the rows and blocks of finished sequences. The caller completes them."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Series
 
 from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.request import Request, Sequence, random_key
+from tandem.engine.processing.outputs import Continuation
 from tandem.engine.processing.stop_checker import StopChecker
 from tandem.engine.processing.truncation import truncate_prompt
 from tandem.engine.sample.logits_processors import LogitsProcessors, make_logits_processors
@@ -57,8 +58,8 @@ class InputProcessor:
             draft_tokens=self._draft_tokens(num_draft_tokens),
         )
 
-    def start(self, request: Request) -> list[Sequence]:
-        """Accepts a request and returns its sequences, one for each completion."""
+    def start(self, request: Request, continues: Continuation | None = None) -> list[Sequence]:
+        """Accepts a request and returns its sequences, one for each completion; one that ``continues`` has the tokens drawn before."""
         self._arrivals += 1
         params, processors = request.params, request.logits_processors
         keys = [random_key(request.seed, request.key, request.first_index + i) for i in range(params.n)]
@@ -69,7 +70,19 @@ class InputProcessor:
         if request.draft_tokens and self._speculative is not None:
             for sequence in sequences:
                 sequence.draft = DraftLength(request.draft_tokens, self._speculative.worth, self._speculative.adaptive)
+        if continues is not None:
+            _continue(sequences[0], continues)
         return sequences
+
+    def check_continuation(self, request: Request, continues: Continuation) -> None:
+        """Raises ``UserError`` if ``request`` cannot go on after the tokens drawn before."""
+        drawn, params = len(continues.token_ids), request.params
+        if params.n != 1:
+            raise UserError(f"sampling n is {params.n}; a completion is continued by a request of its own, with n 1")
+        if request.logits_processors is not None or params.logprobs is not None or params.prompt_logprobs is not None:
+            raise UserError("a request that changes logits or returns log-probabilities of further tokens cannot be continued")
+        if (params.max_tokens is not None and params.max_tokens <= drawn) or len(request.prompt_token_ids) + drawn >= request.max_length:
+            raise UserError(f"the completion has {drawn} tokens already, and the request ends at max_tokens ({params.max_tokens}); raise it")
 
     def check(self, prompt_token_ids: Series[int], params: SamplingParams) -> None:
         """Raises ``UserError`` for a request that the engine cannot serve."""
@@ -112,3 +125,13 @@ class InputProcessor:
     def _stop_checker(self, params: SamplingParams) -> StopChecker | None:
         watched = (params.stop_texts or params.is_streamed) and params.max_tokens != 0 and params.detokenize
         return StopChecker(self._tokenizer, params) if watched and self._tokenizer is not None else None
+
+
+def _continue(sequence: Sequence, continues: Continuation) -> None:
+    sequence.token_ids += continues.token_ids
+    sequence.raw_logprobs += continues.raw_logprobs
+    sequence.sampling_logprobs += continues.sampling_logprobs
+    sequence.weight_versions += continues.weight_versions
+    if sequence.stop_checker is not None:
+        for token in continues.token_ids:
+            sequence.stop_checker.push(token)

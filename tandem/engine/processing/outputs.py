@@ -1,5 +1,6 @@
 """The outputs of the engine, with vLLM's field names."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.types import WeightVersion
@@ -38,6 +39,16 @@ class CompletionOutput:
     @property
     def cumulative_logprob(self) -> float:
         return sum(self.raw_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The beginning of a completion that an earlier request has drawn: the fields of ``CompletionOutput``, with one entry per token."""
+
+    token_ids: Sequence[int]
+    raw_logprobs: Sequence[float]
+    sampling_logprobs: Sequence[float]
+    weight_versions: Sequence[WeightVersion]
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tandem.config.recipe import Recipe
+from tandem.jobs.draw_round import draw_round
 from tandem.jobs.pod_plan import plan_of
 from tandem.jobs.replay.comparison import Comparison, Part, differences, same_device, scratch_run
 from tandem.jobs.run_files import rl_start_folder
@@ -24,7 +24,6 @@ from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.model_scores import with_model_scores
 from tandem.rl.rewards.pool import RewardPool
-from tandem.rl.rollout.dispatch import sampling_settings
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
 from tandem.rl.step_metrics import rollout_metrics
 from tandem.runtime.callback import Callback
@@ -63,18 +62,19 @@ def replay_rl_step(
                 say(f"replaying step {between} from its recorded samples and scores")
                 pod.train(between, *pod.trained_on(between))
             if "rollout" in parts:
-                drawn, settings = list[Sample](), sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed)
-                for number in range(len(rolled_out)):
-                    chosen = prompts.of(step, number)
-                    say(f"rollout of step {step}: {len(chosen)} prompts")
-                    drawn += pod.roll_out(step, chosen, settings)
-                comparisons.append(_compare_samples(drawn, list(chain(*rolled_out))))
+                drawn, recorded = list[Sample](), list[Sample]()
+                for number, found in enumerate(rolled_out):
+                    say(f"rollout of step {step}, round {number}")
+                    new, buffer = draw_round(pod, prompts, step, number, lambda step, chosen: ())
+                    drawn += [*new, *(buffer.samples if buffer is not None else ())]
+                    recorded += [*found, *(journal.replay_buffer(step, number + 1).samples if buffer is not None else ())]
+                comparisons.append(_compare_samples(drawn, recorded))
             if "rewards" in parts and judged:
                 again, state = list[Score](), prompts.trainer_state(step)
                 with RewardPool(recipe.rewards) as rewards:
-                    for number, (samples, _) in enumerate(judged):
+                    for samples, _ in judged:
                         say(f"rewards of step {step}: {len(samples)} samples")
-                        own = rewards.score(samples, prompts.of(step, number), state)
+                        own = rewards.score(samples, prompts.of_samples(samples), state)
                         model_scores = pod.infer(step, samples) if recipe.reward_model.path else None
                         again += own if model_scores is None else with_model_scores(own, model_scores, recipe.reward_model.weight)
                 comparisons.append(_compare_scores(again, joined(judged).scores))

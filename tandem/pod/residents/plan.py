@@ -123,7 +123,11 @@ def kv_cache_tokens(rollout: RolloutConfig, algorithm: AlgorithmConfig, max_leng
     engine = rollout.engine
     if engine.kv_cache_tokens:
         return engine.kv_cache_tokens
-    sequences = -(-algorithm.prompts_per_round(rollout.prompts_per_step) // rollout.workers) * algorithm.group_size
+    prompts = algorithm.prompts_per_round(rollout.prompts_per_step)
+    if rollout.budget_tokens:
+        # A sample may be in flight in as many steps as it has budgets.
+        prompts *= -(-rollout.max_tokens // rollout.budget_tokens)
+    sequences = -(-prompts // rollout.workers) * algorithm.group_size
     return min(engine.max_num_seqs, max(sequences, 1)) * (max_length + 16)
 
 

@@ -34,6 +34,7 @@ def make_batch(
     max_tokens: int,
     reference_logprobs: Mapping[str, Sequence[float]] | None = None,
     values: Mapping[str, Sequence[float]] | None = None,
+    mask_off_policy: bool = False,
 ) -> Batch:
     """Returns the batch of optimizer step ``step``; ``scores`` are matched to ``samples`` by id.
 
@@ -41,6 +42,9 @@ def make_batch(
     and has a loss mask of zeros; so has every sample of a group with fewer than two rewards and, with ``config.mask_truncated``, one
     truncated at the token limit (which still counts in the statistics). ``reference_logprobs``: by sample id, one entry per token of prompt
     and completion. ``max_tokens``: the maximum length of a completion, Dr. GRPO's constant unless ``config.length_constant`` is set.
+
+    A token that weights of a step before ``step`` drew, as in a partial rollout, is marked as off-policy; with ``mask_off_policy`` it is not in the
+    loss mask.
 
     With ``config.kl_in_reward`` every token's reward is lowered by ``kl_coef`` times its KL to the reference. ``reinforce_plus_plus`` has no
     groups: a sample counts with its own reward alone. Neither has ``ppo``, whose critic gives ``values``: by sample id, of the state before each token, one
@@ -84,6 +88,7 @@ def make_batch(
             replace(sequence, values=tuple(values[sequence.id]), returns=_of_every_token(sample, own.tolist()))
             for sequence, sample, own in zip(sequences, samples, returns, strict=True)
         ]
+    sequences = [_with_off_policy(sequence, sample, step, mask_off_policy) for sequence, sample in zip(sequences, samples, strict=True)]
     return Batch(step, tuple(sequences), config.length_constant or max_tokens)
 
 
@@ -152,3 +157,13 @@ def _of_every_token(sample: Sample, sampled: Sequence[float]) -> tuple[float, ..
     """Returns ``sampled``, a value for each token that the model sampled, as an entry per token of prompt and completion, 0.0 elsewhere."""
     values = iter(sampled)
     return (0.0,) * len(sample.prompt_token_ids) + tuple(next(values) if is_sampled else 0.0 for is_sampled in sample.is_sampled)
+
+
+def _with_off_policy(sequence: TrainSequence, sample: Sample, step: int, masked: bool) -> TrainSequence:
+    """Returns ``sequence`` with its tokens of weights before ``step`` marked, and ``masked`` in the loss."""
+    is_old = tuple(version is not None and version.step < step for version in sample.weight_versions)
+    if not any(is_old):
+        return sequence
+    off_policy = (False,) * sequence.prompt_length + is_old
+    mask = tuple(0.0 if masked and old else value for value, old in zip(sequence.loss_mask, off_policy, strict=True))
+    return replace(sequence, loss_mask=mask, off_policy=off_policy)

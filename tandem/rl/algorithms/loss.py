@@ -7,6 +7,7 @@ Its parts are modules of ``trainer.losses``: the ratio and the clipped loss (``p
 aggregation over tokens (``aggregate``).
 """
 
+import torch
 from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
@@ -28,7 +29,7 @@ def make_policy_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature:
     ``counts`` are those of the global batch of the optimizer step, so the shares of micro-batches and of ranks add up to its loss. The
     ratio is between distributions at ``temperature``, at which the tokens were drawn; the KL is between raw ones, and is a term of the
     loss unless ``config.kl_in_reward``, where it is only measured. ``mismatch_tokens``: where above 0, the shares also hold ``mismatch_kl``
-    and ``mismatch_max_abs`` of their rows, as part of a mean over this many tokens."""
+    and ``mismatch_max_abs`` of their rows that the weights before the update sampled, as part of a mean over this many tokens."""
 
     def loss(logprobs: TokenLogprobs, rows: MicroBatch) -> LossShare:
         new, old, sequences = logprobs.scaled, old_logprobs(rows, temperature), rows.sequence_count
@@ -55,8 +56,9 @@ def make_policy_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature:
         sums["actor/ppo_kl"] = weighted_sum(policy.kl, by_token)
         sums["actor/pg_clipfrac"] = weighted_sum(policy.clipped, by_token)
         if mismatch_tokens:
-            sums["mismatch_kl"] = weighted_sum(mismatch_k3(logprobs.raw, rows.rollout_logprobs), rows.mask.double() / mismatch_tokens)
-            distance = (logprobs.raw.detach().double() - rows.rollout_logprobs.double()).abs()
+            compared = rows.mask.double() if rows.off_policy is None else rows.mask.double() * ~rows.off_policy
+            sums["mismatch_kl"] = weighted_sum(mismatch_k3(logprobs.raw, rows.rollout_logprobs), compared / mismatch_tokens)
+            distance = torch.where(compared > 0, (logprobs.raw.detach().double() - rows.rollout_logprobs.double()).abs(), 0.0)
             # A rank without data passes a micro-batch without rows.
             maxima["mismatch_max_abs"] = distance.max() if len(distance) else distance.sum()
         return LossShare(total, sums, maxima)

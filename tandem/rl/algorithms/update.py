@@ -43,8 +43,8 @@ def update_policy(
     ``tokens`` counts the tokens of all ranks that went through the network in updates. ``verdict`` is the worst of any update.
 
     ``mismatch_kl`` (the mean of k3, nats) and ``mismatch_max_abs`` compare the weights before the first update with ``rollout_logprobs`` on
-    every sampled token, masked samples included. Tokens that are not part of the first update cost an extra forward pass. ``is_frozen``: this
-    comparison is all that is done.
+    every token that these weights sampled, masked samples included. Tokens that are not part of the first update cost an extra forward pass.
+    ``is_frozen``: this comparison is all that is done.
 
     ``on_progress`` is called with (micro-batches done, total micro-batches) of this rank's updates. Raises ``RunError`` if a loss or a
     gradient is not finite and there is no ``guard``."""
@@ -93,10 +93,13 @@ def update_policy(
 
 
 def _is_recorded(sequence: TrainSequence) -> list[bool]:
-    """Returns for each token whether the rollout recorded its log-probability: whether a model sampled it. Token 0 is never predicted."""
+    """Returns for each token whether the rollout recorded the log-probability that it has under the weights of this update: whether these weights
+    sampled it. Token 0 is never predicted."""
     if not sequence.rollout_logprobs:
         return [False] * len(sequence.token_ids)
     recorded = list(sequence.response_mask) or [index >= sequence.prompt_length for index in range(len(sequence.token_ids))]
+    if sequence.off_policy:
+        recorded = [is_sampled and not is_old for is_sampled, is_old in zip(recorded, sequence.off_policy, strict=True)]
     return [False, *recorded[1:]]
 
 

@@ -19,6 +19,11 @@ def sample_id(step: int, prompt_id: str, index: int) -> str:
     return f"{step}/{prompt_id}/{index}"
 
 
+def step_of(sample_id: str) -> int:
+    """Returns the step in which the sample with this name was begun."""
+    return int(sample_id.partition("/")[0])
+
+
 def sampling_settings(rollout: RolloutConfig, group_size: int, seed: int) -> dict[str, Any]:
     """Returns the sampling settings for training: the recipe's ``rollout`` section as plain values."""
     return {
@@ -28,6 +33,7 @@ def sampling_settings(rollout: RolloutConfig, group_size: int, seed: int) -> dic
         "top_p": rollout.top_p,
         "min_p": rollout.min_p,
         "max_tokens": rollout.max_tokens,
+        "budget_tokens": rollout.budget_tokens,
         "stop": list(rollout.stop),
         "seed": seed,
         "purpose": "rollout",
@@ -43,6 +49,7 @@ def evaluation_settings(rollout: RolloutConfig, seed: int, *, greedy: bool, purp
         "top_p": 1.0,
         "min_p": 0.0,
         "max_tokens": rollout.max_tokens,
+        "budget_tokens": 0,
         "stop": list(rollout.stop),
         "seed": seed,
         "purpose": purpose,

@@ -104,9 +104,10 @@ class InFlightEpisodes:
         self._ended: list[Episode] = []
         self._added = 0
 
-    def add(self, step: int, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
+    def add(self, step: int, prompts: Sequence[Prompt], settings: Mapping[str, Any], unfinished: Sequence[Sample] = ()) -> None:
         """Queues a group of ``settings["n"]`` episodes for each of ``prompts``. Raises ``UserError`` for one that the engine cannot serve, before any is
         queued."""
+        assert not unfinished, "a recipe of episodes has no partial rollouts"
         params = sampling_params(settings)
         for prompt in prompts:
             self._engine.check_request(prompt.token_ids, params)

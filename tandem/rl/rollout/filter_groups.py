@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from tandem.config.filter_groups import FilterGroupsConfig
 from tandem.types import FinishReason, Round, RunError, Sample, Score
+from tandem.types.round import joined
 
 
 class GroupState(StrEnum):
@@ -55,16 +56,18 @@ def group_state(group: Group, config: FilterGroupsConfig) -> GroupState:
 
 
 def is_complete(rounds: Sequence[Round], config: FilterGroupsConfig | None, prompts_per_step: int) -> bool:
-    """Returns whether a step needs no further round: one suffices without dynamic sampling."""
-    if config is None or len(rounds) >= config.max_num_gen_batches:
+    """Returns whether a step needs no further round: without dynamic sampling, one suffices unless partial rollouts leave groups unfinished."""
+    if config is None:
+        return len(groups_of(rounds)) >= prompts_per_step
+    if len(rounds) >= config.max_num_gen_batches:
         return len(rounds) > 0
     return len(_useful(rounds, config)) >= prompts_per_step
 
 
 def trained_on(rounds: Sequence[Round], config: FilterGroupsConfig | None, prompts_per_step: int) -> Round:
-    """Returns what a step with ``rounds`` trains on: all of its one round, or the first ``prompts_per_step`` useful groups."""
+    """Returns what a step with ``rounds`` trains on: all, or with dynamic sampling the first ``prompts_per_step`` useful groups."""
     if config is None:
-        return rounds[0]
+        return joined(rounds)
     members = [member for group in _useful(rounds, config)[:prompts_per_step] for member in group]
     return Round([sample for sample, _ in members], [score for _, score in members])
 

@@ -1,12 +1,14 @@
 """Draws groups of samples: rollout settings to engine parameters, requests to the engine, and its outputs to samples."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tandem.engine.engine import Engine
-from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.engine.processing.outputs import CompletionOutput, Continuation, RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.rl.rollout.dispatch import request_key, sample_id
+from tandem.rl.rollout.dispatch import request_key, sample_id, step_of
+from tandem.rl.rollout.partial import cut_by_budget
 from tandem.types import FinishReason, Prompt, Sample
 
 
@@ -39,52 +41,99 @@ def sample_of(step: int, prompt: Prompt, completion: CompletionOutput) -> Sample
     )
 
 
+@dataclass(slots=True)
+class _Group:
+    """A group that is being drawn: ``waiting``, the samples that its requests continue, by request (``None``: all samples of a new group), and those that
+    are ``drawn``."""
+
+    prompt: Prompt
+    step: int
+    max_tokens: int
+    waiting: dict[str, Sample | None]
+    drawn: list[Sample]
+
+    def sample(self, request: str, completion: CompletionOutput) -> Sample:
+        """Returns the sample of a completion of one of its requests."""
+        begun = self.waiting[request]
+        drawn = sample_of(self.step, self.prompt, completion) if begun is None else _continued(begun, completion)
+        return cut_by_budget(drawn, self.max_tokens)
+
+    def finish(self, output: RequestOutput) -> None:
+        """Adds the samples of one of its requests."""
+        self.drawn += [self.sample(output.request_id, completion) for completion in output.outputs]
+        del self.waiting[output.request_id]
+
+
 class InFlightGroups:
     """The groups that ``engine`` draws. Further groups can be added while others are unfinished."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._unfinished: dict[str, tuple[int, Prompt]] = {}
+        self._groups: list[_Group] = []
+        self._requests: dict[str, _Group] = {}
         self._added = 0
 
-    def add(self, step: int, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
-        """Queues a group of ``settings["n"]`` samples for each of ``prompts``, which are scheduled in this order. Raises ``UserError`` for one that the
-        engine cannot serve, before any is queued."""
-        params = sampling_params(settings)
+    def add(self, step: int, prompts: Sequence[Prompt], settings: Mapping[str, Any], unfinished: Sequence[Sample] = ()) -> None:
+        """Queues a group of ``settings["n"]`` samples for each of ``prompts``, in this order; of a prompt that has ``unfinished`` samples, only those, which
+        are continued. With a ``budget_tokens`` above 0 each draws at most as many tokens. Raises ``UserError`` for a prompt that the engine cannot
+        serve, before any is queued."""
+        params, budget = sampling_params(settings), int(settings["budget_tokens"])
+        limit = lambda drawn: min(settings["max_tokens"], drawn + budget) if budget else settings["max_tokens"]
         for prompt in prompts:
             self._engine.check_request(prompt.token_ids, params)
         for prompt in prompts:
-            name = f"group-{self._added}"
-            self._engine.add_request(name, prompt.token_ids, params, key=request_key(step, prompt.id, settings["purpose"]))
-            self._unfinished[name] = (step, prompt)
-            self._added += 1
+            group = _Group(prompt, step, settings["max_tokens"], {}, [])
+            self._groups.append(group)
+            rest = [sample for sample in unfinished if sample.prompt_id == prompt.id]
+            for sample in rest:
+                self._request(group, sample, step_of(sample.id), settings, replace(params, n=1, max_tokens=limit(len(sample.token_ids))))
+            if not rest:
+                self._request(group, None, step, settings, replace(params, max_tokens=limit(0)))
+
+    def _request(self, group: _Group, sample: Sample | None, step: int, settings: Mapping[str, Any], params: SamplingParams) -> None:
+        name, prompt = f"request-{self._added}", group.prompt
+        self._added += 1
+        self._engine.add_request(
+            name, prompt.token_ids, params, key=request_key(step, prompt.id, settings["purpose"]), first_index=0 if sample is None else sample.index,
+            continues=None if sample is None else Continuation(sample.token_ids, sample.logprobs, sample.sampling_logprobs, sample.sampled_weight_versions),
+        )  # fmt: skip
+        group.waiting[name] = sample
+        self._requests[name] = group
 
     def draw(
         self, wait: Literal["any", "all"], on_progress: Callable[[int, int], None], on_samples: Callable[[Sequence[Sample]], None] | None = None
     ) -> list[Sample]:
-        """Runs the engine until any group, or all of them, are finished; returns their samples in the order in which the groups were added. Calls
-        ``on_progress`` with the numbers of groups finished and asked for, and ``on_samples`` with the samples that a step of
+        """Runs the engine until any group, or all of them, are drawn; returns their samples in the order in which the groups were added. Calls
+        ``on_progress`` with the numbers of groups drawn and asked for, and ``on_samples`` with the samples that a step of
         the engine has finished."""
-        total, samples, finished = len(self._unfinished), dict[str, list[Sample]](), list[Sample]()
+        total, finished = len(self._groups), list[Sample]()
         if on_samples is not None:
-            self._engine.listen(lambda name, completion: finished.append(sample_of(*self._unfinished[name], completion)))
-        while self._unfinished and (wait == "all" or not samples):
+            self._engine.listen(lambda name, completion: finished.append(self._requests[name].sample(name, completion)))
+        while self._requests and (wait == "all" or all(group.waiting for group in self._groups)):
             outputs = self._engine.step()
             if finished and on_samples is not None:
                 on_samples(finished.copy())
                 finished.clear()
             for output in outputs:
-                step, prompt = self._unfinished.pop(output.request_id)
-                samples[output.request_id] = samples_of(step, [prompt], [output])
+                self._requests.pop(output.request_id).finish(output)
             if outputs:
-                on_progress(len(samples), total)
+                on_progress(sum(not group.waiting for group in self._groups), total)
         self._engine.listen(None)
-        ordered = sorted(samples, key=lambda name: int(name.removeprefix("group-")))
-        return [sample for name in ordered for sample in samples[name]]
+        drawn, self._groups = [group for group in self._groups if not group.waiting], [group for group in self._groups if group.waiting]
+        return [sample for group in drawn for sample in group.drawn]
 
     def drop(self) -> None:
         """Aborts what is unfinished."""
-        for name in self._unfinished:
+        for name in self._requests:
             self._engine.abort(name)
         self._engine.take_outputs()
-        self._unfinished.clear()
+        self._groups.clear()
+        self._requests.clear()
+
+
+def _continued(sample: Sample, completion: CompletionOutput) -> Sample:
+    """Returns ``sample`` with the tokens of ``completion``, which begins with its own."""
+    return replace(
+        sample, token_ids=tuple(completion.token_ids), logprobs=tuple(completion.raw_logprobs), sampling_logprobs=tuple(completion.sampling_logprobs),
+        weight_versions=tuple(completion.weight_versions), finish_reason=FinishReason(str(completion.finish_reason)), text=completion.text,
+    )  # fmt: skip

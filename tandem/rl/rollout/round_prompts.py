@@ -1,5 +1,6 @@
 """The prompts of each round of a step: a function of the seed, the step and the journal, the same after a resume and in a replay."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.config.recipe import Recipe
@@ -8,7 +9,7 @@ from tandem.rl.rewards.judgement import TrainerState
 from tandem.rl.rollout.filter_groups import is_complete, trained_on
 from tandem.rl.rollout.success_rates import SuccessRates
 from tandem.runtime.records.journal import Journal
-from tandem.types import Prompt, Round, RunError
+from tandem.types import Prompt, Round, RunError, Sample
 
 
 @dataclass(slots=True)
@@ -34,12 +35,19 @@ class RoundPrompts:
             taken += chosen
         return self.source.at(chosen)
 
+    def of_samples(self, samples: Sequence[Sample]) -> list[Prompt]:
+        """Returns the prompts of ``samples``, in the order of their groups."""
+        return self.source.named(list(dict.fromkeys(sample.prompt_id for sample in samples)))
+
     def trainer_state(self, step: int) -> TrainerState:
         """Returns where the run is at ``step``, for reward functions."""
         return TrainerState(step, self.recipe.run.max_steps, self.source.order.epoch(self._first_draw(step)))
 
     def _first_draw(self, step: int) -> int:
-        """Returns the number of the first draw of ``step``: each earlier step made one, or with dynamic sampling one a round."""
+        """Returns the number of the first draw of ``step``: each earlier step made one, or with dynamic sampling one a round; with partial rollouts, as many
+        as the prompts that were passed."""
+        if self.recipe.rollout.budget_tokens:
+            return self.journal.replay_buffer(step).started // self.recipe.rollout.prompts_per_step
         return step if self.recipe.algorithm.filter_groups is None else self.journal.rounds_before(step)
 
 

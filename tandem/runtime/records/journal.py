@@ -24,6 +24,7 @@ from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.records.chained_tables import CHAIN_SCHEMA, ChainedTables, DamagedRow, Table
 from tandem.runtime.records.sqlite_file import connect, errors
 from tandem.types.errors import RunError
+from tandem.types.replay_buffer import ReplayBuffer
 from tandem.types.round import Round
 from tandem.types.sample import Sample
 from tandem.types.score import Score
@@ -41,6 +42,8 @@ CREATE TABLE IF NOT EXISTS transitions (
     started_s REAL NOT NULL, ended_s REAL, incarnation INTEGER NOT NULL, detail TEXT NOT NULL DEFAULT '{}');
 CREATE TABLE IF NOT EXISTS step_batches (
     step INTEGER NOT NULL, round INTEGER NOT NULL, samples BLOB NOT NULL, scores BLOB, digest TEXT NOT NULL, PRIMARY KEY (step, round));
+CREATE TABLE IF NOT EXISTS replay_buffers (
+    step INTEGER NOT NULL, round INTEGER NOT NULL, started INTEGER NOT NULL, samples BLOB NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (step, round));
 CREATE TABLE IF NOT EXISTS evaluations (
     step INTEGER NOT NULL, kind TEXT NOT NULL, result TEXT NOT NULL, PRIMARY KEY (step, kind));
 CREATE TABLE IF NOT EXISTS checkpoints (
@@ -56,6 +59,7 @@ _TABLES = {
     "transitions": Table(("id", "step", "sidecar", "state", "started_s", "ended_s", "incarnation", "detail")),
     # Its digest is of the samples and scores, which are compared with it whenever they are read.
     "step_batches": Table(("step", "round", "samples", "scores", "digest"), keys=2, covered=("step", "round", "digest")),
+    "replay_buffers": Table(("step", "round", "started", "samples", "digest"), keys=2, covered=("step", "round", "started", "digest")),
     "evaluations": Table(("step", "kind", "result"), keys=2),
     "checkpoints": Table(("step", "digest", "committed_s", "last_transition")),
     "events": Table(("id", "time_s", "kind", "detail")),
@@ -170,13 +174,17 @@ class Journal:
 
     # -- samples and scores --------------------------------------------------------------------------------------------
 
-    def commit_samples(self, step: int, samples: Sequence[Sample], round: int = 0) -> None:
-        """Commits the samples of ``round`` of ``step``. Raises ``RunError`` if the round already has other samples."""
+    def commit_samples(self, step: int, samples: Sequence[Sample], round: int = 0, buffer: ReplayBuffer | None = None) -> None:
+        """Commits the samples of ``round`` of ``step`` and, with partial rollouts, the replay ``buffer`` that the round leaves, in one transaction. Raises
+        ``RunError`` if the round already has other samples."""
         blob = encode_samples(samples)
         with self._commit(_of_round("commit_samples", round), step):
             committed = self._step_batch(step, round)
             if committed is None:
                 self._tables.put("step_batches", (step, round, blob, None, _digest(blob, None)))
+                if buffer is not None:
+                    kept = encode_samples(buffer.samples)
+                    self._tables.put("replay_buffers", (step, round, buffer.started, kept, _digest(kept, None)))
             elif committed[0] != blob:
                 raise RunError(f"the run's journal already has other samples for step {step}; a step's samples are drawn once")
 
@@ -214,6 +222,17 @@ class Journal:
     def rounds_before(self, step: int) -> int:
         """Returns the number of rounds of all steps before ``step``."""
         return int(self._read("SELECT COUNT(*) FROM step_batches WHERE step < ?", (step,))[0][0])
+
+    def replay_buffer(self, step: int, round: int = 0) -> ReplayBuffer:
+        """Returns the replay buffer that ``round`` of ``step`` begins with: the one that the newest round before it has left, empty without one."""
+        earlier = "WHERE step < ? OR (step = ? AND round < ?) ORDER BY step DESC, round DESC LIMIT 1"
+        rows = self._read(f"SELECT step, started, samples, digest FROM replay_buffers {earlier}", (step, step, round))
+        if not rows:
+            return ReplayBuffer()
+        at, started, samples, digest = rows[0]
+        if _digest(samples, None) != digest:
+            raise RunError(f"the run's journal: {self.path} is damaged (replay buffer of step {at}); restore it from a copy or start a new run")
+        return ReplayBuffer(tuple(decode_samples(samples)), started)
 
     def journalled_steps(self) -> list[int]:
         """Returns the steps that have samples, ascending."""
@@ -286,11 +305,12 @@ class Journal:
             return self._tables.verify()
 
     def damaged_batches(self) -> list[int]:
-        """Returns the steps whose samples or scores do not have their digest."""
+        """Returns the steps whose samples, scores or replay buffers do not have their digest."""
         damaged = []
         for step, round in self._read("SELECT step, round FROM step_batches ORDER BY step, round"):
             try:
                 self._step_batch(step, round)
+                self.replay_buffer(step, round + 1)
             except RunError:
                 damaged.append(step)
         return sorted(set(damaged))
@@ -301,7 +321,7 @@ class Journal:
         """Goes back to the checkpoint of ``step`` (0 without one: the start), in one transaction.
 
         Removes transitions that began after its commit, and evaluations, checkpoints and rows of metrics of later steps. Keeps evaluations
-        up to ``step``, every event, and all samples and scores.
+        up to ``step``, every event, and all samples, scores and replay buffers.
         """
         with self._lock, errors(self.path, "the run's journal"), self._tables.writing(is_durable=False):
             committed = self._connection.execute("SELECT last_transition FROM checkpoints WHERE step = ?", (step,)).fetchone()

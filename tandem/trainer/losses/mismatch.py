@@ -30,10 +30,13 @@ def mismatch_k3(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 def recorded_mismatch(sequences: Sequence[TrainSequence], logprobs: Sequence[Tensor], dtype: torch.dtype) -> Mismatch:
     """Compares the trainer's raw ``logprobs`` (float64 [n] a sequence, its counted tokens in order) with ``rollout_logprobs``, rounded to
-    the log-probabilities of a model of ``dtype``, as in a micro-batch. Sequences without recorded log-probabilities are left out."""
+    the log-probabilities of a model of ``dtype``, as in a micro-batch. Sequences without recorded log-probabilities, and tokens that other
+    weights sampled (``off_policy``), are left out."""
     pairs = [(s, values) for s, values in zip(sequences, logprobs, strict=True) if s.rollout_logprobs]
-    if not pairs:
+    compared = torch.tensor([not (s.off_policy and s.off_policy[i]) for s, _ in pairs for i in counted_indices(s)], dtype=torch.bool)
+    if not compared.any():
         return Mismatch()
-    recorded = torch.tensor([s.rollout_logprobs[i] for s, _ in pairs for i in counted_indices(s)], dtype=torch.float64).to(compute_dtype(dtype)).double()
-    computed = torch.cat([values for _, values in pairs])
+    recorded = torch.tensor([s.rollout_logprobs[i] for s, _ in pairs for i in counted_indices(s)], dtype=torch.float64)[compared]
+    recorded = recorded.to(compute_dtype(dtype)).double()
+    computed = torch.cat([values for _, values in pairs])[compared]
     return Mismatch(mismatch_k3(computed, recorded).sum().item(), (computed - recorded).abs().max().item())

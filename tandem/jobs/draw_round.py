@@ -1,0 +1,47 @@
+"""One round of rollout of a step: which groups it begins and continues, and what it leaves."""
+
+from collections.abc import Callable, Sequence
+
+from tandem.pod.pod import Pod
+from tandem.pod.sidecars import OnSamples
+from tandem.rl.rollout.dispatch import sampling_settings
+from tandem.rl.rollout.partial import groups_to_begin, taken, with_drawn
+from tandem.rl.rollout.round_prompts import RoundPrompts
+from tandem.types import Prompt, ReplayBuffer, Sample
+
+Expected = Callable[[int, Sequence[Prompt]], Sequence[float]]
+"""Takes a step and prompts, and returns the expected length of the longest sample of each; empty if nothing is known."""
+Listen = Callable[[Sequence[Prompt]], OnSamples]
+"""Takes the prompts of a rollout, and returns what receives each of its samples as soon as it is finished."""
+
+
+def draw_round(
+    pod: Pod, prompts: RoundPrompts, step: int, number: int, expected: Expected, listen: Listen | None = None
+) -> tuple[list[Sample], ReplayBuffer | None]:
+    """Returns the samples that round ``number`` of ``step`` adds to the step, and with partial rollouts the replay buffer that it leaves. The journal of
+    ``prompts`` has all earlier rounds. ``listen`` is not called with partial rollouts, where a sample that is finished may wait for its group."""
+    recipe = prompts.recipe
+    settings = sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed)
+    if recipe.rollout.budget_tokens:
+        return _draw_partial(pod, prompts, step, number, expected, settings)
+    chosen = prompts.of(step, number)
+    on_samples = listen(chosen) if listen is not None else None
+    return pod.roll_out(step, chosen, settings, expected=expected(step, chosen), on_samples=on_samples), None
+
+
+def _draw_partial(
+    pod: Pod, prompts: RoundPrompts, step: int, number: int, expected: Expected, settings: dict[str, object]
+) -> tuple[list[Sample], ReplayBuffer]:
+    journal, source, budget = prompts.journal, prompts.source, prompts.recipe.rollout.budget_tokens
+    buffer = journal.replay_buffer(step, number)
+    in_step = {sample.prompt_id for earlier in range(number) for sample in journal.samples(step, earlier) or ()}
+    wanted = prompts.recipe.rollout.prompts_per_step - len(in_step)
+    in_use = in_step | {sample.prompt_id for sample in buffer.samples}
+    count = groups_to_begin(buffer, wanted, in_use, source.task.size)
+    begun, started = source.after(buffer.started, count, in_use)
+    chosen = [*prompts.of_samples(buffer.unfinished), *begun]
+    drawn = list[Sample]()
+    if chosen:
+        lengths = [min(length, float(budget)) for length in expected(step, chosen)]
+        drawn = pod.roll_out(step, chosen, settings, unfinished=buffer.unfinished, expected=lengths)
+    return taken(with_drawn(buffer, drawn, started), wanted)

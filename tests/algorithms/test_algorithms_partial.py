@@ -1,0 +1,155 @@
+"""Partial rollouts: which groups a round begins, continues and hands to its step, and what of their tokens is off-policy."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.load import build
+from tandem.config.recipe import Recipe
+from tandem.data.order import indices_after, prompt_indices
+from tandem.rl.algorithms.batch import make_batch
+from tandem.rl.algorithms.loss import make_policy_loss
+from tandem.rl.algorithms.update import counts_of
+from tandem.rl.rollout.partial import cut_by_budget, groups_to_begin, taken, with_drawn
+from tandem.rl.step_metrics import partial_metrics
+from tandem.trainer.micro_batch import collate
+from tandem.types import FinishReason, ReplayBuffer, Sample, Score, ScoreState, UserError, WeightVersion
+
+PROMPTS, GROUP, BUDGET, MOST = 4, 3, 5, 30
+
+
+def sample(prompt: str, index: int, steps: list[int], reason: FinishReason = FinishReason.STOP, begun: int = 0) -> Sample:
+    values = tuple(-0.5 - 0.1 * place for place in range(len(steps)))
+    versions = tuple(WeightVersion(0, step) for step in steps)
+    return Sample(f"{begun}/{prompt}/{index}", prompt, index, (1, 2), (7,) * len(steps), values, values, versions, reason, "")
+
+
+def length_of(sample: Sample) -> int:
+    """Returns the length at which a sample of the simulation ends."""
+    return 1 + int(random.Random(sample.id).paretovariate(1.2)) * 3 % MOST
+
+
+def drawn_by(buffer: ReplayBuffer, begun: list[str], step: int) -> list[Sample]:
+    """Returns what a round draws: ``BUDGET`` tokens of every unfinished sample and of those of new groups."""
+    fresh = [sample(prompt, index, [], begun=step) for prompt in begun for index in range(GROUP)]
+    drawn = []
+    for each in [*buffer.unfinished, *fresh]:
+        length = min(length_of(each), len(each.token_ids) + BUDGET)
+        reason = FinishReason.STOP if length == length_of(each) else FinishReason.LENGTH
+        steps = [version.step for version in each.sampled_weight_versions] + [step] * (length - len(each.token_ids))
+        drawn.append(cut_by_budget(replace(sample(each.prompt_id, each.index, steps, reason), id=each.id), MOST))
+    return drawn
+
+
+@pytest.mark.parametrize("size", [None, 9, 40])
+def test_every_step_has_its_groups_oldest_first_and_every_group_that_was_begun_is_trained_once(size: int | None) -> None:
+    buffer, trained, begun_at = ReplayBuffer(), list[str](), dict[str, int]()
+    for step in range(60):
+        in_step: list[str] = []
+        rounds = 0
+        while len(in_step) < PROMPTS:
+            in_use = set(in_step) | {each.prompt_id for each in buffer.samples}
+            count = groups_to_begin(buffer, PROMPTS - len(in_step), in_use, size)
+            indices, started = indices_after(buffer.started, count, 0, size, {int(name) for name in in_use})
+            drawn = drawn_by(buffer, [str(index) for index in indices], step)
+            samples, buffer = taken(with_drawn(buffer, drawn, started), PROMPTS - len(in_step))
+            in_step += dict.fromkeys(each.prompt_id for each in samples)
+            assert all(each.finish_reason is not FinishReason.ABORT and len(each.token_ids) == length_of(each) for each in samples)
+            begun_at |= {each.id: step for each in drawn if each.id.startswith(f"{step}/")}
+            trained += [each.id for each in samples]
+            rounds += 1
+            assert rounds <= MOST // BUDGET + 1
+        assert len(set(in_step)) == PROMPTS
+    assert len(trained) == len(set(trained)) == 60 * PROMPTS * GROUP
+    waiting = {each.id for each in buffer.samples}
+    assert set(begun_at) == set(trained) | waiting and not set(trained) & waiting
+    # Nothing waits for longer than its tokens take, and the wait for its turn.
+    assert all(60 - begun_at[name] <= MOST // BUDGET + 2 for name in waiting)
+    if size is None:
+        # The mean length of what is trained is that of what was begun: neither short nor long samples are favoured.
+        early = [name for name, step in begun_at.items() if step < 40]
+        assert set(early) <= set(trained)
+
+
+def test_oldest_complete_groups_are_taken_and_the_others_wait() -> None:
+    long = [sample("a", 0, [0]), sample("a", 1, [0] * 5, FinishReason.ABORT)]
+    buffer = ReplayBuffer((*long, sample("b", 0, [0]), sample("c", 0, [0])), 3)
+    samples, rest = taken(buffer, 1)
+    assert [each.prompt_id for each in samples] == ["b"] and [each.prompt_id for each in rest.samples] == ["a", "a", "c"] and rest.started == 3
+    assert rest.unfinished == [long[1]] and len(rest.complete_groups) == 1
+    grown = replace(long[1], finish_reason=FinishReason.STOP)
+    samples, rest = taken(with_drawn(rest, [grown, sample("d", 0, [1], FinishReason.ABORT)], 4), 5)
+    assert [each.id for each in samples] == ["0/a/0", "0/a/1", "0/c/0"] and [each.prompt_id for each in rest.samples] == ["d"]
+    assert partial_metrics(samples, rest, 2) == {
+        "rollout/off_policy_share": 1.0, "rollout/staleness_max": 2.0, "rollout/buffer_groups": 1.0, "rollout/buffer_complete_groups": 0.0,
+        "rollout/buffer_tokens": 1.0,
+    }
+
+
+def test_prompts_after_a_place_are_those_of_the_epochs_without_the_ones_in_use() -> None:
+    order = [*prompt_indices(0, 5, 3, 5), *prompt_indices(1, 5, 3, 5)]
+    first, passed = indices_after(0, 3, 3, 5, ())
+    assert (first, passed) == (order[:3], 3)
+    second, passed = indices_after(passed, 2, 3, 5, set(first))
+    assert (second, passed) == (order[3:5], 5)
+    third, passed = indices_after(passed, 2, 3, 5, set(order[5:7]))
+    assert third == order[7:9] and passed == 9
+    assert indices_after(7, 2, 3, None, {7}) == ([7, 8], 9)
+
+
+def scored(samples: list[Sample]) -> list[Score]:
+    return [Score(each.id, ScoreState.NUMBER, float(number)) for number, each in enumerate(samples)]
+
+
+def test_tokens_of_older_weights_are_marked_and_masked_where_asked() -> None:
+    samples = [sample("a", 0, [3, 3, 4, 5]), sample("a", 1, [5, 5])]
+    kept, masked = (make_batch(5, samples, scored(samples), AlgorithmConfig(name="dr_grpo"), 32, mask_off_policy=asked) for asked in (False, True))
+    assert kept.sequences[0].off_policy == (False, False, True, True, True, False) and kept.sequences[1].off_policy == ()
+    assert kept.sequences[0].loss_mask == (0, 0, 1, 1, 1, 1) and masked.sequences[0].loss_mask == (0, 0, 0, 0, 0, 1)
+    assert masked.sequences[1] == kept.sequences[1] and (kept.mask_tokens, masked.mask_tokens) == (6, 3)
+    assert masked.sequences[0].advantages == kept.sequences[0].advantages
+
+
+def test_a_token_of_older_weights_has_the_clipped_ratio_to_the_weights_that_drew_it() -> None:
+    """The loss of PPO by its formula, with pi_old as recorded for every token, whatever weights drew it."""
+    samples = [sample("a", 0, [3, 3, 4, 5]), sample("a", 1, [5, 5])]
+    config = AlgorithmConfig(name="dr_grpo")
+    batch = make_batch(5, samples, scored(samples), config, 32)
+    rows = collate(batch.sequences, torch.float64)
+    raw = torch.tensor([-0.2, -0.9, -0.7, -0.8, -0.5, -0.6], dtype=torch.float64)
+    logprobs = type("Rows", (), {"raw": raw, "scaled": raw, "entropy": torch.zeros(6, dtype=torch.float64)})()
+    share = make_policy_loss(config, counts_of(batch.sequences, 32), 1.0, mismatch_tokens=3)(logprobs, rows)
+    recorded = torch.tensor([-0.5, -0.6, -0.7, -0.8, -0.5, -0.6], dtype=torch.float64)
+    ratio, advantage = torch.exp(raw - recorded), torch.tensor([-0.5] * 4 + [0.5] * 2, dtype=torch.float64)
+    wanted = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    assert share.loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+    # Tokens of step 5 agree with their record; the others are not compared.
+    assert share.sums["mismatch_kl"].item() == 0.0 and share.maxima["mismatch_max_abs"].item() == 0.0
+
+
+def recipe(rollout: dict[str, object], algorithm: dict[str, object]) -> Recipe:
+    return build(Recipe, {"model": {"path": "m"}, "task": {"name": "sort"}, "rollout": rollout, "algorithm": algorithm})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "algorithm", "words"),
+    [
+        ({"budget_tokens": 32}, {}, "budget_tokens' is 32.*less than rollout.max_tokens"),
+        ({"budget_tokens": -1}, {}, "budget_tokens' is -1"),
+        ({"mask_off_policy": True}, {}, "mask_off_policy' is true, which is not read"),
+        ({"budget_tokens": 8}, {"filter_groups": {}}, "budget_tokens' with algorithm.filter_groups"),
+        ({"budget_tokens": 8, "prompt_order": {"by": "success_rate"}}, {}, "budget_tokens' with rollout.prompt_order.by success_rate"),
+        ({"budget_tokens": 8}, {"old_logprobs": "recompute"}, "budget_tokens' with algorithm.old_logprobs recompute.*tis_cap"),
+    ],
+)
+def test_partial_rollouts_that_cannot_work_are_refused(rollout: dict[str, object], algorithm: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        recipe(rollout, algorithm)
+
+
+def test_partial_rollouts_with_old_log_probabilities_of_the_trainer_need_a_correction_or_a_mask() -> None:
+    recipe({"budget_tokens": 8}, {"old_logprobs": "recompute", "tis_cap": 2.0})
+    recipe({"budget_tokens": 8, "mask_off_policy": True}, {"old_logprobs": "recompute"})
