@@ -76,7 +76,8 @@ class AlgorithmConfig:
     epochs: int = 1
     """Passes over the batch, with the same minibatches in the same order."""
     mask_truncated: bool = False
-    """Exclude completions truncated at the token limit from the loss; they still count in their group's statistics."""
+    """Exclude completions truncated at the token limit, or ended by `rollout.repetition_detection`, from the loss; they still count in their group's
+    statistics."""
     filter_groups: FilterGroupsConfig | None = None
     """Dynamic sampling (DAPO): drop groups whose completions all have the same reward, and draw others. Empty: off. A section of its own, below."""
 

@@ -8,6 +8,7 @@ from tandem.config.engine import EngineArgs
 from tandem.config.limits import check_at_least_one
 from tandem.config.multi_turn import MultiTurnConfig
 from tandem.config.prompt_order import PromptOrderConfig
+from tandem.config.repetition_detection import RepetitionDetectionParams
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
@@ -35,6 +36,9 @@ class RolloutConfig:
     """Drop tokens whose probability is below this share of the most likely token's. 0: off."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """End completions that repeat themselves (Kimi k1.5), with the finish reason `repetition`; they are judged as they are, and count as truncated. Empty: off.
+    A section of its own, below."""
     prompt_order: PromptOrderConfig = field(default_factory=PromptOrderConfig)
     """The order in which prompts are drawn (curriculum); a section of its own, below."""
     workers: int = 1

@@ -22,7 +22,6 @@ SAMPLING = {
     "max_new_tokens": "use max_tokens",
     "num_beams": "beam search is not implemented; ask for n samples and choose by cumulative_logprob",
     "num_return_sequences": "use n",
-    "repetition_detection": "use repetition_penalty",
     "response_format": "use structured_outputs=StructuredOutputsParams(json=...)",
     "skip_reading_prefix_cache": "cached and computed prefixes have the same bits; leave it out, or turn the cache off with LLM(enable_prefix_caching=False)",
     "spaces_between_special_tokens": "special tokens are written as the tokenizer does; leave it out",

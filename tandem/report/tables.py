@@ -116,7 +116,7 @@ def _sample(sample: ShownSample) -> str:
     said = ["not scored" if sample.reward is None else f"reward {sample.reward:.4g}"]
     if len(sample.parts) > 1:
         said += [f"{name} {value:.4g}" for name, value in sample.parts.items()]
-    said.append(f"{sample.tokens} tokens" + (", truncated" if sample.finish_reason == "length" else ""))
+    said.append(f"{sample.tokens} tokens" + {"length": ", truncated", "repetition": ", ended because it repeats itself"}.get(sample.finish_reason, ""))
     said += [sample.reason] if sample.reason else []
     return f"<div class='sample{colour}'><pre>{escaped(sample.text)}</pre><small>{escaped(' · '.join(said))}</small></div>"
 

@@ -14,7 +14,10 @@ from tandem.types.round import joined
 def rollout_metrics(rounds: Sequence[Round], recipe: Recipe) -> dict[str, float]:
     """Returns the metrics of all samples of a step's ``rounds``, and those of dynamic sampling where ``recipe`` has it."""
     filtered = recipe.algorithm.filter_groups
-    return sample_metrics(*joined(rounds)) | (filter_metrics(rounds, filtered, recipe.rollout.prompts_per_step) if filtered is not None else {})
+    row = {}
+    if recipe.rollout.repetition_detection is not None:
+        row["response_length/repetition_ratio"] = _mean([float(s.finish_reason is FinishReason.REPETITION) for s in joined(rounds).samples])
+    return row | sample_metrics(*joined(rounds)) | (filter_metrics(rounds, filtered, recipe.rollout.prompts_per_step) if filtered is not None else {})
 
 
 def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:

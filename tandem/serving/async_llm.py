@@ -239,6 +239,8 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
     given["output_kind"] = (params.output_kind or RequestOutputKind.CUMULATIVE).name
     if params.structured_outputs is not None:
         given["structured_outputs"] = asdict(params.structured_outputs)
+    if params.repetition_detection is not None:
+        given["repetition_detection"] = asdict(params.repetition_detection)
     if params.logit_bias is not None:
         given["logit_bias"] = list(params.logit_bias.items())
     return given

@@ -13,7 +13,7 @@ from tandem.serving.engines.stream import Stream
 _LABELS = ("model_name", "engine")
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-_REASONS = ("stop", "length", "abort", "error")
+_REASONS = ("stop", "length", "repetition", "abort", "error")
 
 
 class Totals(NamedTuple):

@@ -18,11 +18,12 @@ class WeightVersion(NamedTuple):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended, with the names that OpenAI's API uses."""
+    """Why a completion ended, with the names that OpenAI's API and vLLM use. ``REPETITION``: it repeated itself and was ended before its limit."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    REPETITION = "repetition"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ class Sample:
     response_mask: tuple[bool, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
     fault: str = ""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the completion was cut off: at the token limit, or because it repeated itself."""
+        return self.finish_reason in (FinishReason.LENGTH, FinishReason.REPETITION)
 
     @property
     def is_sampled(self) -> tuple[bool, ...]:

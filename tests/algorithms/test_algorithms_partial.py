@@ -14,9 +14,9 @@ from tandem.rl.algorithms.batch import make_batch
 from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.rl.algorithms.update import counts_of
 from tandem.rl.rollout.partial import cut_by_budget, groups_to_begin, taken, with_drawn
-from tandem.rl.step_metrics import partial_metrics
+from tandem.rl.step_metrics import partial_metrics, rollout_metrics
 from tandem.trainer.micro_batch import collate
-from tandem.types import FinishReason, ReplayBuffer, Sample, Score, ScoreState, UserError, WeightVersion
+from tandem.types import FinishReason, ReplayBuffer, Round, Sample, Score, ScoreState, UserError, WeightVersion
 
 PROMPTS, GROUP, BUDGET, MOST = 4, 3, 5, 30
 
@@ -153,3 +153,18 @@ def test_partial_rollouts_that_cannot_work_are_refused(rollout: dict[str, object
 def test_partial_rollouts_with_old_log_probabilities_of_the_trainer_need_a_correction_or_a_mask() -> None:
     recipe({"budget_tokens": 8}, {"old_logprobs": "recompute", "tis_cap": 2.0})
     recipe({"budget_tokens": 8, "mask_off_policy": True}, {"old_logprobs": "recompute"})
+
+
+def test_a_sample_that_repeats_itself_is_masked_as_a_truncated_one_and_counted() -> None:
+    samples = [sample("a", 0, [5, 5], FinishReason.REPETITION), sample("a", 1, [5, 5], FinishReason.LENGTH), sample("a", 2, [5, 5])]
+    for asked, counted in ((False, [2, 2, 2]), (True, [0, 0, 2])):
+        batch = make_batch(5, samples, scored(samples), AlgorithmConfig(name="dr_grpo", mask_truncated=asked), 32)
+        assert [sum(sequence.loss_mask) for sequence in batch.sequences] == counted
+        # It still counts in the mean of its group: rewards 0, 1 and 2.
+        assert [sequence.advantages[-1] for sequence in batch.sequences] == [-1.0, 0.0, 1.0]
+    watched = recipe({"repetition_detection": {"min_count": 4}}, {})
+    row = rollout_metrics([Round(samples, scored(samples))], watched)
+    assert row["response_length/repetition_ratio"] == pytest.approx(1 / 3) and row["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert "response_length/repetition_ratio" not in rollout_metrics([Round(samples, scored(samples))], recipe({}, {}))
+    with pytest.raises(UserError, match="min_count' is 1"):
+        recipe({"repetition_detection": {"min_count": 1}}, {})

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Series
 from tandem.engine.core.components import EngineComponents, allocate_kv_cache
 from tandem.engine.core.integrity import check_scheduler
 from tandem.engine.core.lifecycle import Transition
+from tandem.engine.core.request import Sequence
 from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.executor.in_flight_step import DraftOutput, InFlightStep
 from tandem.engine.kv_cache.cache_tensors import make_cache
@@ -68,7 +69,7 @@ class EngineCore:
     def _collect(self, step: InFlightStep, began: float) -> None:
         ended: list[int] = []
         try:
-            drafts = self._runner.synchronize(step, ended, self._stopped_by_text)
+            drafts = self._runner.synchronize(step, ended, self._stopped)
         except BaseException:
             self._fail(ended)
             raise
@@ -93,18 +94,14 @@ class EngineCore:
         self._scheduler.preemption.preempt_all(Transition.FAIL)
         self._scheduler.kv_cache.reset_prefix_cache()
 
-    def _stopped_by_text(self, rows: Series[int]) -> list[int]:
-        """Returns those of ``rows``, each of which has just drawn a token, whose stop text the token completes."""
-        sampled = set(rows) if self._batch.with_stop_checker else set()
-        checked = [(row, sequence) for row, sequence in self._batch.with_stop_checker.items() if row in sampled]
+    def _stopped(self, rows: Series[int]) -> list[int]:
+        """Returns those of ``rows``, each of which has just drawn a token, whose stop text the token completes or that repeat themselves."""
+        watched = self._batch.with_stop_checker | self._batch.with_repetition
+        checked = [(row, watched[row]) for row in rows if row in watched] if watched else []
         if not checked:
             return []
         tokens = self._batch.host.last_token[[row for row, _ in checked]].tolist()
-        return [
-            row
-            for (row, sequence), token in zip(checked, tokens, strict=True)
-            if not is_hidden_stop(sequence.request, token) and sequence.stop_checker is not None and sequence.stop_checker.push(token)
-        ]
+        return [row for (row, sequence), token in zip(checked, tokens, strict=True) if _ends_with(sequence, token)]
 
     def _end(self, rows: list[int]) -> None:
         if rows:
@@ -155,3 +152,12 @@ class EngineCore:
         runner.caches = allocate_kv_cache(runner.decoder, self._settings, self._launches_ahead)
         if isinstance(runner.proposer, DraftModel):
             runner.proposer.caches = make_cache(runner.proposer.decoder, self._settings.num_blocks)
+
+
+def _ends_with(sequence: Sequence, token: int) -> bool:
+    """Returns whether ``token``, which ``sequence`` has just drawn, completes a stop text or a repetition."""
+    if is_hidden_stop(sequence.request, token):
+        return False
+    has_stop = sequence.stop_checker is not None and sequence.stop_checker.push(token) is not None
+    repeats = sequence.repetition is not None and sequence.repetition.push(token)
+    return has_stop or repeats

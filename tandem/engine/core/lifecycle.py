@@ -25,7 +25,7 @@ class Transition(StrEnum):
 
     ``SWAP_OUT`` and ``RECOMPUTE``: no block was free, or a request of higher priority took its place. ``UPDATE``: the weights changed.
     ``FAIL``: a step failed, and the content of its blocks is undefined. ``REQUEUE``: a preempted sequence waits again. ``BUDGET_STOP``: it
-    reached its maximum number of tokens. ``STOP``: it drew a stop token or completed a stop text.
+    reached its maximum number of tokens. ``STOP``: it drew a stop token, completed a stop text or repeats itself.
     """
 
     ADMIT = "admit"
@@ -59,7 +59,10 @@ TRANSITIONS: dict[Transition, tuple[frozenset[State], State]] = {
 }
 """The source states and the target state of each transition."""
 
-ENDS = {FinishReason.STOP: Transition.STOP, FinishReason.LENGTH: Transition.BUDGET_STOP, FinishReason.ABORT: Transition.ABORT}
+ENDS = {
+    FinishReason.STOP: Transition.STOP, FinishReason.REPETITION: Transition.STOP, FinishReason.LENGTH: Transition.BUDGET_STOP,
+    FinishReason.ABORT: Transition.ABORT,
+}  # fmt: skip
 """The transition that completes a sequence, by finish reason."""
 
 

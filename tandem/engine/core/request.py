@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.engine.core.lifecycle import State, Transition, move
+from tandem.engine.processing.repetition import RepetitionDetector
 from tandem.engine.processing.stop_checker import StopChecker
 from tandem.engine.sample.logits_processors import LogitsProcessors
 from tandem.engine.sample.sampling_params import SamplingParams
@@ -80,6 +81,7 @@ class Sequence:
     top_logprobs: list[Any] = field(default_factory=list)
     stop_checker: StopChecker | None = None
     """Set for a request with stop texts or a stream."""
+    repetition: RepetitionDetector | None = None
     streamed_tokens: int = 0
     streamed_characters: int = 0
     """How much of a stream was returned to the caller."""

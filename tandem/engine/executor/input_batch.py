@@ -73,6 +73,7 @@ class InputBatch:
         self.with_logits_processors: dict[int, Sequence] = {}
         self.with_top_logprobs: dict[int, Sequence] = {}
         self.with_stop_checker: dict[int, Sequence] = {}
+        self.with_repetition: dict[int, Sequence] = {}
         self.streamed: dict[int, Sequence] = {}
         self.speculating: dict[int, Sequence] = {}
         self.with_adapter: dict[int, Sequence] = {}
@@ -106,6 +107,8 @@ class InputBatch:
                 self.with_top_logprobs[sequence.row] = sequence
             if sequence.stop_checker is not None:
                 self.with_stop_checker[sequence.row] = sequence
+            if sequence.repetition is not None:
+                self.with_repetition[sequence.row] = sequence
             if params.is_streamed:
                 self.streamed[sequence.row] = sequence
             if request.draft_tokens:
@@ -237,7 +240,8 @@ class InputBatch:
         tokens = self.drawn_tokens[:, :width].index_select(0, index).tolist()
         raw, sampling = self.drawn_logprobs[:, :, :width].index_select(1, index).tolist()
         specials = (
-            self.sequences, self.with_logits_processors, self.with_top_logprobs, self.with_stop_checker, self.streamed, self.speculating, self.with_adapter,
+            self.sequences, self.with_logits_processors, self.with_top_logprobs, self.with_stop_checker, self.with_repetition, self.streamed,
+            self.speculating, self.with_adapter,
         )
         for i, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
             sequence.token_ids += tokens[i][:count]

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Series
 from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.request import Request, Sequence, random_key
 from tandem.engine.processing.outputs import Continuation
+from tandem.engine.processing.repetition import RepetitionDetector
 from tandem.engine.processing.stop_checker import StopChecker
 from tandem.engine.processing.truncation import truncate_prompt
 from tandem.engine.sample.logits_processors import LogitsProcessors, make_logits_processors
@@ -67,6 +68,9 @@ class InputProcessor:
             Sequence(request, i, key, stop_checker=self._stop_checker(params), cursor=processors.cursor() if processors is not None else None)
             for i, key in enumerate(keys)
         ]
+        if params.repetition_detection is not None:
+            for sequence in sequences:
+                sequence.repetition = RepetitionDetector(params.repetition_detection)
         if request.draft_tokens and self._speculative is not None:
             for sequence in sequences:
                 sequence.draft = DraftLength(request.draft_tokens, self._speculative.worth, self._speculative.adaptive)
@@ -132,6 +136,8 @@ def _continue(sequence: Sequence, continues: Continuation) -> None:
     sequence.raw_logprobs += continues.raw_logprobs
     sequence.sampling_logprobs += continues.sampling_logprobs
     sequence.weight_versions += continues.weight_versions
-    if sequence.stop_checker is not None:
-        for token in continues.token_ids:
+    for token in continues.token_ids:
+        if sequence.stop_checker is not None:
             sequence.stop_checker.push(token)
+        if sequence.repetition is not None:
+            sequence.repetition.push(token)

@@ -22,7 +22,7 @@ class CompletionOutput:
     end token if one was drawn.
 
     ``raw_logprobs``: at temperature 1, without filters and biases. ``sampling_logprobs``: in the distribution that the token was drawn from
-    (0.0 if greedy). ``finish_reason``: ``stop``, ``length`` or ``abort``; ``None`` while it is unfinished. ``stop_reason``: the stop text or
+    (0.0 if greedy). ``finish_reason``: ``stop``, ``length``, ``repetition`` or ``abort``; ``None`` while it is unfinished. ``stop_reason``: the stop text or
     the stop token id that ended it; ``None`` for an end-of-sequence token. ``logprobs``: for each position the requested number of most likely
     tokens and the drawn one, or ``None`` if not requested."""
 

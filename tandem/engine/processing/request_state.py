@@ -56,6 +56,8 @@ def finish_reason_of(sequence: Sequence) -> tuple[FinishReason, int | str | None
         return FinishReason.STOP, sequence.stop_checker.stopped
     if last in request.stop_token_ids:
         return FinishReason.STOP, None if last in request.end_token_ids else last
+    if sequence.repetition is not None and sequence.repetition.is_repeating:
+        return FinishReason.REPETITION, None
     return FinishReason.LENGTH, None
 
 

@@ -7,6 +7,7 @@ from enum import Enum
 from numbers import Real
 
 from tandem.config.arguments import explained
+from tandem.config.repetition_detection import RepetitionDetectionParams
 from tandem.config.vllm_names import SAMPLING
 from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.types import UserError
@@ -52,6 +53,8 @@ class SamplingParams:
     ``truncate_prompt_tokens``: number of the prompt's last tokens that are used; -1: as many as leave room for
     ``max_tokens``. ``best_of`` is not supported: ask for ``n`` and choose by ``cumulative_logprob``.
 
+    ``repetition_detection``: ends a completion that repeats itself, with the finish reason ``repetition``.
+
     ``output_kind``: what a step returns of the request; ``None`` is ``FINAL_ONLY`` for ``LLM`` and ``CUMULATIVE`` for ``AsyncLLM``.
     """
 
@@ -81,6 +84,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
 
     def __post_init__(self) -> None:
         if self.best_of is not None:
@@ -96,6 +100,10 @@ class SamplingParams:
             raise UserError("sampling stop needs detokenize=True; stop_token_ids work without it")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise UserError(f"sampling structured_outputs is {self.structured_outputs!r}; give a StructuredOutputsParams")
+        if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
+            raise UserError(f"sampling repetition_detection is {self.repetition_detection!r}; give a RepetitionDetectionParams")
+        if self.repetition_detection is not None:
+            self.repetition_detection.check()
         given = self.logit_bias or {}
         if given and not isinstance(given, Mapping):
             raise UserError(f"sampling logit_bias is {given!r}; it must be a mapping of token ids to numbers")

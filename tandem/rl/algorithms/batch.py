@@ -40,7 +40,7 @@ def make_batch(
 
     A group is all samples of one prompt. A sample without a reward (infrastructure fault, or aborted) is left out of its group's statistics
     and has a loss mask of zeros; so has every sample of a group with fewer than two rewards and, with ``config.mask_truncated``, one
-    truncated at the token limit (which still counts in the statistics). ``reference_logprobs``: by sample id, one entry per token of prompt
+    that is truncated (which still counts in the statistics). ``reference_logprobs``: by sample id, one entry per token of prompt
     and completion. ``max_tokens``: the maximum length of a completion, Dr. GRPO's constant unless ``config.length_constant`` is set.
 
     A token that weights of a step before ``step`` drew, as in a partial rollout, is marked as off-policy; with ``mask_off_policy`` it is not in the
@@ -70,7 +70,7 @@ def make_batch(
         index: (row, column) for row, members in enumerate(groups.values()) for column, index in enumerate(members)
     }
     counts = [
-        counted[place[index][0]][place[index][1]] and not (config.mask_truncated and sample.finish_reason is FinishReason.LENGTH)
+        counted[place[index][0]][place[index][1]] and not (config.mask_truncated and sample.is_truncated)
         for index, sample in enumerate(samples)
     ]
     of_samples = [advantages[place[index][0]][place[index][1]] for index in range(len(samples))]

@@ -1,6 +1,7 @@
 """The requests of a step's rollout, and the keys of their random numbers."""
 
 import hashlib
+from dataclasses import asdict
 from typing import Any
 
 from tandem.config.rollout import RolloutConfig
@@ -35,6 +36,7 @@ def sampling_settings(rollout: RolloutConfig, group_size: int, seed: int) -> dic
         "max_tokens": rollout.max_tokens,
         "budget_tokens": rollout.budget_tokens,
         "stop": list(rollout.stop),
+        "repetition_detection": asdict(rollout.repetition_detection) if rollout.repetition_detection is not None else None,
         "seed": seed,
         "purpose": "rollout",
     }
@@ -51,6 +53,7 @@ def evaluation_settings(rollout: RolloutConfig, seed: int, *, greedy: bool, purp
         "max_tokens": rollout.max_tokens,
         "budget_tokens": 0,
         "stop": list(rollout.stop),
+        "repetition_detection": None,
         "seed": seed,
         "purpose": purpose,
     }

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from tandem.config.repetition_detection import RepetitionDetectionParams
 from tandem.engine.engine import Engine
 from tandem.engine.processing.outputs import CompletionOutput, Continuation, RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
@@ -15,7 +16,10 @@ from tandem.types import FinishReason, Prompt, Sample
 def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
     """Returns the engine's parameters for settings of ``tandem.rl.rollout.dispatch``."""
     names = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "seed")
-    return SamplingParams(**{name: settings[name] for name in names})
+    detection = settings["repetition_detection"]
+    return SamplingParams(
+        **{name: settings[name] for name in names}, repetition_detection=None if detection is None else RepetitionDetectionParams(**detection)
+    )
 
 
 def samples_of(step: int, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> list[Sample]:

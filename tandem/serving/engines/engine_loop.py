@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.config.repetition_detection import RepetitionDetectionParams
 from tandem.engine.llm import LLM
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
@@ -240,6 +241,8 @@ class EngineLoop:
 
 def _sampling_params(request: EngineRequest) -> SamplingParams:
     given = dict(request.params)
+    if given.get("repetition_detection") is not None:
+        given["repetition_detection"] = RepetitionDetectionParams(**given["repetition_detection"])
     if given.get("structured_outputs") is not None:
         given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
     if given.get("logit_bias") is not None:
