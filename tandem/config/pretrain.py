@@ -110,7 +110,7 @@ class PretrainConfig:
 @dataclass(frozen=True, slots=True)
 class PretrainRecipe:
     """The recipe of ``tandem train`` if ``algorithm.name`` is ``pretrain``, ``sft``, ``dpo`` or ``reward_model``. ``task``: with ``sft``, learns
-    the demonstrations of a task instead of ``data.train``."""
+    the demonstrations of a task, with ``reward_model`` to prefer a right demonstration of each prompt to a wrong one, instead of ``data.train``."""
 
     algorithm: PretrainConfig
     model: ModelConfig
@@ -172,11 +172,14 @@ class PretrainRecipe:
         self.trainer.check_offload_folder()
         if self.task is None and not self.data.train:
             raise UserError("'data.train' is empty; name at least one dataset that 'tandem tokenize' wrote")
-        if self.task is not None and (self.data.train or self.algorithm.name != "sft"):
+        if self.task is not None and (self.data.train or self.algorithm.name not in ("sft", "reward_model")):
             raise UserError(
-                f"section 'task' names the task '{self.task.name}', whose demonstrations replace data.train and need algorithm.name sft; "
+                f"section 'task' names the task '{self.task.name}', whose demonstrations replace data.train and need algorithm.name sft or reward_model; "
                 "remove 'task' or 'data.train'"
             )
+        if self.trains_values:
+            reason = "a pair is a right demonstration and a wrong one"
+            refuse_unread("demonstrations", self.demonstrations, reason, "corrupted_share")
         if self.task is None and self.demonstrations != DemonstrationsConfig():
             raise UserError("section 'demonstrations' is given and there is no section 'task' to demonstrate; remove it, or name a task")
         if self.data.too_long != "refuse" and not self.learns_from_examples:

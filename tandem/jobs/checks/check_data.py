@@ -57,7 +57,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             files.check()
             _check_dataset(path, files.dataset, folder, shapes.vocab_size)
         if recipe.task is not None:
-            lines = check_demonstrations(recipe.task, recipe.demonstrations, recipe.data, recipe.run, folder)
+            lines = check_demonstrations(recipe.task, recipe.demonstrations, recipe.data, recipe.run, folder, recipe.learns_from_pairs)
         elif recipe.learns_from_examples:
             lines = check_examples(recipe, datasets)
         else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.config.pretrain import DataConfig, PretrainRecipe
@@ -62,13 +63,15 @@ def check_examples(recipe: PretrainRecipe, datasets: Sequence[tuple[str, ShardFi
 
 
 def check_demonstrations(
-    task: TaskConfig, demonstrations: DemonstrationsConfig, data: DataConfig, run: RunConfig, folder: Path
+    task: TaskConfig, demonstrations: DemonstrationsConfig, data: DataConfig, run: RunConfig, folder: Path, pairs: bool
 ) -> list[str]:
-    """Returns what the model in ``folder`` will learn, one line for each figure. Raises ``UserError`` where demonstrations of ``task`` cannot
-    be made or do not fit."""
+    """Returns what the model in ``folder`` will learn, one line for each figure. ``pairs``: wrong demonstrations beside right ones. Raises
+    ``UserError`` where demonstrations of ``task`` cannot be made or do not fit."""
     with closing(task_prompts(task, folder, seed=run.seed, context_tokens=data.sequence_length)) as prompts:
         count = prompts.task.size
         check_shown(prompts, demonstrations, folder)
+        if pairs:
+            check_shown(prompts, replace(demonstrations, corrupted_share=1.0), folder)
     asked = run.max_steps * data.global_batch_size
     epochs = f", {asked / count:.2f} epochs" if count else ""
     return [f"data: {count or 'endless'} demonstrations of task '{task.name}'", f"asked for: {asked:,} demonstrations{epochs}"]

@@ -13,6 +13,7 @@ from tandem.config.task import TaskConfig
 from tandem.data.example_stream import ExampleStream
 from tandem.data.logprob_files import LogprobFiles
 from tandem.data.mixture import mixed
+from tandem.data.prompts import EncodedDemonstration
 from tandem.data.shard_files import ShardFiles
 from tandem.data.stream import Piece, TokenStream
 from tandem.data.stream import Sequence as Pieces
@@ -44,7 +45,7 @@ def open_data(recipe: PretrainRecipe, directory: Path, start: Path, journal: Jou
     the pairs of DPO come the log-probabilities of the reference, which must have been written before the first one is read. Raises
     ``UserError`` where the data has changed since the run started."""
     if recipe.task is not None:
-        return _demonstrations(recipe.task, recipe.demonstrations, recipe.run.seed, recipe.data.sequence_length, start, journal)
+        return _demonstrations(recipe.task, recipe.demonstrations, recipe.run.seed, recipe.data.sequence_length, start, journal, recipe.learns_from_pairs)
     streams: list[TokenStream | ExampleStream] = []
     sequences: list[Sequences] = []
     digests: dict[str, str] = {}
@@ -85,22 +86,28 @@ def _check_data(journal: Journal | None, digests: dict[str, str]) -> None:
 
 
 def _demonstrations(
-    task: TaskConfig, config: DemonstrationsConfig, seed: int, context_tokens: int, start: Path, journal: Journal | None
+    task: TaskConfig, config: DemonstrationsConfig, seed: int, context_tokens: int, start: Path, journal: Journal | None, pairs: bool
 ) -> TrainData:
-    """Returns demonstration ``i`` of ``task`` as sequence ``i``; the completion's tokens are learned."""
+    """Returns demonstration ``i`` of ``task`` as sequence ``i``; the completion's tokens are learned. ``pairs``: a right one, and a wrong one of the same
+    prompt."""
     ends = Tokenizer.from_folder(start).eos_token_ids
     if not ends:
         raise UserError(f"the tokenizer in '{start}' has no end-of-sequence token, which demonstrations need; set eos_token")
     prompts = task_prompts(task, start, seed=seed, context_tokens=context_tokens)
     _check_data(journal, {f"task {task.name}": prompts.fingerprint})
 
+    shares = (0.0, 1.0) if pairs else (config.corrupted_share,)
+
     def sequence(index: int) -> Pieces:
-        shown = prompts.demonstration(index, config.seed, config.corrupted_share, ends[0])
-        prompt, completion = shown.prompt_token_ids, shown.completion_token_ids
-        learned = array("B", [0] * len(prompt) + list(map(int, shown.learned)))
-        return [Piece(0, index, 0, memoryview(array("q", (*prompt, *completion))), memoryview(learned))]
+        return [_piece(index, prompts.demonstration(index, config.seed, share, ends[0])) for share in shares]
 
     return TrainData(sequence, None, 0)
+
+
+def _piece(index: int, shown: EncodedDemonstration) -> Piece:
+    prompt, completion = shown.prompt_token_ids, shown.completion_token_ids
+    learned = array("B", [0] * len(prompt) + list(map(int, shown.learned)))
+    return Piece(0, index, 0, memoryview(array("q", (*prompt, *completion))), memoryview(learned))
 
 
 def open_datasets(data: DataConfig) -> list[tuple[str, ShardFiles]]:
