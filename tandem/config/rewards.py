@@ -8,11 +8,18 @@ from urllib.parse import urlsplit
 
 from tandem.config.addresses import check_no_secret
 from tandem.config.code_executor import CodeExecutorConfig
+from tandem.config.length_reward import LengthRewardConfig
 from tandem.config.limits import check_at_least_one, check_float32, check_seconds
 from tandem.types.errors import UserError
 
 SCORED_AS_PUBLISHED = ("gsm8k", "math", "multiple_choice")
-BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", "code_executor", *SCORED_AS_PUBLISHED)
+BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", "code_executor", "length", *SCORED_AS_PUBLISHED)
+SCRIPTS = {
+    "latin": "LATIN", "greek": "GREEK", "cyrillic": "CYRILLIC", "armenian": "ARMENIAN", "georgian": "GEORGIAN", "hebrew": "HEBREW", "arabic": "ARABIC",
+    "devanagari": "DEVANAGARI", "bengali": "BENGALI", "tamil": "TAMIL", "telugu": "TELUGU", "thai": "THAI", "hangul": "HANGUL", "hiragana": "HIRAGANA",
+    "katakana": "KATAKANA", "han": "CJK",
+}  # fmt: skip
+"""Of each script, how Unicode's names of its letters begin."""
 ADDRESSES = ("http://", "https://")
 
 
@@ -24,8 +31,8 @@ class AnswerMatcherConfig:
     """What to extract from the completion. `whole`: all of it without surrounding white space; `last_number`: the last number; `boxed`: the
     content of the last `\\boxed{...}`, also of a ground truth that has one."""
     compare: Literal["exact", "numeric", "math_verify"] = "exact"
-    """How to compare: `exact` text, `numeric` value (1,000.0 equals 1e3 and 3/4 equals 0.75), or `math_verify` (needs `pip install
-    'tandem-rl[math]'`)."""
+    """How to compare: `exact` text, `numeric` value (1,000.0 equals 1e3 and 3/4 equals 0.75), or `math_verify` (needs `pip install 'tandem-rl[math]'`):
+    numbers, fractions, percents, units, LaTeX, sets, intervals, matrices and relations by their value; for the letter of a choice, letters."""
     after: str = ""
     """Use only the text after the last occurrence of this text (`####` for GSM8K), in the completion and in a ground truth that contains it. Empty:
     everything."""
@@ -33,6 +40,10 @@ class AnswerMatcherConfig:
     """Treat upper and lower case as equal."""
     tolerance: float = 0.0
     """Relative tolerance of `numeric`. 0: exact rational arithmetic."""
+    precision: int = 6
+    """Decimals to which `math_verify` compares numbers."""
+    relation_is_set: bool = False
+    """For `math_verify`: `1 < x < 2` equals the interval (1, 2) of a ground truth that is a set."""
 
     def check(self) -> None:
         if not 0 <= self.tolerance < 1:
@@ -41,23 +52,38 @@ class AnswerMatcherConfig:
             raise UserError(
                 f"'answer.tolerance' of a reward function is {self.tolerance} but 'answer.compare' is '{self.compare}'; use numeric"
             )
+        if not 0 <= self.precision <= 15:
+            raise UserError(f"'answer.precision' of a reward function is {self.precision}; it must be from 0 to 15 decimals")
+        if self.compare != "math_verify" and (self.precision != 6 or self.relation_is_set):
+            raise UserError(f"'answer.precision' and 'answer.relation_is_set' belong to math_verify, and 'answer.compare' is '{self.compare}'; remove them")
 
 
 @dataclass(frozen=True, slots=True)
 class FormatCheckerConfig:
-    """The format that a completion must have. Exactly one of `pattern` and `tags`."""
+    """The format that a completion must have. Exactly one of `pattern`, `tags`, `json_schema` and `scripts`."""
 
     pattern: str = ""
     """A regular expression; `.` matches line breaks."""
     tags: tuple[str, ...] = ()
     """Each `<tag>...</tag>` exactly once, in this order, none inside another."""
+    json_schema: Mapping[str, Any] = field(default_factory=dict)
+    """A JSON schema (`pip install 'tandem-rl[json-schema]'`) that the completion, as JSON, fits. With `match: contains` the last JSON object or array in it."""
+    scripts: tuple[str, ...] = ()
+    """Scripts such as `latin` or `han`; the reward is the share of letters that belong to one of them, so that an answer keeps to its language (DeepSeek-R1).
+    1 without letters."""
     match: Literal["full", "contains"] = "full"
     """`full`: the whole completion has the format. `contains`: a part of it."""
 
     def check(self) -> None:
-        if bool(self.pattern) == bool(self.tags):
-            given = "both are given" if self.pattern else "neither is given"
-            raise UserError(f"section 'format' of a reward function needs either 'pattern' or 'tags'; {given}")
+        given = [name for name in ("pattern", "tags", "json_schema", "scripts") if getattr(self, name)]
+        if len(given) != 1:
+            has = " and ".join(given) or "none"
+            raise UserError(f"section 'format' of a reward function needs one of pattern, tags, json_schema and scripts; it has {has}")
+        for script in self.scripts:
+            if script not in SCRIPTS:
+                raise UserError(f"'format.scripts' of a reward function contains {script!r}; write one of {', '.join(SCRIPTS)}")
+        if self.scripts and self.match != "full":
+            raise UserError("'format.match' of a reward function is contains, and 'format.scripts' reads the whole completion; remove it")
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -94,8 +120,8 @@ class RewardFunctionConfig:
     """One reward function."""
 
     function: str
-    """`task` (the task's own), `answer_matcher`, `format_checker`, `code_executor`; `gsm8k`, `math` or `multiple_choice`, which score as the benchmark's
-    authors do; your own as `module:function` or `path/to/file.py:function`; or the address of an HTTP endpoint, `http://host:port/path`."""
+    """`task` (the task's own), `answer_matcher`, `format_checker`, `code_executor`, `length`; `gsm8k`, `math` or `multiple_choice`, which score as
+    the benchmark's authors do; your own as `module:function` or `path/to/file.py:function`; or the address of an HTTP endpoint, `http://host:port/path`."""
     name: str = ""
     """Name of its value in metrics. Empty: the function's name."""
     weight: float = 1.0
@@ -113,6 +139,8 @@ class RewardFunctionConfig:
     """Settings of `answer_matcher` and `task`, below."""
     format: FormatCheckerConfig | None = None
     """Settings of `format_checker`, below."""
+    length: LengthRewardConfig | None = None
+    """Settings of `length`, below."""
     code: CodeExecutorConfig = field(default_factory=CodeExecutorConfig)
     """Settings of `code_executor`, below."""
     endpoint: EndpointConfig = EndpointConfig()
@@ -144,9 +172,11 @@ class RewardFunctionConfig:
             )
         if not -1e6 < self.weight < 1e6:
             raise UserError(f"'weight' of reward function '{self.label}' is {self.weight}; it must be a finite number")
-        if (self.format is not None) != (self.function == "format_checker"):
-            problem = "needs a section 'format'" if self.format is None else "has a section 'format', which belongs to format_checker"
-            raise UserError(f"reward function '{self.label}' {problem}")
+        for section, owner in (("format", "format_checker"), ("length", "length")):
+            is_given = getattr(self, section) is not None
+            if is_given != (self.function == owner):
+                problem = f"has a section '{section}', which belongs to {owner}" if is_given else f"needs a section '{section}'"
+                raise UserError(f"reward function '{self.label}' {problem}")
         if self.answer != AnswerMatcherConfig() and self.function not in ("task", "answer_matcher"):
             raise UserError(f"reward function '{self.label}' has a section 'answer', which belongs to answer_matcher and task")
         if self.code != CodeExecutorConfig() and self.function != "code_executor":
@@ -212,6 +242,8 @@ class RewardsConfig:
         if self.sample_deadline_s > self.deadline_s:
             raise UserError(f"'rewards.sample_deadline_s' is {self.sample_deadline_s}, more than rewards.deadline_s ({self.deadline_s})")
         for function in self.composition:
+            if function.length is not None and function.length.rule == "kimi" and self.accuracy_function == function.label:
+                raise UserError(f"'rewards.accuracy' is '{function.label}', whose rule kimi reads what is correct; name the function that says so")
             if function.function == "code_executor" and function.code.wall_s > self.sample_deadline_s:
                 raise UserError(
                     f"'code.wall_s' of reward function '{function.label}' is {function.code.wall_s:g}, more than rewards.sample_deadline_s "

@@ -86,7 +86,7 @@ def test_without_faults_a_share_of_zero_goes_on() -> None:
         ({"functions": [{"function": "a:f"}, {"function": "b:f"}]}, "two reward functions are named 'f'"),
         ({"functions": [{"function": "a:f"}], "accuracy": "g"}, "'rewards.accuracy' is 'g'"),
         ({"functions": [{"function": "format_checker"}]}, "needs a section 'format'"),
-        ({"functions": [{"function": "format_checker", "format": {}}]}, "either 'pattern' or 'tags'"),
+        ({"functions": [{"function": "format_checker", "format": {}}]}, "needs one of pattern, tags, json_schema and scripts"),
         ({"functions": [{"function": "format_checker", "format": {"pattern": "("}}]}, "not a valid regular expression"),
         ({"functions": [{"function": "task", "arguments": {"a": 1}}]}, "belong to functions of your own"),
         ({"functions": [{"function": "a:f", "answer": {"extract": "boxed"}}]}, "belongs to answer_matcher"),

@@ -1,14 +1,16 @@
 import random
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.config.rewards import AnswerMatcherConfig, FormatCheckerConfig
+from tandem.config.rewards import AnswerMatcherConfig, FormatCheckerConfig, RewardFunctionConfig, RewardsConfig
 from tandem.rl.rewards.answer_matcher import check_installed, last_boxed, last_number, match_answer, numeric_value
 from tandem.rl.rewards.format_checker import format_checker
 from tandem.rl.rewards.judgement import Item, Judgement
-from tandem.types import ScoreState, UserError
+from tandem.rl.rewards.pool import RewardPool
+from tandem.types import FinishReason, Prompt, Sample, ScoreState, UserError, WeightVersion
 
 
 def judged(completion: str, truth: Any, fault_value: float = 0.0, **settings: Any) -> Judgement:
@@ -122,6 +124,44 @@ def test_math_verify_is_refused_with_the_fix_where_it_is_not_installed() -> None
             check_installed(config)
     else:
         assert judged(r"\frac{2}{4}", r"\frac{1}{2}", compare="math_verify").value == 1.0
+
+
+MATH = [
+    ("0.5", r"\frac{1}{2}", {}, 1.0), (r"so it is $\frac12$", "1/2", {}, 1.0), ("1,234.50", "1234.5", {}, 1.0),
+    ("2.5e3", "2500", {}, 0.0), ("-7", "7", {}, 0.0),
+    ("28 percent", r"$28\%$", {}, 1.0), ("28", r"$28\%$", {}, 1.0), ("0.28", "28", {}, 0.0),
+    (r"The answer is $12\text{ cm}^2$.", "12", {}, 1.0), (r"\boxed{3\ \text{meters}}", "3", {}, 1.0),
+    (r"$\{3, 1, 2\}$", r"$\{1,2,3\}$", {}, 1.0), (r"$\{1, 2\}$", r"$\{1,2,3\}$", {}, 0.0), (r"$[0, 1)$", r"$[0,1)$", {}, 1.0),
+    (r"$(0, 1)$", r"$[0,1)$", {}, 0.0),
+    (r"$(-\infty, 2) \cup (3, \infty)$", r"$(3,\infty)\cup(-\infty,2)$", {}, 1.0),
+    (r"$x^2 + 2x + 1$", r"$(x+1)^2$", {}, 1.0), (r"$x = 4$", "4", {}, 1.0), (r"$\sqrt{8}$", r"$2\sqrt{2}$", {}, 1.0),
+    (r"$\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}$", r"$\begin{pmatrix} 1&2\\3&4 \end{pmatrix}$", {}, 1.0),
+    ("0.3333", r"$\frac13$", {}, 0.0), ("0.3333", r"$\frac13$", {"precision": 4}, 1.0),
+    (r"$1 < x < 2$", r"$(1, 2)$", {}, 0.0), (r"$1 < x < 2$", r"$x \in (1, 2)$", {"relation_is_set": True}, 1.0),
+    ("The answer is (C).", "C", {}, 1.0), (r"\boxed{B}", "(C)", {}, 0.0), ("C. because it is", "C", {}, 1.0), ("C", ["B", "C"], {}, 1.0),
+    ("Perhaps.", "C", {}, -0.5), ("  ", "7", {}, -0.5),
+]  # fmt: skip
+"""Completion, ground truth, settings and reward; a completion with nothing to compare has the value of a model fault, -0.5."""
+
+
+@pytest.mark.parametrize(("completion", "truth", "settings", "value"), MATH, ids=range(len(MATH)))
+def test_answers_are_compared_by_their_value_with_math_verify(completion: str, truth: Any, settings: dict[str, Any], value: float) -> None:
+    pytest.importorskip("math_verify", reason="math-verify is not installed, so it is not tested")
+    assert judged(completion, truth, -0.5, compare="math_verify", **settings).value == value
+
+
+@pytest.mark.full
+def test_an_endless_comparison_is_masked_and_the_log_names_sample_and_function(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("math_verify", reason="math-verify is not installed, so it is not tested")
+    function = RewardFunctionConfig("answer_matcher", name="math", answer=AnswerMatcherConfig(compare="math_verify"))
+    texts = ("7", "$123456789!$", "8")
+    at = WeightVersion(0, 0)
+    samples = [Sample(f"3/p{i}/0", f"p{i}", 0, (1,), (2,), (0.0,), (0.0,), (at,), FinishReason.STOP, text) for i, text in enumerate(texts)]
+    with RewardPool(RewardsConfig(functions=(function,), sample_deadline_s=8.0, deadline_s=100.0), log_dir=tmp_path) as pool:
+        scores = pool.score(samples, [Prompt(f"p{i}", "?", (1,), "7", "dataset") for i in range(3)])
+    assert [score.value for score in scores] == [1.0, None, 0.0]
+    assert "reward function 'math' on sample '3/p1/0': no answer within 8 s, and its process was ended" in scores[1].reason
+    assert "it hung and was ended, in reward function 'math' on sample '3/p1/0'" in caplog.text
 
 
 def formed(text: str, **settings: Any) -> float | None:

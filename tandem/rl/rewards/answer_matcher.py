@@ -1,14 +1,17 @@
 """Compares a completion with the ground truth."""
 
+import logging
 import re
 from fractions import Fraction
 from typing import Any
 
 from tandem.config.rewards import AnswerMatcherConfig
 from tandem.rl.rewards.judgement import Judgement, describe, infrastructure_fault, model_fault, number, shortened
+from tandem.rl.rewards.scorers import chosen_letter
 from tandem.types import UserError
 
 _LAST_NUMBER = re.compile(r"(?<![\w.])(?:[-+])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][-+]?\d{1,4})?(?:/\d+)?")
+_LETTER = re.compile(r"\(?[A-J]\)?\.?|\\boxed\{[A-J]\}")
 _PLAIN = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?")
 
 
@@ -25,7 +28,7 @@ def match_answer(completion: str, ground_truth: Any, config: AnswerMatcherConfig
     if answer is None:
         return model_fault(fault_value, f"no answer found ({_sought(config)})")
     if config.compare == "math_verify":
-        return _math_verify(answer, truths, fault_value)
+        return _math_verify(answer, truths, config, fault_value)
     if config.compare == "numeric":
         return _numeric(answer, truths, config, fault_value)
     texts = [str(truth).strip() for truth in truths]
@@ -121,19 +124,41 @@ def _numeric(answer: str, truths: list[Any], config: AnswerMatcherConfig, fault_
     return number(float(right), correct=right)
 
 
-def _math_verify(answer: str, truths: list[Any], fault_value: float) -> Judgement:
-    from math_verify import parse, verify
+def _math_verify(answer: str, truths: list[Any], config: AnswerMatcherConfig, fault_value: float) -> Judgement:
+    if all(_LETTER.fullmatch(str(truth).strip()) for truth in truths):
+        letter = chosen_letter(answer)
+        if letter is None:
+            return model_fault(fault_value, "no letter of a choice")
+        return _verdict(letter in [chosen_letter(str(truth).strip()) for truth in truths])
+    from math_verify import verify
 
+    # Without its timeouts, after which it answers that the sample is wrong: a call that takes too long is ended with its process, and masked.
     try:
-        wanted = [parse(str(truth)) or parse(f"${truth}$") for truth in truths]
+        wanted = [_parsed(str(truth)) for truth in truths]
     except Exception as error:
         return infrastructure_fault(f"math-verify failed on the ground truth: {describe(error)}")
     if not all(wanted):
         return infrastructure_fault(f"math-verify cannot read the ground truth {shortened(truths[wanted.index([])])}")
-    given = parse(answer) or parse(f"${answer}$")
+    given = _parsed(answer)
     if not given:
         return model_fault(fault_value, f"math-verify cannot read {shortened(answer)}")
-    right = any(verify(want, given) for want in wanted)
+    options = {"float_rounding": config.precision, "allow_set_relation_comp": config.relation_is_set}
+    return _verdict(any(verify(want, given, timeout_seconds=None, **options) for want in wanted))
+
+
+def _parsed(text: str) -> list[Any]:
+    """Returns the expressions that math-verify reads in ``text``, or in it as a formula."""
+    import math_verify
+
+    # It warns at each call that it has no timeout.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    for form in (text, f"${text}$"):
+        if found := math_verify.parse(form, parsing_timeout=None):
+            return list(found)
+    return []
+
+
+def _verdict(right: bool) -> Judgement:
     return number(float(right), correct=right)
 
 

@@ -16,7 +16,8 @@ Scope = Literal["sample", "group", "batch"]
 
 class Item(NamedTuple):
     """One sample as a judge receives it. ``completion``: its text; ``prompt``: the text that the model read; ``messages``: the prompt as a conversation, if
-    its row has one; ``group``: the prompt's id; ``turns``: an episode as the messages after its prompt, of which ``completion`` is the last one's content."""
+    its row has one; ``group``: the prompt's id; ``turns``: an episode as the messages after its prompt, of which ``completion`` is the last one's content;
+    ``length``: tokens that the model sampled; ``correct``: what the accuracy function says, if it was called for an earlier scope."""
 
     sample_id: str
     prompt: str
@@ -28,6 +29,8 @@ class Item(NamedTuple):
     messages: Sequence[Mapping[str, Any]] = ()
     group: str = ""
     turns: Sequence[Mapping[str, Any]] = ()
+    length: int = 0
+    correct: bool | None = None
 
 
 class TrainerState(NamedTuple):

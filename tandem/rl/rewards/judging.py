@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tandem.config.rewards import RewardsConfig
 from tandem.rl.rewards.judgement import Item, Judgement, Scope, TrainerState, infrastructure_fault
-from tandem.rl.rewards.rule_based import compose
+from tandem.rl.rewards.rule_based import compose, is_correct
 from tandem.runtime.process.deadline import Deadline
 from tandem.types import Prompt, Sample, Score, ScoreState
 
@@ -177,7 +177,11 @@ class Judging:
     def items_of(self, units: Sequence[Unit]) -> list[Item]:
         """Returns the samples of ``units`` that no function has failed on."""
         with self._lock:
-            return [self._items[each] for unit in units for each in unit.sample_ids if not self._is_broken(each)]
+            return [self._items[each]._replace(correct=self._correct(each)) for unit in units for each in unit.sample_ids if not self._is_broken(each)]
+
+    def _correct(self, sample_id: str) -> bool | None:
+        deciding = self._said[sample_id].get(self.config.accuracy_function)
+        return None if deciding is None else is_correct(deciding, self.config)
 
     def record_call(self, judges: Sequence[int], began: float, ended: float) -> None:
         """Records that ``judges`` were called together, in seconds of ``perf_counter``."""
@@ -239,4 +243,5 @@ class Judging:
 def _item(sample: Sample, prompt: Prompt) -> Item:
     return Item(
         sample.id, prompt.text, sample.text, sample.token_ids, prompt.ground_truth, prompt.task, prompt.columns, prompt.messages, prompt.id, sample.messages,
+        sample.sampled_tokens,
     )  # fmt: skip

@@ -169,7 +169,9 @@ class _Slot:
         try:
             return self.worker.judge(judges, items, deadline_s, judging.state)
         except (CallHung, CallDied) as failure:
-            logger.warning("%s: a reward worker was lost: %s", self.log.name, str(failure) or "it hung and was ended")
+            names = ", ".join(self.config.composition[judge].label for judge in judges)
+            what = f"'{names}' on sample '{items[0].sample_id}'" + (f" and {len(items) - 1} more" if len(items) > 1 else "")
+            logger.warning("%s: a reward worker was lost: %s, in reward function %s", self.log.name, str(failure) or "it hung and was ended", what)
             raise
         finally:
             judging.record_call(judges, began, time.perf_counter())

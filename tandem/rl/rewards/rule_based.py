@@ -11,6 +11,7 @@ from tandem.rl.rewards.endpoint import endpoint_judge
 from tandem.rl.rewards.format_checker import format_checker
 from tandem.rl.rewards.functions import user_judge
 from tandem.rl.rewards.judgement import Item, Judge, JudgeCall, Judgement, checked_number, infrastructure_fault, model_fault, number
+from tandem.rl.rewards.length_reward import length_judge
 from tandem.rl.rewards.scorers import SCORERS, scorer_of
 from tandem.types import Score, ScoreState
 
@@ -29,6 +30,8 @@ def make_judge(function: RewardFunctionConfig, config: RewardsConfig) -> Judge:
     if function.function == "format_checker":
         assert function.format is not None
         return _each(function, format_checker(function.format))
+    if function.function == "length":
+        return length_judge(function)
     if function.function == "code_executor":
         return code_judge(function, fault_value)
     if function.function == "task":
@@ -83,8 +86,12 @@ def compose(sample_id: str, judgements: Mapping[str, Judgement], config: Rewards
     faults = [judgement for judgement in judgements.values() if judgement.state is ScoreState.MODEL_FAULT]
     state = ScoreState.MODEL_FAULT if faults else ScoreState.NUMBER
     total = sum(function.weight * components[function.label] for function in applied)
-    deciding = judgements[config.accuracy_function]
-    correct = deciding.correct
-    if correct is None and deciding.value is not None:
-        correct = deciding.value >= config.accuracy_threshold
+    correct = is_correct(judgements[config.accuracy_function], config)
     return Score(sample_id, state, total, components, correct, faults[0].reason if faults else "", extra)
+
+
+def is_correct(deciding: Judgement, config: RewardsConfig) -> bool | None:
+    """Returns whether a sample is correct by the judgement of the accuracy function; ``None`` if that has no value."""
+    if deciding.correct is None and deciding.value is not None:
+        return deciding.value >= config.accuracy_threshold
+    return deciding.correct
