@@ -5,10 +5,11 @@ from typing import Literal
 
 from tandem.config.filter_groups import FilterGroupsConfig
 from tandem.config.limits import check_at_least_one, check_float32
+from tandem.config.preference import PreferenceLoss, check_preference
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
-AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
+AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "online_dpo"]
 PolicyLossName = Literal["clip", "cispo", "mirror_descent"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
@@ -27,9 +28,17 @@ class AlgorithmConfig:
     `reinforce_plus_plus_baseline`: reward - group mean, normalised in the same way.
     `ppo`: generalized advantage estimation with the values of a critic (section `critic`), normalised over all tokens of the batch
     (Schulman et al., 2016 and 2017).
+    `online_dpo`: no advantage; the best and the worst completion of a group are a preference pair (`loss_type`), and groups with equal rewards
+    have none (Guo et al., 2024).
     `pretrain`, `sft` and `dpo` train on data and have a section `algorithm` of their own."""
     group_size: int = 8
     """Completions per prompt, at least 2; for `reinforce_plus_plus` and `ppo`, which compare no groups, at least 1."""
+    loss_type: PreferenceLoss = "sigmoid"
+    """For `online_dpo`: the loss of a pair, `sigmoid`, `ipo`, `hinge` or `robust`."""
+    beta: float = 0.1
+    """For `online_dpo`: the weight of the reference. The larger it is, the less the policy departs from it; for `ipo` it is tau."""
+    label_smoothing: float = 0.0
+    """For `online_dpo` with `sigmoid` or `robust`: the share of the pairs whose scores are assumed to be the wrong way, below 0.5."""
     gamma: float = 1.0
     """For `ppo`: discount of the reward of the next token."""
     gae_lambda: float = 1.0
@@ -89,7 +98,17 @@ class AlgorithmConfig:
     @property
     def has_inference(self) -> bool:
         """Whether a step needs passes of other models over its samples: of the reference for a KL, of PPO's critic for values."""
-        return self.kl_coef > 0 or self.name == "ppo"
+        return self.needs_reference or self.name == "ppo"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a step needs the log-probabilities of the reference model."""
+        return self.kl_coef > 0 or self.learns_from_pairs
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether the loss is one of preference pairs."""
+        return self.name == "online_dpo"
 
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
@@ -142,6 +161,13 @@ class AlgorithmConfig:
         return (self.filter_groups.gen_batch_size if self.filter_groups is not None else 0) or prompts_per_step
 
     def _refuse_unread(self) -> None:
+        check_preference(self, "online_dpo")
+        if self.learns_from_pairs:
+            of_policies = (
+                "kl_coef", "policy_loss", "mirror_descent_tau", "clip_ratio_low", "clip_ratio_high", "dual_clip", "loss_agg_mode", "tis_cap",
+                "importance_level", "old_logprobs",
+            )  # fmt: skip
+            refuse_unread("algorithm", self, "algorithm.name is 'online_dpo', whose loss is that of pairs", *of_policies)
         if self.name != "grpo":
             refuse_unread("algorithm", self, f"algorithm.name is '{self.name}'", "advantage_epsilon", fix="set algorithm.name to grpo")
         if self.name != "ppo":

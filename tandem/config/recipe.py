@@ -25,6 +25,7 @@ from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.task import TaskConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 
@@ -69,12 +70,12 @@ class Recipe:
                 f"'model.max_length' is {self.model.max_length}, more than model.create.max_position_embeddings ({create.max_position_embeddings})"
             )
         filtered = self.rollout.top_p < 1 or self.rollout.top_k > 0 or self.rollout.min_p > 0
-        if filtered and self.algorithm.tis_cap is None:
+        if filtered and self.algorithm.tis_cap is None and not self.algorithm.learns_from_pairs:
             raise UserError(
                 "rollout.top_p, top_k and min_p draw from another distribution than the trainer's; set "
                 "algorithm.tis_cap (2.0 is usual) or turn them off"
             )
-        if filtered and self.rollout.temperature != 1 and self.algorithm.old_logprobs == "rollout":
+        if filtered and self.rollout.temperature != 1 and self.algorithm.old_logprobs == "rollout" and not self.algorithm.learns_from_pairs:
             # At another temperature the rollout reports pi_old in its sampling distribution, which a filter has renormalised.
             raise UserError(
                 f"'algorithm.old_logprobs' is 'rollout' with rollout.temperature {self.rollout.temperature:g} and top_p, top_k or "
@@ -132,6 +133,9 @@ class Recipe:
                 "'rollout.budget_tokens' with rollout.prompt_order.by success_rate: prompts are drawn while others wait for their samples, and so for their "
                 "success; set by to shuffle, file or difficulty"
             )
+        if algorithm.learns_from_pairs:
+            reason = "algorithm.name is 'online_dpo', whose loss does not depend on the policy that drew the tokens"
+            refuse_unread("rollout", rollout, reason, "mask_off_policy")
         if algorithm.old_logprobs == "recompute" and algorithm.tis_cap is None and not rollout.mask_off_policy:
             raise UserError(
                 "'rollout.budget_tokens' with algorithm.old_logprobs recompute: tokens of older weights would count as if the newest had drawn them; set "
@@ -186,7 +190,8 @@ class Recipe:
     def _check_engine(self, max_model_len: int) -> None:
         """Checks the options of the engine. ``max_model_len``: the context in tokens, 0 if only the model's folder defines it."""
         different = self._difference()
-        is_corrected = self.algorithm.tis_cap is not None and self.algorithm.old_logprobs == "recompute"
+        # The loss of pairs does not need to know the distribution that they were drawn from.
+        is_corrected = self.algorithm.learns_from_pairs or (self.algorithm.tis_cap is not None and self.algorithm.old_logprobs == "recompute")
         if different and not is_corrected:
             raise UserError(
                 f"{different}, so samples come from another distribution than the trainer's; set algorithm.tis_cap (2.0 is usual) and "

@@ -118,7 +118,7 @@ def build_actor(
             made.instantiate()
         return made
 
-    reference = frozen("reference", settings) if recipe.algorithm.kl_coef > 0 else None
+    reference = frozen("reference", settings) if recipe.algorithm.needs_reference else None
     reward_model = None
     if recipe.reward_model.path:
         folder = found_model(recipe.reward_model.path).resolve()

@@ -60,7 +60,10 @@ def pack(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bi
 
 def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int) -> list[list[Bin]]:
     """Returns the micro-batches of each of ``ranks`` data-parallel ranks, as indices of ``sequences``."""
-    lengths = [forward_tokens(s) for s in sequences]
+    return _shares([forward_tokens(s) for s in sequences], ranks, micro_batch_tokens)
+
+
+def _shares(lengths: Sequence[int], ranks: int, micro_batch_tokens: int) -> list[list[Bin]]:
     if ranks == 1:
         return [best_fit(lengths, micro_batch_tokens)]
     shares = spread(lengths, ranks)
@@ -70,8 +73,14 @@ def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_toke
 
 def pack_pairs(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bin]:
     """Returns the micro-batches of ``sequences`` by index, packed so that sequences 2i and 2i + 1, a preference pair, are side by side in one."""
+    return pack_pair_shares(sequences, 1, micro_batch_tokens)[0]
+
+
+def pack_pair_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int) -> list[list[Bin]]:
+    """Returns the micro-batches of ``pack_pairs`` of each of ``ranks`` data-parallel ranks."""
     lengths = [forward_tokens(chosen) + forward_tokens(rejected) for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True)]
-    return [tuple(index for pair in pairs for index in (2 * pair, 2 * pair + 1)) for pairs in best_fit(lengths, micro_batch_tokens)]
+    shares = _shares(lengths, ranks, micro_batch_tokens)
+    return [[tuple(index for pair in pairs for index in (2 * pair, 2 * pair + 1)) for pairs in bins] for bins in shares]
 
 
 def split(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:

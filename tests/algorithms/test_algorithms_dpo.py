@@ -8,12 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.config.algorithm import AlgorithmConfig
 from tandem.kernels.api import TokenLogprobs
+from tandem.rl.algorithms.batch import make_batch
+from tandem.rl.algorithms.online_dpo import best_and_worst, pairs_of
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.dpo import AnswerRatios, dpo_loss, make_dpo_loss
 from tandem.trainer.micro_batch import blank, collate
 from tandem.trainer.packing import pack_pairs
-from tandem.types import TrainSequence
+from tandem.types import FinishReason, Sample, Score, ScoreState, TrainSequence, UserError, WeightVersion
 
 LENGTHS = ((3, 5), (4, 1), (2, 2), (6, 3))
 
@@ -112,3 +115,38 @@ def test_pairs_are_packed_whole_and_side_by_side() -> None:
     # Tokens through the network, without the last of each answer: 4 + 6, 5 + 2, 3 + 3, 7 + 4. A pair of 11 has a bin of its own.
     assert pack_pairs(sequences, 13) == [(6, 7), (0, 1), (2, 3, 4, 5)]
     assert pack_pairs([], 13) == []
+
+
+def test_the_best_and_the_worst_of_a_group_are_a_pair_and_equal_scores_are_none() -> None:
+    rewards = torch.tensor([[0.5, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [2.0, 0.0, 1.0, 9.0], [1.0, 0.0, 0.0, 0.0]])
+    valid = torch.tensor([[True] * 4, [True] * 4, [True, True, True, False], [True, False, False, False]])
+    assert best_and_worst(rewards, valid) == [(1, 2), None, (0, 1), None]
+    assert pairs_of([[7, 5, 3, 1], [0, 2, 4, 6], [8, 9, 10, 11], [12, 13, 14, 15]], rewards, valid) == [(5, 3), (8, 9)]
+
+
+def drawn(prompt: str, index: int, length: int, finish: FinishReason = FinishReason.STOP) -> Sample:
+    tokens = tuple(range(3, 3 + length))
+    return Sample(f"0/{prompt}/{index}", prompt, index, (1, 2), tokens, (-1.0,) * length, (-1.0,) * length, (WeightVersion(0, 0),) * length, finish, "")
+
+
+def test_a_batch_begins_with_the_pairs_and_counts_nothing_else() -> None:
+    # Group a: 0 and 1 differ. Group b: equal. Group c: the best is empty and the next was not scored, so one is left.
+    samples = [drawn("a", 0, 2), drawn("a", 1, 3), drawn("b", 0, 1), drawn("b", 1, 1), drawn("c", 0, 0), drawn("c", 1, 2), drawn("c", 2, 2)]
+    values: list[float | None] = [0.0, 1.0, 0.5, 0.5, 1.0, None, 0.0]
+    scores = [
+        Score(s.id, ScoreState.INFRASTRUCTURE_FAULT if value is None else ScoreState.NUMBER, value) for s, value in zip(samples, values, strict=True)
+    ]
+    reference = {sample.id: (0.0, 0.0) + (-2.0,) * len(sample.token_ids) for sample in samples}
+    batch = make_batch(3, samples, scores, AlgorithmConfig(name="online_dpo", group_size=3), 8, reference)
+    assert [s.id for s in batch.sequences] == ["0/a/1", "0/a/0", "0/b/0", "0/b/1", "0/c/0", "0/c/1", "0/c/2"]
+    assert [sum(s.loss_mask) for s in batch.sequences] == [3, 2, 0, 0, 0, 0, 0]
+    assert batch.sequences[0].reference_logprobs == (0, 0, -2, -2, -2)
+
+
+@pytest.mark.parametrize(("key", "value"), [("kl_coef", 0.1), ("dual_clip", 3.0), ("tis_cap", 2.0), ("old_logprobs", "recompute"), ("policy_loss", "cispo")])
+def test_what_online_dpo_does_not_read_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"'algorithm.{key}' is .* which is not read: algorithm.name is 'online_dpo'"):
+        AlgorithmConfig(name="online_dpo", **{key: value}).check()
+    AlgorithmConfig(name="online_dpo", loss_type="ipo", beta=0.5, minibatches=2).check()
+    with pytest.raises(UserError, match=r"'algorithm.beta' is 0.5, which is not read: algorithm.name is 'grpo'; set algorithm.name to online_dpo"):
+        AlgorithmConfig(beta=0.5).check()

@@ -133,7 +133,7 @@ def train_policy(here: RankContext | None, policy: Policy, folder: Path | None =
         sequences = [train_sequence(sample) for sample in samples]
         if step == 0:
             found["logprobs"] = infer_sequences(replica, sequences, policy.micro_batch_tokens, TEMPERATURE)
-        known = sequence_logprobs(reference, sequences, policy.micro_batch_tokens) if algorithm.kl_coef else None
+        known = sequence_logprobs(reference, sequences, policy.micro_batch_tokens) if algorithm.needs_reference else None
         result = update_policy(
             replica, make_batch(step, samples, scores, algorithm, 14, known), algorithm, policy.trainer, temperature=TEMPERATURE, guard=guard
         )

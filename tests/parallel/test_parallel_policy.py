@@ -107,6 +107,7 @@ VARIANTS = {
     "gspo": AlgorithmConfig(importance_level="sequence", loss_agg_mode="seq-mean-token-mean", dual_clip=3.0),
     "dr_grpo": AlgorithmConfig(name="dr_grpo", loss_agg_mode="seq-mean-token-sum-norm", kl_coef=0.1, kl_estimator="k3+"),
     "rloo": AlgorithmConfig(name="rloo", loss_agg_mode="seq-mean-token-sum", tis_cap=2.0, tis_level="sequence"),
+    "online dpo": AlgorithmConfig(name="online_dpo", minibatches=2),
     "cispo": AlgorithmConfig(policy_loss="cispo", minibatches=2),
     "mirror descent": AlgorithmConfig(
         name="dr_grpo", policy_loss="mirror_descent", loss_agg_mode="seq-mean-token-sum", old_logprobs="recompute", epochs=2

@@ -43,7 +43,7 @@ def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -
         shapes = read_shapes(folder)
     rollout, algorithm, evaluation, trainer = recipe.rollout, recipe.algorithm, recipe.evaluation, recipe.trainer
     length = prompt_tokens + completion_tokens
-    forward_passes = (algorithm.kl_coef > 0) + (algorithm.old_logprobs == "recompute")
+    forward_passes = algorithm.needs_reference + (algorithm.old_logprobs == "recompute")
 
     def generation(prompts: int, samples: int) -> Work:
         engine = rollout.engine

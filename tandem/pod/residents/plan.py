@@ -155,7 +155,7 @@ def plan(
         )
     tokens = largest_micro_batch(rollout, algorithm, trainer, max_length)
     cache_tokens = kv_cache_tokens(rollout, algorithm, max_length)
-    models: dict[str, Any] = {"reference": algorithm.kl_coef > 0, "critic": algorithm.name == "ppo", "reward_model": reward_model}
+    models: dict[str, Any] = {"reference": algorithm.needs_reference, "critic": algorithm.name == "ppo", "reward_model": reward_model}
     swap, on_gpu = int(engine.swap_space * GIB), pod_device(machine) != "cpu"
     gpus = max(parallel.world, rollout.engine_ranks)
 

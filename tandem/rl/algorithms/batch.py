@@ -11,6 +11,7 @@ from tandem.rl.algorithms.dr_grpo import dr_grpo_advantages
 from tandem.rl.algorithms.gae import generalized_advantages, token_rewards
 from tandem.rl.algorithms.groups import usable
 from tandem.rl.algorithms.grpo import grpo_advantages
+from tandem.rl.algorithms.online_dpo import pairs_of
 from tandem.rl.algorithms.reinforce_plus_plus import returns_to_go, whitened
 from tandem.rl.algorithms.rloo import rloo_advantages
 from tandem.trainer.losses.kl import kl_estimate
@@ -46,6 +47,9 @@ def make_batch(
     A token that weights of a step before ``step`` drew, as in a partial rollout, is marked as off-policy; with ``mask_off_policy`` it is not in the
     loss mask.
 
+    The batch of ``online_dpo`` begins with the pairs of its groups, chosen and rejected side by side; a group without a pair has loss masks of
+    zeros.
+
     With ``config.kl_in_reward`` every token's reward is lowered by ``kl_coef`` times its KL to the reference. ``reinforce_plus_plus`` has no
     groups: a sample counts with its own reward alone. Neither has ``ppo``, whose critic gives ``values``: by sample id, of the state before each token, one
     entry per token of prompt and completion."""
@@ -61,10 +65,14 @@ def make_batch(
     for row, members in enumerate(groups.values()):
         for column, index in enumerate(members):
             value = score_of[samples[index].id].value
-            if value is not None and samples[index].finish_reason is not FinishReason.ABORT:
+            is_excluded = config.learns_from_pairs and not _may_be_in_a_pair(config, samples[index])
+            if value is not None and samples[index].finish_reason is not FinishReason.ABORT and not is_excluded:
                 rewards[row, column], valid[row, column] = value, True
                 if is_grouped:
                     rewards[row, column] -= penalties[index].sum()
+    if config.learns_from_pairs:
+        pairs = pairs_of(list(groups.values()), rewards, valid)
+        return Batch(step, tuple(_paired(step, samples, pairs, reference_logprobs)), config.length_constant or max_tokens)
     advantages, counted = group_advantages(config, rewards, valid).tolist(), (usable(valid) if is_grouped else valid).tolist()
     place = {
         index: (row, column) for row, members in enumerate(groups.values()) for column, index in enumerate(members)
@@ -92,6 +100,21 @@ def make_batch(
     return Batch(step, tuple(sequences), config.length_constant or max_tokens)
 
 
+def _paired(
+    step: int, samples: Sequence[Sample], pairs: Sequence[tuple[int, int]], reference_logprobs: Mapping[str, Sequence[float]] | None
+) -> list[TrainSequence]:
+    """Returns ``samples`` as training sequences: those of ``pairs``, each the chosen one and then the rejected one, and the others, whose loss masks
+    are zeros, after them. Old tokens are learned too: the loss of a pair does not depend on the policy that drew it."""
+    assert reference_logprobs is not None, "preference pairs need reference log-probabilities"
+    in_pairs = [index for pair in pairs for index in pair]
+    others = sorted(set(range(len(samples))) - set(in_pairs))
+    ordered = [(samples[index], number < len(in_pairs)) for number, index in enumerate([*in_pairs, *others])]
+    return [
+        _with_off_policy(train_sequence(sample, (), counts, reference_logprobs[sample.id]), sample, step, masked=False)
+        for sample, counts in ordered
+    ]
+
+
 def _estimated(
     config: AlgorithmConfig, samples: Sequence[Sample], rewards: Sequence[float], penalties: Sequence[Tensor], counts: Sequence[bool],
     values: Mapping[str, Sequence[float]],
@@ -104,6 +127,11 @@ def _estimated(
         of_tokens = token_rewards(reward, penalty)
         estimated.append(generalized_advantages(of_tokens, torch.tensor(own, dtype=torch.float64), config.gamma, config.gae_lambda))
     return whitened([one.advantages for one in estimated], counts), [one.returns for one in estimated]
+
+
+def _may_be_in_a_pair(config: AlgorithmConfig, sample: Sample) -> bool:
+    """Returns whether a pair may have ``sample``: an empty completion has nothing to learn."""
+    return sample.sampled_tokens > 0 and not (config.mask_truncated and sample.is_truncated)
 
 
 def token_advantages(config: AlgorithmConfig, advantages: Sequence[float], penalties: Sequence[Tensor], counts: Sequence[bool]) -> list[Tensor]:

@@ -7,20 +7,27 @@ Its parts are modules of ``trainer.losses``: the ratio and the clipped loss (``p
 aggregation over tokens (``aggregate``).
 """
 
-import torch
 from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.kernels.api import TokenLogprobs
 from tandem.trainer.losses.aggregate import GlobalCounts, row_weights, weighted_sum
 from tandem.trainer.losses.cispo import cispo_loss
+from tandem.trainer.losses.dpo import make_dpo_loss
 from tandem.trainer.losses.importance import truncated_importance
 from tandem.trainer.losses.kl import kl_estimate
 from tandem.trainer.losses.mirror_descent import mirror_descent_loss
-from tandem.trainer.losses.mismatch import mismatch_k3
+from tandem.trainer.losses.mismatch import mismatch_shares
 from tandem.trainer.losses.policy import PolicyLoss, log_ratios, policy_loss
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import Loss, LossShare
+
+
+def make_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: float, mismatch_tokens: int = 0) -> Loss:
+    """Returns the loss of an update: ``make_policy_loss``, or for ``online_dpo`` that of its preference pairs, between raw distributions."""
+    if not config.learns_from_pairs:
+        return make_policy_loss(config, counts, temperature, mismatch_tokens)
+    return make_dpo_loss(config.loss_type, config.beta, config.label_smoothing, counts.sequences // 2, "actor/dpo_loss", mismatch_tokens)
 
 
 def make_policy_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature: float, mismatch_tokens: int = 0) -> Loss:
@@ -56,11 +63,8 @@ def make_policy_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature:
         sums["actor/ppo_kl"] = weighted_sum(policy.kl, by_token)
         sums["actor/pg_clipfrac"] = weighted_sum(policy.clipped, by_token)
         if mismatch_tokens:
-            compared = rows.mask.double() if rows.off_policy is None else rows.mask.double() * ~rows.off_policy
-            sums["mismatch_kl"] = weighted_sum(mismatch_k3(logprobs.raw, rows.rollout_logprobs), compared / mismatch_tokens)
-            distance = torch.where(compared > 0, (logprobs.raw.detach().double() - rows.rollout_logprobs.double()).abs(), 0.0)
-            # A rank without data passes a micro-batch without rows.
-            maxima["mismatch_max_abs"] = distance.max() if len(distance) else distance.sum()
+            mismatch, maxima = mismatch_shares(logprobs.raw, rows, mismatch_tokens)
+            sums |= mismatch
         return LossShare(total, sums, maxima)
 
     return loss

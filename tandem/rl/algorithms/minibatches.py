@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tandem.trainer.grad_scaler import Verdict
 from tandem.trainer.micro_batch import Bin, MicroBatch, make_micro_batches
-from tandem.trainer.packing import pack_shares, split
+from tandem.trainer.packing import pack_pair_shares, pack_shares, split
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.step import StepResult
 from tandem.types import TrainSequence
@@ -24,14 +24,21 @@ class Minibatch:
         return make_micro_batches(self.sequences, self.bins, self.passes, replica.model.dtype, replica.model.device, old_logprobs)
 
 
-def minibatches_of(replica: Replica, sequences: Sequence[TrainSequence], count: int, micro_batch_tokens: int) -> list[Minibatch]:
-    """Returns ``sequences``, each with a counted token, as ``count`` minibatches; fewer if there are fewer sequences."""
-    return [_share(replica, part, micro_batch_tokens) for part in split(sequences, count) if part]
+def minibatches_of(
+    replica: Replica, sequences: Sequence[TrainSequence], count: int, micro_batch_tokens: int, pairs: bool = False
+) -> list[Minibatch]:
+    """Returns ``sequences``, each with a counted token, as ``count`` minibatches; fewer if there are fewer sequences. ``pairs``: sequences
+    2i and 2i + 1 are a preference pair, which stays in one micro-batch."""
+    if pairs:
+        parts = [sequences[2 * part[0] : 2 * part[-1] + 2] for part in split(range(len(sequences) // 2), count) if part]
+    else:
+        parts = [part for part in split(sequences, count) if part]
+    return [_share(replica, part, micro_batch_tokens, pairs) for part in parts]
 
 
-def _share(replica: Replica, sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> Minibatch:
+def _share(replica: Replica, sequences: Sequence[TrainSequence], micro_batch_tokens: int, pairs: bool) -> Minibatch:
     data = replica.ranks.data
-    shares = pack_shares(sequences, data.size, micro_batch_tokens)
+    shares = (pack_pair_shares if pairs else pack_shares)(sequences, data.size, micro_batch_tokens)
     own = shares[data.rank]
     return Minibatch(sequences, own, replica.passes(len(own), max(map(len, shares))))
 

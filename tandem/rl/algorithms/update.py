@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.rl.algorithms.loss import make_policy_loss
+from tandem.rl.algorithms.loss import make_loss
 from tandem.rl.algorithms.minibatches import mean_metrics, minibatches_of, worst
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.grad_scaler import GradScaler
@@ -50,7 +50,9 @@ def update_policy(
     gradient is not finite and there is no ``guard``."""
     with tracer.span("shard the batch"):
         counted = [s for s in batch.sequences if forward_tokens(s) > 0]
-        minibatches = [] if is_frozen else minibatches_of(replica, counted, algorithm.minibatches, trainer.micro_batch_tokens)
+        minibatches = [] if is_frozen else minibatches_of(
+            replica, counted, algorithm.minibatches, trainer.micro_batch_tokens, algorithm.learns_from_pairs
+        )  # fmt: skip
     updates = minibatches * algorithm.epochs
 
     def infer(sequences: Sequence[TrainSequence], at: float) -> list[Tensor]:
@@ -74,7 +76,7 @@ def update_policy(
     for number, minibatch in enumerate(updates):
         micro_batches = minibatch.micro_batches(replica, old)
         mismatch_tokens = sampled_tokens if number == 0 and not is_recomputed else 0
-        loss = make_policy_loss(algorithm, counts_of(minibatch.sequences, batch.length_constant), temperature, mismatch_tokens)
+        loss = make_loss(algorithm, counts_of(minibatch.sequences, batch.length_constant), temperature, mismatch_tokens)
         report = None if on_progress is None else lambda here, _, before=done: on_progress(before + here, total)
         results.append(
             train_step(

@@ -18,6 +18,7 @@ from torch import Tensor
 from tandem.config.preference import PreferenceLoss
 from tandem.kernels.api import TokenLogprobs
 from tandem.trainer.losses.aggregate import sequence_sums
+from tandem.trainer.losses.mismatch import mismatch_shares
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import Loss, LossShare
 
@@ -46,12 +47,14 @@ def dpo_loss(ratios: AnswerRatios, loss_type: PreferenceLoss, beta: float, label
     return (1.0 - label_smoothing) * right + label_smoothing * wrong
 
 
-def make_dpo_loss(loss_type: PreferenceLoss, beta: float, label_smoothing: float, pairs: int, name: str) -> Loss:
+def make_dpo_loss(
+    loss_type: PreferenceLoss, beta: float, label_smoothing: float, pairs: int, name: str, mismatch_tokens: int = 0
+) -> Loss:
     """Returns a loss: the mean of ``dpo_loss`` over the ``pairs`` of the global batch, as shares of micro-batches, with the metric ``name``.
 
     In a micro-batch the sequences 2i and 2i + 1 are the chosen and the rejected answer of pair i; one of a rank without data has a single
     sequence without rows. The other metrics have TRL's names: ``rewards/chosen`` and ``rewards/rejected`` are means of beta log (pi / pi_ref),
-    ``rewards/accuracies`` the share of the pairs whose chosen answer has the larger one."""
+    ``rewards/accuracies`` the share of the pairs whose chosen answer has the larger one. ``mismatch_tokens``: as in ``make_policy_loss``."""
 
     def loss(logprobs: TokenLogprobs, rows: MicroBatch) -> LossShare:
         assert rows.reference_logprobs is not None or not len(rows.rows), "DPO needs reference log-probabilities"
@@ -69,6 +72,7 @@ def make_dpo_loss(loss_type: PreferenceLoss, beta: float, label_smoothing: float
             "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/accuracies": (chosen > rejected).double(),
             "rewards/margins": chosen - rejected, "logps/chosen": policy[both][::2], "logps/rejected": policy[both][1::2],
         }  # fmt: skip
-        return LossShare(total, {name: total.detach(), **{key: values.sum() / pairs for key, values in means.items()}}, {})
+        sums, maxima = mismatch_shares(logprobs.raw, rows, mismatch_tokens) if mismatch_tokens else ({}, {})
+        return LossShare(total, {name: total.detach(), **{key: values.sum() / pairs for key, values in means.items()}, **sums}, maxima)
 
     return loss

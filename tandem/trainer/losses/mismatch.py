@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.reference_dtype import compute_dtype
+from tandem.trainer.losses.aggregate import weighted_sum
 from tandem.trainer.losses.kl import LOG_RATIO_LIMIT
-from tandem.trainer.micro_batch import counted_indices
+from tandem.trainer.micro_batch import MicroBatch, counted_indices
 from tandem.types import TrainSequence
 
 
@@ -26,6 +27,16 @@ def mismatch_k3(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
     The rollout drew the tokens: with D = log trainer - log rollout, clamped to +-20, the estimate is exp(D) - 1 - D."""
     difference = (trainer_logprobs.detach().double() - rollout_logprobs.double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(difference) - difference
+
+
+def mismatch_shares(logprobs: Tensor, rows: MicroBatch, tokens: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns a micro-batch's share of ``mismatch_kl``, a mean over ``tokens`` tokens, and its ``mismatch_max_abs``: sums and maxima.
+    ``logprobs[R]``: raw, of the trainer. Rows that are off-policy are not compared."""
+    compared = rows.mask.double() if rows.off_policy is None else rows.mask.double() * ~rows.off_policy
+    total = weighted_sum(mismatch_k3(logprobs, rows.rollout_logprobs), compared / tokens)
+    distance = torch.where(compared > 0, (logprobs.detach().double() - rows.rollout_logprobs.double()).abs(), 0.0)
+    # A rank without data passes a micro-batch without rows.
+    return {"mismatch_kl": total}, {"mismatch_max_abs": distance.max() if len(distance) else distance.sum()}
 
 
 def recorded_mismatch(sequences: Sequence[TrainSequence], logprobs: Sequence[Tensor], dtype: torch.dtype) -> Mismatch:
