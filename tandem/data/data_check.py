@@ -14,6 +14,7 @@ from tandem.data.rows.preference_rows import read_preference
 from tandem.data.rows.row import Rows, keys_of
 from tandem.data.tasks.prompt_rows import find_keys, read_prompt
 from tandem.data.tokenizing.encode_examples import ExampleEncoder
+from tandem.data.tools.load import tool_schemas
 from tandem.text.long_text import exceeds
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import UserError
@@ -158,7 +159,7 @@ def _prompts(rows: Rows, task: TaskConfig, model: ModelText | None, keys: Keys) 
     if not placed:
         return _Reader("no row can be read", lambda where, values: _Read("", "", ()))
     prompt_keys = find_keys(placed, task.prompt_key, task.answer_key)
-    chat_format = _plain_chat() if model is None else chat_format_of(model.folder, model.tokenizer)
+    chat_format = _plain_chat() if model is None else chat_format_of(model.folder, model.tokenizer, tool_schemas(task.tools))
     style = PromptFormat(task, text_encode(model.tokenizer) if model is not None else lambda text: [], chat_format, prompt_keys.has_messages)
 
     def read(where: str, values: Mapping[str, Any]) -> _Read:

@@ -6,7 +6,7 @@ from tandem.config.prompt_order import PromptOrderConfig
 from tandem.config.task import TaskConfig
 from tandem.data.prompt_format import chat_format_of, text_encode
 from tandem.data.prompts import PromptSource
-from tandem.data.tools.load import load_tools
+from tandem.data.tools.load import tool_schemas
 from tandem.text.tokenizer import Tokenizer
 
 
@@ -18,5 +18,5 @@ def task_prompts(
     tokenizer = Tokenizer.from_folder(folder)
     return PromptSource(
         task, text_encode(tokenizer), seed=seed, prompts_per_draw=prompts_per_draw, rounds=rounds, order=order, context_tokens=context_tokens,
-        max_new_tokens=max_new_tokens, chat_format=chat_format_of(folder, tokenizer, [tool.schema for tool in load_tools(task.tools).values()]),
+        max_new_tokens=max_new_tokens, chat_format=chat_format_of(folder, tokenizer, tool_schemas(task.tools)),
     )  # fmt: skip

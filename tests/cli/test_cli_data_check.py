@@ -116,3 +116,11 @@ def test_a_wrong_use_is_one_line(command: Run, given: tuple[str, ...], problem: 
     write(tmp_path / "a.jsonl", [{"prompt": "a"}])
     (tmp_path / "sort.yaml").write_text("model: {path: m}\ntask: {name: sort}\n")
     assert problem in command(*given).refusal()
+
+
+def test_prompts_are_shown_with_the_tools_of_the_recipe(command: Run, folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": f"{i}+2="}], "answer": "4"} for i in range(9)])
+    sections = {"model": {"path": str(folder)}, "task": {"name": "dataset", "path": str(path), "tools": ["calculator"]}, "rollout": {"multi_turn": {}}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    done = command("data", "check", "--recipe", tmp_path / "recipe.yaml", "--tokenizer", folder, "--json")
+    assert '"name": "calculator"' in json.loads(done.out)["shown"][0]["text"]

@@ -6,9 +6,17 @@ from typing import Any, Literal
 import pytest
 from transformers.utils import get_json_schema
 
+from tandem.config.load import build
+from tandem.config.model import NewModelConfig
+from tandem.config.recipe import Recipe
+from tandem.config.task import TaskConfig
+from tandem.data.task_prompts import task_prompts
 from tandem.data.tools.calculator import calculator
 from tandem.data.tools.load import load_tools
 from tandem.data.tools.schema import check_arguments, tool_schema
+from tandem.model.new_model import write_tokenizer
+from tandem.text.tokenizer import Tokenizer
+from tandem.text.tool_calls import parse_tool_calls
 from tandem.types import UserError
 
 
@@ -128,3 +136,43 @@ def test_tools_are_loaded_by_path_and_name(tmp_path):
     for paths, problem in (([f"{tmp_path}/mine.py:whisper"], "has no 'whisper'; it has shout"), (["calculator"] * 2, "two tools are named 'calculator'")):
         with pytest.raises(UserError, match=problem):
             load_tools(paths)
+
+
+def test_demonstrations_show_the_call_and_learn_everything_but_its_result(tmp_path):
+    write_tokenizer(NewModelConfig(chat=True), tmp_path)
+    task, tokenizer = TaskConfig("addition", 1, 2, chat=True, tools=("calculator",)), Tokenizer.from_folder(tmp_path)
+    prompts = task_prompts(task, tmp_path, seed=0, context_tokens=128)
+    kinds = set()
+    for index in range(20):
+        shown = prompts.demonstration(index, 0, 0.5, 2)
+        question = tokenizer.decode(shown.prompt_token_ids, skip_special_tokens=False)
+        a, b = map(int, question.removeprefix("<system>calculator(expression)<end><user>").removesuffix("=<end><assistant>").split("+"))
+        whole = tokenizer.decode(shown.completion_token_ids, skip_special_tokens=False)
+        learned = [token for token, is_learned in zip(shown.completion_token_ids, shown.learned, strict=True) if is_learned]
+        written = tokenizer.decode(learned, skip_special_tokens=False)
+        if shown.correct:
+            assert whole == f'[calculator(expression="{a}+{b}")]<end><tool>{a + b}<end><assistant>{a + b}<end>'
+            assert written == f'[calculator(expression="{a}+{b}")]<end>{a + b}<end>'
+            assert parse_tool_calls("pythonic", whole.partition("<end>")[0])[0].arguments == {"expression": f"{a}+{b}"}
+        else:
+            assert whole == written and int(whole.removesuffix("<end>")) != a + b
+        kinds.add(shown.correct)
+    assert kinds == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"rollout": {"multi_turn": {}}}, "'rollout.multi_turn' is given and 'task.tools' is not"),
+        ({"task": {"name": "sort", "chat": True, "tools": ["calculator"]}}, "'task.tools' is given and 'rollout.multi_turn' is not"),
+        ({"task": {"name": "sort", "tools": ["calculator"]}}, "set task.chat to true"),
+        ({"task": {"name": "sort", "chat": True, "tools": ["abacus"]}}, "contains 'abacus', which is neither calculator nor"),
+        ({"rollout": {"multi_turn": {"max_turns": 0}}}, "'rollout.multi_turn.max_turns' is 0"),
+        ({"rollout": {"multi_turn": {"tool_timeout_s": 0}}}, "'rollout.multi_turn.tool_timeout_s' is 0"),
+        ({"rollout": {"multi_turn": {"tool_call_parser": "xml"}}}, "must be one of hermes, llama3_json, mistral, pythonic"),
+    ],
+)
+def test_a_recipe_whose_tools_cannot_work_is_one_clear_line(sections, problem):
+    with pytest.raises(UserError, match=problem) as error:
+        build(Recipe, {"model": {"path": "m"}, "task": {"name": "sort"}, **sections})
+    assert "\n" not in str(error.value)

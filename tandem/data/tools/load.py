@@ -39,6 +39,11 @@ def load_tools(paths: Sequence[str]) -> dict[str, Tool]:
     return tools
 
 
+def tool_schemas(paths: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Returns the schemas of the tools at ``paths``, as prompts show them."""
+    return [tool.schema for tool in load_tools(paths).values()]
+
+
 def tool_files(paths: Sequence[str]) -> dict[str, str]:
     """Returns the digest of each file that defines one of the tools at ``paths``."""
     return {tool.file: bytes_digest(Path(tool.file).read_bytes()) for tool in load_tools(paths).values() if tool.file}
