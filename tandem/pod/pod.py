@@ -268,7 +268,7 @@ class Pod:
         moves, residue = reply.pop("moves", []), reply.pop("residue", [])
         if self.residency.plan != "keep":
             for name, move, size, seconds in moves:
-                for metric, value in ((f"memory/moved/{name}/{move}", float(size)), (f"timing_s/moved/{name}/{move}", float(seconds))):
+                for metric, value in ((f"memory/moved/{name}/{move}/bytes", float(size)), (f"memory/moved/{name}/{move}/seconds", float(seconds))):
                     self.moves[metric] = self.moves.get(metric, 0.0) + value
         for line in residue:
             self.journal.record_event("residue", {"step": step, "what": line})

@@ -19,6 +19,7 @@ from tandem.report.tables import (
     marks,
     median,
     memory_table,
+    moves_table,
     samples,
     time_table,
 )
@@ -56,7 +57,7 @@ def run_page(run: RunFacts) -> str:
         traced = traced_step(step, spans, run.order)
         left_out = f"<p class='quiet'>{traced.left_out:,} of the shortest spans are left out.</p>" if traced.left_out else ""
         page.add(f"Step {step}, traced", traced.said, page.figure(traced.bars, "Ranks", "seconds since the step began", " wide"), left_out)
-    page.add("Memory of each phase", memory_table(run))
+    page.add("Memory of each phase", memory_table(run), moves_table(run.rows))
     if not run.is_data:
         page.add("Agreement of rollout and trainer", agreement(run.rows), _mismatch(page, run))
     page.add("Supervised fine-tuning before reinforcement learning", page.grid(stage, own_steps=True))

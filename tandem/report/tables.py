@@ -68,6 +68,21 @@ def memory_table(run: RunFacts) -> str:
     return table(("phase", "predicted MiB", "measured MiB (max)", "measured / predicted"), body)
 
 
+def moves_table(rows: Sequence[Row]) -> str:
+    """Returns the moves of a pod's residents over all steps; empty where nothing moved."""
+    moved: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("memory/moved/") and key.endswith("/bytes"):
+                _, _, name, move, _ = key.split("/")
+                moved.setdefault((name, move), []).append((float(value), float(row[f"memory/moved/{name}/{move}/seconds"])))
+    body = []
+    for (name, move), steps in sorted(moved.items()):
+        size, seconds = (sum(column) for column in zip(*steps, strict=True))
+        body.append([escaped(name), escaped(move), str(len(steps)), _mebibytes(size), f"{seconds:.3f}"])
+    return table(("resident", "move", "steps", "MiB in all", "seconds in all"), body) if body else ""
+
+
 def _mebibytes(value: float | None) -> str:
     return "-" if value is None else f"{value / 2**20:,.0f}"
 

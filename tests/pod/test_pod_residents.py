@@ -61,7 +61,9 @@ def test_the_figures_own_order_changes_no_bit_and_the_journal_has_every_move(und
     disk = saved_bytes_on_disk(read_shapes(run.directory / "model"), TrainerConfig(), ParallelConfig(), Residency("figure"), reference=True)
     assert disk == 4 * weights and list((run.directory / "offload").iterdir()) == [], "the file has no name"
     row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[3])
-    assert row["memory/moved/optimizer/reload"] == 2 * weights and row["timing_s/moved/optimizer/reload"] > 0
+    assert row["memory/moved/optimizer/reload/bytes"] == 2 * weights and row["memory/moved/optimizer/reload/seconds"] > 0
+    report = (run.directory / "report.html").read_text()
+    assert "<td>optimizer</td><td>reload</td><td class='number'>5</td>" in report.replace(" class='number'>reload", ">reload"), "once a step but the first"
 
 
 def test_a_move_to_the_memory_that_the_state_is_in_moves_nothing_and_the_dry_run_says_so(tmp_path: Path) -> None:

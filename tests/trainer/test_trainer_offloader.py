@@ -97,8 +97,8 @@ def test_a_bit_that_changes_in_the_file_is_found_in_any_piece(staged, tmp_path):
         tensors = [torch.ones(7), torch.ones(PIECE_BYTES // 2 + 1)]
         offloader = Offloader(place)
         moved_away(offloader, "optimizer", tensors)
-        byte = os.pread(place._file.descriptor, 1, 4096 + at)
-        os.pwrite(place._file.descriptor, bytes([byte[0] ^ 4]), 4096 + at)
+        byte = os.pread(place.descriptor, 1, 4096 + at)
+        os.pwrite(place.descriptor, bytes([byte[0] ^ 4]), 4096 + at)
         with pytest.raises(DamagedOffload, match="the offloaded optimizer came back from the disk with other bytes"):
             brought_back(offloader, "optimizer")
         offloader.close()

@@ -16,6 +16,8 @@ from tandem.types import DamagedOffload
 
 ALIGNMENT_BYTES = 4096
 CPU = torch.device("cpu")
+READERS = 4
+"""Threads that bring storages back, at most."""
 
 
 class Moved(NamedTuple):
@@ -64,6 +66,8 @@ class Offloader:
         # A thread begins on GPU 0, where it would make a context of this process.
         on_own_gpu = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "offload", on_own_gpu)
+        # Storages of host memory are read side by side: most of the time is page faults of their new memory.
+        self._readers = ThreadPoolExecutor(max(1, min(READERS, torch.get_num_threads())), "reload") if device.type == "cpu" else None
         self._groups: dict[str, _Group] = {}
         self._end = 0
 
@@ -108,6 +112,8 @@ class Offloader:
     def close(self) -> None:
         """Ends the thread and frees the place. Tensors that are in it are lost."""
         self._thread.shutdown()
+        if self._readers is not None:
+            self._readers.shutdown()
         self._place.close()
 
     def _place_group(self, group: _Group, storages: list[torch.UntypedStorage], is_frozen: bool) -> None:
@@ -143,18 +149,20 @@ class Offloader:
         one.digest = self._place.write(_bytes_of(one.storage), one.at)
 
     def _read(self, name: str, group: _Group, halfway: Callable[[], None]) -> Moved:
-        began, size = perf_counter(), 0
-        for number, one in enumerate(group.saved):
-            if number == len(group.saved) // 2:
-                halfway()
-            one.storage.resize_(one.size_bytes)
-            # The allocator may give memory whose last use was launched and is not done.
-            self._streams.wait("host_to_device", self._streams.record_event("compute"))
-            self._streams.run("host_to_device", partial(self._load, name, one))
-            size += one.size_bytes
+        began, size, half = perf_counter(), sum(one.size_bytes for one in group.saved), len(group.saved) // 2
+        load, read = partial(self._load, name), map if self._readers is None else self._readers.map
+        list(read(load, group.saved[:half]))
+        halfway()
+        list(read(load, group.saved[half:]))
         return Moved(size, size, perf_counter() - began)
 
     def _load(self, name: str, one: _Saved) -> None:
+        one.storage.resize_(one.size_bytes)
+        # The allocator may give memory whose last use was launched and is not done.
+        self._streams.wait("host_to_device", self._streams.record_event("compute"))
+        self._streams.run("host_to_device", partial(self._verified, name, one))
+
+    def _verified(self, name: str, one: _Saved) -> None:
         if self._place.read(_bytes_of(one.storage), one.at) != one.digest:
             raise DamagedOffload(f"the offloaded {name} came back from the disk with other bytes than were written; the disk or its cable is failing")
 

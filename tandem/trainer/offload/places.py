@@ -14,7 +14,7 @@ from tandem.types import RunError
 
 STAGED_BYTES = 16 << 20
 """The buffer between a GPU and a file."""
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 """What is written and digested at once, so that it is still in the processor's cache for the second of the two."""
 
 
@@ -47,6 +47,11 @@ class FilePlace:
             "residents.plan to keep or sleep"
         ))  # fmt: skip
         self._staging, self._algorithm = staging, best_algorithm()
+
+    @property
+    def descriptor(self) -> int:
+        """The file's descriptor."""
+        return self._file.descriptor
 
     def grow(self, size: int) -> None:
         self._file.grow(size)
