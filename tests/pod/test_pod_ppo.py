@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pod_runs import RECIPE, PodRun, finish
+from pod_runs import RECIPE, PodRun, difference, finish
 
 from tandem.config.load import build, read_yaml
 from tandem.config.model import NewModelConfig
@@ -69,6 +69,26 @@ def test_the_critic_learns_alone_at_first_and_the_rollout_has_the_bits_of_the_ac
     names = [f"critic/{kind}/{of}" for kind in ("values", "returns", "advantages") for of in ("mean", "max", "min")]
     assert all(name in row for row in rows for name in (*names, "critic/vf_loss", "critic/vf_clipfrac", "critic/vf_explained_var"))
     assert len({row["critic/values/mean"] for row in rows}) == 4, "the critic changes in every step"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["figure", "terminate"])
+def test_critic_and_reward_model_are_away_outside_their_phases_and_no_bit_changes(
+    plan: str, settings: tuple[str, ...], ppo: PodRun, tmp_path: Path
+) -> None:
+    run = PodRun(tmp_path)
+    done = run.train(*settings, f"--residents.plan={plan}", "--residents.prefetch=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, ppo) == [] and run.events("residue") == []
+    with Journal(run.directory / "journal.sqlite", read_only=True) as journal:
+        moves = [(one["resident"], one["move"]) for each in journal.transitions(2) for one in each.detail.get("moves", []) if each.sidecar == "trainer"]
+    frozen = ("reference", "reward_model")
+    made, given_up = ("instantiate", "destroy") if plan == "terminate" else ("reload", "destroy")
+    assert [move for move in moves if move[0] in frozen] == [(name, made) for name in frozen] + [(name, given_up) for name in frozen]
+    critic = [move for move in moves if "critic" in move[0]]
+    assert critic == [("critic", "offload"), ("critic_optimizer", "offload"), ("critic", "reload"), ("critic_optimizer", "reload")]
+    last = moves.index(("reward_model", given_up))
+    assert moves.index(("critic", "reload")) < last < moves.index(("critic_optimizer", "reload")), "the critic is needed in both phases"
 
 
 def test_a_checkpoint_has_the_critic_beside_the_actor_and_both_have_moments(ppo: PodRun) -> None:

@@ -62,8 +62,8 @@ def test_the_figures_own_order_changes_no_bit_and_the_journal_has_every_move(und
     assert disk == 4 * weights and list((run.directory / "offload").iterdir()) == [], "the file has no name"
     row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[3])
     assert row["memory/moved/optimizer/reload/bytes"] == 2 * weights and row["memory/moved/optimizer/reload/seconds"] > 0
-    report = (run.directory / "report.html").read_text()
-    assert "<td>optimizer</td><td>reload</td><td class='number'>5</td>" in report.replace(" class='number'>reload", ">reload"), "once a step but the first"
+    report = (run.directory / "report.html").read_text(encoding="utf-8")
+    assert "<td>optimizer</td><td class='number'>reload</td><td class='number'>5</td>" in report, "in every step but the first"
 
 
 def test_a_move_to_the_memory_that_the_state_is_in_moves_nothing_and_the_dry_run_says_so(tmp_path: Path) -> None:
@@ -183,24 +183,6 @@ def test_a_death_while_something_is_destroyed_or_made_again_changes_no_bit(fault
     done = run.train(f"--residents.plan={'sleep' if 'sleep' in fault else 'terminate'}", "--fault", fault)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(run.events("recovery")) == 1 and difference(run, undisturbed) == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", ["figure", "terminate"])
-@pytest.mark.parametrize("mesh", [
-    "--parallel.data=2", "--parallel.data=2 --parallel.zero=2", "--parallel.data=2 --parallel.zero=3",
-    "--parallel.tensor=2 --trainer.optimizer=muon", "--parallel.data=2 --parallel.zero=1 --trainer.optimizer=adamw8bit",
-])  # fmt: skip
-def test_residents_of_ranks_wait_in_files_and_change_no_bit(mesh: str, plan: str, tmp_path: Path) -> None:
-    few = ("--model.create.num_key_value_heads=2", "--run.max_steps=3", "--sft.steps=6", *mesh.split())
-    stays, moved = PodRun(tmp_path, name="stays"), PodRun(tmp_path, name="moved")
-    for run, value in ((stays, "keep"), (moved, plan)):
-        done = run.train(*few, f"--residents.plan={value}")
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert difference(moved, stays) == []
-    for name in ("actor", "optimizer"):
-        away, back = ([size for held, move, size in moves(moved) if (held, move) == (name, wanted)] for wanted in ("offload", "reload"))
-        assert away and set(away[1:]) == {away[-1]} and set(back) <= set(away), (name, away, back)
 
 
 @pytest.mark.full
