@@ -189,7 +189,7 @@ def test_every_instruction_set_gives_the_same_bits(
         logprobs = kernels.token_logprobs(leaves[0], leaves[1], targets, 0.8)
         total = logits.square().sum() + mixed.square().sum() + normed.sum() + (logprobs.raw * logprobs.scaled).sum()
         drawn = kernels.sample_rows(logits.detach(), *settings, torch.linspace(0, 0.99, 75).double())
-        return [logits, wide, mixed, normed, *logprobs, *drawn, *torch.autograd.grad(total, leaves)]
+        return [logits, wide, mixed, normed, *logprobs[:3], *drawn, *torch.autograd.grad(total, leaves)]
 
     for ours, theirs in zip(results(here), results(other), strict=True):
         assert torch.equal(ours, theirs)

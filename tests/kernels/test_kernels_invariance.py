@@ -105,7 +105,7 @@ def test_row_kernels_give_a_row_the_same_bits_in_any_batch(kernels: Kernels, wid
         "silu_mul": lambda rows: kernels.silu_mul(rows[:, :even].contiguous()),
         "logits_logprobs": lambda rows: kernels.logits_logprobs(rows, targets[: len(rows)] * 0 + 3),
         "token_logprobs": lambda rows: torch.stack(
-            kernels.token_logprobs(rows, vocabulary, targets[: len(rows)] * 0 + 5, 0.7), 1
+            kernels.token_logprobs(rows, vocabulary, targets[: len(rows)] * 0 + 5, 0.7)[:3], 1
         ),
     }
     for name, op in ops.items():
@@ -174,7 +174,7 @@ def everything(kernels: Kernels, x: Tensor) -> list[Tensor]:
     logprobs = kernels.token_logprobs(hidden, vocabulary, torch.arange(len(x)) % 101, 0.9)
     leaves = [x, norm, qkv_weight, bias, q_norm, k_norm, out_weight, gate_up_weight, vocabulary]
     grads = torch.autograd.grad(logprobs.raw.sum() + logprobs.scaled.square().sum(), leaves)
-    return [qkv, mixed, hidden, *logprobs, *grads]
+    return [qkv, mixed, hidden, *logprobs[:3], *grads]
 
 
 def test_values_and_gradients_do_not_depend_on_the_thread_count(cpu_kernels: Kernels) -> None:

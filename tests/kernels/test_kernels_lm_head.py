@@ -88,7 +88,7 @@ def test_without_a_gradient_the_bits_are_the_same_and_those_of_the_sampler(cpu_k
     use(ONE_ROW, monkeypatch)
     expected = outputs_and_gradients(cpu_kernels, 0.7)[:3]
     out = cpu_kernels.token_logprobs(hidden, weight, targets, 0.7)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(out, expected, strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(out[:3], expected, strict=True))
     assert torch.equal(out.raw, cpu_kernels.logits_logprobs(cpu_kernels.linear(hidden, weight, None), targets))
 
 
