@@ -13,11 +13,15 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _MISTRAL_START = "[TOOL_CALLS]"
 _MISTRAL_NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?\[ARGS\]")
 _LLAMA_START = "<|python_tag|>"
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""The form of an identifier that templates accept."""
+_DEPTH = 50
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call. ``problem``: what is wrong with the way it is written, empty if nothing is. ``id``: the model's own, if it wrote one."""
+    """A call. ``arguments``: JSON values. ``problem``: what is wrong with the way it is written, empty if nothing is. ``id``: the model's own, if it
+    wrote one of nine letters or digits."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -86,13 +90,21 @@ def _pythonic(text: str) -> Iterator[ToolCall]:
 
 
 def _python_call(call: ast.Call) -> ToolCall:
-    name = ast.unparse(call.func)
-    if call.args or any(keyword.arg is None for keyword in call.keywords):
+    name = _dotted(call.func)
+    if not name or call.args or any(keyword.arg is None for keyword in call.keywords):
         return ToolCall(name, problem="arguments need their names: name(key=value)")
     try:
-        return ToolCall(name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords})
-    except (ValueError, TypeError, RecursionError):
+        return _plain_call(name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords})
+    except (ValueError, TypeError, RecursionError, MemoryError):
         return ToolCall(name, problem="an argument is not a plain value")
+
+
+def _dotted(node: ast.expr) -> str:
+    """Returns the name ``a.b.c``, empty for another expression."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts, node = [node.attr, *parts], node.value
+    return ".".join([node.id, *parts]) if isinstance(node, ast.Name) else ""
 
 
 def _json_list(text: str) -> Iterator[ToolCall]:
@@ -126,7 +138,20 @@ def _call(value: Any) -> ToolCall:
     if not isinstance(arguments, dict):
         return ToolCall(name, problem="the arguments are not an object")
     own = value.get("id")
-    return ToolCall(name, arguments, id=own if isinstance(own, str) else "")
+    return _plain_call(name, arguments, own if isinstance(own, str) and _ID.fullmatch(own) else "")
+
+
+def _plain_call(name: str, arguments: Mapping[str, Any], own_id: str = "") -> ToolCall:
+    """Returns the call with its arguments as the JSON values that the tool and the journal have."""
+    wrapped: Any = arguments
+    for _ in range(_DEPTH):
+        wrapped = [wrapped]
+    try:
+        # Inside of other values, as records hold them: what is too deep is found here.
+        text = json.dumps(wrapped, allow_nan=False)
+        return ToolCall(name, json.loads(text[_DEPTH:-_DEPTH]), id=own_id)
+    except (ValueError, TypeError, RecursionError):
+        return ToolCall(name, problem="an argument is not a JSON value")
 
 
 _PARSERS: dict[ToolCallParser, Callable[[str], Iterator[ToolCall]]] = {

@@ -1,5 +1,8 @@
 """Tool calls as models write them, in the formats that vLLM documents."""
 
+import json
+import random
+
 import pytest
 
 from tandem.text.tool_calls import ToolCall, content_before_calls, parse_tool_calls
@@ -51,12 +54,36 @@ def test_an_answer_has_no_calls(parser):
         ("pythonic", "[add(a=1", "Python's syntax"),
         ("pythonic", "[add(1)]", "arguments need their names"),
         ("pythonic", "[add(a=b)]", "not a plain value"),
+        ("pythonic", "[add(a=b'x')]", "not a JSON value"),
+        ("pythonic", "[add(a=1e999)]", "not a JSON value"),
+        ("pythonic", "[add(a=" + "[" * 90 + "]" * 90 + ")()]", "arguments need their names"),
+        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "not a JSON value"),
+        ("hermes", '<tool_call>{"name": "a", "arguments": ' + '{"x":' * 940 + "1" + "}" * 941 + "</tool_call>", "not a"),
+        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
         ("pythonic", "[add(a=__import__('os').system('true'))]", "not a plain value"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(parser, text, problem):
     (call,) = parse_tool_calls(parser, text)
     assert problem in call.problem
+
+
+def test_arguments_are_json_values_and_an_identifier_is_one_that_templates_accept():
+    (call,) = parse_tool_calls("pythonic", "[tools.add(a=(1, 2), b={3: True}, c=None)]")
+    assert call == ToolCall("tools.add", {"a": [1, 2], "b": {"3": True}, "c": None})
+    for own, kept in (("abc123XYZ", "abc123XYZ"), ("x", ""), ("<|im_end|", ""), (7, "")):
+        (call,) = parse_tool_calls("hermes", "<tool_call>" + json.dumps({"name": "a", "id": own}) + "</tool_call>")
+        assert call.id == kept and not call.problem
+
+
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral", "pythonic"])
+def test_nothing_that_a_model_writes_raises(parser):
+    draw = random.Random(0)
+    pieces = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", '"name"', '"a"', "a(", "lambda:", "\ud800", *"{}[]:)=1,;\x00\\\n'é"]
+    for _ in range(3000):
+        text = draw.choice(("", "[", "{", "<tool_call>", "[TOOL_CALLS]")) + "".join(draw.choice(pieces) for _ in range(draw.randint(0, 12)))
+        for call in parse_tool_calls(parser, text):
+            json.dumps(dict(call.arguments), allow_nan=False)
 
 
 def test_the_text_before_a_call_is_kept():

@@ -173,13 +173,16 @@ class InFlightEpisodes:
         tools, parser, reason = self._tools, self._tools.config.tool_call_parser, FinishReason(str(turn.finish_reason))
         last = turn.token_ids[-1] if turn.token_ids else None
         written = turn.token_ids[:-1] if last in tools.turns.ends else turn.token_ids
-        raw = tools.turns.tokenizer.decode(written, skip_special_tokens=False)
+        tokenizer = tools.turns.tokenizer
+        # A model may have more ids than its tokenizer.
+        raw = tokenizer.decode([token for token in written if token < tokenizer.vocab_size], skip_special_tokens=False)
         calls = parse_tool_calls(parser, raw) if reason is FinishReason.STOP else []
         if not calls:
             episode.messages.append({"role": "assistant", "content": turn.text})
             self._end(episode, reason)
             return
-        known = [Call(call.name or "unknown", call.id or f"call{episode.turns % 100:02}{number % 1000:03}") for number, call in enumerate(calls)]
+        names = [call.name if call.name in tools.tools else "unknown" for call in calls]
+        known = [Call(name, call.id or f"call{episode.turns % 100:02}{i % 1000:03}") for i, (name, call) in enumerate(zip(names, calls, strict=True))]
         episode.messages.append(_calling_message(content_before_calls(parser, raw), calls, known))
         if episode.turns == tools.config.max_turns:
             self._end(episode, FinishReason.LENGTH)
@@ -211,6 +214,6 @@ class InFlightEpisodes:
 
 def _calling_message(content: str, calls: Sequence[ToolCall], known: Sequence[Call]) -> dict[str, Any]:
     functions = [
-        {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": dict(call.arguments)}} for call, each in zip(calls, known, strict=True)
+        {"type": "function", "id": each.id, "function": {"name": call.name, "arguments": dict(call.arguments)}} for call, each in zip(calls, known, strict=True)
     ]
     return {"role": "assistant", "content": content, "tool_calls": functions}

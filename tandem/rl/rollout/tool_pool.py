@@ -12,7 +12,7 @@ from typing import Any
 
 from tandem.config.multi_turn import MultiTurnConfig
 from tandem.rl.function_process import CallDied, CallHung, FunctionProcess
-from tandem.rl.rollout.tool_worker import ToolAnswer, ToolRequest
+from tandem.rl.rollout.tool_worker import Loaded, ToolAnswer, ToolRequest
 from tandem.runtime.rpc.calls import message_from, message_meta
 from tandem.types import UserError
 from tandem.types.one_line import describe
@@ -35,6 +35,7 @@ class ToolPool:
             log_dir.mkdir(parents=True, exist_ok=True)
         names = [log_dir / f"tool-worker-{i}.log" if log_dir is not None else Path(os.devnull) for i in range(config.tool_workers)]
         self._lock = threading.Lock()
+        self._files: dict[str, str] = {}
         self._processes: dict[Path, FunctionProcess] = {}
         self._idle: queue.SimpleQueue[Path] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(config.tool_workers, "tools")
@@ -94,9 +95,13 @@ class ToolPool:
     def _wait_ready(self, process: FunctionProcess) -> None:
         """Waits until the tools are loaded. Raises ``UserError``, and ``CallDied`` and ``PoolClosed``."""
         try:
-            process.call("load", {}, self._config.tool_start_deadline_s)
+            files = message_from(Loaded, process.call("load", {}, self._config.tool_start_deadline_s)).files
         except CallHung:
             raise UserError(
                 f"the tools were not loaded within {self._config.tool_start_deadline_s:g} s; do less work at import time or raise "
                 "rollout.multi_turn.tool_start_deadline_s"
             ) from None
+        self._files = self._files or files
+        if changed := [file for file, digest in files.items() if self._files.get(file) != digest]:
+            process.kill()
+            raise UserError(f"'{changed[0]}' was changed while the run used it: restore it, or resume the run with it")

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError
 
 _LEFT_OUT = "..."
 
@@ -16,11 +17,17 @@ class ToolResults:
         self._special = sorted((text for text in added if len(text) > 1), key=len, reverse=True)
 
     def shown(self, result: str) -> str:
-        """Returns ``result`` without surrogates, with a space inside what spells an added token, so that a result cannot end its own message, and shortened."""
+        """Returns ``result`` without characters that the tokenizer lacks, shortened, and with a space inside what spells an added token, so that a result
+        cannot end its own message."""
         result = result.encode("utf-8", "replace").decode()
         for text in self._special:
             result = result.replace(text, f"{text[0]} {text[1:]}")
-        ids = self._tokenizer.encode(result)
+        try:
+            ids = self._tokenizer.encode(result)
+        except UserError:  # A tokenizer of characters, without a token for unknown ones.
+            unknown = [character for character in set(result) if self._tokenizer.backend.token_to_id(character) is None]
+            result = result.translate({ord(character): "?" for character in unknown})
+            ids = self._tokenizer.encode(result)
         if len(ids) <= self._most:
             return result
         before = {"left": 0, "middle": self._most // 2, "right": self._most}[self._side]

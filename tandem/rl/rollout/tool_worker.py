@@ -10,16 +10,27 @@ import os
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tandem.data.tools.load import ERROR, Tool, load_tools
 from tandem.runtime.process.worker import dump_stack_on_abort, serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
+from tandem.storage.digests import bytes_digest
 from tandem.types import UserError
 from tandem.types.one_line import describe
 
+MOST_CHARACTERS = 2**16
+"""Of a result that is sent to the rollout; its middle is left out."""
 CALLERS_FAULT = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 """Errors of the operating system that a call's arguments cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The answer to ``load``: the digest of each file that defines a tool."""
+
+    files: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +54,22 @@ class ToolWorker:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.tools: Mapping[str, Tool] = {}
+        self.files: dict[str, str] = {}
         self.failure: UserError | None = None
         # One loop for all calls: a client that a tool keeps belongs to the loop in which it was made.
         self.runner = asyncio.Runner()
         try:
             self.tools = load_tools(paths)
+            self.files = {tool.file: bytes_digest(Path(tool.file).read_bytes()) for tool in self.tools.values() if tool.file}
         except UserError as error:
             traceback.print_exc()
             self.failure = error
 
     def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Raises ``UserError`` if a tool could not be loaded."""
+        """Returns ``Loaded``. Raises ``UserError`` if a tool could not be loaded."""
         if self.failure is not None:
             raise self.failure
-        return {}, {}
+        return message_meta(Loaded(self.files)), {}
 
     def run(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Returns ``ToolAnswer``."""
@@ -71,7 +84,10 @@ def run_tool(tool: Tool, arguments: Mapping[str, Any], runner: asyncio.Runner) -
         result = tool.function(**arguments)
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
-        return ToolAnswer(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        if len(text) > MOST_CHARACTERS:
+            text = f"{text[: MOST_CHARACTERS // 2]}...{text[-MOST_CHARACTERS // 2 :]}"
+        return ToolAnswer(text)
     except CALLERS_FAULT as error:
         return ToolAnswer(error_text(describe(error)))
     except (OSError, MemoryError, ImportError) as error:
