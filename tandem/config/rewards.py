@@ -8,12 +8,13 @@ from urllib.parse import urlsplit
 
 from tandem.config.addresses import check_no_secret
 from tandem.config.code_executor import CodeExecutorConfig
+from tandem.config.judge_model import JudgeModelConfig
 from tandem.config.length_reward import LengthRewardConfig
 from tandem.config.limits import check_at_least_one, check_float32, check_seconds
 from tandem.types.errors import UserError
 
 SCORED_AS_PUBLISHED = ("gsm8k", "math", "multiple_choice")
-BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", "code_executor", "length", *SCORED_AS_PUBLISHED)
+BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", "code_executor", "length", "judge", *SCORED_AS_PUBLISHED)
 SCRIPTS = {
     "latin": "LATIN", "greek": "GREEK", "cyrillic": "CYRILLIC", "armenian": "ARMENIAN", "georgian": "GEORGIAN", "hebrew": "HEBREW", "arabic": "ARABIC",
     "devanagari": "DEVANAGARI", "bengali": "BENGALI", "tamil": "TAMIL", "telugu": "TELUGU", "thai": "THAI", "hangul": "HANGUL", "hiragana": "HIRAGANA",
@@ -120,7 +121,7 @@ class RewardFunctionConfig:
     """One reward function."""
 
     function: str
-    """`task` (the task's own), `answer_matcher`, `format_checker`, `code_executor`, `length`; `gsm8k`, `math` or `multiple_choice`, which score as
+    """`task` (the task's own), `answer_matcher`, `format_checker`, `code_executor`, `length`, `judge`; `gsm8k`, `math` or `multiple_choice`, which score as
     the benchmark's authors do; your own as `module:function` or `path/to/file.py:function`; or the address of an HTTP endpoint, `http://host:port/path`."""
     name: str = ""
     """Name of its value in metrics. Empty: the function's name."""
@@ -139,6 +140,8 @@ class RewardFunctionConfig:
     """Settings of `answer_matcher` and `task`, below."""
     format: FormatCheckerConfig | None = None
     """Settings of `format_checker`, below."""
+    judge: JudgeModelConfig | None = None
+    """Settings of `judge`, below."""
     length: LengthRewardConfig | None = None
     """Settings of `length`, below."""
     code: CodeExecutorConfig = field(default_factory=CodeExecutorConfig)
@@ -164,7 +167,7 @@ class RewardFunctionConfig:
         where, colon, what = self.function.rpartition(":")
         if self.is_endpoint:
             check_no_secret(f"reward function '{self.label}'", self.function)
-            self._check_address()
+            _check_address(self.function)
         elif not built_in and not (colon and where and what.isidentifier()):
             raise UserError(
                 f"reward function '{self.function}' is neither one of {', '.join(BUILT_IN_REWARDS)} nor of the form module:function, "
@@ -172,7 +175,7 @@ class RewardFunctionConfig:
             )
         if not -1e6 < self.weight < 1e6:
             raise UserError(f"'weight' of reward function '{self.label}' is {self.weight}; it must be a finite number")
-        for section, owner in (("format", "format_checker"), ("length", "length")):
+        for section, owner in (("format", "format_checker"), ("length", "length"), ("judge", "judge")):
             is_given = getattr(self, section) is not None
             if is_given != (self.function == owner):
                 problem = f"has a section '{section}', which belongs to {owner}" if is_given else f"needs a section '{section}'"
@@ -184,16 +187,22 @@ class RewardFunctionConfig:
         if (built_in or self.is_endpoint) and (self.arguments or self.signature != "auto" or self.scope != "auto"):
             what = "is built in" if built_in else "is an endpoint"
             raise UserError(f"'arguments', 'signature' and 'scope' belong to functions of your own, and '{self.label}' {what}; remove them")
-        if self.endpoint != EndpointConfig() and not self.is_endpoint:
-            raise UserError(f"reward function '{self.label}' has a section 'endpoint', which belongs to an address such as http://host/score")
+        if self.endpoint != EndpointConfig() and not self.is_endpoint and self.judge is None:
+            raise UserError(f"reward function '{self.label}' has a section 'endpoint', which belongs to an address such as http://host/score and to judge")
+        if self.judge is not None:
+            check_no_secret(f"reward function '{self.label}'", self.judge.url)
+            _check_address(self.judge.url)
+            if self.endpoint.batch_size:
+                raise UserError(f"reward function '{self.label}' has 'endpoint.batch_size', and a judge is asked about one sample at a time; remove it")
 
-    def _check_address(self) -> None:
-        try:
-            is_valid = bool(urlsplit(self.function).hostname) and urlsplit(self.function).port != 0
-        except ValueError:
-            is_valid = False
-        if not is_valid or any(character.isspace() for character in self.function):
-            raise UserError(f"reward function '{self.function}' is not an address; write http://host:port/path")
+
+def _check_address(url: str) -> None:
+    try:
+        is_valid = url.startswith(ADDRESSES) and bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid or any(character.isspace() for character in url):
+        raise UserError(f"reward function '{url}' is not an address; write http://host:port/path")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,13 @@
 """A reward behind HTTP: a server in the form of OpenRLHF's, one that is busy, slow, wrong or gone."""
 
 import asyncio
-import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from reward_server import Answer
+from reward_server import RewardServer as Server
 
 from tandem.config.load import build
 from tandem.config.rewards import RewardsConfig
@@ -17,40 +16,6 @@ from tandem.rl.rewards.judgement import Item, JudgeCall, Judgement, TrainerState
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rewards.rule_based import compose
 from tandem.types import FinishReason, Prompt, Sample, Score, ScoreState, UserError, WeightVersion
-
-Answer = Callable[[dict[str, Any], int], tuple[int, Any]]
-
-
-class Server:
-    """``answer`` takes the body of a request and its number, and returns status and body."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[Any] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.bodies.append(body)
-                outer.headers.append(self.headers)
-                status, reply = answer(body, len(outer.bodies))
-                content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/get_reward"
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
 
 
 @pytest.fixture

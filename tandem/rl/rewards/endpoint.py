@@ -6,18 +6,13 @@ sends them (``openrlhf/utils/agent.py``), and besides ``completions`` and ``colu
 """
 
 import asyncio
-import http.client
 import json
-import os
-import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from tandem.config.rewards import EndpointConfig, RewardFunctionConfig
+from tandem.rl.rewards.http_calls import MARGIN_S, NoAnswer, Refused, check_reachable, json_headers, post
 from tandem.rl.rewards.judgement import (
     Item,
     Judge,
@@ -29,23 +24,6 @@ from tandem.rl.rewards.judgement import (
     number,
     shortened,
 )
-from tandem.types import UserError
-
-FIRST_WAIT_S = 0.5
-MOST_WAIT_S = 8.0
-MARGIN_S = 0.2
-"""Seconds before the process is ended in which an endpoint's fault is still reported as its own."""
-MOST_RESPONSE_BYTES = 2**28
-CONNECT_S = 5.0
-RETRIED = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses of an endpoint that is busy or restarting."""
-
-# A proxy of the environment is for addresses outside, which a reward's seldom is.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-class _Failed(Exception):
-    """Raised when the endpoint could not be asked; the message says why."""
 
 
 class _Answer(NamedTuple):
@@ -56,13 +34,8 @@ class _Answer(NamedTuple):
 def endpoint_judge(function: RewardFunctionConfig) -> Judge:
     """Returns the judge for an address. Raises ``UserError`` if nothing listens there, or the environment variable with its token is not set."""
     settings = function.endpoint
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    if settings.token_variable:
-        token = os.environ.get(settings.token_variable)
-        if not token:
-            raise UserError(f"reward function '{function.label}' takes its token from the environment variable {settings.token_variable}, which is not set")
-        headers["Authorization"] = f"Bearer {token}"
-    _check_reachable(function)
+    headers = json_headers(function.label, settings)
+    check_reachable(function.label, function.function)
 
     async def judge(items: Sequence[Item], call: JudgeCall) -> list[Judgement]:
         size = settings.batch_size or len(items)
@@ -77,8 +50,10 @@ def endpoint_judge(function: RewardFunctionConfig) -> Judge:
 def _judge_part(url: str, headers: Mapping[str, str], settings: EndpointConfig, items: Sequence[Item], call: JudgeCall, ends: float) -> list[Judgement]:
     content = json.dumps(request_of(items, call)).encode()
     try:
-        answer = _asked(urllib.request.Request(url, content, dict(headers), method="POST"), settings, len(items), ends)
-    except _Failed as failed:
+        answer = _read(post(url, content, headers, settings, ends), len(items))
+    except Refused as refused:
+        raise ValueError(f"it {refused}") from None
+    except NoAnswer as failed:
         # Of all samples: asking for each alone would fail as often.
         return [infrastructure_fault(f"'{url}' {failed}") for _ in items]
     return [_judgement(answer, place) for place in range(len(items))]
@@ -94,30 +69,6 @@ def request_of(items: Sequence[Item], call: JudgeCall) -> dict[str, Any]:
         "columns": [dict(item.columns) for item in items],
         "step": call.state.global_step,
     }
-
-
-def _asked(request: urllib.request.Request, settings: EndpointConfig, count: int, ends: float) -> _Answer:
-    """Returns the answer. Raises ``_Failed`` when it could not be had in time, ``ValueError`` for one of another form."""
-    wait_s, problem = FIRST_WAIT_S, "was not asked"
-    for attempt in range(settings.retries + 1):
-        left = ends - time.monotonic()
-        if left <= 0:
-            break
-        try:
-            with _OPENER.open(request, timeout=min(settings.timeout_s, left)) as response:
-                content = response.read(MOST_RESPONSE_BYTES + 1)
-            return _read(content, count)
-        except urllib.error.HTTPError as error:
-            with error:
-                problem = f"answered {error.code}: {error.read(200).decode(errors='replace')}"
-            if error.code not in RETRIED:
-                raise ValueError(f"it {problem}") from None
-        except (OSError, http.client.HTTPException) as error:
-            problem = f"does not answer: {getattr(error, 'reason', error)}"
-        if attempt < settings.retries:
-            time.sleep(max(min(wait_s, ends - time.monotonic()), 0.0))
-            wait_s = min(2 * wait_s, MOST_WAIT_S)
-    raise _Failed(f"{problem} (after {attempt + 1} attempts)")
 
 
 def _read(content: bytes, count: int) -> _Answer:
@@ -150,13 +101,3 @@ def _judgement(answer: _Answer, place: int) -> Judgement:
 def _single(value: Any) -> Any:
     """Returns the number of a list of one: a reward model's output has a row for each sample."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def _check_reachable(function: RewardFunctionConfig) -> None:
-    parts = urlsplit(function.function)
-    try:
-        with socket.create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), timeout=CONNECT_S):
-            pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"reward function '{function.label}': nothing answers at '{function.function}' ({reason}); start it, or correct the address") from None

@@ -10,6 +10,7 @@ from tandem.rl.rewards.code.executor import code_judge
 from tandem.rl.rewards.endpoint import endpoint_judge
 from tandem.rl.rewards.format_checker import format_checker
 from tandem.rl.rewards.functions import user_judge
+from tandem.rl.rewards.judge_model import judge_of_model
 from tandem.rl.rewards.judgement import Item, Judge, JudgeCall, Judgement, checked_number, infrastructure_fault, model_fault, number
 from tandem.rl.rewards.length_reward import length_judge
 from tandem.rl.rewards.scorers import SCORERS, scorer_of
@@ -30,6 +31,8 @@ def make_judge(function: RewardFunctionConfig, config: RewardsConfig) -> Judge:
     if function.function == "format_checker":
         assert function.format is not None
         return _each(function, format_checker(function.format))
+    if function.function == "judge":
+        return judge_of_model(function)
     if function.function == "length":
         return length_judge(function)
     if function.function == "code_executor":
