@@ -96,6 +96,7 @@ class Recipe:
             )
         if self.reward_model.path and any(function.label == "reward_model" for function in self.rewards.composition):
             raise UserError("a reward function is named 'reward_model', which is the name of the score of section 'reward_model'; give it another 'name'")
+        self._check_needs()
         if self.algorithm.name == "ppo" and self.critic.warmup_steps >= self.run.max_steps:
             raise UserError(
                 f"'critic.warmup_steps' is {self.critic.warmup_steps} and run.max_steps {self.run.max_steps}, so the actor would never learn; lower it"
@@ -108,6 +109,20 @@ class Recipe:
         self.trainer.check_schedule(self.run.max_steps, self.sft.schedule if self.sft is not None else "constant")
         self.trainer.check_offload_folder(self.residents.offloads)
         check_mesh(self.parallel, self.trainer)
+
+    def _check_needs(self) -> None:
+        """Checks that the models that reward functions need are there."""
+        for function in self.rewards.composition:
+            what = f"reward function '{function.label}' needs"
+            if "reference" in function.needs and self.algorithm.kl_coef == 0:
+                raise UserError(f"{what} the reference model, and algorithm.kl_coef is 0, so there is none; set it above 0, or remove 'needs'")
+            if "reward_model" in function.needs and not self.reward_model.path:
+                raise UserError(f"{what} the reward model, and section 'reward_model' names none; set 'reward_model.path', or remove 'needs'")
+            if function.needs and self.has_rounds:
+                raise UserError(
+                    f"{what} the output of a model, which follows the rollout, and algorithm.filter_groups or rollout.budget_tokens may draw further rounds "
+                    "by the rewards; remove one of the two"
+                )
 
     def _check_partial(self) -> None:
         """Checks what partial rollouts cannot be combined with."""

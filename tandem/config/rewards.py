@@ -15,6 +15,8 @@ from tandem.types.errors import UserError
 
 SCORED_AS_PUBLISHED = ("gsm8k", "math", "multiple_choice")
 BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", "code_executor", "length", "judge", *SCORED_AS_PUBLISHED)
+INFERRED_COLUMNS = {"reference": "reference_logprobs", "reward_model": "reward_model_score"}
+"""The argument of a function that needs the output of a model."""
 SCRIPTS = {
     "latin": "LATIN", "greek": "GREEK", "cyrillic": "CYRILLIC", "armenian": "ARMENIAN", "georgian": "GEORGIAN", "hebrew": "HEBREW", "arabic": "ARABIC",
     "devanagari": "DEVANAGARI", "bengali": "BENGALI", "tamil": "TAMIL", "telugu": "TELUGU", "thai": "THAI", "hangul": "HANGUL", "hiragana": "HIRAGANA",
@@ -134,6 +136,9 @@ class RewardFunctionConfig:
     scope: Literal["auto", "sample", "group", "batch"] = "auto"
     """What one call of your own function sees, and so when it runs: `sample`, as soon as one is finished; `group`, all samples of a prompt; `batch`, all of the
     step, after the rollout. `auto`: `group` for TRL's signature and `sample` for verl's."""
+    needs: tuple[Literal["reference", "reward_model"], ...] = ()
+    """Models whose output your own function reads; it runs after the inference phase, and not in evaluations. `reference`: the argument `reference_logprobs`,
+    of each sample the reference model's log-probability of each token; `reward_model`: the argument `reward_model_score`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Additional keyword arguments for your own function."""
     answer: AnswerMatcherConfig = AnswerMatcherConfig()
@@ -184,9 +189,9 @@ class RewardFunctionConfig:
             raise UserError(f"reward function '{self.label}' has a section 'answer', which belongs to answer_matcher and task")
         if self.code != CodeExecutorConfig() and self.function != "code_executor":
             raise UserError(f"reward function '{self.label}' has a section 'code', which belongs to code_executor")
-        if (built_in or self.is_endpoint) and (self.arguments or self.signature != "auto" or self.scope != "auto"):
+        if (built_in or self.is_endpoint) and (self.arguments or self.signature != "auto" or self.scope != "auto" or self.needs):
             what = "is built in" if built_in else "is an endpoint"
-            raise UserError(f"'arguments', 'signature' and 'scope' belong to functions of your own, and '{self.label}' {what}; remove them")
+            raise UserError(f"'arguments', 'signature', 'scope' and 'needs' belong to functions of your own, and '{self.label}' {what}; remove them")
         if self.endpoint != EndpointConfig() and not self.is_endpoint and self.judge is None:
             raise UserError(f"reward function '{self.label}' has a section 'endpoint', which belongs to an address such as http://host/score and to judge")
         if self.judge is not None:
@@ -230,6 +235,11 @@ class RewardsConfig:
     """Maximum share of a step's samples without a score; above it the run ends."""
 
     @property
+    def needs(self) -> set[str]:
+        """The models whose output a function reads."""
+        return {model for function in self.functions for model in function.needs}
+
+    @property
     def composition(self) -> tuple[RewardFunctionConfig, ...]:
         """The functions, or the task's own function if none is given."""
         return self.functions or (RewardFunctionConfig(function="task", name="correct"),)
@@ -251,6 +261,10 @@ class RewardsConfig:
         if self.sample_deadline_s > self.deadline_s:
             raise UserError(f"'rewards.sample_deadline_s' is {self.sample_deadline_s}, more than rewards.deadline_s ({self.deadline_s})")
         for function in self.composition:
+            if function.needs and function.label == self.accuracy_function:
+                raise UserError(
+                    f"'rewards.accuracy' is '{function.label}', which needs the output of a model and is not called in evaluations; name another function"
+                )
             if function.length is not None and function.length.rule == "kimi" and self.accuracy_function == function.label:
                 raise UserError(f"'rewards.accuracy' is '{function.label}', whose rule kimi reads what is correct; name the function that says so")
             if function.function == "code_executor" and function.code.wall_s > self.sample_deadline_s:

@@ -82,11 +82,12 @@ class RLRun(Run):
         self.steps_measured = len(earlier)
         return self.lengths.expected(prompts)
 
-    def judge(self, step: int, number: int, prompts: Sequence[Prompt], group_size: int) -> Judging:
-        """Begins to judge samples of ``prompts``, those of round ``number``, as they finish; ends a judgement that a fault has left behind."""
+    def judge(self, step: int, number: int, prompts: Sequence[Prompt], group_size: int, *, has_inference: bool = True) -> Judging:
+        """Begins to judge samples of ``prompts``, those of round ``number``, as they finish; ends a judgement that a fault has left behind. ``has_inference``:
+        whether the inference phase follows."""
         if self.judging is not None:
             self.judging[1].fail(RunError("the rollout was repeated"))
-        judging = self.rewards.open(prompts, self.prompts.trainer_state(step), group_size=group_size)
+        judging = self.rewards.open(prompts, self.prompts.trainer_state(step), group_size=group_size, has_inference=has_inference)
         self.judging = (step, number), judging
         return judging
 
@@ -101,7 +102,9 @@ class RLRun(Run):
         assert self.judging is not None
         judging, may_repeat, model_scores = self.judging[1], self.recipe.has_rounds, None
         if self.recipe.has_inference and not may_repeat:
-            model_scores = pod.infer(step, samples)
+            model_scores, columns = pod.infer(step, samples, self.recipe.rewards.needs)
+            if columns:
+                judging.add_inferred(columns)
         elif not may_repeat:
             pod.hand_over(step, Phase.TRAIN)
         began = perf_counter()
@@ -173,7 +176,7 @@ class RLRun(Run):
     def evaluate(self, pod: Pod, step: int, kind: str, prompts: Sequence[Prompt]) -> EvaluationResult:
         """Draws and judges one completion for each of ``prompts``, and journals the evaluation as ``kind``."""
         settings = evaluation_settings(self.recipe.rollout, self.recipe.run.seed, greedy=kind.endswith("greedy"), purpose=kind)
-        judging = self.judge(step, 0, prompts, 1)
+        judging = self.judge(step, 0, prompts, 1, has_inference=False)
         samples = pod.roll_out(step, prompts, settings, RolloutState.EVALUATE, on_samples=judging.add)
         judging.complete(samples)
         result = summarize(prompts, samples, judging.result(), examples=self.recipe.evaluation.examples)

@@ -12,6 +12,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from tandem.config.rewards import INFERRED_COLUMNS
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.pod.failures import SidecarDied
 from tandem.pod.sidecars import OnSamples, RolloutSidecar, TrainerSidecar
@@ -281,16 +282,17 @@ class Pod:
         moves, self.moves = self.moves, {}
         return moves
 
-    def infer(self, step: int, samples: Sequence[Sample]) -> list[float] | None:
+    def infer(self, step: int, samples: Sequence[Sample], needs: Collection[str] = ()) -> tuple[list[float] | None, dict[str, list[Any]]]:
         """The other models' passes over ``samples``; what they give for the update stays with the trainer's worker. Returns the reward model's scores
-        (``None``: there is no such model)."""
+        (``None``: there is no such model), and for reward functions the columns of the models that they need, a value for each sample."""
         self.hand_over(step, Phase.INFERENCE)
         with self.transitions.trainer_does(TrainerState.INFERENCE, step) as detail:
-            inferred = self.trainer.inference(step, samples)
+            inferred = self.trainer.inference(step, samples, returns_reference="reference" in needs)
             scores: list[float] | None = inferred.pop("scores")
+            outputs = {"reference": inferred.pop("reference_logprobs"), "reward_model": scores}
             detail.update(self._moved(step, inferred))
         self._measure("inference", self.trainer.memory())
-        return scores
+        return scores, {INFERRED_COLUMNS[model]: values for model in needs if (values := outputs[model]) is not None}
 
     def train(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
         """One optimizer step; returns its metrics."""

@@ -33,10 +33,10 @@ class TrainerSidecar:
         ``step`` and ``digest`` of what was loaded, why others were passed over, and the name of the ``kernels``."""
         return self.channel.call("load", {**asdict(residency), "start": str(start), "step": step, "prefetch": sorted(prefetch)}).meta
 
-    def inference(self, step: int, samples: Sequence[Sample]) -> dict[str, Any]:
+    def inference(self, step: int, samples: Sequence[Sample], *, returns_reference: bool = False) -> dict[str, Any]:
         """The reference model's log-probabilities of ``samples`` and the critic's values, kept by the worker for ``train``. Returns the ``scores`` of the
-        reward model."""
-        return self.channel.call("inference", {"step": step}, {"samples": encode_samples(samples)}).meta
+        reward model and with ``returns_reference`` the ``reference_logprobs`` of each sample's tokens."""
+        return self.channel.call("inference", {"step": step, "returns_reference": returns_reference}, {"samples": encode_samples(samples)}).meta
 
     def train(
         self, step: int, samples: Sequence[Sample], scores: Sequence[Score], on_progress: Progress | None = None

@@ -229,10 +229,12 @@ class TrainerWorker:
 
     def inference(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The reference model's log-probabilities of the samples and the critic's values, kept for ``train``. The reply has the ``scores`` of the
-        reward model, one for each sample, if there is one."""
+        reward model, one for each sample, if there is one, and with ``returns_reference`` the ``reference_logprobs`` of each sample's tokens."""
         self.inferred = self._infer(int(meta["step"]), decode_samples(blobs["samples"]), progress)
-        scores = self._score(self.inferred.samples, progress)
-        return {"scores": scores, "moves": self._moves(), "residue": self._residue(Phase.INFERENCE)}, {}
+        scores, known, logprobs = self._score(self.inferred.samples, progress), self.inferred.reference_logprobs, None
+        if meta.get("returns_reference") and known is not None:
+            logprobs = [list(known[sample.id][len(sample.prompt_token_ids) :]) for sample in self.inferred.samples]
+        return {"scores": scores, "reference_logprobs": logprobs, "moves": self._moves(), "residue": self._residue(Phase.INFERENCE)}, {}
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The optimizer step (or steps, with several mini-batches) of ``step``."""

@@ -154,3 +154,21 @@ def test_a_pod_in_float64_is_corrected_and_one_in_16_bits_is_not() -> None:
     with pytest.raises(UserError, match=r"'trainer.dtype' is 'float64', .*set algorithm.tis_cap"):
         build(Recipe, {**data, "trainer": {"dtype": "float64"}})
     build(Recipe, {**data, "trainer": {"dtype": "float64"}, "algorithm": {"tis_cap": 2.0, "old_logprobs": "recompute"}})
+
+
+@pytest.mark.parametrize(
+    ("needs", "overrides", "problem"),
+    [
+        (["reference"], {"algorithm": {"kl_coef": 0.0}}, "needs the reference model, and algorithm.kl_coef is 0"),
+        (["reward_model"], {"algorithm": {"kl_coef": 0.1}}, "needs the reward model, and section 'reward_model' names none"),
+        (["reference"], {"algorithm": {"kl_coef": 0.1, "filter_groups": {}}}, "may draw further rounds"),
+    ],
+)
+def test_a_reward_function_that_needs_a_model_that_is_not_there_is_refused(needs: list[str], overrides: dict[str, Any], problem: str) -> None:
+    functions = [{"function": "task"}, {"function": "f.py:f", "needs": needs}]
+    data = {"model": {"path": "m"}, "task": {"name": "sort"}, "rewards": {"functions": functions}, **overrides}
+    with pytest.raises(UserError) as refused:
+        build(Recipe, data)
+    assert problem in str(refused.value) and "\n" not in str(refused.value)
+    with pytest.raises(UserError, match="is not called in evaluations; name another function"):
+        build(Recipe, {**data, "rewards": {"functions": functions[1:]}})

@@ -7,6 +7,7 @@ import pytest
 from pod_runs import PodRun, difference, recipe_with
 
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.metrics import read_rows
 from tandem.types import Sample
 
 BREAKS = {
@@ -104,3 +105,25 @@ def test_reward_worker_that_is_killed_is_replaced_and_the_run_is_the_same(undist
     assert log.count("a reward worker was lost: killed by SIGKILL") == 2
     assert difference(run, undisturbed) == []
     assert run.left_behind() == []
+
+
+LIKELY = """
+def likely(completions, completion_ids, reference_logprobs, **columns):
+    assert [len(ids) for ids in completion_ids] == [len(logprobs) for logprobs in reference_logprobs]
+    return [sum(logprobs) for logprobs in reference_logprobs]
+"""
+
+
+def test_reward_that_needs_the_reference_has_its_log_probabilities(tmp_path: Path) -> None:
+    """At step 0 the reference is the actor, so its log-probabilities are those that the rollout recorded."""
+    (tmp_path / "likely.py").write_text(LIKELY)
+    functions = [{"function": "rewards.py:digits"}, {"function": "likely.py:likely", "needs": ["reference"], "weight": 0.01}]
+    run = PodRun(tmp_path, recipe_with(tmp_path, rewards={"functions": functions}))
+    done = run.train("--run.max_steps=1")
+    assert done.returncode == 0, done.stderr
+    with Journal(run.directory / "journal.sqlite", read_only=True) as journal:
+        samples, scores = journal.samples(0), journal.scores(0)
+    assert samples is not None and scores is not None
+    assert [score.components["likely"] for score in scores] == [sum(sample.logprobs) for sample in samples]
+    [row] = read_rows(run.directory / "metrics.jsonl")
+    assert row["reward_s/likely/total"] > 0 and row["reward_s/digits/hidden"] + row["reward_s/digits/tail"] == pytest.approx(row["reward_s/digits/total"])

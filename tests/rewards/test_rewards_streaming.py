@@ -157,3 +157,45 @@ def test_a_judgement_that_is_given_up_leaves_the_workers_to_the_next(config: Cal
         left.fail(RuntimeError("the rollout is repeated"))
         assert [score.value for score in pool.score(STEP[:2], PROMPTS)] == [1.0, 2.0]
         assert pool._open == set()
+
+
+NEEDS = """
+def likely(data_source, solution_str, ground_truth, reference_logprobs):
+    return sum(reference_logprobs)
+
+def best(completions, reward_model_score, **columns):
+    return [float(score == max(reward_model_score)) for score in reward_model_score]
+"""
+COLUMNS = {"reference_logprobs": [[-0.5] * len(one.text) for one in STEP], "reward_model_score": [float(i % 5) for i in range(len(STEP))]}
+
+
+def needing(folder: Path) -> RewardsConfig:
+    (folder / "f.py").write_text(textwrap.dedent(FUNCTIONS) + NEEDS)
+    functions = (
+        RewardFunctionConfig(f"{folder}/f.py:likely", signature="verl", needs=("reference",)), RewardFunctionConfig(f"{folder}/f.py:compute_score"),
+        RewardFunctionConfig(f"{folder}/f.py:best", needs=("reward_model",)),
+    )  # fmt: skip
+    return RewardsConfig(functions=functions, accuracy="compute_score")
+
+
+def test_a_function_that_needs_a_models_output_runs_after_the_inference_phase(tmp_path: Path) -> None:
+    with RewardPool(needing(tmp_path)) as pool:
+        judging = pool.open(PROMPTS, group_size=4, has_inference=True)
+        judging.add(STEP)
+        judging.complete(STEP)
+        lines(tmp_path / "samples", 12)
+        assert not judging.future.done()
+        judging.add_inferred(COLUMNS)
+        scores = judging.result()
+    for place, (one, score) in enumerate(zip(STEP, scores, strict=True)):
+        group = COLUMNS["reward_model_score"][4 * (place // 4) : 4 * (place // 4) + 4]
+        length = float(len(one.text))
+        assert score.components == {"likely": -0.5 * length, "compute_score": length, "best": float(place % 5 == max(group))}
+
+
+def test_without_an_inference_phase_such_a_function_does_not_apply(tmp_path: Path) -> None:
+    with RewardPool(needing(tmp_path)) as pool:
+        scores = pool.score(STEP, PROMPTS)
+        assert [score.components for score in scores] == [{"compute_score": float(len(one.text))} for one in STEP]
+        assert scores != pool.score(STEP, PROMPTS, inferred=COLUMNS)
+        assert pool.columns == {"likely": [], "compute_score": [], "best": []}

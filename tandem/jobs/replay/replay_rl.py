@@ -74,8 +74,9 @@ def replay_rl_step(
                 with RewardPool(recipe.rewards) as rewards:
                     for samples, _ in judged:
                         say(f"rewards of step {step}: {len(samples)} samples")
-                        own = rewards.score(samples, prompts.of_samples(samples), state)
-                        model_scores = pod.infer(step, samples) if recipe.reward_model.path else None
+                        needs = recipe.rewards.needs
+                        model_scores, columns = pod.infer(step, samples, needs) if recipe.reward_model.path or needs else (None, None)
+                        own = rewards.score(samples, prompts.of_samples(samples), state, columns or None)
                         again += own if model_scores is None else with_model_scores(own, model_scores, recipe.reward_model.weight)
                 comparisons.append(_compare_scores(again, joined(judged).scores))
             if "train" in parts and row is not None:

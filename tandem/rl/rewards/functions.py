@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from tandem.config.rewards import RewardFunctionConfig
+from tandem.config.rewards import INFERRED_COLUMNS, RewardFunctionConfig
 from tandem.rl.rewards.judgement import (
     NO_STATE,
     Item,
@@ -44,10 +44,11 @@ def user_judge(config: RewardFunctionConfig) -> Judge:
     _check_arguments(function, config)
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
     if signature == "trl":
+        inferred = [INFERRED_COLUMNS[model] for model in config.needs]
         scope: Scope = "group" if config.scope == "auto" else config.scope
         return Judge(
             config.label, True, _each_scope(scope, lambda items, call: call_trl(function, items, config.arguments, call.state)), reads_ids=True,
-            is_async=is_async, file=file, columns=_needed(function, {*TRL_ARGUMENTS, *config.arguments}), scope=scope,
+            is_async=is_async, file=file, columns=_needed(function, {*TRL_ARGUMENTS, *config.arguments, *inferred}), scope=scope,
         )  # fmt: skip
     if config.scope not in ("auto", "sample"):
         raise UserError(f"'scope' of reward function '{config.label}' is {config.scope}, and verl's signature takes one sample; remove it")
@@ -172,6 +173,7 @@ def _verl_arguments(function: Callable[..., Any], item: Item, arguments: Mapping
         "ground_truth": item.ground_truth,
         "extra_info": extra_info if isinstance(extra_info, dict) else dict(item.columns),
     }
+    known |= {name: item.columns[name] for name in INFERRED_COLUMNS.values() if name in item.columns}
     return _accepted(function, known)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tandem.config.rewards import RewardsConfig
-from tandem.rl.rewards.judgement import Item, Judgement, Scope, TrainerState, infrastructure_fault
+from tandem.rl.rewards.judgement import Item, Judgement, Scope, TrainerState, infrastructure_fault, not_applicable
 from tandem.rl.rewards.rule_based import compose, is_correct
 from tandem.runtime.process.deadline import Deadline
 from tandem.types import Prompt, Sample, Score, ScoreState
@@ -236,7 +236,8 @@ class Judging:
         if self._final is None or self._scores.done() or any(self._passed[each] < len(self.stages) for each in self._final):
             return
         labels = [function.label for function in self.config.composition]
-        in_order = lambda said: {label: said[label] for label in labels if label in said}
+        called = {labels[judge] for stage in self.stages for judge in stage.judges}
+        in_order = lambda said: {label: said.get(label, not_applicable()) for label in labels if label in said or label not in called}
         self._scores.set_result([compose(each, in_order(self._said[each]), self.config) for each in self._final])
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tandem.config.rewards import RewardsConfig
 from tandem.rl.function_process import CallDied, CallHung, PoolClosed
@@ -50,7 +51,7 @@ class RewardPool:
         except BaseException:
             self.close()
             raise
-        self._stages = stages_of(self._slots[0].worker.scopes, [False] * len(config.composition))
+        self._stages = stages_of(self._slots[0].worker.scopes, [bool(function.needs) for function in config.composition])
         for slot in self._slots:
             slot.thread.start()
 
@@ -65,10 +66,12 @@ class RewardPool:
         labels = (function.label for function in self.config.composition)
         return dict(zip(labels, self._slots[0].worker.columns, strict=True))
 
-    def open(self, prompts: Sequence[Prompt], state: TrainerState = NO_STATE, *, group_size: int = 0) -> Judging:
+    def open(self, prompts: Sequence[Prompt], state: TrainerState = NO_STATE, *, group_size: int = 0, has_inference: bool = False) -> Judging:
         """Begins a judgement to which samples are added as they finish. ``prompts`` contains each sample's prompt. ``state``: of the run, for the functions
-        that ask for it. ``group_size``: samples of each prompt (0: not known)."""
-        judging = Judging(self.config, self._stages, self._work.put, {prompt.id: prompt for prompt in prompts}, state, group_size)
+        that ask for it. ``group_size``: samples of each prompt (0: not known). ``has_inference``: ``add_inferred`` follows; without it the functions that
+        need it do not apply."""
+        stages = [stage for stage in self._stages if has_inference or not stage.needs_inference]
+        judging = Judging(self.config, stages, self._work.put, {prompt.id: prompt for prompt in prompts}, state, group_size)
         self._open.add(judging)
         judging.future.add_done_callback(lambda _: self._open.discard(judging))
         if self._closed.is_set():
@@ -81,9 +84,15 @@ class RewardPool:
         judging.complete(samples)
         return judging.future
 
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt], state: TrainerState = NO_STATE) -> list[Score]:
-        """Scores ``samples`` and waits; returns the scores in their order."""
-        return self.submit(samples, prompts, state).result()
+    def score(
+        self, samples: Sequence[Sample], prompts: Sequence[Prompt], state: TrainerState = NO_STATE, inferred: Mapping[str, Sequence[Any]] | None = None
+    ) -> list[Score]:
+        """Scores ``samples`` and waits; returns the scores in their order. ``inferred``: the columns of ``Judging.add_inferred``."""
+        judging = self.open(prompts, state, has_inference=inferred is not None)
+        judging.complete(samples)
+        if inferred is not None:
+            judging.add_inferred(inferred)
+        return judging.result()
 
     def close(self) -> None:
         """Terminates every worker and its child processes; pending scores raise ``RunError``."""
