@@ -62,9 +62,10 @@ def test_killed_workers_and_a_resume_give_the_bits_of_the_quiet_run(quiet: PodRu
     run = PodRun(tmp_path)
     done = run.train(*PARTIAL, "--rollout.workers=2", "--fault", "rollout_worker1:after:rollout:1,pod:before:commit_samples:2")
     assert done.returncode == -9, done.stdout + done.stderr
-    done = run.resume()
+    done = run.resume("--rollout.workers=3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert difference(run, quiet) == [] and run.left_behind() == []
+    assert (run.directory / "logs" / "rollout_worker2.log").exists()
     (event,) = run.events("recovery")
     assert (event.detail["role"], event.detail["worker"], event.detail["step"]) == ("rollout", 1, 1)
 
