@@ -9,11 +9,12 @@ import pytest
 
 from tandem.config.model import NewModelConfig
 from tandem.config.multi_turn import MultiTurnConfig
+from tandem.config.rollout import RolloutConfig
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.model.create_model import create_model
-from tandem.rl.rollout.dispatch import request_key
+from tandem.rl.rollout.dispatch import request_key, sampling_settings
 from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.rl.rollout.episodes import InFlightEpisodes
 from tandem.text.tool_calls import ToolCall
@@ -24,7 +25,7 @@ from template_tokenizers import HERE, make_tokenizer
 from test_text_tool_turns import FAMILIES
 
 AT = WeightVersion(1, 3)
-SETTINGS = {"n": 2, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 4000, "stop": [], "seed": 7, "purpose": "rollout"}
+SETTINGS = sampling_settings(RolloutConfig(max_tokens=4000), 2, 7)
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
 
 
