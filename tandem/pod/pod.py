@@ -273,7 +273,10 @@ class Pod:
                     self.moves[metric] = self.moves.get(metric, 0.0) + value
         for line in residue:
             self.journal.record_event("residue", {"step": step, "what": line})
-            self._tell_once(f"step {step}: left behind: {line}")
+            if (what := line.split(" holds ")[0]) not in self.told:
+                # Its size differs from step to step; the journal has each.
+                self.told.add(what)
+                self.records.callback.message(f"step {step}: left behind: {line}")
         named = [{"resident": name, "move": move, "bytes": size, "seconds": round(seconds, 6)} for name, move, size, seconds in moves]
         return {**reply, **({"moves": named} if named else {}), **({"residue": residue} if residue else {})}
 

@@ -131,6 +131,21 @@ def test_graphs_are_made_anew_after_an_update_and_a_sleep(
     assert len(made) > before
 
 
+def test_an_engine_that_sleeps_at_level_2_holds_no_packed_weights_and_no_cache_until_it_is_updated(
+    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], expected: list[list[CompletionOutput]]
+) -> None:
+    llm = make_llm()
+    held = llm.engine.kv_cache_bytes
+    assert generate(llm) == expected and held > 0 and llm.engine.decoder.is_packed
+    llm.engine.sleep(level=2)
+    assert llm.engine.is_sleeping and llm.engine.kv_cache_bytes == 0 and not llm.engine.decoder.is_packed
+    llm.update_weights(read_tensors(make_folder("qwen3", 0)), WeightVersion(0, 7))
+    llm.engine.wake_up()
+    assert llm.engine.kv_cache_bytes == held
+    answers = [[(one.token_ids, one.raw_logprobs) for one in answer] for answer in generate(llm)]
+    assert answers == [[(one.token_ids, one.raw_logprobs) for one in answer] for answer in expected]
+
+
 def test_a_step_that_cannot_be_captured_goes_on_without_graphs(
     make_llm: Callable[..., LLM], expected: list[list[CompletionOutput]], caplog: pytest.LogCaptureFixture
 ) -> None:

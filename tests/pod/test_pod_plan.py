@@ -1,6 +1,7 @@
 """The choice of a plan by budget, its states as a table by hand, and memory that is left behind."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from tandem.config.recipe import Recipe, load_config
 from tandem.config.residents import ResidentsConfig
 from tandem.estimate.memory import PodMemory
 from tandem.layout.residents import PLANS, RESIDENTS, Phase, Residency, State
+from tandem.pod.actor import FrozenModel
 from tandem.pod.residents.plan import Budget, Candidate, candidates, choose
 from tandem.pod.residents.residue import SLACK_BYTES, ResidueCheck
 from tandem.pod.residents.trainer import HeldTensors, TrainerResidents
 from tandem.trainer.offload.offloader import Offloader
 from tandem.trainer.offload.places import FilePlace
-from tandem.types import RunError, UserError
+from tandem.types import DamagedOffload, RunError, UserError
 
 GIB = 2**30
 DEVICE, DISK, ABSENT = State.DEVICE, State.DISK, State.ABSENT
@@ -107,6 +109,32 @@ def test_a_resident_that_is_kept_by_somebody_is_found_by_name(tmp_path) -> None:
     assert check.of_residents(residents.states, residents.held_bytes()) == []
     actor.untyped_storage().resize_(1 << 20)  # something made the storage again behind the manager's back
     assert check.of_residents(residents.states, residents.held_bytes()) == ["actor should be on disk and holds 1.0 MiB of the device's memory"]
+
+
+def test_a_destroyed_model_that_something_still_refers_to_is_found_and_one_that_is_made_of_other_weights_is_refused() -> None:
+    made: list[torch.nn.Linear] = []
+
+    def build() -> SimpleNamespace:
+        made.append(torch.nn.Linear(1 << 10, 1 << 8, bias=False))
+        torch.nn.init.constant_(made[-1].weight, float(len(made) > 2))
+        return SimpleNamespace(model=made[-1], weights=lambda model=made[-1]: list(model.parameters()))
+
+    reference = FrozenModel(build)  # type: ignore[arg-type]
+    residents, check = TrainerResidents(Residency("terminate"), {"reference": reference}, None), ResidueCheck()
+    assert residents.states["reference"] is State.ABSENT
+    residents.enter(Phase.INFERENCE, 0)
+    residents.enter(Phase.TRAIN, 0)
+    assert check.of_residents(residents.states, residents.held_bytes()) == ["reference should be absent and holds 1.0 MiB of the device's memory"]
+    made.clear()
+    assert check.of_residents(residents.states, residents.held_bytes()) == []
+    assert [(move.resident, str(move.move), move.size_bytes) for move in residents.take_moves()] == [
+        ("reference", "instantiate", 1 << 20), ("reference", "destroy", 1 << 20)
+    ]  # fmt: skip
+    residents.enter(Phase.INFERENCE, 1)
+    residents.enter(Phase.TRAIN, 1)
+    made += [made[0], made[0]]
+    with pytest.raises(DamagedOffload, match="the reference was read again from its folder and has other weights than before"):
+        residents.enter(Phase.INFERENCE, 2)
 
 
 def test_a_process_that_grows_beside_its_residents_is_found_after_it_has_settled() -> None:
