@@ -155,7 +155,7 @@ DISK_MOVES = tuple(
 """``before``: in the middle of the move."""
 OTHERS = (
     "trainer_worker:before:offload_reference:3", "trainer_worker:after:destroy_reference:3",  # given up for its saved copy
-    "trainer_worker:before:offload_reference:0", "trainer_worker:after:instantiate_reference:0", "rollout_worker:before:start_engine:3",
+    "trainer_worker:before:offload_reference:0", "trainer_worker:after:instantiate_reference:0", "rollout_worker:before:start_engine:0",
     "trainer_worker:before:prefetch:2", "pod:before:terminate_engine:3", "pod:after:terminate_engine:3", "pod:before:onload:2", "pod:after:offload:3",
     "rollout_shim:before:stop_worker:0",
 )  # fmt: skip

@@ -168,8 +168,9 @@ class Offloader:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of memory behind ``tensors``, each storage counted once."""
-    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    """Returns the bytes of memory behind ``tensors``, each storage counted once. Addresses that are only reserved (ZeRO 3) are not counted."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages if storage.resizable()}.values())
 
 
 def _aligned(size: int) -> int:
