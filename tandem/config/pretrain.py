@@ -128,6 +128,7 @@ class PretrainRecipe:
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",
         "machine.call_deadline_s": "ranks communicate by collectives, whose timeout is parallel.collective_timeout_s",
+        "trainer.share_prompts": "there are no groups that share a prompt",
     }
 
     @property

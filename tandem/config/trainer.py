@@ -46,6 +46,9 @@ class TrainerConfig:
     """Global norm to which gradients are clipped. 0: off."""
     micro_batch_tokens: int = 16384
     """Maximum number of tokens in one forward and backward pass. Loss and gradients do not depend on it."""
+    share_prompts: bool = False
+    """In a pod, compute the prompt of a group once in a forward and backward pass, not once a completion. Log-probabilities keep their bits; gradients are
+    sums in another order."""
     recompute: Literal["none", "full", "selective"] = "none"
     """What the backward pass recomputes instead of storing: `none`, cheap operations (`selective`: norms, rotary embedding, gate), or whole
     layers (`full`). The bits of gradients do not change."""

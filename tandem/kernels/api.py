@@ -188,10 +188,12 @@ class Kernels(Protocol):
         ...
 
     def packed_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
+        query_start: Tensor | None = None,
     ) -> Tensor:
         """Computes causal attention within each of the sequences marked by ``cu_seqlens[S + 1]`` int32 -> [T, Hq, D]; positions start at 0
-        in each. A query at position p attends to keys ``max(0, p - window + 1) .. p``. Same bits as ``paged_attention``."""
+        in each. A query at position p attends to keys ``max(0, p - window + 1) .. p``. Same bits as ``paged_attention``. ``query_start[S + 1]``
+        int32: sequence s has queries at its last positions only, the rows ``query_start[s]:query_start[s + 1]`` of ``q`` and of the result."""
         ...
 
     def paged_attention(

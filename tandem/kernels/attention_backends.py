@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import BLOCK_TOKENS, Kernels, KVLayer, PagedBatch, empty_cache
+from tandem.kernels.last_queries import attend_last
 from tandem.types import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
@@ -147,7 +148,14 @@ def _replaced(kernels: Kernels, attention: Attention) -> Kernels:
         keys, values = cache.keys[block, :, :, offset], cache.values[block, :, offset]
         return attention(q, keys.contiguous(), values.contiguous(), batch.query_start, longest, scale, window)
 
-    functions = {"packed_attention": staticmethod(attention), "paged_attention": staticmethod(paged_attention)}
+    def packed_attention(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None, query_start: Tensor | None = None
+    ) -> Tensor:
+        if query_start is not None:
+            return attend_last(attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start)
+        return attention(q, k, v, cu_seqlens, max_seqlen, scale, window)
+
+    functions = {"packed_attention": staticmethod(packed_attention), "paged_attention": staticmethod(paged_attention)}
     kind: Any = type("WithAttention", (type(kernels),), functions)
     changed: Kernels = kind.__new__(kind)
     vars(changed).update({name: value for name, value in vars(kernels).items() if name not in functions})

@@ -110,13 +110,15 @@ class ReferenceKernels(PlainPacking):
         return rounded
 
     def packed_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
+        query_start: Tensor | None = None,
     ) -> Tensor:
         bounds = cu_seqlens.tolist()
+        queries = bounds if query_start is None else query_start.tolist()
         parts = [
-            attend(q[start:end], k[start:end], v[start:end], 0, scale, window)
-            for start, end in itertools.pairwise(bounds)
-            if end > start
+            attend(q[first:last], k[start:end], v[start:end], (end - start) - (last - first), scale, window)
+            for (start, end), (first, last) in zip(itertools.pairwise(bounds), itertools.pairwise(queries), strict=True)
+            if last > first
         ]
         return torch.cat(parts) if parts else torch.empty_like(q)
 

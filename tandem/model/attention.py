@@ -7,15 +7,17 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, KVLayer, PagedBatch
 from tandem.model.parallel.context_parallel import SharedContext, shared_attention
+from tandem.model.shared_prompts import SharedPrompts, gathered_runs_of
 
 
 @dataclass(frozen=True, slots=True)
 class PackedContext:
     """Concatenated whole sequences: sequence s is rows ``cu_seqlens[s]:cu_seqlens[s + 1]`` (int32), and its positions start at 0.
-    ``max_seqlen``: the longest, in tokens."""
+    ``max_seqlen``: the longest, in tokens. ``prompts``: where sequences share their prompts; ``cu_seqlens`` then marks the keys of each."""
 
     cu_seqlens: Tensor
     max_seqlen: int
+    prompts: SharedPrompts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,10 @@ def attend(
             k, v = kernels.round_kv(k, kv_dtype), kernels.round_kv(v, kv_dtype)
         if isinstance(context, SharedContext):
             mixed = shared_attention(kernels, q, k, v, context, layer.scale, layer.window)
+        elif context.prompts is not None:
+            k, v = (gathered_runs_of(x, context.prompts.runs) for x in (k, v))
+            query_start = context.prompts.query_start
+            mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, query_start)
         else:
             mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window)
     return mixed.flatten(1)

@@ -265,14 +265,14 @@ class TrainerWorker:
         if learned is not None:
             metrics, verdicts = metrics | learned.metrics, [result.verdict, learned.verdict]
         return {
-            "metrics": metrics, "device": self._speed(batch.sequences, perf_counter() - began), "tokens": result.tokens, "verdict": worst(verdicts),
-            "exhausted": exhausted, "committed": self._committed(), "moves": self._moves(), "residue": self._residue(Phase.TRAIN),
+            "metrics": metrics, "device": self._speed(batch.sequences, perf_counter() - began) | dict(result.packing), "tokens": result.tokens,
+            "verdict": worst(verdicts), "exhausted": exhausted, "committed": self._committed(), "moves": self._moves(), "residue": self._residue(Phase.TRAIN),
         }, {}  # fmt: skip
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _infer(self, step: int, samples: list[Sample], progress: Progress) -> Inferred:
-        actor, most = self._actor(), self.recipe.trainer.micro_batch_tokens
+        actor, most, share = self._actor(), self.recipe.trainer.micro_batch_tokens, self.recipe.trainer.share_prompts
         if actor.reference is None and actor.critic is None:
             return Inferred(step, samples)
         self._in_phase(Phase.INFERENCE)
@@ -287,10 +287,10 @@ class TrainerWorker:
         logprobs = values = None
         if actor.reference is not None:
             with actor.tracer.span("reference"):
-                logprobs = sequence_logprobs(actor.reference.replica, sequences, most, on_progress=partial(report, of="reference"))
+                logprobs = sequence_logprobs(actor.reference.replica, sequences, most, on_progress=partial(report, of="reference"), share_prompts=share)
         if actor.critic is not None:
             with actor.tracer.span("values"):
-                values = sequence_values(actor.critic.replica, sequences, most, on_progress=partial(report, of="values"))
+                values = sequence_values(actor.critic.replica, sequences, most, partial(report, of="values"), share)
         return Inferred(step, samples, logprobs, values)
 
     def _score(self, samples: list[Sample], progress: Progress) -> list[float] | None:

@@ -57,7 +57,7 @@ def infer(
 
 def infer_sequences(
     forward: Inferring, sequences: Sequence[TrainSequence], micro_batch_tokens: int, temperature: float = 1.0,
-    on_progress: Progress | None = None,
+    on_progress: Progress | None = None, share_prompts: bool = False,
 ) -> list[Tensor]:
     """Returns the log-probabilities (nats) of the counted tokens of each of ``sequences``: float64 [2, n] on the CPU, raw and at
     ``temperature``; of a model with a value head the values too (``infer``).
@@ -66,13 +66,13 @@ def infer_sequences(
     ranks = forward.ranks.data
     indices = [i for i, sequence in enumerate(sequences) if forward_tokens(sequence) > 0]
     counted = [sequences[i] for i in indices]
-    shares = pack_shares(counted, ranks.size, micro_batch_tokens)
+    shares = pack_shares(counted, ranks.size, micro_batch_tokens, share_prompts)
     logprobs = [torch.empty(forward.model.shapes.outputs, 0, dtype=torch.float64) for _ in sequences]
     if not counted:
         return logprobs
     own = shares[ranks.rank]
     passes = forward.passes(len(own), max(map(len, shares)))
-    micro_batches = make_micro_batches(counted, own, passes, forward.model.dtype, forward.model.device)
+    micro_batches = make_micro_batches(counted, own, passes, forward.model.dtype, forward.model.device, share_prompts=share_prompts)
     values = torch.cat(forward.infer(micro_batches, temperature, on_progress), dim=1).cpu()
     forward.reshard()
     orders = [list(itertools.chain.from_iterable(bins)) for bins in shares]
@@ -91,20 +91,20 @@ def infer_sequences(
 
 def sequence_logprobs(
     forward: Inferring, sequences: Sequence[TrainSequence], micro_batch_tokens: int, temperature: float = 1.0,
-    on_progress: Progress | None = None,
+    on_progress: Progress | None = None, share_prompts: bool = False,
 ) -> dict[str, tuple[float, ...]]:
     """Returns by sequence id the log-probability (nats, at ``temperature``) of each counted token: an entry per token, 0.0 elsewhere.
 
     Every rank of the mesh is given all of ``sequences`` and returns those of all (``infer_sequences``)."""
-    logprobs = infer_sequences(forward, sequences, micro_batch_tokens, temperature, on_progress)
+    logprobs = infer_sequences(forward, sequences, micro_batch_tokens, temperature, on_progress, share_prompts)
     return {sequence.id: per_token(sequence, values[1]) for sequence, values in zip(sequences, logprobs, strict=True)}
 
 
 def sequence_values(
-    forward: Inferring, sequences: Sequence[TrainSequence], micro_batch_tokens: int, on_progress: Progress | None = None
+    forward: Inferring, sequences: Sequence[TrainSequence], micro_batch_tokens: int, on_progress: Progress | None = None, share_prompts: bool = False
 ) -> dict[str, tuple[float, ...]]:
     """Returns by sequence id the value of the state before each counted token, as ``sequence_logprobs`` does its log-probability."""
-    values = infer_sequences(forward, sequences, micro_batch_tokens, on_progress=on_progress)
+    values = infer_sequences(forward, sequences, micro_batch_tokens, on_progress=on_progress, share_prompts=share_prompts)
     return {sequence.id: per_token(sequence, rows[-1]) for sequence, rows in zip(sequences, values, strict=True)}
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.reference_dtype import compute_dtype
+from tandem.model.attention import PackedContext
+from tandem.model.shared_prompts import Run, SharedPrompts
 from tandem.types import TrainSequence
 
 Number = TypeVar("Number", int, float)
@@ -25,7 +27,8 @@ class MicroBatch:
     """T tokens of S sequences, R of which predict a counted token.
 
     ``tokens[T]``, ``positions[T]`` int64; ``cu_seqlens[S + 1]`` int32 and ``max_seqlen`` mark the sequences.
-    ``rows[R]`` int64, ascending: which of the T hidden states predict; ``targets[R]`` int64: what they predict.
+    ``rows[R]`` int64: which of the T hidden states predict, ascending; ``targets[R]`` int64: what they predict. ``prompts``: where sequences share
+    prompts, ``cu_seqlens`` marks what they attend to, and the last token of a shared prompt predicts several targets.
     ``mask``, ``advantages``, ``rollout_logprobs`` (raw), ``sampling_logprobs``, ``reference_logprobs`` (``None``: no KL), ``old_logprobs``
     (``None``: the rollout's), ``values`` and ``returns`` have R entries in the dtype of log-probabilities, fp32 for a model in 16 bits.
     ``sequence_of_row[R]`` int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask; ``margins[S]``: of
@@ -50,10 +53,21 @@ class MicroBatch:
     sequence_mask_sums: Tensor
     margins: Tensor
     off_policy: Tensor | None = None
+    prompts: SharedPrompts | None = None
 
     @property
     def sequence_count(self) -> int:
         return len(self.ids)
+
+    @property
+    def context(self) -> PackedContext:
+        """How the tokens attend to each other."""
+        return PackedContext(self.cu_seqlens, self.max_seqlen, self.prompts)
+
+    @property
+    def own_rows(self) -> Tensor:
+        """Returns [S + 1] int32: sequence s has the tokens ``own_rows[s]:own_rows[s + 1]``."""
+        return self.cu_seqlens if self.prompts is None else self.prompts.query_start
 
 
 def forward_tokens(sequence: TrainSequence) -> int:
@@ -77,11 +91,12 @@ def collate(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     old_logprobs: Mapping[str, Sequence[float]] | None = None,
+    share_prompts: bool = False,
 ) -> MicroBatch:
     """Returns one micro-batch of ``sequences``, each of which has a counted token, for a model of ``dtype``.
 
-    ``old_logprobs``: one entry per token by sequence id, if the trainer computed them itself. Raises ``ValueError`` for a sequence whose
-    fields are inconsistent."""
+    ``old_logprobs``: one entry per token by sequence id, if the trainer computed them itself. ``share_prompts``: equal prompts are in the batch once,
+    with the first of their sequences. Raises ``ValueError`` for a sequence whose fields are inconsistent."""
     tokens: list[int] = []
     positions: list[int] = []
     bounds, rows, row_tokens, sequence_of_row, off_policy = [0], list[int](), list[int](), list[int](), list[int]()
@@ -89,14 +104,26 @@ def collate(
         name: [] for name in ("mask", "advantages", "rollout", "sampling", "reference", "old", "values", "returns")
     }
     with_reference = all(s.reference_logprobs is not None for s in sequences)
+    prompt_rows: dict[tuple[int, ...], int] = {}
+    query_start, runs = [0], list[Run]()
     for number, sequence in enumerate(sequences):
-        length, start = forward_tokens(sequence), bounds[-1]
+        length = forward_tokens(sequence)
         _check(sequence, length)
         counted = counted_indices(sequence)
-        tokens += sequence.token_ids[:length]
-        positions += range(length)
-        bounds.append(start + length)
-        rows += range(start, start + length) if isinstance(counted, range) else [start + i - 1 for i in counted]
+        prompt = shared_part(sequence) if share_prompts else ()
+        # The tokens before ``own`` are those of an earlier sequence, from row ``before`` on; the row of position p is ``start + p`` for the others.
+        before, own = (prompt_rows[prompt], len(prompt)) if prompt in prompt_rows else (0, 0)
+        start = len(tokens) - own
+        prompt_rows.setdefault(prompt, start)
+        tokens += sequence.token_ids[own:length]
+        positions += range(own, length)
+        bounds.append(bounds[-1] + length)
+        query_start.append(len(tokens))
+        runs += [(before, before + own)] * (own > 0) + [(start + own, start + length)]
+        if isinstance(counted, range) and own == 0:
+            rows += range(start, start + length)
+        else:
+            rows += [(start if i > own else before) + i - 1 for i in counted]
         _take(row_tokens, sequence.token_ids, counted)
         sequence_of_row += [number] * len(counted)
         _take(columns["mask"], sequence.loss_mask, counted)
@@ -137,7 +164,13 @@ def collate(
         sequence_mask_sums=real([sum(s.loss_mask) for s in sequences]),
         margins=real([s.margin for s in sequences]),
         off_policy=whole(off_policy).bool() if any(s.off_policy for s in sequences) else None,
+        prompts=SharedPrompts(tuple(runs), on_device(torch.tensor(query_start, dtype=torch.int32), device)) if len(runs) > len(sequences) else None,
     )
+
+
+def shared_part(sequence: TrainSequence) -> tuple[int, ...]:
+    """Returns the tokens of ``sequence`` that others may share: its prompt, if all of it goes through the network."""
+    return sequence.token_ids[: sequence.prompt_length] if forward_tokens(sequence) >= sequence.prompt_length else ()
 
 
 def _tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> Tensor:
@@ -162,10 +195,10 @@ def blank(dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 
 def make_micro_batches(
     sequences: Sequence[TrainSequence], bins: Sequence[Bin], passes: int, dtype: torch.dtype, device: torch.device | str,
-    old_logprobs: Mapping[str, Sequence[float]] | None = None,
+    old_logprobs: Mapping[str, Sequence[float]] | None = None, share_prompts: bool = False,
 ) -> list[MicroBatch]:
     """Returns a micro-batch for each of ``bins`` (indices of ``sequences``), and blank ones up to ``passes`` in all."""
-    made = [collate([sequences[i] for i in chosen], dtype, device, old_logprobs) for chosen in bins]
+    made = [collate([sequences[i] for i in chosen], dtype, device, old_logprobs, share_prompts) for chosen in bins]
     return made + [blank(dtype, device)] * (passes - len(made))
 
 

@@ -112,7 +112,7 @@ class NanDetector:
             value = x[row][bad[row]].reshape(-1)[0].item()
         micro_batch = self._micro_batches[self._number]
         token = row if rows is None else int(rows[row])
-        sequence = int(torch.searchsorted(micro_batch.cu_seqlens, token, right=True)) - 1
+        sequence = int(torch.searchsorted(micro_batch.own_rows, token, right=True)) - 1
         places.append(Place(what, layer, self._number, micro_batch.ids[sequence], int(micro_batch.positions[token]), value))
 
     def _look_at_gradients(self) -> None:

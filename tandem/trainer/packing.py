@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import TypeVar
 
-from tandem.trainer.micro_batch import Bin, forward_tokens
+from tandem.trainer.micro_batch import Bin, forward_tokens, shared_part
 from tandem.types import TrainSequence
 
 Item = TypeVar("Item")
@@ -58,9 +58,38 @@ def pack(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bi
     return best_fit([forward_tokens(s) for s in sequences], micro_batch_tokens)
 
 
-def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int) -> list[list[Bin]]:
-    """Returns the micro-batches of each of ``ranks`` data-parallel ranks, as indices of ``sequences``."""
-    return _shares([forward_tokens(s) for s in sequences], ranks, micro_batch_tokens)
+def pack_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int, share_prompts: bool = False) -> list[list[Bin]]:
+    """Returns the micro-batches of each of ``ranks`` data-parallel ranks, as indices of ``sequences``. ``share_prompts``: sequences with equal prompts
+    are packed together, as far as they fit, and the prompt counts once."""
+    if not share_prompts:
+        return _shares([forward_tokens(s) for s in sequences], ranks, micro_batch_tokens)
+    units = prompt_units(sequences, ranks, micro_batch_tokens)
+    packed = _shares([packed_tokens([sequences[i] for i in unit], True) for unit in units], ranks, micro_batch_tokens)
+    return [[tuple(sorted(i for unit in chosen for i in units[unit])) for chosen in bins] for bins in packed]
+
+
+def prompt_units(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int) -> list[Bin]:
+    """Returns the sequences with equal prompts, by index, in units that are packed as one: each of at most ``micro_batch_tokens`` with its prompt, and of
+    at most half of a rank's share, so that the ranks' shares stay even."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        groups.setdefault(shared_part(sequence), []).append(index)
+    total = packed_tokens(sequences, True)
+    most = min(micro_batch_tokens, -(-total // (2 * ranks))) if ranks > 1 else micro_batch_tokens
+    units: list[Bin] = []
+    for prompt, group in groups.items():
+        if not prompt:
+            units += [(index,) for index in group]
+            continue
+        bins = best_fit([forward_tokens(sequences[i]) - len(prompt) for i in group], max(most - len(prompt), 0))
+        units += [tuple(group[i] for i in chosen) for chosen in bins]
+    return units
+
+
+def packed_tokens(sequences: Sequence[TrainSequence], share_prompts: bool) -> int:
+    """Returns the tokens of one micro-batch of ``sequences`` that go through the network."""
+    prompts = [shared_part(sequence) for sequence in sequences] if share_prompts else []
+    return sum(map(forward_tokens, sequences)) - sum(map(len, prompts)) + sum(map(len, set(prompts)))
 
 
 def _shares(lengths: Sequence[int], ranks: int, micro_batch_tokens: int) -> list[list[Bin]]:

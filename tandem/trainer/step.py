@@ -1,15 +1,14 @@
 """The step executor: one optimizer step on micro-batches, given a loss. Independent of the algorithm."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.api import TokenLogprobs
-from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.grad_scaler import GradScaler, Verdict
@@ -60,18 +59,19 @@ class ForwardBackward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``metrics`` by name; ``tokens`` that went through the network; ``updated``: whether the weights changed; ``verdict``: the guard's."""
+    """``metrics`` by name; ``tokens`` that went through the network; ``updated``: whether the weights changed; ``verdict``: the guard's;
+    ``packing``: metrics of how full the micro-batches were."""
 
     metrics: dict[str, float]
     tokens: int
     updated: bool
     verdict: Verdict = "taken"
+    packing: Mapping[str, float] = field(default_factory=dict)
 
 
 def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
     """Returns the model's log-probabilities of a micro-batch's targets [R], and the values of a value head."""
-    context = PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen)
-    hidden = model(micro_batch.tokens, micro_batch.positions, context)
+    hidden = model(micro_batch.tokens, micro_batch.positions, micro_batch.context)
     return model.head_outputs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
 
 

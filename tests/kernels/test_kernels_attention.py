@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from paged_sequences import LENGTHS, Paged, bounds_of, exact, make
+from torch import Tensor
 
 from tandem.kernels import BLOCK_TOKENS, Kernels, PagedBatch
 
@@ -154,3 +156,28 @@ def test_a_wrong_call_raises_and_reads_no_stray_memory(cpu_kernels: Kernels) -> 
         cpu_kernels.packed_attention(q.double(), k, v, bounds_of([20]), 20, 0.25, None)
     with pytest.raises(IndexError, match="position"):
         cpu_kernels.rope(torch.randn(2, 64), torch.tensor([0, 7]), torch.randn(7, 16), (2, 1, 16), None, None, 1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_last_queries_of_each_sequence_have_the_bits_of_all_and_their_gradients(kernels: Kernels, window: int | None) -> None:
+    """Sequences of 40, 7, 600 and 5 tokens with 40, 3, 30 and 0 queries."""
+    lengths, own = torch.tensor([40, 7, 600, 5]), torch.tensor([40, 3, 30, 0])
+    bounds, starts = (F.pad(count.cumsum(0), (1, 0)).to(torch.int32) for count in (lengths, own))
+    q, k, v = torch.randn(652, 4, 32), torch.randn(652, 2, 32), torch.randn(652, 2, 32)
+    chosen = torch.cat([torch.arange(end - count, end) for end, count in zip(bounds[1:].tolist(), own.tolist(), strict=True)])
+    grad = torch.randn(len(chosen), 4, 32)
+
+    def run(last_only: bool) -> list[Tensor]:
+        inputs = [x.clone().requires_grad_() for x in (q[chosen] if last_only else q, k, v)]
+        if last_only:
+            out = kernels.packed_attention(*inputs, bounds, 600, 0.2, window, starts)
+        else:
+            out = kernels.packed_attention(*inputs, bounds, 600, 0.2, window).index_select(0, chosen)
+        out.backward(grad)
+        return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+    out, grad_q, grad_k, grad_v = run(True)
+    every, all_q, all_k, all_v = run(False)
+    assert torch.equal(out, every)
+    for found, wanted in ((grad_q, all_q[chosen]), (grad_k, all_k), (grad_v, all_v)):
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -95,38 +95,42 @@ class AttentionCalls:
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None,
-        log_sum: Tensor | None,
+        log_sum: Tensor | None, query_start: Tensor | None = None,
     ) -> Tensor:
-        tokens, heads, size = q.shape
-        kv_heads = k.shape[1]
+        queries, heads, size = q.shape
+        tokens, kv_heads = (queries if query_start is None else k.shape[0]), k.shape[1]
         fits = k.shape == (tokens, kv_heads, size) and heads % kv_heads == 0
         if not fits:
             raise shape_error("attention k", k, f"[{tokens}, a divisor of {heads}, {size}]")
         if v.shape != k.shape:
             raise shape_error("attention v", v, f"{list(k.shape)}")
         bounds = indices(cu_seqlens, int32)
-        out = q.new_empty(tokens, heads, size)
+        starts = bounds if query_start is None else indices(query_start, int32)
+        if len(starts) != len(bounds):
+            raise shape_error("query_start", starts, f"[{len(bounds)}]")
+        out = q.new_empty(queries, heads, size)
         code = self._c.packed_attention(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), bounds.data_ptr(), len(bounds) - 1, tokens, heads, kv_heads, size,
-            scale, window or 0, out.data_ptr(), address(log_sum),
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), bounds.data_ptr(), starts.data_ptr(), len(bounds) - 1, tokens, queries, heads, kv_heads,
+            size, scale, window or 0, out.data_ptr(), address(log_sum),
         )  # fmt: skip
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
         if code:
-            raise ValueError(f"attention: cu_seqlens must rise from 0 to {tokens}, the number of tokens")
+            raise ValueError(f"attention: cu_seqlens must rise from 0 to {tokens}, the number of tokens, and query_start to {queries}, by no more")
         return out
 
     def packed_attention_backward(
         self, grad: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], cu_seqlens: Tensor, scale: float,
-        window: int | None,
+        window: int | None, query_start: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes the gradients. ``saved``: q, k, v, out, log_sum."""
         q, k, v, out, log_sum = saved
         (_, heads, size), kv_heads, bounds = q.shape, k.shape[1], indices(cu_seqlens, int32)
+        starts = bounds if query_start is None else indices(query_start, int32)
         grads = tuple(empty_like(x) for x in (q, k, v))
         self._c.packed_attention_backward(
             grad.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), log_sum.data_ptr(),
-            bounds.data_ptr(), len(bounds) - 1, heads, kv_heads, size, scale, window or 0,
+            bounds.data_ptr(), starts.data_ptr(), len(bounds) - 1, heads, kv_heads, size, scale, window or 0,
             *(g.data_ptr() for g in grads),
         )  # fmt: skip
         return grads[0], grads[1], grads[2]

@@ -168,17 +168,18 @@ class RoundKV(torch.autograd.Function):
 class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, calls: AttentionCalls
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, calls: AttentionCalls,
+        query_start: Tensor | None,
     ) -> Tensor:
         q, k, v = dense(q), dense(k), dense(v)
         log_sum = torch.empty(q.shape[:2], dtype=torch.float32)
-        out = calls.packed_attention(q, k, v, cu_seqlens, scale, window, log_sum)
-        ctx.save_for_backward(q, k, v, out, log_sum, cu_seqlens)
+        out = calls.packed_attention(q, k, v, cu_seqlens, scale, window, log_sum, query_start)
+        ctx.save_for_backward(q, k, v, out, log_sum, cu_seqlens, query_start)
         ctx.scale, ctx.window, ctx.calls = scale, window, calls
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *saved, cu_seqlens = ctx.saved_tensors
-        grads = ctx.calls.packed_attention_backward(dense(grad), tuple(saved), cu_seqlens, ctx.scale, ctx.window)
-        return *grads, None, None, None, None
+        *saved, cu_seqlens, query_start = ctx.saved_tensors
+        grads = ctx.calls.packed_attention_backward(dense(grad), tuple(saved), cu_seqlens, ctx.scale, ctx.window, query_start)
+        return *grads, None, None, None, None, None

@@ -97,11 +97,12 @@ class CpuKernels:
         return self._attention.round_kv(dense(x), dtype)
 
     def packed_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
+        query_start: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention)  # type: ignore[no-any-return]
-        return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None)
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention, query_start)  # type: ignore[no-any-return]
+        return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None, query_start)
 
     def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
         return self._attention.paged_attention(dense(q), cache, batch, scale, window)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.kernels.api import KVLayer, PagedBatch, Routing, SampledRows, TokenLogprobs, sum_in_order
+from tandem.kernels.last_queries import attend_last
 from tandem.kernels.plain_packing import PlainPacking
 from tandem.kernels.reference import ReferenceKernels
 from tandem.kernels.triton import attention, autograd, rope, rows
@@ -108,10 +109,13 @@ class TritonKernels(PlainPacking):
         return self._reference.round_kv(x, dtype)
 
     def packed_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
+        query_start: Tensor | None = None,
     ) -> Tensor:
         if q.dtype not in DTYPES:
-            return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window)
+            return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start)
+        if query_start is not None:
+            return attend_last(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start)
         if wants_grad(q, k, v):
             return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype])  # type: ignore[no-any-return]
         return attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype])

@@ -29,7 +29,7 @@ def update_critic(
     ``critic/lr``. Arguments and result as in ``update_policy``."""
     counted = [s for s in batch.sequences if forward_tokens(s) > 0]
     with tracer.span("shard the critic's batch"):
-        updates = minibatches_of(replica, counted, algorithm.minibatches, trainer.micro_batch_tokens) * algorithm.epochs
+        updates = minibatches_of(replica, counted, algorithm.minibatches, trainer) * algorithm.epochs
     rate = learning_rate(trainer, batch.step, total_steps)
     results: list[StepResult] = []
     done, total = 0, sum(minibatch.passes for minibatch in updates)

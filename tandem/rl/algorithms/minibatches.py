@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tandem.config.trainer import TrainerConfig
 from tandem.trainer.grad_scaler import Verdict
-from tandem.trainer.micro_batch import Bin, MicroBatch, make_micro_batches
-from tandem.trainer.packing import pack_pair_shares, pack_shares, split
+from tandem.trainer.micro_batch import Bin, MicroBatch, forward_tokens, make_micro_batches
+from tandem.trainer.packing import pack_pair_shares, pack_shares, packed_tokens, split
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.step import StepResult
 from tandem.types import TrainSequence
@@ -14,18 +15,20 @@ from tandem.types import TrainSequence
 @dataclass(frozen=True, slots=True)
 class Minibatch:
     """The sequences of one update, over all ranks. ``bins``: this rank's micro-batches; ``passes``: the number of passes it makes, blank
-    ones included."""
+    ones included. ``tokens``: of all ranks that go through the network."""
 
     sequences: Sequence[TrainSequence]
     bins: Sequence[Bin]
     passes: int
+    tokens: int
+    share_prompts: bool
 
     def micro_batches(self, replica: Replica, old_logprobs: Mapping[str, Sequence[float]] | None = None) -> list[MicroBatch]:
-        return make_micro_batches(self.sequences, self.bins, self.passes, replica.model.dtype, replica.model.device, old_logprobs)
+        return make_micro_batches(self.sequences, self.bins, self.passes, replica.model.dtype, replica.model.device, old_logprobs, self.share_prompts)
 
 
 def minibatches_of(
-    replica: Replica, sequences: Sequence[TrainSequence], count: int, micro_batch_tokens: int, pairs: bool = False
+    replica: Replica, sequences: Sequence[TrainSequence], count: int, trainer: TrainerConfig, pairs: bool = False
 ) -> list[Minibatch]:
     """Returns ``sequences``, each with a counted token, as ``count`` minibatches; fewer if there are fewer sequences. ``pairs``: sequences
     2i and 2i + 1 are a preference pair, which stays in one micro-batch."""
@@ -33,14 +36,30 @@ def minibatches_of(
         parts = [sequences[2 * part[0] : 2 * part[-1] + 2] for part in split(range(len(sequences) // 2), count) if part]
     else:
         parts = [part for part in split(sequences, count) if part]
-    return [_share(replica, part, micro_batch_tokens, pairs) for part in parts]
+    return [_share(replica, part, trainer, pairs) for part in parts]
 
 
-def _share(replica: Replica, sequences: Sequence[TrainSequence], micro_batch_tokens: int, pairs: bool) -> Minibatch:
-    data = replica.ranks.data
-    shares = (pack_pair_shares if pairs else pack_shares)(sequences, data.size, micro_batch_tokens)
+def _share(replica: Replica, sequences: Sequence[TrainSequence], trainer: TrainerConfig, pairs: bool) -> Minibatch:
+    data, most, share_prompts = replica.ranks.data, trainer.micro_batch_tokens, trainer.share_prompts
+    shares = pack_pair_shares(sequences, data.size, most) if pairs else pack_shares(sequences, data.size, most, share_prompts)
     own = shares[data.rank]
-    return Minibatch(sequences, own, replica.passes(len(own), max(map(len, shares))))
+    tokens = sum(packed_tokens([sequences[i] for i in chosen], share_prompts) for bins in shares for chosen in bins)
+    return Minibatch(sequences, own, replica.passes(len(own), max(map(len, shares))), tokens, share_prompts)
+
+
+def packing_metrics(minibatches: Sequence[Minibatch], ranks: int, micro_batch_tokens: int) -> dict[str, float]:
+    """Returns how full the micro-batches of one pass over a batch are. ``ranks``: data-parallel ones, all of which make equally many passes.
+
+    ``perf/padding_share``: the share of ``micro_batch_tokens`` that holds no token, over all micro-batches; nothing is computed there, because a
+    micro-batch is as long as its tokens. ``perf/shared_prompt_share``: of the tokens of all sequences, those that are not computed because they belong
+    to a prompt that another sequence of the micro-batch has."""
+    tokens, chunks = sum(m.tokens for m in minibatches), ranks * sum(m.passes for m in minibatches)
+    whole = sum(forward_tokens(sequence) for m in minibatches for sequence in m.sequences)
+    if not chunks:
+        return {}
+    # A sequence longer than micro_batch_tokens is a micro-batch by itself.
+    padding = max(0.0, 1 - tokens / (chunks * micro_batch_tokens))
+    return {"perf/micro_batches": float(chunks), "perf/padding_share": padding, "perf/shared_prompt_share": 1 - tokens / whole}
 
 
 def mean_metrics(results: Sequence[StepResult]) -> dict[str, float]:

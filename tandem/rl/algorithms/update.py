@@ -8,7 +8,7 @@ from torch import Tensor
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.loss import make_loss
-from tandem.rl.algorithms.minibatches import mean_metrics, minibatches_of, worst
+from tandem.rl.algorithms.minibatches import mean_metrics, minibatches_of, packing_metrics, worst
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.logprobs import infer_sequences, per_token
@@ -50,16 +50,15 @@ def update_policy(
     gradient is not finite and there is no ``guard``."""
     with tracer.span("shard the batch"):
         counted = [s for s in batch.sequences if forward_tokens(s) > 0]
-        minibatches = [] if is_frozen else minibatches_of(
-            replica, counted, algorithm.minibatches, trainer.micro_batch_tokens, algorithm.learns_from_pairs
-        )  # fmt: skip
+        minibatches = [] if is_frozen else minibatches_of(replica, counted, algorithm.minibatches, trainer, algorithm.learns_from_pairs)
     updates = minibatches * algorithm.epochs
 
     def infer(sequences: Sequence[TrainSequence], at: float) -> list[Tensor]:
         if not sequences:
             return []
         with tracer.span("log-probabilities"):
-            return infer_sequences(replica, sequences, trainer.micro_batch_tokens, at, lambda done, passes: on_phase("forward"))
+            report = lambda done, passes: on_phase("forward")
+            return infer_sequences(replica, sequences, trainer.micro_batch_tokens, at, report, trainer.share_prompts)
 
     is_recomputed = algorithm.old_logprobs == "recompute" and not is_frozen
     inferred = infer(counted, temperature) if is_recomputed else []
@@ -90,8 +89,8 @@ def update_policy(
         metrics["mismatch_kl"] = metrics.get("mismatch_kl", 0.0) + mismatch.k3_sum / sampled_tokens
         metrics["mismatch_max_abs"] = max(metrics.get("mismatch_max_abs", 0.0), mismatch.max_abs)
     metrics |= {} if guard is None else guard.metrics()
-    tokens = 0 if is_frozen else algorithm.epochs * sum(map(forward_tokens, counted))
-    return StepResult(metrics, tokens, any(r.updated for r in results), worst([r.verdict for r in results]))
+    tokens, packing = sum(minibatch.tokens for minibatch in updates), packing_metrics(minibatches, replica.ranks.data.size, trainer.micro_batch_tokens)
+    return StepResult(metrics, tokens, any(r.updated for r in results), worst([r.verdict for r in results]), packing)
 
 
 def _is_recorded(sequence: TrainSequence) -> list[bool]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.schedules import Operation, PipelineShape, ScheduleName, forward_schedule, schedule
-from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.runtime.collectives.communicator import Communicator, Pending
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
@@ -156,8 +155,7 @@ class _Pass:
         with self.tracer.span("forward", stage=stage, micro_batch=number):
             if received is not None and self.keeps:
                 self.received[stage, number] = received.requires_grad_()
-            context = PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen)
-            out = model(micro_batch.tokens, micro_batch.positions, context, span=span, received=received)
+            out = model(micro_batch.tokens, micro_batch.positions, micro_batch.context, span=span, received=received)
             if span.is_last:
                 out = self.at_last(out, micro_batch)
             if self.keeps or not span.is_last:

@@ -349,20 +349,22 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
   });
 }
 
-// bounds[sequences + 1] rise from 0 to tokens. Returns 0, 1 where a head is too large, 2 where the bounds do not fit.
-int tandem_packed_attention(const float* q, const float* k, const float* v, const int32_t* bounds, int64_t sequences, int64_t tokens,
-                            int64_t heads, int64_t kv_heads, int64_t size, float scale, int64_t window, float* out, float* log_sum) {
+// bounds[sequences + 1] rise from 0 to tokens, the rows of k and v. query_start[sequences + 1] rise from 0 to queries, the rows of q: a
+// sequence's queries are its last positions. Returns 0, 1 where a head is too large, 2 where the bounds do not fit.
+int tandem_packed_attention(const float* q, const float* k, const float* v, const int32_t* bounds, const int32_t* query_start,
+                            int64_t sequences, int64_t tokens, int64_t queries, int64_t heads, int64_t kv_heads, int64_t size, float scale,
+                            int64_t window, float* out, float* log_sum) {
   return or_out_of_memory([&] {
     if (size > MAX_HEAD_SIZE) return 1;
-    if (bounds[0] != 0 || bounds[sequences] != tokens) return 2;
+    if (bounds[0] != 0 || bounds[sequences] != tokens || query_start[0] != 0 || query_start[sequences] != queries) return 2;
     std::vector<Task> tasks;
     std::vector<int64_t> first_tile(static_cast<size_t>(sequences) + 1, 0);
     int64_t work = 0;
     for (int64_t s = 0; s < sequences; ++s) {
-      const int64_t length = bounds[s + 1] - bounds[s];
-      if (length < 0 || bounds[s + 1] > tokens) return 2;
+      const int64_t length = bounds[s + 1] - bounds[s], first = length - (query_start[s + 1] - query_start[s]);
+      if (length < 0 || bounds[s + 1] > tokens || first < 0 || first > length || query_start[s + 1] > queries) return 2;
       first_tile[static_cast<size_t>(s) + 1] = first_tile[static_cast<size_t>(s)] + (length + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-      work += add_tasks(tasks, s, kv_heads, 0, length, bounds[s]);
+      work += add_tasks(tasks, s, kv_heads, first, length, query_start[s] - first);
     }
     thread_local Scratch memory;
     const int64_t tile = BLOCK_TOKENS * size, row = kv_heads * size;

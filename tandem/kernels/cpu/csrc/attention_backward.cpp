@@ -79,13 +79,17 @@ void backward_rows(const Rows& rows, const float* const* grad, const float* cons
 
 struct Call {
   const float *grad, *q, *k, *v, *out, *log_sum;
-  const int32_t* bounds;
+  const int32_t *bounds, *query_start;
   int64_t heads, kv_heads, size;
   float scale;
   int64_t window;
   float *grad_q, *grad_k, *grad_v;
 
   int64_t group() const { return heads / kv_heads; }
+  int64_t length(int64_t s) const { return bounds[s + 1] - bounds[s]; }
+  // The first position that has a query, and the row of q of position 0 if it had one.
+  int64_t first(int64_t s) const { return length(s) - (query_start[s + 1] - query_start[s]); }
+  int64_t query_row(int64_t s) const { return query_start[s] - first(s); }
 };
 
 void run_task(const Task& task, const Call& c) {
@@ -106,7 +110,7 @@ void run_task(const Task& task, const Call& c) {
     rows.count = static_cast<int>(std::min<int64_t>(MAX_ROWS_AT_ONCE, count - i));
     for (int r = 0; r < rows.count; ++r) {
       const int64_t position = task.first_query + (i + r) / group;
-      const int64_t index = (begin + position) * c.heads + task.kv_head * group + (i + r) % group;
+      const int64_t index = (c.query_row(task.sequence) + position) * c.heads + task.kv_head * group + (i + r) % group;
       rows.data[r] = c.q + index * c.size;
       rows.begin[r] = std::max(task.begin, c.window ? position - c.window + 1 : 0);
       rows.end[r] = std::min(task.end, position + 1);
@@ -124,9 +128,9 @@ void run_task(const Task& task, const Call& c) {
 
 // A query's gradients from the sections that it sees, added in order. The tasks first .. last are those of one sequence and head.
 void add_sections(const Task* first, const Task* last, const Call& c) {
-  const int64_t group = c.group(), length = c.bounds[first->sequence + 1] - c.bounds[first->sequence];
-  for (int64_t position = 0; position < length; ++position) {
-    float* to = c.grad_q + ((c.bounds[first->sequence] + position) * c.heads + first->kv_head * group) * c.size;
+  const int64_t group = c.group(), length = c.length(first->sequence);
+  for (int64_t position = c.first(first->sequence); position < length; ++position) {
+    float* to = c.grad_q + ((c.query_row(first->sequence) + position) * c.heads + first->kv_head * group) * c.size;
     std::fill_n(to, group * c.size, 0.0f);
     for (const Task* task = first; task < last; ++task) {
       if (position < task->first_query || position >= task->last_query) continue;
@@ -142,17 +146,19 @@ void run(const Call& c, int64_t sequences) {
   std::vector<int64_t> offsets;    // into the sections' gradients, -1: the output itself
   int64_t work = 0, floats = 0;
   for (int64_t s = 0; s < sequences; ++s) {
-    const int64_t length = c.bounds[s + 1] - c.bounds[s];
+    const int64_t length = c.length(s), first = c.first(s);
     if (length == 0) continue;
     const int64_t keys = section_keys(length);
-    work += length * length;
+    work += (length - first) * length;
     for (int64_t head = 0; head < c.kv_heads; ++head) {
       if (length > keys) first_task.push_back(tasks.size());
       for (int64_t begin = 0; begin < length; begin += keys) {
-        const int64_t end = std::min(length, begin + keys), last = c.window ? std::min(length, end + c.window - 1) : length;
-        tasks.push_back({s, head, begin, end, begin, last, nullptr});
+        const int64_t end = std::min(length, begin + keys), from = std::max(begin, first);
+        // Keys that no query sees have a task too, which sets their gradients to 0.
+        const int64_t last = std::max(from, c.window ? std::min(length, end + c.window - 1) : length);
+        tasks.push_back({s, head, begin, end, from, last, nullptr});
         offsets.push_back(length > keys ? floats : -1);
-        if (length > keys) floats += (last - begin) * c.group() * c.size;
+        if (length > keys) floats += (last - from) * c.group() * c.size;
       }
       if (length > keys) first_task.push_back(tasks.size());
     }
@@ -176,12 +182,12 @@ void run(const Call& c, int64_t sequences) {
 
 extern "C" {
 
-// Gradients by q[tokens, heads, size] and k, v[tokens, kv_heads, size]; every token must lie in a sequence.
+// Gradients by q[queries, heads, size] and k, v[tokens, kv_heads, size]; every token must lie in a sequence.
 int tandem_packed_attention_backward(const float* grad, const float* q, const float* k, const float* v, const float* out,
-                                     const float* log_sum, const int32_t* bounds, int64_t sequences, int64_t heads, int64_t kv_heads,
+                                     const float* log_sum, const int32_t* bounds, const int32_t* query_start, int64_t sequences, int64_t heads, int64_t kv_heads,
                                      int64_t size, float scale, int64_t window, float* grad_q, float* grad_k, float* grad_v) {
   return or_out_of_memory(
-      [&] { run({grad, q, k, v, out, log_sum, bounds, heads, kv_heads, size, scale, window, grad_q, grad_k, grad_v}, sequences); });
+      [&] { run({grad, q, k, v, out, log_sum, bounds, query_start, heads, kv_heads, size, scale, window, grad_q, grad_k, grad_v}, sequences); });
 }
 
 }  // extern "C"

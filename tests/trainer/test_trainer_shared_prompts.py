@@ -1,0 +1,184 @@
+"""The prompt of a group, computed once: the same bits of log-probabilities, and the same gradients."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.recipe import recipe_of
+from tandem.config.trainer import TrainerConfig
+from tandem.kernels import select
+from tandem.layout.shapes import ModelShapes
+from tandem.model.decoder import Decoder
+from tandem.rl.algorithms.loss import make_policy_loss
+from tandem.rl.algorithms.update import update_policy
+from tandem.trainer.logprobs import sequence_logprobs
+from tandem.trainer.losses.aggregate import counts_of
+from tandem.trainer.micro_batch import collate, forward_tokens
+from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.packing import pack_shares, packed_tokens
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import FrozenReplica, Replica
+from tandem.trainer.step import predict
+from tandem.types import Batch, TrainSequence, UserError
+
+CONFIG = AlgorithmConfig(kl_coef=0.1, dual_clip=3.0, loss_agg_mode="seq-mean-token-mean")
+PLAIN = {"architecture": "qwen3", "qk_norm": True}
+WINDOWED = {"architecture": "mistral", "layer_windows": (24, 24), "qk_norm": False}
+
+
+def sequence(id: str, prompt: tuple[int, ...], completion: list[int], mask: list[float], draw: random.Random) -> TrainSequence:
+    before = (0.0,) * len(prompt)
+    logprobs = lambda: before + tuple(-draw.uniform(2.5, 5.0) for _ in completion)
+    return TrainSequence(
+        id, (*prompt, *completion), len(prompt), before + tuple(mask), before + (draw.uniform(-2, 2),) * len(completion), logprobs(), logprobs(), logprobs()
+    )
+
+
+def groups(seed: int, prompts: int = 3, members: int = 4, prompt_tokens: int = 30, vocabulary: int = 41) -> list[TrainSequence]:
+    """Returns groups with a common prompt each, as long as those of ``prompt_tokens``, and completions of 1 to 20 tokens, some of them masked in part."""
+    draw, made = random.Random(seed), []
+    for group in range(prompts):
+        prompt = tuple(draw.randrange(vocabulary) for _ in range(prompt_tokens + group))
+        for member in range(members):
+            length = draw.randint(1, 20)
+            mask = [float(draw.random() > 0.2) for _ in range(length)]
+            made.append(sequence(f"{group}/{member}", prompt, [draw.randrange(vocabulary) for _ in range(length)], mask, draw))
+    return [s for s in made if forward_tokens(s)]
+
+
+def small_model(kernels: str, dtype: torch.dtype, **family: object) -> Decoder:
+    shapes = ModelShapes(
+        vocab_size=41, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=48,
+        max_position_embeddings=1024, tie_word_embeddings=True, **{**PLAIN, **family},
+    )  # fmt: skip
+    model = Decoder(shapes, select(kernels, dtype), dtype=dtype)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + 0.1 * noise if parameter.ndim == 1 else 0.2 * noise)
+    return model
+
+
+def gradients(model: Decoder, sequences: list[TrainSequence], share_prompts: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the raw log-probabilities and the gradient of the policy loss."""
+    model.zero_grad(set_to_none=True)
+    micro_batch = collate(sequences, model.dtype, share_prompts=share_prompts)
+    outputs = predict(model, micro_batch, 0.7)
+    make_policy_loss(CONFIG, counts_of(sequences), 0.7)(outputs, micro_batch).loss.backward()
+    return outputs.raw.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    difference = math.fsum((found[name].double() - wanted[name].double()).square().sum().item() for name in wanted)
+    return math.sqrt(difference / math.fsum(value.double().square().sum().item() for value in wanted.values()))
+
+
+def test_layout_of_two_completions_of_one_prompt_by_hand() -> None:
+    draw = random.Random(0)
+    first, second = sequence("a", (5, 6, 7), [8, 9], [1.0, 1.0], draw), sequence("b", (5, 6, 7), [10, 11, 12], [1.0, 0.0, 1.0], draw)
+    other, single = sequence("c", (5, 6), [7, 13], [1.0, 1.0], draw), sequence("d", (5, 6, 7), [14], [1.0], draw)
+    batch = collate([first, second, other, single], torch.float64, share_prompts=True)
+    # The last token of a sequence predicts nothing and is left out. c has another prompt; of d nothing but its prediction is left.
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 10, 11, 5, 6, 7]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 2]
+    assert batch.cu_seqlens.tolist() == [0, 4, 9, 12, 15] and batch.max_seqlen == 5
+    assert batch.prompts is not None and batch.prompts.query_start.tolist() == [0, 4, 6, 9, 9]
+    assert batch.prompts.runs == ((0, 4), (0, 3), (4, 6), (6, 9), (0, 3), (9, 9))
+    assert batch.rows.tolist() == [2, 3, 2, 5, 7, 8, 2] and batch.targets.tolist() == [8, 9, 10, 12, 7, 13, 14]
+    assert batch.sequence_of_row.tolist() == [0, 0, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("family", [PLAIN, WINDOWED], ids=["full attention", "sliding window"])
+def test_gradients_equal_those_of_separate_copies_in_float64(family: dict[str, object]) -> None:
+    model, sequences = small_model("reference", torch.float64, **family), groups(1)
+    logprobs, wanted = gradients(model, sequences, False)
+    shared, found = gradients(model, sequences, True)
+    assert torch.equal(shared, logprobs)
+    assert distance(found, wanted) < 1e-13
+
+
+@pytest.mark.parametrize("family", [PLAIN, WINDOWED], ids=["full attention", "sliding window"])
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_log_probabilities_have_the_same_bits_and_gradients_are_those_of_float64(kernels: str, family: dict[str, object]) -> None:
+    model, sequences = small_model(kernels, torch.float32, **family), groups(2)
+    logprobs, separate = gradients(model, sequences, False)
+    shared, found = gradients(model, sequences, True)
+    assert torch.equal(shared, logprobs)
+    exact = gradients(small_model("reference", torch.float64, **family), sequences, False)[1]
+    assert distance(found, exact) < 2 * max(distance(separate, exact), 1e-6)
+
+
+def test_long_prompts_whose_keys_are_several_sections_of_the_backward_pass() -> None:
+    model, sequences = small_model("cpu", torch.float32), groups(3, prompts=1, members=3, prompt_tokens=700)
+    logprobs, _ = gradients(model, sequences, False)
+    shared, found = gradients(model, sequences, True)
+    assert torch.equal(shared, logprobs)
+    assert distance(found, gradients(small_model("reference", torch.float64), sequences, False)[1]) < 1e-5
+
+
+def test_recomputed_layers_give_the_same_gradients() -> None:
+    sequences = groups(4)
+    model = small_model("cpu", torch.float32)
+    _, wanted = gradients(model, sequences, True)
+    for how in ("full", "selective"):
+        model.recompute = how
+        _, found = gradients(model, sequences, True)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("ranks", "capacity"), [(1, 64), (1, 1000), (2, 100), (4, 200)])
+def test_groups_are_packed_together_into_chunks_that_hold_them(ranks: int, capacity: int) -> None:
+    sequences = groups(6, prompts=8, members=8)
+    shares = pack_shares(sequences, ranks, capacity, share_prompts=True)
+    assert sorted(i for bins in shares for chosen in bins for i in chosen) == list(range(len(sequences)))
+    tokens = [[packed_tokens([sequences[i] for i in chosen], True) for chosen in bins] for bins in shares]
+    assert all(count <= capacity for bins in tokens for count in bins)
+    for bins, counts in zip(shares, tokens, strict=True):
+        assert counts == [len(collate([sequences[i] for i in chosen], share_prompts=True).tokens) for chosen in bins]
+    separate = sum(forward_tokens(s) for s in sequences)
+    loads = [sum(bins) for bins in tokens]
+    assert sum(loads) < (0.75 if capacity == 64 else 0.6) * separate
+    # A unit is at most half of a share, so the fullest rank is at most half a share above the mean.
+    assert max(loads) <= 1.5 * sum(loads) / ranks + max(map(len, {s.token_ids[: s.prompt_length] for s in sequences}))
+
+
+def test_update_with_shared_prompts_is_the_update_without_and_says_what_it_saved() -> None:
+    batch, results = Batch(0, tuple(groups(7, prompts=4))), {}
+    for share in (False, True):
+        model = small_model("cpu", torch.float32)
+        settings = TrainerConfig(learning_rate=1e-3, micro_batch_tokens=120, share_prompts=share)
+        replica = Replica(alone(), model, AdamW(model.named_parameters(), settings))
+        results[share] = update_policy(replica, batch, replace(CONFIG, old_logprobs="recompute"), settings), model
+    (plain, one), (shared, other) = results[False], results[True]
+    assert shared.metrics == pytest.approx(plain.metrics, rel=1e-5, abs=1e-7)
+    assert shared.metrics["mismatch_kl"] == plain.metrics["mismatch_kl"], "log-probabilities keep their bits"
+    for name, parameter in other.named_parameters():
+        assert torch.allclose(parameter, dict(one.named_parameters())[name], atol=2e-5)
+    assert plain.packing["perf/shared_prompt_share"] == 0.0
+    assert plain.tokens == sum(map(forward_tokens, batch.sequences))
+    assert shared.packing["perf/shared_prompt_share"] == pytest.approx(1 - shared.tokens / plain.tokens) and shared.tokens < 0.65 * plain.tokens
+    for result in (plain, shared):
+        assert result.packing["perf/padding_share"] == pytest.approx(1 - result.tokens / (120 * result.packing["perf/micro_batches"]))
+
+
+def test_reference_pass_with_shared_prompts_has_the_same_bits() -> None:
+    sequences, frozen = groups(8), FrozenReplica(alone(), small_model("cpu", torch.float32))
+    assert sequence_logprobs(frozen, sequences, 100, 0.7, share_prompts=True) == sequence_logprobs(frozen, sequences, 100, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"parallel": {"context": 2}}, "parallel.context is 2"),
+        ({"trainer": {"share_prompts": True, "router_balance_loss": 0.1}}, "a prompt's tokens count once in the balance of experts"),
+        ({"algorithm": {"name": "sft"}, "data": {"train": []}}, "no groups that share a prompt"),
+    ],
+)
+def test_what_shared_prompts_cannot_be_combined_with_is_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        recipe_of({"model": {"path": "model"}, "task": {"name": "sort"}, "trainer": {"share_prompts": True}, **change})
