@@ -1,8 +1,13 @@
 """The recipes of the README reach the accuracies that it claims."""
 
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from data_runs import command
 
 from tandem.config.recipe import load_config
 from tandem.jobs.result import RunResult
@@ -10,7 +15,8 @@ from tandem.jobs.start import train
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import read_rows
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes"
 
 
 def before(result: RunResult) -> float:
@@ -103,3 +109,26 @@ def test_ppo_learns_from_a_reward_model_that_was_trained_from_nothing(tmp_path: 
     result = train(load_config(RECIPES / "sort_ppo_reward_model.yaml", settings), recipe_path="sort_ppo_reward_model.yaml")
     assert before(result) <= 0.55
     assert result.reached and after(result, "accuracy") >= 0.85 - 0.022, "the weight of the task's own reward is 0"
+
+
+@pytest.mark.full
+def test_the_commands_of_the_dpo_recipe_prefer_right_answers_and_give_more_of_them(tmp_path: Path) -> None:
+    lines = re.findall(r"^#   (.+)$", (RECIPES / "dpo.yaml").read_text(), re.MULTILINE)
+    for name in ("recipes", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for line in lines[:-1]:
+        program, *arguments = shlex.split(line)
+        if program == "tandem":
+            command(*arguments, folder=tmp_path)
+        else:
+            subprocess.run([sys.executable, *arguments], cwd=tmp_path, check=True)
+
+    def accuracy(model: str) -> float:
+        said = re.search(r"sampled accuracy ([\d.]+)", command("evaluate", model, "--recipe", "recipes/sort.yaml", folder=tmp_path))
+        assert said is not None
+        return float(said[1])
+
+    start, end = accuracy("runs/sft_sort/model"), accuracy("runs/dpo/model")
+    with Journal(tmp_path / "runs" / "dpo" / "journal.sqlite", read_only=True) as journal:
+        pairs = [result["accuracy"] for _, kind, result in journal.evaluations() if kind == "held_out_pairs"]
+    assert start <= 0.55 and pairs[-1] >= 0.95 and end >= start + 0.15
