@@ -159,6 +159,16 @@ class Recipe:
             )
 
     @property
+    def has_critic(self) -> bool:
+        """Whether there is a critic that is a model of its own."""
+        return self.algorithm.name == "ppo" and not self.critic.shared
+
+    @property
+    def has_shared_critic(self) -> bool:
+        """Whether the actor has a value head."""
+        return self.algorithm.name == "ppo" and self.critic.shared
+
+    @property
     def has_inference(self) -> bool:
         """Whether other models than the actor have a pass over the samples of a step."""
         return self.algorithm.has_inference or bool(self.reward_model.path)

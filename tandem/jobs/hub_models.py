@@ -20,7 +20,7 @@ def with_commits(recipe: AnyRecipe, part: Part = "model") -> AnyRecipe:
     recipe = recipe if model == recipe.model else replace(recipe, model=model)
     if not isinstance(recipe, Recipe):
         return recipe
-    if recipe.algorithm.name == "ppo" and recipe.critic.path:
+    if recipe.has_critic and recipe.critic.path:
         recipe = replace(recipe, critic=replace(recipe.critic, path=_pinned(recipe.critic.path, "critic.path", part)))
     if recipe.reward_model.path:
         recipe = replace(recipe, reward_model=replace(recipe.reward_model, path=_pinned(recipe.reward_model.path, "reward_model.path", part)))

@@ -85,7 +85,7 @@ def execute_rl(
         def check_inputs() -> None:
             check_config(directory, journal)
             check_start_model(start, journal)
-            if recipe.algorithm.name == "ppo" and recipe.critic.path:
+            if recipe.has_critic and recipe.critic.path:
                 check_start_model(found_model(recipe.critic.path).resolve(), journal, key="critic_model")
             if recipe.reward_model.path:
                 check_start_model(found_model(recipe.reward_model.path).resolve(), journal, key="reward_model")

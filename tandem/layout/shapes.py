@@ -5,7 +5,7 @@ count it, and the families in ``tandem.model.families`` translate it from and to
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 
@@ -141,6 +141,11 @@ class ModelShapes:
     def window(self, layer: int) -> int | None:
         """Returns the sliding window of ``layer`` in tokens, ``None`` for full attention."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+    @property
+    def exported(self) -> "ModelShapes":
+        """The shapes of the Hugging Face folder: without a value head beside a language-model head, which no class of transformers has."""
+        return replace(self, value_head="none") if self.language_head else self
 
     @property
     def head_rows(self) -> int:

@@ -5,6 +5,7 @@ import os.path
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tandem.layout.shapes import ValueHead, parameters
 from tandem.model.huggingface.model_config import read_json, read_shapes, shapes_of
@@ -38,8 +39,7 @@ def make_value_folder(source: Path, head: ValueHead, seed: int, folder: Path) ->
         weight_map = {p.name: HEAD_FILE if p.name.startswith("score.") else LINK + files.get(p.name, WEIGHTS) for p in parameters(shapes)}
         for file in {name for name in weight_map.values() if name != HEAD_FILE}:
             (written / file).symlink_to(_link(source / file.removeprefix(LINK), folder))
-        drawn = drawn_matrix(seed, "score.weight", (1, shapes.hidden_size), float(config.get("initializer_range", 0.02)))
-        write_file(written / HEAD_FILE, [("score.weight", drawn), *([("score.bias", torch.zeros(1))] if head == "token" else [])])
+        write_file(written / HEAD_FILE, new_head(source, head, seed))
         for name in ("generation_config.json", *TOKENIZER_FILES):
             if (source / name).is_file():
                 (written / name).write_bytes((source / name).read_bytes())
@@ -47,6 +47,13 @@ def make_value_folder(source: Path, head: ValueHead, seed: int, folder: Path) ->
         (written / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         written.rename(folder)
     return folder
+
+
+def new_head(source: Path, head: ValueHead, seed: int) -> list[tuple[str, Tensor]]:
+    """Returns the tensors of a value head for the model in ``source``."""
+    deviation = float(read_json(source / "config.json").get("initializer_range", 0.02))
+    drawn = drawn_matrix(seed, "score.weight", (1, read_shapes(source, "any").hidden_size), deviation)
+    return [("score.weight", drawn), *([("score.bias", torch.zeros(1))] if head == "token" else [])]
 
 
 def _files_of(source: Path) -> dict[str, str]:

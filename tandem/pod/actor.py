@@ -71,7 +71,8 @@ class Critic:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """``reference``: the frozen start model on the same mesh (``None``: the loss has no KL). ``critic``: PPO's (``None``: another algorithm).
+    """``reference``: the frozen start model on the same mesh (``None``: the loss has no KL). ``critic``: PPO's (``None``: the actor has a second
+    head for it, or the algorithm is another).
     ``reward_model``: the one of section ``reward_model`` (``None``: there is none)."""
 
     replica: Replica
@@ -105,8 +106,9 @@ def build_actor(
     ranks, directory = rank.ranks, rank.directory
     most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe.model, recipe.rollout.max_tokens, start))
     settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype)
-    replica, guard = build_replica(settings, ranks, kernels), GradScaler(recipe.trainer)
-    critic = _build_critic(recipe, rank, kernels, start, most) if recipe.algorithm.name == "ppo" else None
+    trained = replace(settings, head_seed=recipe.run.seed) if recipe.has_shared_critic else settings
+    replica, guard = build_replica(trained, ranks, kernels), GradScaler(recipe.trainer)
+    critic = _build_critic(recipe, rank, kernels, start, most) if recipe.has_critic else None
     checkpoints = ReplicaCheckpoints(
         directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, rank.saving,
         asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,

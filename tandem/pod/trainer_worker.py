@@ -29,7 +29,7 @@ from tandem.pod.release import release
 from tandem.pod.residents.residue import ResidueCheck
 from tandem.pod.residents.trainer import TrainerResidents
 from tandem.rl.algorithms.batch import make_batch, train_sequence
-from tandem.rl.algorithms.critic import update_critic
+from tandem.rl.algorithms.critic import critic_metrics, update_critic
 from tandem.rl.algorithms.minibatches import worst
 from tandem.rl.algorithms.update import update_policy
 from tandem.runtime.collectives.agreement import check_same_kernels
@@ -244,8 +244,12 @@ class TrainerWorker:
         samples = inferred.samples if inferred is not None else decode_samples(blobs["samples"])
         inferred = inferred or self._infer(step, samples, progress)
         self._in_phase(Phase.TRAIN)
+        values, shared = inferred.values, recipe.critic if recipe.has_shared_critic else None
+        if shared is not None:
+            with actor.tracer.span("values"):
+                values = sequence_values(actor.replica, [train_sequence(sample) for sample in samples], recipe.trainer.micro_batch_tokens)
         with actor.tracer.span("load the batch"):
-            scores, known = decode_scores(blobs["scores"]), (inferred.reference_logprobs, inferred.values)
+            scores, known = decode_scores(blobs["scores"]), (inferred.reference_logprobs, values)
             masks = recipe.rollout.mask_off_policy
             batch = make_batch(step, samples, scores, recipe.algorithm, recipe.rollout.max_tokens, *known, mask_off_policy=masks)
         began, critic = perf_counter(), actor.critic
@@ -255,7 +259,7 @@ class TrainerWorker:
             temperature=recipe.rollout.temperature, guard=actor.guard,
             on_progress=lambda done, total: progress({"done": done, "total": total}),
             on_phase=lambda phase: self.rank.enter(phase, step), tracer=actor.tracer,
-            is_frozen=critic is not None and step < recipe.critic.warmup_steps,
+            is_frozen=critic is not None and step < recipe.critic.warmup_steps, shared_critic=shared,
         )  # fmt: skip
         self.steps += 1
         self.inferred = None
@@ -264,6 +268,8 @@ class TrainerWorker:
         metrics, verdicts = result.metrics, [result.verdict]
         if learned is not None:
             metrics, verdicts = metrics | learned.metrics, [result.verdict, learned.verdict]
+        elif shared is not None:
+            metrics = metrics | critic_metrics(batch.sequences)
         return {
             "metrics": metrics, "device": self._speed(batch.sequences, perf_counter() - began) | dict(result.packing), "tokens": result.tokens,
             "verdict": worst(verdicts), "exhausted": exhausted, "committed": self._committed(), "moves": self._moves(), "residue": self._residue(Phase.TRAIN),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
@@ -15,7 +16,8 @@ from tandem.kernels.mixed import in_precision
 from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_config import read_shapes
-from tandem.model.huggingface.model_folder import load_model, read_tensors, unfilled_model
+from tandem.model.huggingface.model_folder import load_tensors, read_tensors, unfilled_model
+from tandem.model.value_folder import new_head
 from tandem.trainer.checkpoint.model_state import parts_of
 from tandem.trainer.checkpoint.replica_state import ReplicaState, fill_parts
 from tandem.trainer.offload.activations import ActivationOffload
@@ -34,7 +36,8 @@ class ReplicaSettings:
     """Settings of ``build_replica``.
 
     ``start``: the Hugging Face folder. ``directory``: the run's folder, for offloaded state. ``most_tokens``: the largest micro-batch, in
-    tokens. ``kv_cache_dtype``: the dtype that attention rounds keys and values to, as the rollout's KV cache does."""
+    tokens. ``kv_cache_dtype``: the dtype that attention rounds keys and values to, as the rollout's KV cache does.
+    ``head_seed``: draws a value head beside the language-model head (``None``: there is none)."""
 
     start: Path
     directory: Path
@@ -42,6 +45,13 @@ class ReplicaSettings:
     parallel: ParallelConfig
     most_tokens: int
     kv_cache_dtype: KVCacheDtype = "auto"
+    head_seed: int | None = None
+
+    def tensors(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
+        """Yields what ``model`` starts with."""
+        yield from read_tensors(self.start, model.holds)
+        if self.head_seed is not None:
+            yield from new_head(self.start, model.shapes.value_head, self.head_seed)
 
 
 def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> Replica:
@@ -59,7 +69,7 @@ def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> 
         ActivationOffload(model, offload_folder(trainer, settings.directory), expected, passes=passes)
     if not is_filled:
         with _named(settings.start):
-            ReplicaState(replica).fill(read_tensors(settings.start, model.holds))
+            ReplicaState(replica).fill(settings.tensors(model))
     return replica
 
 
@@ -89,11 +99,13 @@ def _named(start: Path) -> Iterator[None]:
 def _load(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_filled: bool) -> tuple[Decoder, Pipeline | None]:
     parallel, stages = settings.parallel, ranks.groups["pipeline"]
     spans = spans_of(parallel, read_shapes(settings.start, "any"))
-    make = load_model if is_filled else unfilled_model
-    model = make(
+    model = unfilled_model(
         settings.start, kernels, dtype=getattr(torch, settings.trainer.dtype), device=ranks.device, parallel=ranks.model_parallel(),
-        spans=own_spans(parallel, spans, stages.rank), heads="any",
+        spans=own_spans(parallel, spans, stages.rank), heads="any", value_head="none" if settings.head_seed is None else "token",
     )  # fmt: skip
+    if is_filled:
+        with _named(settings.start):
+            load_tensors(model, settings.tensors(model))
     model.kernels = in_precision(kernels, settings.trainer.precision, model.device)
     model.kv_cache_dtype = settings.kv_cache_dtype
     return model, Pipeline(model, spans, stages, parallel.schedule) if stages.size > 1 else None

@@ -80,9 +80,11 @@ def convert(state: ReplicaState) -> ConvertedWeights:
     Raises ``RunError`` on every rank if a parameter of the Hugging Face form is missing, unexpected or has another shape: such weights
     would leave a part of the engine unchanged.
     """
-    order, shards, trouble = dict(parameters(state.replica.model.shapes)), list[WeightShard](), None
+    order, shards, trouble = dict(parameters(state.replica.model.shapes.exported)), list[WeightShard](), None
+    # A value head beside the language-model head is the trainer's alone.
+    own = {name for name, _ in parameters(state.replica.model.shapes)} - order.keys()
     try:
-        shards = state.weight_shards()
+        shards = [shard for shard in state.weight_shards() if shard.name not in own]
     except (RuntimeError, RunError) as error:
         trouble = str(error).splitlines()[0]
     converted = place_shards(state.replica.ranks.world, shards, list(order), trouble)

@@ -13,8 +13,9 @@ from tandem.kernels.api import TokenLogprobs
 from tandem.rl.algorithms.batch import make_batch
 from tandem.rl.algorithms.critic import critic_metrics
 from tandem.rl.algorithms.gae import generalized_advantages, token_rewards
+from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.trainer.losses.aggregate import counts_of
-from tandem.trainer.losses.value import make_value_loss, value_loss
+from tandem.trainer.losses.value import make_value_loss, value_loss, with_value_loss
 from tandem.trainer.micro_batch import collate
 from tandem.types import FinishReason, Sample, Score, ScoreState, UserError, WeightVersion
 
@@ -150,6 +151,22 @@ def test_value_loss_of_micro_batches_adds_up_to_that_of_the_batch() -> None:
     assert whole == pytest.approx([math.fsum(column) for column in zip(*parts, strict=True)], rel=1e-12)
 
 
+def test_loss_of_a_shared_trunk_is_that_of_the_policy_and_a_share_of_that_of_the_values() -> None:
+    generator = torch.Generator().manual_seed(5)
+    samples = [sample_of(i, length, generator, False) for i, length in enumerate((4, 9))]
+    values = {s.id: tuple(torch.randn(3 + len(s.token_ids), generator=generator).tolist()) for s in samples}
+    scores = [Score(s.id, ScoreState.NUMBER, float(i)) for i, s in enumerate(samples)]
+    config = AlgorithmConfig(name="ppo", group_size=1)
+    batch = make_batch(0, samples, scores, config, 9, None, values)
+    counts, rows = counts_of(batch.sequences), collate(batch.sequences, torch.float64)
+    new = (rows.rollout_logprobs + 0.1).requires_grad_()
+    outputs = TokenLogprobs(new, new, torch.zeros_like(new), (rows.values + 0.5).requires_grad_())
+    policy, value = make_policy_loss(config, counts, 1.0), make_value_loss(0.2, "token-mean", counts)
+    both = with_value_loss(policy, value, 0.25)(outputs, rows)
+    assert both.loss.item() == pytest.approx(policy(outputs, rows).loss.item() + 0.25 * value(outputs, rows).loss.item(), rel=1e-12)
+    assert both.sums.keys() == policy(outputs, rows).sums.keys() | value(outputs, rows).sums.keys()
+
+
 def test_metrics_of_a_critic_are_over_the_counted_tokens() -> None:
     generator = torch.Generator().manual_seed(5)
     samples = [sample_of(i, length, generator, i == 1) for i, length in enumerate((4, 9, 6))]
@@ -179,6 +196,8 @@ MODEL = {"path": "model"}
         ({"algorithm": {"name": "ppo"}, "critic": {"value_clip": 0}}, "'critic.value_clip' is 0"),
         ({"algorithm": {"name": "ppo"}, "critic": {"warmup_steps": 300}, "run": {"max_steps": 300}}, "so the actor would never learn"),
         ({"algorithm": {"name": "ppo"}, "critic": {"num_labels": 2}}, "num_labels"),
+        ({"algorithm": {"name": "ppo"}, "critic": {"shared": True, "warmup_steps": 3}}, "'critic.warmup_steps' is 3, which is not read: critic.shared is true"),
+        ({"algorithm": {"name": "ppo"}, "critic": {"loss_coef": 0.5}}, "'critic.loss_coef' is 0.5, which is not read: critic.shared is false"),
     ],
 )
 def test_keys_of_ppo_that_make_no_sense_are_one_line(sections: dict[str, dict[str, object]], expected: str) -> None:

@@ -9,8 +9,16 @@ from torch import Tensor
 from tandem.kernels import select
 from tandem.layout.shapes import parameter_count
 from tandem.model.decoder import Decoder, PackedContext
-from tandem.model.huggingface.model_folder import load_model, read_shapes, save_model, to_huggingface
-from tandem.model.value_folder import make_value_folder
+from tandem.model.huggingface.model_folder import (
+    load_model,
+    load_tensors,
+    read_shapes,
+    read_tensors,
+    save_model,
+    to_huggingface,
+    unfilled_model,
+)
+from tandem.model.value_folder import make_value_folder, new_head
 from tandem.types import UserError
 
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -124,6 +132,22 @@ def test_a_language_model_gets_a_head_without_a_copy_of_its_weights(head, peer_m
     again = make_value_folder(tmp_path / "language", head, 7, tmp_path / "again")
     assert torch.equal(dict(to_huggingface(load_model(again, select("reference"), heads="any")))["score.weight"], held["score.weight"])
     assert make_value_folder(made, head, 8, tmp_path / "other") == made, "a model that has a head keeps it"
+
+
+def test_a_value_head_beside_a_language_model_head_is_not_exported(peer_model, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    peer = peer_model("qwen3", head_dim=16, tie_word_embeddings=True)
+    peer.save_pretrained(tmp_path / "language")
+    decoder = unfilled_model(tmp_path / "language", select("reference"), value_head="token")
+    load_tensors(decoder, [*read_tensors(tmp_path / "language"), *new_head(tmp_path / "language", "token", 3)])
+    assert decoder.score is not None and decoder.score.weight.abs().max() > 0
+    for like in (None, tmp_path / "language"):
+        folder = tmp_path / f"exported-{like is None}"
+        save_model(decoder, folder, pad_token_id=0, like=like)
+        returned = AutoModelForCausalLM.from_pretrained(folder)
+        assert all(torch.equal(tensor, peer.state_dict()[name]) for name, tensor in returned.state_dict().items())
+        assert read_shapes(folder) == decoder.shapes.exported
 
 
 def test_a_head_of_several_labels_and_a_model_without_the_wanted_head_are_one_line(peer_value_model, tmp_path) -> None:

@@ -209,3 +209,29 @@ def test_a_critic_of_its_own_begins_with_its_weights(ppo: PodRun, tmp_path: Path
     score.write_bytes(score.read_bytes()[:-1] + b"\x7f")
     verified = finish(run.begin("verify", str(run.directory)))
     assert verified.returncode == 1 and "score.safetensors" in verified.stdout + verified.stderr
+
+
+SHARED = (
+    "--algorithm.name=ppo", "--algorithm.gae_lambda=0.9", "--algorithm.minibatches=2", "--critic.shared=true", "--run.max_steps=3", "--sft.steps=6",
+    "--model.create.num_key_value_heads=2",
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["", "--parallel.data=2 --parallel.zero=3", "--parallel.tensor=2 --parallel.pipeline=2"], ids=["alone", "zero", "both"])
+def test_a_critic_on_the_trunk_of_the_actor_learns_survives_a_kill_and_is_not_exported(mesh: str, tmp_path: Path) -> None:
+    quiet, run = PodRun(tmp_path / "quiet"), PodRun(tmp_path / "killed")
+    fault = "trainer_rank1:after:train:2" if mesh else "trainer_worker:after:train:2"
+    for one, more in ((quiet, ()), (run, ("--fault", fault))):
+        done = one.train(*SHARED, *mesh.split(), *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert run.rows() == quiet.rows() and run.results() == quiet.results()
+    rows = quiet.rows()
+    assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in rows] == [(0.0, 0.0)] * 3
+    assert len({row["critic/values/mean"] for row in rows}) == 3, "the value head changes in every step"
+    exported = load_model(quiet.directory / "model", select("reference"))
+    assert exported.shapes.value_head == "none" and exported.shapes.language_head
+    folder = quiet.directory / "checkpoints" / f"step-{len(rows)}"
+    assert {key.name for key in Contents(folder, read_manifest(folder)[0]).held} >= {"score.weight", "score.bias"}
+    done = finish(quiet.begin("replay", str(quiet.directory), "--step", "2", "--only", "train"))
+    assert done.returncode == 0, done.stdout + done.stderr

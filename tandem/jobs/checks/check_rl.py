@@ -83,7 +83,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_placement(recipe.parallel)
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         check_engine_on_model(recipe.rollout.engine, shapes)
-        if recipe.algorithm.name == "ppo" and recipe.critic.path:
+        if recipe.has_critic and recipe.critic.path:
             critic = check_value_model(recipe.critic.path, "critic.path", folder, shapes, context)
             check_model_on_mesh(critic, recipe.parallel, recipe.trainer)
         if recipe.reward_model.path:

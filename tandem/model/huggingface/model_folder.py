@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels
 from tandem.layout.pipeline_stages import Span
-from tandem.layout.shapes import ExpertNames, parameters
+from tandem.layout.shapes import ExpertNames, ValueHead, parameters
 from tandem.layout.sharding import ShardSpec, is_held, local_parameters, shard_slices
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.huggingface.model_config import Heads, TokenIds, config_json, read_json, read_shapes
@@ -223,9 +224,11 @@ def load_model(
 def unfilled_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     group: RankGroup | None = None, spans: Sequence[Span] = (), parallel: ModelParallel | None = None, heads: Heads = "language",
+    value_head: ValueHead = "none",
 ) -> Decoder:
-    """Does ``load_model`` without the weights: the parameters are uninitialised."""
+    """Does ``load_model`` without the weights: the parameters are uninitialised. ``value_head``: one beside the language-model head."""
     shapes = read_shapes(folder, heads)
+    shapes = shapes if value_head == "none" else replace(shapes, value_head=value_head)
     if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
         raise UserError(f"model '{folder}' is quantized, which only the engine supports; use the float checkpoint")
     return Decoder(shapes, kernels, dtype=dtype, device=device, group=group, parallel=parallel, spans=spans)
@@ -262,7 +265,7 @@ def save_model(
     if not isinstance(eos_token_id, int | None) and len(eos_token_id) < 2:
         eos_token_id = next(iter(eos_token_id), None)
     special = config_json(
-        decoder.shapes, eos_token_id=eos_token_id, bos_token_id=bos_token_id, pad_token_id=pad_token_id
+        decoder.shapes.exported, eos_token_id=eos_token_id, bos_token_id=bos_token_id, pad_token_id=pad_token_id
     )
     if like is not None:
         special = read_json(like / "config.json")
@@ -277,8 +280,9 @@ def save_model(
         with temporary_folder(folder.parent, f".{folder.name}") as scratch:
             written = scratch / folder.name
             written.mkdir()
-            forms = [Form(name, dtype, tuple(shape)) for name, shape in parameters(decoder.shapes)]
-            write_file(written / WEIGHTS, _rounded(to_huggingface(decoder) if tensors is None else tensors, dtype), forms)
+            forms = [Form(name, dtype, tuple(shape)) for name, shape in parameters(decoder.shapes.exported)]
+            held, names = to_huggingface(decoder) if tensors is None else tensors, {form.name for form in forms}
+            write_file(written / WEIGHTS, _rounded(((name, tensor) for name, tensor in held if name in names), dtype), forms)
             _write_json(written / "config.json", {**special, "dtype": name_of_dtype, "torch_dtype": name_of_dtype})
             if like is not None and (like / "generation_config.json").is_file():
                 shutil.copyfile(like / "generation_config.json", written / "generation_config.json")

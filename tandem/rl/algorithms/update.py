@@ -6,6 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.critic import CriticConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.loss import make_loss
 from tandem.rl.algorithms.minibatches import mean_metrics, minibatches_of, packing_metrics, worst
@@ -14,6 +15,7 @@ from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.logprobs import infer_sequences, per_token
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.mismatch import recorded_mismatch
+from tandem.trainer.losses.value import make_value_loss, with_value_loss
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import forward_tokens
 from tandem.trainer.parallel.replica import Replica
@@ -34,6 +36,7 @@ def update_policy(
     on_phase: OnPhase = lambda phase: None,
     tracer: Tracer = NO_TRACE,
     is_frozen: bool = False,
+    shared_critic: CriticConfig | None = None,
 ) -> StepResult:
     """Takes ``epochs`` passes over ``batch`` in ``minibatches`` optimizer updates each, at the learning rate of ``batch.step``.
     ``total_steps``: where a decaying schedule ends; a constant one ignores it.
@@ -44,7 +47,7 @@ def update_policy(
 
     ``mismatch_kl`` (the mean of k3, nats) and ``mismatch_max_abs`` compare the weights before the first update with ``rollout_logprobs`` on
     every token that these weights sampled, masked samples included. Tokens that are not part of the first update cost an extra forward pass.
-    ``is_frozen``: this comparison is all that is done.
+    ``is_frozen``: this comparison is all that is done. ``shared_critic``: the policy's value head is trained with it.
 
     ``on_progress`` is called with (micro-batches done, total micro-batches) of this rank's updates. Raises ``RunError`` if a loss or a
     gradient is not finite and there is no ``guard``."""
@@ -75,7 +78,10 @@ def update_policy(
     for number, minibatch in enumerate(updates):
         micro_batches = minibatch.micro_batches(replica, old)
         mismatch_tokens = sampled_tokens if number == 0 and not is_recomputed else 0
-        loss = make_loss(algorithm, counts_of(minibatch.sequences, batch.length_constant), temperature, mismatch_tokens)
+        counts = counts_of(minibatch.sequences, batch.length_constant)
+        loss = make_loss(algorithm, counts, temperature, mismatch_tokens)
+        if shared_critic is not None:
+            loss = with_value_loss(loss, make_value_loss(shared_critic.value_clip, algorithm.loss_agg_mode, counts), shared_critic.loss_coef)
         report = None if on_progress is None else lambda here, _, before=done: on_progress(before + here, total)
         results.append(
             train_step(

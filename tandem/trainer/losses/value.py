@@ -42,3 +42,13 @@ def make_value_loss(clip: float | None, loss_agg_mode: LossAggMode, counts: Glob
         return LossShare(total, {"critic/vf_loss": total.detach(), "critic/vf_clipfrac": weighted_sum(found.clipped, by_token)}, {})
 
     return loss
+
+
+def with_value_loss(policy: Loss, value: Loss, coef: float) -> Loss:
+    """Returns the loss of a model that is actor and critic: that of ``policy`` plus ``coef`` times that of ``value``."""
+
+    def loss(outputs: TokenLogprobs, rows: MicroBatch) -> LossShare:
+        one, two = policy(outputs, rows), value(outputs, rows)
+        return LossShare(one.loss + coef * two.loss, one.sums | two.sums, one.maxima | two.maxima)
+
+    return loss
