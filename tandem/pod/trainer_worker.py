@@ -93,7 +93,7 @@ class TrainerWorker:
         self.offloader: Offloader | None = None
         self.residents: TrainerResidents | None = None
         self.prefetch_after: frozenset[Phase] = frozenset()
-        self.residue, self.has_released = ResidueCheck(), False
+        self.residue, self.has_released, self.has_staged_moments = ResidueCheck(), False, False
         self.in_use: frozenset[int] = frozenset()
 
     def methods(self) -> dict[str, Method]:
@@ -164,6 +164,9 @@ class TrainerWorker:
         self._expect(int(meta["step"]))
         actor.checkpoints.wait(self.rank.beat)
         self.in_use = frozenset(meta["in_use"])
+        if not self.has_staged_moments:
+            # The memory that a checkpoint is staged in is kept, and grows with the first one that has moments.
+            self.residue, self.has_staged_moments = ResidueCheck(), self.steps > 0
         before = self._committed()
         actor.checkpoints.save(self.steps, {"steps": self.steps}, actor.tracer.span("checkpoint write", step=self.steps), self.rank.beat)
         return {"committed": before + self._committed()}, {}
@@ -358,7 +361,7 @@ class TrainerWorker:
         place = make_place(residency.to, self.device, offload_folder(self.recipe.trainer, self.directory)) if residency.rule.offloads else None
         self.offloader = Offloader(place, self.device) if place is not None else None
         self.residents = TrainerResidents(residency, actor.residents(), self.offloader, self.rank.fault_point)
-        self.prefetch_after, self.residue = prefetch_after, ResidueCheck()
+        self.prefetch_after, self.residue, self.has_staged_moments = prefetch_after, ResidueCheck(), False
 
     def _residents(self) -> TrainerResidents:
         if self.residents is None:
