@@ -102,6 +102,8 @@ def _default(field: "dataclasses.Field[object]") -> str:
         return f"`{str(default).lower()}`"
     if isinstance(default, float):
         return f"`{default:g}`"
+    if isinstance(default, str) and "\n" in default:
+        return " ".join(f"`{line}`" for line in default.splitlines() if line)
     return f"`{default}`" if isinstance(default, int | str) and default != "" else "empty"
 
 

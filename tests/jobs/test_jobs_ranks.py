@@ -154,9 +154,9 @@ def test_run_goes_on_with_two_then_four_ranks_then_one_process(one: Path, data: 
 
 
 def test_hung_rank_is_named_with_stacks_and_the_run_goes_on_to_the_same_bits(two: Path, data: Path, tmp_path: Path) -> None:
-    said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=1", "--fault=rank1:stall:backward:6")
+    said = run(tmp_path, data, "--parallel.data=2", "--parallel.zero=1", "--fault=rank1:stall:backward:9")
     (hung,) = [line for line in said.splitlines() if "rank 1 has done nothing" in line]
-    assert re.search(r"in 'backward' of step 6 for [\d.]+ s; rank 0 waits in the collective 'gradients of the head' \('tokens'\)", hung)
+    assert re.search(r"in 'backward' of step 9 for [\d.]+ s; rank 0 waits in the collective 'gradients of the head' \('tokens'\)", hung)
     (stacks,) = (tmp_path / "run" / "logs").glob("stacks-*.txt")
     waits, sleeps = stacks.read_text().split("rank 1 has done nothing")
     assert "in _wait" in waits and "in train_step" in waits and "in _sleep" in sleeps

@@ -74,7 +74,7 @@ def test_a_pod_uses_gpus_only_if_it_is_told_to(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_pod_needs_as_many_gpus_as_its_larger_sidecar_has_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, tmp_path, 2)
-    for ranks, engine_ranks, key in ((4, 2, "the product of section 'parallel'"), (1, 4, "rollout.engine.tensor_parallel_size")):
+    for ranks, engine_ranks, key in ((4, 2, "the product of section 'parallel'"), (1, 4, "rollout.workers or rollout.engine.tensor_parallel_size")):
         with pytest.raises(UserError, match=f"this run has 4 ranks; torch finds 2 GPUs, and each rank takes one: lower {key}, or set"):
             check_pod_device(MachineConfig(device="cuda"), ranks, engine_ranks)
 

@@ -12,7 +12,8 @@ from tandem.types.errors import RunError
 def connect(
     path: Path, what: str, version: int, schema: str, *, read_only: bool = False, durable: bool = True, busy_s: float = 10.0
 ) -> sqlite3.Connection:
-    """Returns a connection in autocommit mode, with a write-ahead log.
+    """Returns a connection in autocommit mode, with a write-ahead log. A file in which the schema was never committed, as after a disk that was full then,
+    has no records: it is read as an empty one.
 
     Args:
         what: the file's name in errors.
@@ -31,6 +32,10 @@ def connect(
         connection = sqlite3.connect(target, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False)
         try:
             _prepare(connection, path, what, version, schema, read_only, durable, busy_s)
+            if read_only and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
+                connection.close()
+                connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+                connection.executescript(schema)
         except BaseException:
             connection.close()
             raise

@@ -44,10 +44,15 @@ def recorded_mismatch(sequences: Sequence[TrainSequence], logprobs: Sequence[Ten
     the log-probabilities of a model of ``dtype``, as in a micro-batch. Sequences without recorded log-probabilities, and tokens that other
     weights sampled (``off_policy``), are left out."""
     pairs = [(s, values) for s, values in zip(sequences, logprobs, strict=True) if s.rollout_logprobs]
-    compared = torch.tensor([not (s.off_policy and s.off_policy[i]) for s, _ in pairs for i in counted_indices(s)], dtype=torch.bool)
-    if not compared.any():
+    known, computed = list[float](), list[Tensor]()
+    for sequence, values in pairs:
+        indices = counted_indices(sequence)
+        places = [place for place, i in enumerate(indices) if not (sequence.off_policy and sequence.off_policy[i])]
+        known += [sequence.rollout_logprobs[indices[place]] for place in places]
+        computed.append(values if len(places) == len(indices) else values[torch.tensor(places, dtype=torch.int64)])
+    if not known:
         return Mismatch()
-    recorded = torch.tensor([s.rollout_logprobs[i] for s, _ in pairs for i in counted_indices(s)], dtype=torch.float64)[compared]
+    recorded = torch.tensor(known, dtype=torch.float64)
     recorded = recorded.to(compute_dtype(dtype)).double()
-    computed = torch.cat([values for _, values in pairs])[compared]
-    return Mismatch(mismatch_k3(computed, recorded).sum().item(), (computed - recorded).abs().max().item())
+    trainer = torch.cat(computed)
+    return Mismatch(mismatch_k3(trainer, recorded).sum().item(), (trainer - recorded).abs().max().item())
