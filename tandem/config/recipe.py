@@ -16,6 +16,7 @@ from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.pretrain import PretrainRecipe
+from tandem.config.reference import ReferenceConfig
 from tandem.config.registry import RegistryConfig
 from tandem.config.residents import ResidentsConfig
 from tandem.config.reward_model import RewardModelConfig
@@ -40,6 +41,7 @@ class Recipe:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -101,6 +103,7 @@ class Recipe:
             raise UserError(
                 f"'critic.warmup_steps' is {self.critic.warmup_steps} and run.max_steps {self.run.max_steps}, so the actor would never learn; lower it"
             )
+        self._check_reference()
         self._check_partial()
         if create and self.sft is None:
             raise UserError("the model of 'model.create' is untrained; add a section 'sft' (an empty one uses the defaults)")
@@ -124,6 +127,36 @@ class Recipe:
                     f"{what} the output of a model, which follows the rollout, and algorithm.filter_groups or rollout.budget_tokens may draw further rounds "
                     "by the rewards; remove one of the two"
                 )
+
+    def _check_reference(self) -> None:
+        """Checks that a reference that follows the actor is there, changes, and holds what it is given."""
+        reference, algorithm, trainer = self.reference, self.algorithm, self.trainer
+        if not reference.follows:
+            return
+        given = f"'reference.update' is '{reference.update}'"
+        if not algorithm.needs_reference:
+            raise UserError(f"{given} and algorithm.kl_coef is 0, so there is no reference; set it above 0, or remove section 'reference'")
+        if reference.every_steps >= self.run.max_steps:
+            raise UserError(
+                f"'reference.every_steps' is {reference.every_steps} and run.max_steps {self.run.max_steps}, so that no step has an updated reference; "
+                "lower it, or set reference.update to never"
+            )
+        is_one_update = algorithm.minibatches * algorithm.epochs == 1
+        if (reference.update, reference.every_steps, is_one_update, algorithm.learns_from_pairs) == ("copy", 1, True, False):
+            raise UserError(
+                f"{given} with reference.every_steps 1: each step would begin with a reference that equals the actor, and its only update has a KL of 0; "
+                "raise reference.every_steps, algorithm.minibatches or algorithm.epochs"
+            )
+        if reference.update == "ema" and trainer.dtype not in ("float32", "float64"):
+            raise UserError(
+                f"{given} and trainer.dtype '{trainer.dtype}', in which a small step of a mean is rounded away; set trainer.dtype to float32, or "
+                "reference.update to copy"
+            )
+        if trainer.router_bias_rate:
+            raise UserError(
+                f"{given} and trainer.router_bias_rate is {trainer.router_bias_rate:g}: the biases of a router are no weights, so the reference would not "
+                "have them; set it to 0, or reference.update to never"
+            )
 
     def _check_partial(self) -> None:
         """Checks what partial rollouts cannot be combined with."""

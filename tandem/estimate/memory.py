@@ -54,29 +54,31 @@ class PodMemory:
 def predict(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, tokens: int, kv_cache_tokens: int, reference: bool,
     kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1, engines: int = 1,
-    critic: bool = False, reward_model: ModelShapes | None = None, residency: Residency = KEEP,
+    critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False, residency: Residency = KEEP,
 ) -> PodMemory:
     """Returns the memory of one pod on the CPUs of one machine.
 
-    ``tokens``: of the largest micro-batch. ``reference``: every rank holds its part of a frozen copy of the weights beside the actor; ``critic``: and of a
-    model that is trained with it; ``reward_model``: and of one of these shapes. ``swap_bytes``:
+    ``tokens``: of the largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the actor, which is frozen or
+    ``follows`` it and is saved with it; ``critic``: and of a model that is trained with it; ``reward_model``: and of one of these shapes. ``swap_bytes``:
     an engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache. ``engines``: rollout workers, of which each has
     ``kv_cache_tokens``. ``residency``: what is where when."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
-    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model)
+    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
     engine = engines * (engine_ranks * PROCESS_BYTES + 2 * weights + kv_cache_bytes + swap_bytes)
     # The embedding table and the norms of an engine that sleeps.
     asleep = engines * (PROCESS_BYTES + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
 
+    staged = staging_bytes(shapes, trainer, parallel) + (weights // world if follows and trainer.offload != "nvme" else 0)
+
     def resting(phase: Phase) -> int:
         """One rank that computes nothing: what it holds, and the staged copy of a checkpoint."""
         stays = sum(held[name] for name in residency.on_device(phase, held) | residency.in_memory(phase, held))
-        return process_bytes(trainer) + int((1 + KEPT_SHARE) * stays) + staging_bytes(shapes, trainer, parallel)
+        return process_bytes(trainer) + int((1 + KEPT_SHARE) * stays) + staged
 
     beside = sum(held[name] for name in (residency.on_device(Phase.TRAIN, held) | residency.in_memory(Phase.TRAIN, held)) - {"actor", "optimizer"})
-    # The gradients of the critic.
-    beside += held.get("critic", 0)
+    # The gradients of the critic; the copy of the reference in a staged checkpoint.
+    beside += held.get("critic", 0) + staged - staging_bytes(shapes, trainer, parallel)
     return PodMemory(
         trainer=world * (peak_bytes(shapes, trainer, tokens, parallel) + beside),
         trainer_idle=world * resting(Phase.ROLLOUT),
@@ -89,11 +91,11 @@ def predict(
 
 def predict_beside_gpus(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, reference: bool, swap_bytes: int = 0, engine_ranks: int = 1,
-    engines: int = 1, critic: bool = False, reward_model: ModelShapes | None = None, residency: Residency = KEEP,
+    engines: int = 1, critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False, residency: Residency = KEEP,
 ) -> PodMemory:
     """Returns the host memory of a pod on GPUs: processes, what is staged and pinned, and the segments. Arguments as in ``predict``."""
     weights = weight_bytes(shapes, trainer.dtype)
-    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model)
+    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows)
     # Pinned memory is kept for the next rollout.
     pinned = sum(held[name] for name in residency.saved(held)) if residency.to == "memory" else 0
     training = parallel.world * (process_bytes(trainer) + pinned) + host_bytes_beside_gpu(shapes, trainer)
@@ -106,10 +108,10 @@ def predict_beside_gpus(
 
 def saved_bytes_on_disk(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, residency: Residency, *, reference: bool, critic: bool = False,
-    reward_model: ModelShapes | None = None,
+    reward_model: ModelShapes | None = None, follows: bool = False,
 ) -> int:
     """Returns the bytes that the residents of all ranks take in files. ``reference`` and ``critic``: as in ``predict``."""
     if residency.to != "disk":
         return 0
-    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model)
+    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows)
     return parallel.world * sum(held[name] for name in residency.saved(held))

@@ -29,16 +29,17 @@ LOGITS_COPIES = 3
 
 def predict_gpu(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, engine: EngineArgs, *, tokens: int, kv_cache_tokens: int,
-    reference: bool, critic: bool = False, reward_model: ModelShapes | None = None, precision: str = "fp32", residency: Residency = KEEP,
+    reference: bool, critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False, precision: str = "fp32",
+    residency: Residency = KEEP,
 ) -> PodMemory:
     """Returns the memory of GPU 0, which has rank 0 of trainer and engine; every other GPU has at most one rank of each and needs no more.
 
-    ``tokens``: of the trainer's largest micro-batch. ``reference``: every rank holds its part of a frozen copy of the weights beside the actor;
+    ``tokens``: of the trainer's largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the actor, which is frozen or ``follows`` it;
     ``critic``: and of a model that is trained with it; ``reward_model``: and of one of these shapes.
     ``precision``: what the engine multiplies in. ``residency``: what is where when."""
     is_away = trainer.offload != "none"
     moments = 0 if is_away else state_bytes(shapes, trainer)
-    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, moments=moments)
+    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, moments=moments, follows=follows)
     pieces = PIECES_ON_GPU * PIECE_BYTES if is_away else 0
 
     def on_device(phase: Phase) -> int:

@@ -61,10 +61,12 @@ RESIDENTS: Mapping[str, Resident] = {
         _resident("critic", "trainer", "state", Phase.INFERENCE, Phase.TRAIN),
         _resident("critic_optimizer", "trainer", "state", Phase.TRAIN),
         _resident("reference", "trainer", "frozen", Phase.INFERENCE),
+        _resident("updated_reference", "trainer", "state", Phase.INFERENCE, Phase.TRAIN),
         _resident("reward_model", "trainer", "frozen", Phase.INFERENCE),
     )
 }
-"""Every resident that a pod can have, in the order in which they are moved. A new one is a line here and its tensors in ``pod.trainer_residents``."""
+"""Every resident that a pod can have, in the order in which they are moved. A new one is a line here and its tensors in ``pod.actor``.
+``updated_reference``: in place of ``reference`` where it follows the actor, which moves it, and is saved with it, in ``TRAIN``."""
 
 
 class Plan(NamedTuple):

@@ -27,7 +27,7 @@ from tandem.trainer.rank_process import Rank
 
 
 class FrozenModel:
-    """A model that is never updated and may be absent: ``build`` makes it."""
+    """A model without an optimizer that may be absent: ``build`` makes it."""
 
     def __init__(self, build: Callable[[], FrozenReplica]) -> None:
         self._build = build
@@ -71,7 +71,7 @@ class Critic:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """``reference``: the frozen start model on the same mesh (``None``: the loss has no KL). ``critic``: PPO's (``None``: the actor has a second
+    """``reference``: the start model on the same mesh, frozen unless it ``follows`` (``None``: the loss has no KL). ``critic``: PPO's (``None``: the actor has a second
     head for it, or the algorithm is another).
     ``reward_model``: the one of section ``reward_model`` (``None``: there is none)."""
 
@@ -82,6 +82,7 @@ class Actor:
     reference: FrozenModel | None = None
     critic: Critic | None = None
     reward_model: FrozenModel | None = None
+    follows: bool = False
 
     def residents(self) -> dict[str, Held]:
         """Returns what this rank holds from step to step, by the names of ``layout.residents``."""
@@ -90,7 +91,9 @@ class Actor:
         }  # fmt: skip
         if self.critic is not None:
             held |= {"critic": HeldTensors(self.critic.replica.weights), "critic_optimizer": HeldTensors(self.critic.replica.moments)}
-        frozen = {"reference": self.reference, "reward_model": self.reward_model}
+        if self.follows and self.reference is not None:
+            held["updated_reference"] = HeldTensors(self.reference.tensors)
+        frozen = {"reference": None if self.follows else self.reference, "reward_model": self.reward_model}
         return held | {name: model for name, model in frozen.items() if model is not None}
 
     def drop_gradients(self) -> int:
@@ -109,27 +112,30 @@ def build_actor(
     trained = replace(settings, head_seed=recipe.run.seed) if recipe.has_shared_critic else settings
     replica, guard = build_replica(trained, ranks, kernels), GradScaler(recipe.trainer)
     critic = _build_critic(recipe, rank, kernels, start, most) if recipe.has_critic else None
-    checkpoints = ReplicaCheckpoints(
-        directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, rank.saving,
-        asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,
-        critic=None if critic is None else (critic.replica, critic.guard),
-    )  # fmt: skip
+
     def frozen(name: str, model: ReplicaSettings) -> FrozenModel:
         made = FrozenModel(lambda: build_frozen(model, ranks, kernels))
         if residency.state(RESIDENTS[name], Phase.TRAIN) is State.DEVICE:
             made.instantiate()
         return made
 
-    reference = frozen("reference", settings) if recipe.algorithm.needs_reference else None
+    follows = recipe.reference.follows
+    reference = frozen("updated_reference" if follows else "reference", settings) if recipe.algorithm.needs_reference else None
     reward_model = None
     if recipe.reward_model.path:
         folder = found_model(recipe.reward_model.path).resolve()
         reward_model = frozen("reward_model", ReplicaSettings(folder, directory, recipe.trainer, recipe.parallel, most))
+    checkpoints = ReplicaCheckpoints(
+        directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, rank.saving,
+        asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,
+        critic=None if critic is None else (critic.replica, critic.guard),
+        reference=reference.replica if follows and reference is not None else None,
+    )  # fmt: skip
     tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]})
     ranks.trace(tracer)
     # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.
     torch.manual_seed(recipe.run.seed)
-    return Actor(replica, guard, checkpoints, tracer, reference, critic, reward_model)
+    return Actor(replica, guard, checkpoints, tracer, reference, critic, reward_model, follows)
 
 
 def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, most_tokens: int) -> Critic:

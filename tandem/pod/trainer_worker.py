@@ -1,4 +1,4 @@
-"""One rank of the trainer sidecar: the actor on its mesh, its optimizer and the frozen reference, and the calls that the pod makes of them.
+"""One rank of the trainer sidecar: the actor on its mesh, its optimizer and the reference, and the calls that the pod makes of them.
 
 Every rank answers the same call with the same arguments; rank 0's reply is the sidecar's. Every call takes plain values and named byte
 strings and returns the same, so that it can cross a process boundary or not, and may be made again for the same step.
@@ -45,6 +45,7 @@ from tandem.trainer.micro_batch import forward_tokens
 from tandem.trainer.offload.offloader import Offloader
 from tandem.trainer.offload.places import make_place
 from tandem.trainer.optimizers.make import offload_folder
+from tandem.trainer.parallel.follow import follow
 from tandem.trainer.rank_process import Rank, start
 from tandem.trainer.sequence_scores import scored_sequence, sequence_scores
 from tandem.trainer.step import StepResult
@@ -265,6 +266,7 @@ class TrainerWorker:
             is_frozen=critic is not None and step < recipe.critic.warmup_steps, shared_critic=shared,
         )  # fmt: skip
         self.steps += 1
+        self._update_reference(actor)
         self.inferred = None
         guards = [actor.guard] if critic is None else [actor.guard, critic.guard]
         exhausted = max(guard.skipped_in_a_row if guard.is_exhausted else 0 for guard in guards)
@@ -322,6 +324,13 @@ class TrainerWorker:
             on_progress=lambda done, total: progress({"done": done, "total": total}),
             on_phase=lambda phase: self.rank.enter(phase, batch.step), tracer=self._actor().tracer,
         )  # fmt: skip
+
+    def _update_reference(self, actor: Actor) -> None:
+        """Moves a reference that follows the actor, if it is due after ``steps`` steps."""
+        config = self.recipe.reference
+        if actor.follows and actor.reference is not None and self.steps % config.every_steps == 0:
+            with actor.tracer.span("update the reference"):
+                follow(actor.reference.replica, actor.replica, config.mixup_alpha if config.update == "ema" else 1.0)
 
     def _speed(self, sequences: Sequence[TrainSequence], seconds: float) -> dict[str, float]:
         """This rank's share of the model's operations in a policy update of ``seconds``, and the peak memory of its GPU."""

@@ -22,6 +22,7 @@ from tandem.model.value_folder import make_value_folder
 from tandem.runtime.records.journal import Journal
 from tandem.text.characters import make_character_tokenizer
 from tandem.trainer.checkpoint.format.manifest import read_manifest
+from tandem.trainer.checkpoint.format.shard import CRITIC
 from tandem.trainer.checkpoint.read import Contents
 from tandem.types import UserError
 
@@ -94,7 +95,7 @@ def test_critic_and_reward_model_are_away_outside_their_phases_and_no_bit_change
 def test_a_checkpoint_has_the_critic_beside_the_actor_and_both_have_moments(ppo: PodRun) -> None:
     folder = ppo.directory / "checkpoints" / "step-4"
     manifest, _ = read_manifest(folder)
-    actor, critic = Contents(folder, manifest), Contents(folder, manifest, of_critic=True)
+    actor, critic = Contents(folder, manifest), Contents(folder, manifest, CRITIC)
     assert {key.name for key in critic.held} - {key.name for key in actor.held} == {"score.weight", "score.bias"}
     assert {key.state for key in critic.held} == {key.state for key in actor.held} == {"weights", "exp_avg", "exp_avg_sq"}
     # Four steps of two minibatches, of which the actor learned from two steps.

@@ -110,8 +110,9 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     tokens = largest_micro_batch(recipe.rollout, recipe.algorithm, recipe.trainer, context)
     offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, recipe.parallel)
     offloaded += planned.chosen.disk
-    # The initial model, the fine-tuned one and the exported one.
-    disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models=3)
+    # The initial model, the fine-tuned one and the exported one; and a reference that follows the actor, in each checkpoint.
+    models = 3 + (recipe.checkpoint.keep + 1 if recipe.reference.follows else 0)
+    disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models)
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.parallel) if planned.gpu is None else []
     return RunPlan(planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), prompt_tokens)

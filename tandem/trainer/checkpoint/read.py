@@ -14,7 +14,7 @@ from tandem.layout.shard_offsets import ShardOffsets, difference, intersection, 
 from tandem.storage.digests import chunk_digest, chunks_over
 from tandem.trainer.checkpoint.format.manifest import Damaged, Manifest, read_indexes
 from tandem.trainer.checkpoint.format.rank_file import Placed, RankIndex
-from tandem.trainer.checkpoint.format.shard import CRITIC, Key, Shard
+from tandem.trainer.checkpoint.format.shard import BESIDE, Key, Shard
 from tandem.types import UserError
 
 BLOCK_BYTES = 64 << 20
@@ -29,17 +29,18 @@ class Stored(NamedTuple):
 
 
 class Contents:
-    """The content of the checkpoint ``folder``: of the model that is trained, or that ``of_critic``, under the same keys."""
+    """The content of the checkpoint ``folder``: of the model that is trained, or of the one ``of`` this prefix (one of ``BESIDE``), under the same keys."""
 
-    def __init__(self, folder: Path, manifest: Manifest, of_critic: bool = False) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, of: str = "") -> None:
         self.folder, self.manifest = folder, manifest
         self.indexes = read_indexes(folder, manifest)
         self.stored: Mapping[Key, list[Stored]] = defaultdict(list)
         for index in self.indexes:
             for placed in index.placed:
                 state, name = placed.piece.key
-                if state.startswith(CRITIC) == of_critic:
-                    self.stored[Key(state.removeprefix(CRITIC), name)].append(Stored(index, placed))
+                prefix = next((prefix for prefix in BESIDE if state.startswith(prefix)), "")
+                if prefix == of:
+                    self.stored[Key(state.removeprefix(prefix), name)].append(Stored(index, placed))
 
     @property
     def held(self) -> list[Key]:

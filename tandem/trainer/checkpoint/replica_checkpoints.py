@@ -1,7 +1,7 @@
 """Saves, loads and exports the checkpoints of a replica, for every kind of job."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +20,16 @@ from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import VerifiedCheckpoint, newest_whole, prune
 from tandem.trainer.checkpoint.format.manifest import read_manifest
-from tandem.trainer.checkpoint.format.shard import CRITIC, Key, Shard
+from tandem.trainer.checkpoint.format.shard import CRITIC, REFERENCE, Key, Shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
+from tandem.trainer.checkpoint.frozen_state import FrozenState
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.checkpoint.write import Committed
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.offload.tensor_file import file_tensor
-from tandem.trainer.parallel.replica import Replica
+from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.types import RunError, UserError
 
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
@@ -40,13 +41,13 @@ class ReplicaCheckpoints:
 
     ``start``: the folder that the model was loaded from. ``ranks``: a communicator of all ranks that nothing else uses. ``last``: the step
     of the newest checkpoint started or loaded. ``state``: the replica's shards. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica with
-    its guard that is saved and loaded with the other. On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
+    its guard that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too. On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
     steps ``in_use`` are not removed."""
 
     def __init__(
         self, folder: Path, keep: int, start: Path, replica: Replica, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
         on_committed: Callable[[int], None] | None = None, in_use: Callable[[], Collection[int]] = tuple, fault_point: FaultPoint = no_fault,
-        critic: tuple[Replica, GradScaler] | None = None,
+        critic: tuple[Replica, GradScaler] | None = None, reference: FrozenReplica | None = None,
     ) -> None:  # fmt: skip
         self.folder, self._start, self._replica, self._guard, self._ranks = folder, start, replica, guard, ranks
         self._keep, self._in_use = keep, in_use
@@ -54,6 +55,7 @@ class ReplicaCheckpoints:
         self.damaged: list[str] = []
         self.state = ReplicaState(replica)
         self._critic = None if critic is None else (*critic, ReplicaState(critic[0]))
+        self._reference = None if reference is None else FrozenState(reference)
         self._writer = Checkpointer(
             folder, keep, ranks, asdict(replica.ranks.mesh.shape), asynchronous=asynchronous, on_committed=on_committed, in_use=in_use,
             fault_point=fault_point, staging_folder=None if replica.paged is None else replica.paged.folder,
@@ -75,8 +77,10 @@ class ReplicaCheckpoints:
             replica, guard, shards = self._critic
             if "critic" not in state:
                 raise UserError(f"checkpoint '{checkpoint.folder}' has no critic; it was written by a run without one")
-            shards.load(Contents(checkpoint.folder, checkpoint.manifest, of_critic=True), int(state["critic"]["updates"]))
+            shards.load(Contents(checkpoint.folder, checkpoint.manifest, CRITIC), int(state["critic"]["updates"]))
             _load_counters(replica, guard, state["critic"])
+        if self._reference is not None:
+            self._reference.load(Contents(checkpoint.folder, checkpoint.manifest, REFERENCE))
         own = contents.own(self._ranks.rank, self._ranks.size)
         if own is not None:
             restore_random_states(own["random"])
@@ -99,7 +103,9 @@ class ReplicaCheckpoints:
         if self._critic is not None:
             replica, guard, own = self._critic
             state["critic"] = self._counters(replica, guard)
-            shards = shards + [shard._replace(key=Key(CRITIC + shard.key.state, shard.key.name)) for shard in own.shards()]
+            shards = shards + list(_of(CRITIC, own.shards()))
+        if self._reference is not None:
+            shards = shards + list(_of(REFERENCE, self._reference.shards()))
         companions: Sequence[Path] = [self._start / name for name in COMPANIONS if (self._start / name).is_file()]
         stall = self._writer.save(step, shards, state, {"random": random_states()}, companions, span)
         self.last = step
@@ -157,6 +163,11 @@ class ReplicaCheckpoints:
         checkpoint is read into."""
         assert self._replica.paged is not None
         return self.state.weights() if self._ranks.size == 1 else self.whole_weights(self._replica.paged.folder)
+
+
+def _of(prefix: str, shards: Iterable[Shard]) -> Iterator[Shard]:
+    """Yields ``shards`` with the keys of the model of ``prefix``."""
+    return (shard._replace(key=Key(prefix + shard.key.state, shard.key.name)) for shard in shards)
 
 
 def _load_counters(replica: Replica, guard: GradScaler, state: Mapping[str, Any]) -> None:

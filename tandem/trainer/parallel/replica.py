@@ -1,7 +1,7 @@
 """A model and its optimizer on one rank: alone, replicated, or sharded by ZeRO."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,20 @@ class Replica:
         own = optimizer.parts() if isinstance(optimizer, ShardedOptimizer) and self.paged is None else ()
         return [*self.model.parameters(), *(part.values for part in own if part.kind == WEIGHTS)]
 
+    def each_parameter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every parameter of this rank's part of the model by name. Under ZeRO 3 one layer is gathered at a time, and every rank must take all."""
+        optimizer = self.optimizer
+        self.reshard()
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.stage == 3:
+            for shard in optimizer.shards:
+                shard.gather()
+                yield from shard.bucket.views(shard.whole).items()
+                shard.free()
+            return
+        weight = self.model.get_parameter if self.paged is None or isinstance(optimizer, ShardedOptimizer) else self.paged.weight
+        for name, _ in self.model.named_parameters():
+            yield name, weight(name).detach()
+
     def moments(self) -> list[Tensor]:
         """Returns the tensors in memory that hold this rank's optimizer state; none before the first step, or if the state is paged."""
         return [] if self.paged is not None else list(self.optimizer.state().moments.values())
@@ -116,7 +130,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class FrozenReplica:
-    """A model that is never trained, such as the reference, on one rank of a mesh: whole, or its tensor, expert and pipeline part.
+    """A model without an optimizer, such as the reference, on one rank of a mesh: whole, or its tensor, expert and pipeline part.
     ``pipeline``: the pipeline of the model's stages (``None``: one stage). ``shards``: its weights under ZeRO 3 (``None``: each rank has them all)."""
 
     ranks: Ranks
@@ -142,6 +156,26 @@ class FrozenReplica:
     def weights(self) -> list[Tensor]:
         """Returns the tensors that hold this rank's weights, between two forward passes."""
         return list(self.model.parameters()) if self.shards is None else self.shards.parts()
+
+    def runs(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yields the weights that this rank holds, between two forward passes, as (parameter, its first element here, the elements), live and flat."""
+        if self.shards is not None:
+            yield from self.shards.runs()
+            return
+        for name, parameter in self.model.named_parameters():
+            yield name, 0, parameter.detach().view(-1)
+
+    @contextmanager
+    def addresses(self) -> Iterator[None]:
+        """Is a context in which every parameter has memory of its own; its values may be absent."""
+        if self.shards is None:
+            yield
+            return
+        self.shards.reserve()
+        try:
+            yield
+        finally:
+            self.shards.reshard()
 
 
 def _infer(

@@ -1,4 +1,6 @@
-"""ZeRO stage 3 for a model that is never updated, such as the reference: weights are sharded, and there is nothing else to shard."""
+"""ZeRO stage 3 for a model without an optimizer, such as the reference: weights are sharded, and there is nothing else to shard."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -29,6 +31,12 @@ class FrozenShards:
         for shard in self.shards:
             for run in shard.bucket.own_runs(name, first, first + values.numel()):
                 shard.own[run.at : run.at + run.last - run.first] = values[run.first - first : run.last - first]
+
+    def runs(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yields this rank's part as (parameter, its first element here, the elements), live."""
+        for shard in self.shards:
+            for segment in shard.bucket.segments():
+                yield segment.name, segment.first, shard.own[segment.at : segment.at + segment.last - segment.first]
 
     def parts(self) -> list[Tensor]:
         """The tensors that hold this rank's part."""

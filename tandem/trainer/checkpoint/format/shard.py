@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-CRITIC = "critic/"
-"""Prefix of ``Key.state`` of a critic that is saved with the actor."""
+CRITIC, REFERENCE = "critic/", "reference/"
+BESIDE = (CRITIC, REFERENCE)
+"""Prefixes of ``Key.state`` of the models that are saved beside the actor: the critic, and a reference that follows the actor."""
 
 
 class Key(NamedTuple):
-    """Names a tensor of the state. ``state``: ``weights``, ``exp_avg``, ``master`` or another tensor kind of an optimizer, of a critic after
-    ``CRITIC``; ``name``: the parameter's."""
+    """Names a tensor of the state. ``state``: ``weights``, ``exp_avg``, ``master`` or another tensor kind of an optimizer, of another model
+    after one of ``BESIDE``; ``name``: the parameter's."""
 
     state: str
     name: str

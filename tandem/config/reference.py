@@ -1,0 +1,37 @@
+"""Section ``reference``: the model that the KL divergence is measured to, and how it follows the actor."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.config.limits import check_at_least_one
+from tandem.config.unread import refuse_unread
+from tandem.types.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceConfig:
+    """The reference model: the one that reinforcement learning starts from, which may follow the actor."""
+
+    update: Literal["never", "copy", "ema"] = "never"
+    """What becomes of it every `every_steps` steps. `never`: it stays the model that reinforcement learning starts from. `copy`: it becomes the actor
+    (Liu et al., 2025, "ProRL"). `ema`: `mixup_alpha` x actor + (1 - `mixup_alpha`) x reference (TR-DPO; Gorbatovski et al., 2024)."""
+    every_steps: int = 1
+    """Steps between two updates; the reference of a step is the one after the last update before it. TRL: `ref_model_sync_steps`."""
+    mixup_alpha: float = 0.6
+    """For `ema`: the weight of the actor. TRL: `ref_model_mixup_alpha`."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether the reference changes during a run, so that its weights are part of the run's state."""
+        return self.update != "never"
+
+    def check(self) -> None:
+        """Raises ``UserError`` for an invalid value."""
+        if not self.follows:
+            reason = "reference.update is 'never'"
+            refuse_unread("reference", self, reason, "every_steps", "mixup_alpha", fix="set reference.update to copy or ema")
+        if self.update != "ema":
+            refuse_unread("reference", self, f"reference.update is '{self.update}'", "mixup_alpha", fix="set reference.update to ema")
+        check_at_least_one("reference", self, "every_steps")
+        if not 0 < self.mixup_alpha < 1:
+            raise UserError(f"'reference.mixup_alpha' is {self.mixup_alpha}; it must be above 0 and below 1 (1 is reference.update copy)")
