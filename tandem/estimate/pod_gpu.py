@@ -34,8 +34,8 @@ def predict_gpu(
 ) -> PodMemory:
     """Returns the memory of GPU 0, which has rank 0 of trainer and engine; every other GPU has at most one rank of each and needs no more.
 
-    ``tokens``: of the trainer's largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the actor, which is frozen or ``follows`` it;
-    ``critic``: and of a model that is trained with it; ``reward_model``: and of one of these shapes.
+    ``tokens``: of the trainer's largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the
+    actor, which is frozen or ``follows`` it; ``critic``: and of a model that is trained with it; ``reward_model``: and of one of these shapes.
     ``precision``: what the engine multiplies in. ``residency``: what is where when."""
     is_away = trainer.offload != "none"
     moments = 0 if is_away else state_bytes(shapes, trainer)

@@ -71,8 +71,8 @@ class Critic:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """``reference``: the start model on the same mesh, frozen unless it ``follows`` (``None``: the loss has no KL). ``critic``: PPO's (``None``: the actor has a second
-    head for it, or the algorithm is another).
+    """``reference``: the start model on the same mesh, frozen unless it ``follows`` the actor (``None``: the loss has no KL). ``critic``: PPO's
+    (``None``: the actor has a second head for it, or the algorithm is another).
     ``reward_model``: the one of section ``reward_model`` (``None``: there is none)."""
 
     replica: Replica

@@ -21,10 +21,10 @@ from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import VerifiedCheckpoint, newest_whole, prune
 from tandem.trainer.checkpoint.format.manifest import read_manifest
 from tandem.trainer.checkpoint.format.shard import CRITIC, REFERENCE, Key, Shard
+from tandem.trainer.checkpoint.frozen_state import FrozenState
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
-from tandem.trainer.checkpoint.frozen_state import FrozenState
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.checkpoint.write import Committed
 from tandem.trainer.grad_scaler import GradScaler
@@ -41,7 +41,8 @@ class ReplicaCheckpoints:
 
     ``start``: the folder that the model was loaded from. ``ranks``: a communicator of all ranks that nothing else uses. ``last``: the step
     of the newest checkpoint started or loaded. ``state``: the replica's shards. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica with
-    its guard that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too. On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
+    its guard that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too.
+    On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
     steps ``in_use`` are not removed."""
 
     def __init__(
