@@ -1,12 +1,14 @@
 """A reference that follows the actor: after each update it has the weights that the formula gives, computed here from exported states; it is state of the
 run, which survives kills, is replayed and verified, under every plan of residents and on meshes."""
 
+import shutil
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
-from pod_runs import PodRun
+from pod_runs import PodRun, difference, finish
 from torch import Tensor
 
 from tandem.model.huggingface.model_folder import read_tensors
@@ -70,3 +72,87 @@ def test_a_copied_reference_has_the_actors_bits_so_that_the_kl_is_0_until_the_ne
     # One update a step: the KL of step 2 is that of the actor to itself, of step 1 and 3 to the actor one step before.
     kl = [row["kl"] for row in run.rows()]
     assert kl[0] == kl[2] == 0.0 and kl[1] > 0 and kl[3] > 0
+
+
+MESHES = {
+    "data": "--parallel.data=2",
+    "tensor": "--parallel.tensor=2",
+    "pipeline": "--parallel.pipeline=2",
+    "context": "--parallel.context=2",
+    "expert": "--parallel.data=2 --parallel.expert=2 --model.create.architecture=qwen3_moe --model.create.num_experts=4",
+    "zero 1": "--parallel.data=2 --parallel.zero=1",
+    "zero 2": "--parallel.data=2 --parallel.zero=2",
+    "zero 3": "--parallel.data=2 --parallel.zero=3",
+    "zero 3, 8 bits": "--parallel.data=2 --parallel.zero=3 --trainer.optimizer=adamw8bit",
+    "expert, zero 3": "--parallel.data=2 --parallel.expert=2 --parallel.zero=3 --model.create.architecture=qwen3_moe --model.create.num_experts=4",
+    "tensor x pipeline": "--parallel.tensor=2 --parallel.pipeline=2",
+    "pages": "--trainer.offload=nvme --trainer.offload_parameters=nvme",
+    "zero 3, pages": "--parallel.data=2 --parallel.zero=3 --trainer.offload=nvme --trainer.offload_parameters=nvme",
+}
+IN_EVERY_RUN = "zero 3"
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, id=name, marks=() if name == IN_EVERY_RUN else pytest.mark.full) for name, mesh in MESHES.items()])
+def test_the_reference_of_every_mesh_is_the_same_mean_of_its_actors(mesh: str, run_of: RunOf) -> None:
+    run = run_of(f"{EMA} --model.create.num_key_value_heads=2 {mesh}")
+    assert_follows(run, start_of(run), 0.25, 1)
+    assert [row["mismatch_kl"] for row in run.rows()] == [0.0] * 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["sleep", "offload", "figure", "terminate"])
+def test_no_plan_of_residents_rebuilds_a_reference_that_changes(plan: str, run_of: RunOf, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train(*EVERY_STEP, *EMA.split(), f"--residents.plan={plan}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, run_of(EMA, "--inline")) == [] and run.events("residue") == []
+    moves = [one for each in run.transitions() for one in each.detail.get("moves", []) if "reference" in one["resident"]]
+    kinds = {(one["resident"], one["move"]) for one in moves}
+    assert kinds == (set() if plan == "sleep" else {("updated_reference", "offload"), ("updated_reference", "reload")})
+
+
+FAULTS = (
+    "trainer_worker:before:train:2", "trainer_worker:after:train:3", "pod:before:train:3", "pod:after:commit_checkpoint:2",
+    "trainer_worker:after:checkpoint_stage:2", "trainer_worker:before:checkpoint_commit:3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [FAULTS[2], *(pytest.param(fault, marks=pytest.mark.full) for fault in (*FAULTS[:2], *FAULTS[3:]))])
+def test_a_kill_changes_no_bit_of_the_reference(fault: str, run_of: RunOf, tmp_path: Path) -> None:
+    """Checkpoints are two steps apart, so that steps between them are taken again."""
+    run, few = PodRun(tmp_path), ("--checkpoint.every_steps=2", "--checkpoint.keep=1")
+    done = run.train(*EVERY_STEP, *EMA.split(), *few, "--fault", fault)
+    if fault.startswith("pod:"):
+        assert done.returncode == -9
+        done = run.resume()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((run.directory / "faults").iterdir())) == 1
+    quiet = run_of(EMA, "--inline")
+    assert run.rows() == quiet.rows()
+    for of in ("", REFERENCE):
+        ours, theirs = weights(run, 4, of), weights(quiet, 4, of)
+        assert ours.keys() == theirs.keys() and [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_replay_repeats_a_step_with_the_reference_that_it_had(run_of: RunOf, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    shutil.copytree(run_of(EMA, "--inline").directory, run.directory)
+    shutil.rmtree(run.directory / "checkpoints" / "step-3")
+    done = finish(run.begin("replay", str(run.directory), "--step", "3", "--only", "train", "--inline"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loaded the checkpoint of step 2" in done.stdout and "equal bit for bit" in done.stdout
+
+
+def test_verify_finds_a_damaged_reference_and_a_resume_passes_its_checkpoint_over(run_of: RunOf, tmp_path: Path) -> None:
+    quiet, run = run_of(EMA, "--inline"), PodRun(tmp_path)
+    shutil.copytree(quiet.directory, run.directory)
+    folder = run.directory / "checkpoints" / "step-4"
+    contents = Contents(folder, read_manifest(folder)[0], REFERENCE)
+    stored = contents.stored[contents.held[0]][0]
+    with (folder / stored.file.file).open("r+b") as file:
+        file.seek(stored.placed.offset)
+        byte = file.read(1)
+        file.seek(stored.placed.offset)
+        file.write(bytes([byte[0] ^ 1]))
+    found = finish(run.begin("verify", str(run.directory)))
+    assert found.returncode == 1 and "step-4" in found.stdout + found.stderr
