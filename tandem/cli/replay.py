@@ -7,14 +7,19 @@ if everything is equal bit for bit, and with 1 otherwise, listing the difference
 Pretraining and fine-tuning: the step is repeated on its mesh, after the steps between it and the checkpoint. If it was skipped
 as not finite, its dumped batch is run in one process to find the first layer, sequence and parameter that are not finite.
 
+With --against the step is replayed here and by the Tandem of another environment, and the first tensor is named that differs: samples,
+weights, the output of a layer, a gradient. The weights before the step differ first where an earlier step does.
+
 examples:
   tandem replay runs/sort --step 12
   tandem replay runs/sort --step 12 --only rewards      does a reward function return the same scores?
   tandem replay runs/sort --step 12 --inline            in one process, for a debugger
   tandem replay runs/pretrain --step 300                a step of pretraining; of a skipped step, the cause
+  tandem replay runs/sort --step 12 --against ../old/.venv    what did the last change of the code change?
 """
 
 import argparse
+from pathlib import Path
 
 from tandem.types import UserError
 
@@ -26,6 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, required=True, help="the step; the first is 0")
     parser.add_argument("--only", action="append", choices=("rollout", "rewards", "train"), help="replay only this part of the step; may be repeated")
     parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
+    parser.add_argument("--against", metavar="ENVIRONMENT", help="compare with the Tandem of another Python, or of the virtual environment in this folder")
+    parser.add_argument("--record", metavar="FOLDER", help="write the digests of the replay's tensors to this new folder, as --against does")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,9 +41,12 @@ def run(options: argparse.Namespace) -> int:
 
     if options.step < 0:
         raise UserError(f"--step is {options.step}; a run's first step is 0")
+    if options.against is not None:
+        return _against(options)
     comparisons = replay(
-        options.run_directory, options.step, options.only or PARTS, inline=options.inline, say=lambda line: print(line, flush=True)
-    )
+        options.run_directory, options.step, options.only or PARTS, inline=options.inline, say=lambda line: print(line, flush=True),
+        record=None if options.record is None else Path(options.record),
+    )  # fmt: skip
     for comparison in comparisons:
         unequal = len(comparison.differences)
         print(f"{comparison.part}: {comparison.count - unequal} of {comparison.count} {comparison.how}")
@@ -45,3 +55,22 @@ def run(options: argparse.Namespace) -> int:
         if unequal > MOST_SHOWN:
             print(f"  and {unequal - MOST_SHOWN} more")
     return int(any(comparison.differences for comparison in comparisons))
+
+
+def _against(options: argparse.Namespace) -> int:
+    from tandem.jobs.replay.against import replay_against
+    from tandem.jobs.replay.comparison import PARTS
+
+    if options.record is not None:
+        raise UserError("--against writes its own records; leave --record out")
+    compared = replay_against(
+        options.run_directory, options.step, options.only or PARTS, options.against, inline=options.inline, say=lambda line: print(line, flush=True)
+    )
+    print(f"{compared.equal} of {compared.count} tensors equal bit for bit")
+    if compared.unmatched:
+        print(f"{compared.unmatched} more are computed by one of the two versions only")
+    if compared.first is None:
+        return 0
+    place, here, there = compared.first
+    print(f"first difference: step {here.step}, {here.stage}, {place}: {here.name} (norm {here.norm!r} here, {there.norm!r} there)")
+    return 1

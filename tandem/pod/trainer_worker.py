@@ -49,6 +49,7 @@ from tandem.trainer.parallel.follow import follow
 from tandem.trainer.rank_process import Rank, start
 from tandem.trainer.sequence_scores import scored_sequence, sequence_scores
 from tandem.trainer.step import StepResult
+from tandem.trainer.tensor_record import tensor_record
 from tandem.types import Batch, RunError, Sample, TrainSequence, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
 from tandem.weight_transfer.convert import ConvertedWeights, convert
@@ -96,6 +97,7 @@ class TrainerWorker:
         self.prefetch_after: frozenset[Phase] = frozenset()
         self.residue, self.has_released, self.has_staged_moments = ResidueCheck(), False, False
         self.in_use: frozenset[int] = frozenset()
+        self.record = tensor_record(rank.directory, rank.ranks.mesh.rank)
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -145,6 +147,9 @@ class TrainerWorker:
             self.actor.checkpoints.close()
         residency = Residency(meta["plan"], meta["to"])
         self.actor = actor = build_actor(recipe, self.rank, self.kernels, Path(meta["start"]), lambda: self.in_use, residency)
+        for model, label in ((actor.replica, "actor"), (actor.critic.replica if actor.critic is not None else None, "critic")):
+            if self.record is not None and model is not None:
+                self.record.watch(model.model, label)
         checkpoints = actor.checkpoints
         loaded = checkpoints.load(meta["step"])
         self._hold(actor, residency, frozenset(map(Phase, meta["prefetch"])))
@@ -244,6 +249,10 @@ class TrainerWorker:
         """The optimizer step (or steps, with several mini-batches) of ``step``."""
         step, recipe, actor = int(meta["step"]), self.recipe, self._actor()
         self._expect(step)
+        if self.record is not None:
+            self.record.step = step
+            self._in_phase(Phase.TRAIN)
+            self.record.weights(actor.replica, "before the step")
         inferred = self.inferred if self.inferred is not None and self.inferred.step == step else None
         samples = inferred.samples if inferred is not None else decode_samples(blobs["samples"])
         inferred = inferred or self._infer(step, samples, progress)
@@ -256,15 +265,19 @@ class TrainerWorker:
             scores, known = decode_scores(blobs["scores"]), (inferred.reference_logprobs, values)
             masks = recipe.rollout.mask_off_policy
             batch = make_batch(step, samples, scores, recipe.algorithm, recipe.rollout.max_tokens, *known, mask_off_policy=masks)
-        began, critic = perf_counter(), actor.critic
+        began, critic, record = perf_counter(), actor.critic, self.record
+        if record is not None:
+            record.batch(batch.sequences)
         learned = self._update_critic(critic, batch, progress) if critic is not None else None
         result = update_policy(
             actor.replica, batch, recipe.algorithm, recipe.trainer, total_steps=recipe.run.max_steps,
             temperature=recipe.rollout.temperature, guard=actor.guard,
             on_progress=lambda done, total: progress({"done": done, "total": total}),
             on_phase=lambda phase: self.rank.enter(phase, step), tracer=actor.tracer,
-            is_frozen=critic is not None and step < recipe.critic.warmup_steps, shared_critic=shared,
+            is_frozen=critic is not None and step < recipe.critic.warmup_steps, shared_critic=shared, record=record,
         )  # fmt: skip
+        if record is not None:
+            record.weights(actor.replica, "after the step")
         self.steps += 1
         self._update_reference(actor)
         self.inferred = None

@@ -145,6 +145,7 @@ def train_step(
     on_phase: OnPhase = lambda phase: None,
     forward_backward: ForwardBackward | None = None,
     tracer: Tracer = NO_TRACE,
+    on_gradients: Callable[[], None] | None = None,
 ) -> StepResult:
     """Executes one optimizer step. Without micro-batches, weights and moments are unchanged.
 
@@ -153,6 +154,7 @@ def train_step(
 
     If the loss or the gradient is not finite, weights and moments are unchanged, and ``guard`` returns the verdict; without a guard,
     ``RunError`` is raised. ``forward_backward``: runs the micro-batches (``None``: ``no_pipelining``).
+    ``on_gradients`` is called when the gradients are summed over ranks.
     """
     scale = 1.0 if guard is None else guard.scale
     optimizer.zero_grad()
@@ -169,6 +171,8 @@ def train_step(
         with tracer.span("reduce"):
             sums.finish()
             total, metrics, maxima = over_ranks(sums.ranks, total, metrics, maxima)
+    if on_gradients is not None:
+        on_gradients()
     with tracer.span("clip"):
         grad_norm = optimizer.clip(scale) if micro_batches else 0.0
     verdict: Verdict = "taken"

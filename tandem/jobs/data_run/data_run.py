@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import Tensor
@@ -37,6 +37,7 @@ from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.sequence_scores import scored_sequence
 from tandem.trainer.step import ForwardBackward, Loss, StepResult, sum_shares, train_step, unstacked
+from tandem.trainer.tensor_record import TensorRecord
 from tandem.types import RunError, TrainSequence
 
 HELD_OUT, HELD_OUT_PAIRS = "held_out", "held_out_pairs"
@@ -66,6 +67,7 @@ class DataRun(Run):
     step_flops: float = 0.0
     waited_s: float = 0.0
     tracer: Tracer = NO_TRACE
+    record: TensorRecord | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -101,6 +103,9 @@ class DataRun(Run):
                 counts, self.step_tokens, micro_batches = self.micro_batches(sequences)
                 sharing = self.ranks.world.size // self.ranks.data.size
                 self.step_flops = step_flops(self.model.shapes, map(forward_tokens, sequences)) / sharing
+            if self.record is not None:
+                self.record.step = step
+                self.record.batch(sequences)
             result = self.update(step, counts, micro_batches)
         self.trained = result.metrics
         if self.recipe.learns_from_examples and not self.recipe.trains_values:
@@ -123,12 +128,19 @@ class DataRun(Run):
         self, step: int, counts: GlobalCounts, micro_batches: Sequence[MicroBatch], forward_backward: ForwardBackward | None = None
     ) -> StepResult:
         """Takes optimizer step ``step`` on a global batch of ``counts``. ``forward_backward``: runs the micro-batches (``None``: the replica's)."""
-        return train_step(
+        record = self.record
+        if record is not None:
+            record.step = step
+            record.weights(self.replica, "before the step")
+        result = train_step(
             self.model, self.replica.optimizer, micro_batches, self.loss(counts),
             learning_rate(self.recipe.trainer, step, self.recipe.run.max_steps), on_progress=self.records.progress("train"), guard=self.guard,
             sums=self.replica.sums, forward_backward=forward_backward or self.replica.forward_backward, tracer=self.tracer,
-            on_phase=lambda phase: self.records.enter(phase, step),
+            on_phase=lambda phase: self.records.enter(phase, step), on_gradients=None if record is None else partial(record.gradients, self.replica),
         )  # fmt: skip
+        if record is not None:
+            record.weights(self.replica, "after the step")
+        return result
 
     def loss(self, counts: GlobalCounts) -> Loss:
         """Returns the loss of a global batch of ``counts``."""

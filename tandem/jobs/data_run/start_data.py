@@ -46,6 +46,7 @@ from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.rank_process import Rank, rank_alone
+from tandem.trainer.tensor_record import tensor_record
 from tandem.types import RunError
 
 
@@ -141,9 +142,12 @@ def opened_run(
             )  # fmt: skip
         labels = {"pipeline": ranks.mesh.group("pipeline")[0]}
         tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, labels)
+        record = tensor_record(directory, ranks.mesh.rank)
+        if record is not None:
+            record.watch(replica.model, "model")
         yield DataRun(
             directory=directory, records=records, first_step=step, recipe=recipe, start=start, replica=replica, data=data, guard=guard,
-            checkpoints=checkpoints, tracer=tracer,
+            checkpoints=checkpoints, tracer=tracer, record=record,
         )  # fmt: skip
 
 

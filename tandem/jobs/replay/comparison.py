@@ -13,6 +13,7 @@ from tandem.jobs.run_files import write_recipe
 from tandem.runtime.machine.gpus import Device
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.tensor_digests import FOLDER
 from tandem.types import UserError
 
 Part = Literal["rollout", "rewards", "train"]
@@ -46,9 +47,9 @@ def same_device(machine: MachineConfig, directory: Path, recorded: Device | None
 
 
 @contextmanager
-def scratch_run(recipe: AnyRecipe, directory: Path, facts: Mapping[str, Any]) -> Iterator[Path]:
+def scratch_run(recipe: AnyRecipe, directory: Path, facts: Mapping[str, Any], record: Path | None = None) -> Iterator[Path]:
     """Yields a temporary folder for a run of ``recipe`` that starts from the checkpoints in ``directory``, through links, and uploads, registers
-    and traces nothing. Its journal has ``facts``."""
+    and traces nothing. Its journal has ``facts``. The digests of its tensors are written to the folder ``record``."""
     run = replace(recipe.run, trace_steps=())
     quiet = replace(recipe, checkpoint=replace(recipe.checkpoint, upload=""), registry=RegistryConfig(), run=run)
     with temporary_folder() as scratch:
@@ -57,6 +58,8 @@ def scratch_run(recipe: AnyRecipe, directory: Path, facts: Mapping[str, Any]) ->
         for name in ("checkpoints", "models", "reference"):
             if (directory / name).exists():
                 (scratch / name).symlink_to((directory / name).resolve())
+        if record is not None:
+            (scratch / FOLDER).symlink_to(record.resolve())
         with Journal(scratch / "journal.sqlite") as journal:
             for key, value in facts.items():
                 if value is not None:

@@ -28,8 +28,11 @@ from tandem.types import RunError, UserError
 Say = Callable[[str], None]
 
 
-def replay_data_step(recipe: PretrainRecipe, directory: Path, step: int, *, inline: bool = False, say: Say = lambda line: None) -> Comparison:
-    """Replays ``step`` of the run in ``directory``. If its batch was saved, ``say`` receives the report of where it stops being finite.
+def replay_data_step(
+    recipe: PretrainRecipe, directory: Path, step: int, *, inline: bool = False, say: Say = lambda line: None, record: Path | None = None
+) -> Comparison:
+    """Replays ``step`` of the run in ``directory``. If its batch was saved, ``say`` receives the report of where it stops being finite. The folder
+    ``record`` receives digests of the tensors.
 
     Raises ``UserError`` where the step was never taken, no checkpoint before it is left, or this machine or mesh cannot give the same
     bits."""
@@ -46,13 +49,15 @@ def replay_data_step(recipe: PretrainRecipe, directory: Path, step: int, *, inli
         shape = MeshShape(**(facts["mesh"] or {}))
         recipe = replace(recipe, machine=same_device(recipe.machine, directory, facts["device"]))
         chosen_device(recipe.machine, shape.world)
+        if kept and record is not None:
+            raise UserError(f"step {step} of '{directory}' was skipped as not finite, and the replay of its saved batch is not recorded; replay another step")
         if kept:
             return _kept_step(recipe, directory, step, kept, facts, shape, say)
         if mesh_changes and step < mesh_changes[-1]:
             raise UserError(f"step {step} of '{directory}' was taken on another mesh than the run has now; replay a step from {mesh_changes[-1]} on")
         if inline and shape.world > 1:
             raise UserError(f"--inline is one process and this run has {shape.world} ranks; leave --inline out")
-        with scratch_run(recipe, directory, facts) as scratch:
+        with scratch_run(recipe, directory, facts, record) as scratch:
             _run_again(recipe.machine, recipe.parallel, scratch, shape, step, say)
             replayed = {row["step"]: row for row in read_rows(scratch / "metrics.jsonl")}
         for between in sorted(replayed.keys() & rows.keys() - {step}):

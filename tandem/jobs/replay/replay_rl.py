@@ -4,6 +4,8 @@ A difference shows which part is not a function of its inputs: the rollout (othe
 scores), or the trainer (other metrics).
 """
 
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -33,15 +35,18 @@ from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import read_rows
 from tandem.runtime.records.run_lock import RunLock
 from tandem.runtime.records.run_records import Records
+from tandem.runtime.records.tensor_digests import Stage, TensorDigests
+from tandem.storage.digests import bytes_digest
 from tandem.types import Round, RunError, Sample, Score, UserError
 from tandem.types.round import joined
 from tandem.weight_transfer.manifest import segment_bytes
 
 
 def replay_rl_step(
-    recipe: Recipe, directory: Path, step: int, parts: Sequence[Part], *, inline: bool, callback: Callback, say: Callable[[str], None]
+    recipe: Recipe, directory: Path, step: int, parts: Sequence[Part], *, inline: bool, callback: Callback, say: Callable[[str], None],
+    record: Path | None = None,
 ) -> list[Comparison]:
-    """Replays ``parts`` of ``step`` of the run in ``directory``. ``say`` receives a line for each stage.
+    """Replays ``parts`` of ``step`` of the run in ``directory``. ``say`` receives a line for each stage, the folder ``record`` digests of the tensors.
 
     Raises ``UserError`` where the step is not in the journal, or this machine cannot give the same bits."""
     with ExitStack() as stack:
@@ -52,9 +57,9 @@ def replay_rl_step(
         check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks)
         numerics = journal.get("numerics", {})
         check_numerics(numerics, numerics_record(rank_threads(recipe.machine, recipe.parallel), str(numerics.get("kernels"))))
-        pod = stack.enter_context(_scratch_pod(recipe, directory, journal, inline, callback))
+        pod = stack.enter_context(_scratch_pod(recipe, directory, journal, inline, callback, record))
         prompts = RoundPrompts(stack.enter_context(closing(prompt_source(recipe, pod.start))), recipe, journal)
-        comparisons = []
+        comparisons, digests = [], None if record is None else TensorDigests(record / "controller.jsonl")
         try:
             at = pod.start_trainer(step)
             say(f"loaded the checkpoint of step {at}")
@@ -69,6 +74,9 @@ def replay_rl_step(
                     drawn += [*new, *(buffer.samples if buffer is not None else ())]
                     recorded += [*found, *(journal.replay_buffer(step, number + 1).samples if buffer is not None else ())]
                 comparisons.append(_compare_samples(drawn, recorded))
+                for sample in drawn:
+                    _add(digests, step, "rollout", f"sample {sample.id}, token_ids", sample.token_ids)
+                    _add(digests, step, "rollout", f"sample {sample.id}, logprobs", sample.logprobs)
             if "rewards" in parts and judged:
                 again, state = list[Score](), prompts.trainer_state(step)
                 with RewardPool(recipe.rewards) as rewards:
@@ -79,6 +87,8 @@ def replay_rl_step(
                         own = rewards.score(samples, prompts.of_samples(samples), state, columns or None)
                         again += own if model_scores is None else with_model_scores(own, model_scores, recipe.reward_model.weight)
                 comparisons.append(_compare_scores(again, joined(judged).scores))
+                for score in again:
+                    _add(digests, step, "rewards", f"sample {score.sample_id}, score", [] if score.value is None else [score.value])
             if "train" in parts and row is not None:
                 say(f"optimizer step {step}")
                 trained = pod.train(step, *pod.trained_on(step))
@@ -88,6 +98,11 @@ def replay_rl_step(
         except SidecarDied as death:
             raise RunError(f"{death}; the run was not changed; start the replay again") from None
         return comparisons
+
+
+def _add(digests: TensorDigests | None, step: int, stage: Stage, name: str, values: Sequence[float]) -> None:
+    if digests is not None:
+        digests.add(step, stage, name, bytes_digest(json.dumps(list(values)).encode()), math.hypot(*values))
 
 
 def _recorded(directory: Path, journal: Journal, step: int) -> tuple[list[list[Sample]], list[Round], dict[str, Any] | None]:
@@ -104,13 +119,15 @@ def _recorded(directory: Path, journal: Journal, step: int) -> tuple[list[list[S
 
 
 @contextmanager
-def _scratch_pod(recipe: Recipe, directory: Path, recorded: Journal, inline: bool, callback: Callback) -> Iterator[Pod]:
+def _scratch_pod(
+    recipe: Recipe, directory: Path, recorded: Journal, inline: bool, callback: Callback, record: Path | None
+) -> Iterator[Pod]:
     """Yields a pod that reads the run's checkpoints and its journal ``recorded``, and writes nothing to the run."""
     start = rl_start_folder(recipe, directory).resolve()
     shapes, context = read_shapes(start), context_tokens(recipe.model, recipe.rollout.max_tokens, start)
     planned = plan_of(recipe, shapes, context)
     with ExitStack() as stack:
-        scratch = stack.enter_context(scratch_run(recipe, directory, {}))
+        scratch = stack.enter_context(scratch_run(recipe, directory, {}, record))
         journal = stack.enter_context(Journal(scratch / "journal.sqlite"))
         trainer, rollout = open_channels(recipe, scratch, inline, None)
         stack.callback(trainer.close)

@@ -4,26 +4,41 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import AnyRecipe
 from tandem.jobs.replay.comparison import PARTS, Comparison, Part
 from tandem.jobs.replay.replay_data import replay_data_step
 from tandem.jobs.replay.replay_rl import replay_rl_step
 from tandem.jobs.start import read_recipe
 from tandem.runtime.callback import Callback
+from tandem.runtime.records.tensor_digests import COMPLETE
 from tandem.types import UserError
 
 
 def replay(
     run_directory: str | Path, step: int, parts: Sequence[Part] = PARTS, *, inline: bool = False, callback: Callback | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None, record: Path | None = None,
 ) -> list[Comparison]:
-    """Replays ``parts`` of ``step`` of the run in ``run_directory``. ``say`` receives a line for each stage.
+    """Replays ``parts`` of ``step`` of the run in ``run_directory``. ``say`` receives a line for each stage, the folder ``record`` digests of the tensors.
 
     Raises ``UserError`` where the step was not recorded, or this machine cannot give the same bits. Steps of a run on data have the part
     ``train`` only."""
     directory = Path(run_directory)
     recipe = read_recipe(directory)
+    if record is not None:
+        if record.exists():
+            raise UserError(f"'{record}' exists; name a folder that does not")
+        record.mkdir(parents=True)
+    comparisons = _replay(recipe, directory, step, parts, inline, callback or Callback(), say, record)
+    if record is not None:
+        (record / COMPLETE).touch()
+    return comparisons
+
+
+def _replay(
+    recipe: AnyRecipe, directory: Path, step: int, parts: Sequence[Part], inline: bool, callback: Callback, say: Callable[[str], None], record: Path | None
+) -> list[Comparison]:
     if not isinstance(recipe, PretrainRecipe):
-        return replay_rl_step(recipe, directory, step, parts, inline=inline, callback=callback or Callback(), say=say)
+        return replay_rl_step(recipe, directory, step, parts, inline=inline, callback=callback, say=say, record=record)
     if "train" not in parts:
         raise UserError(f"'{directory}' is a run on data, whose steps have one part, 'train'; leave --only {parts[0]} out")
-    return [replay_data_step(recipe, directory, step, inline=inline, say=say)]
+    return [replay_data_step(recipe, directory, step, inline=inline, say=say, record=record)]

@@ -1,0 +1,89 @@
+"""``tandem replay --against``: the first tensor that differs between two versions of the code is named, and none where they compute the same."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pod_runs import PodRun, finish
+
+import tandem
+
+SOURCE = Path(tandem.__file__).parent
+MakeVersion = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def version_of(tmp_path_factory: pytest.TempPathFactory) -> MakeVersion:
+    """Makes a virtual environment whose Tandem is this one with one line of one file replaced."""
+
+    def made(file: str = "", line: str = "", by: str = "") -> Path:
+        folder = tmp_path_factory.mktemp("version")
+        shutil.copytree(SOURCE, folder / "source" / "tandem", ignore=shutil.ignore_patterns("__pycache__"))
+        if file:
+            path = folder / "source" / "tandem" / file
+            text = path.read_text()
+            assert text.count(line) == 1, (file, line)
+            path.write_text(text.replace(line, by))
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+        (packages,) = (folder / "env").glob("lib/python*/site-packages")
+        installed = [entry for entry in sys.path if entry.endswith("site-packages")]
+        (packages / "other.pth").write_text("\n".join([str(folder / "source"), *installed]))
+        return folder / "env"
+
+    return made
+
+
+def against(run: PodRun, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return finish(run.begin("replay", str(run.directory), "--step", "3", *arguments))
+
+
+@pytest.fixture()
+def run(undisturbed: PodRun, tmp_path: Path) -> PodRun:
+    copied = PodRun(tmp_path)
+    shutil.copytree(undisturbed.directory, copied.directory)
+    return copied
+
+
+def test_the_same_code_in_another_environment_has_the_same_tensors(run: PodRun, version_of: MakeVersion) -> None:
+    other = version_of()
+    done = against(run, "--inline", "--against", str(other))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"in '{other.parent / 'source' / 'tandem'}'" in done.stdout and "first difference" not in done.stdout
+    equal, count = done.stdout.splitlines()[-1].split()[0:3:2]
+    # Steps 2 and 3 are taken again, each with the weights before and after, and outputs and gradients of two layers.
+    assert equal == count and int(count) > 150
+
+
+CHANGES = {
+    # The clipped loss: samples, batch and the whole forward pass are equal; the gradient of what the loss reads last differs first.
+    "loss": (
+        ("trainer/losses/kl.py", "k3 = torch.expm1(-difference) + difference", "k3 = 2 * torch.expm1(-difference) + 2 * difference"), "train",
+        "step 2, train, rank-0: gradient of actor, layer 1, MLP",
+    ),
+    "advantage": (
+        ("rl/algorithms/grpo.py", "ADVANTAGE", "ADVANTAGE"), "train", "step 2, train, rank-0: batch, advantages",
+    ),
+}  # fmt: skip
+
+
+def test_a_changed_loss_shows_first_in_the_gradient_of_the_last_layer(run: PodRun, version_of: MakeVersion) -> None:
+    change, part, wanted = CHANGES["loss"]
+    done = against(run, "--inline", "--only", part, "--against", str(version_of(*change)))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"first difference: {wanted}" in done.stdout
+
+
+@pytest.mark.parametrize(("path", "why"), [("nowhere", "neither a program 'python' nor the folder"), ("empty", "neither a program")])
+def test_an_environment_that_is_none_is_refused(path: str, why: str, run: PodRun, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = against(run, "--against", str(tmp_path / path))
+    assert done.returncode != 0 and why in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_python_without_tandem_is_refused(run: PodRun, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    done = against(run, "--against", str(tmp_path / "bare"))
+    assert done.returncode != 0 and "has no Tandem" in done.stderr and len(done.stderr.splitlines()) == 1
