@@ -9,7 +9,7 @@ from tandem.config.preference import PreferenceLoss, check_preference
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
-AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "online_dpo"]
+AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "online_dpo", "distillation"]
 PolicyLossName = Literal["clip", "cispo", "mirror_descent"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
@@ -30,9 +30,11 @@ class AlgorithmConfig:
     (Schulman et al., 2016 and 2017).
     `online_dpo`: no advantage; the best and the worst completion of a group are a preference pair (`loss_type`), and groups with equal rewards
     have none (Guo et al., 2024).
+    `distillation`: on-policy distillation: log pi_teacher - log pi of each token, so that the loss has the gradient of the reverse KL to the teacher,
+    `reference.path` (Gu et al., 2024, "MiniLLM"; Agarwal et al., 2024, "GKD"; Lu et al., 2025, "On-Policy Distillation"). Rewards are only measured.
     `pretrain`, `sft` and `dpo` train on data and have a section `algorithm` of their own."""
     group_size: int = 8
-    """Completions per prompt, at least 2; for `reinforce_plus_plus` and `ppo`, which compare no groups, at least 1."""
+    """Completions per prompt, at least 2; for `reinforce_plus_plus`, `ppo` and `distillation`, which compare no groups, at least 1."""
     loss_type: PreferenceLoss = "sigmoid"
     """For `online_dpo`: the loss of a pair, `sigmoid`, `ipo`, `hinge` or `robust`."""
     beta: float = 0.1
@@ -93,7 +95,7 @@ class AlgorithmConfig:
     @property
     def compares_groups(self) -> bool:
         """Whether an advantage depends on the rewards of the prompt's other completions."""
-        return self.name not in ("reinforce_plus_plus", "ppo")
+        return self.name not in ("reinforce_plus_plus", "ppo", "distillation")
 
     @property
     def has_inference(self) -> bool:
@@ -103,7 +105,7 @@ class AlgorithmConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether a step needs the log-probabilities of the reference model."""
-        return self.kl_coef > 0 or self.learns_from_pairs
+        return self.kl_coef > 0 or self.learns_from_pairs or self.name == "distillation"
 
     @property
     def learns_from_pairs(self) -> bool:
@@ -168,6 +170,12 @@ class AlgorithmConfig:
                 "importance_level", "old_logprobs",
             )  # fmt: skip
             refuse_unread("algorithm", self, "algorithm.name is 'online_dpo', whose loss is that of pairs", *of_policies)
+        if self.name == "distillation":
+            refuse_unread("algorithm", self, "algorithm.name is 'distillation', whose advantage is the KL to the teacher", "kl_coef")
+            if self.filter_groups is not None:
+                raise UserError(
+                    "section 'algorithm.filter_groups' is given and algorithm.name is 'distillation', which learns from groups of equal rewards too; remove it"
+                )
         if self.name != "grpo":
             refuse_unread("algorithm", self, f"algorithm.name is '{self.name}'", "advantage_epsilon", fix="set algorithm.name to grpo")
         if self.name != "ppo":

@@ -118,7 +118,7 @@ class Recipe:
         """Checks that the models that reward functions need are there."""
         for function in self.rewards.composition:
             what = f"reward function '{function.label}' needs"
-            if "reference" in function.needs and self.algorithm.kl_coef == 0:
+            if "reference" in function.needs and self.algorithm.kl_coef == 0 and self.algorithm.name != "distillation":
                 raise UserError(f"{what} the reference model, and algorithm.kl_coef is 0, so there is none; set it above 0, or remove 'needs'")
             if "reward_model" in function.needs and not self.reward_model.path:
                 raise UserError(f"{what} the reward model, and section 'reward_model' names none; set 'reward_model.path', or remove 'needs'")
@@ -131,6 +131,13 @@ class Recipe:
     def _check_reference(self) -> None:
         """Checks that a reference that follows the actor is there, changes, and holds what it is given."""
         reference, algorithm, trainer = self.reference, self.algorithm, self.trainer
+        if algorithm.name == "distillation" and not reference.path:
+            raise UserError("'algorithm.name' is 'distillation' and there is no teacher; name its folder in 'reference.path'")
+        if reference.path and not algorithm.needs_reference:
+            raise UserError(
+                f"'reference.path' is '{reference.path}' and algorithm.kl_coef is 0, so there is no reference; set it above 0, algorithm.name to "
+                "distillation, or remove section 'reference'"
+            )
         if not reference.follows:
             return
         given = f"'reference.update' is '{reference.update}'"

@@ -10,8 +10,12 @@ from tandem.types.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class ReferenceConfig:
-    """The reference model: the one that reinforcement learning starts from, which may follow the actor."""
+    """The reference model: the one that reinforcement learning starts from, which may follow the actor, or another one, such as the teacher of
+    `distillation`."""
 
+    path: str = ""
+    """A Hugging Face folder, or a model of the Hub: a causal language model with the actor's tokenizer, of any size. Empty: the model that reinforcement
+    learning starts from."""
     update: Literal["never", "copy", "ema"] = "never"
     """What becomes of it every `every_steps` steps. `never`: it stays the model that reinforcement learning starts from. `copy`: it becomes the actor
     (Liu et al., 2025, "ProRL"). `ema`: `mixup_alpha` x actor + (1 - `mixup_alpha`) x reference (TR-DPO; Gorbatovski et al., 2024)."""
@@ -32,6 +36,11 @@ class ReferenceConfig:
             refuse_unread("reference", self, reason, "every_steps", "mixup_alpha", fix="set reference.update to copy or ema")
         if self.update != "ema":
             refuse_unread("reference", self, f"reference.update is '{self.update}'", "mixup_alpha", fix="set reference.update to ema")
+        if self.path and self.follows:
+            raise UserError(
+                f"'reference.update' is '{self.update}' with reference.path '{self.path}': only the model that reinforcement learning starts from can follow "
+                "the actor; set reference.update to never, or remove reference.path"
+            )
         check_at_least_one("reference", self, "every_steps")
         if not 0 < self.mixup_alpha < 1:
             raise UserError(f"'reference.mixup_alpha' is {self.mixup_alpha}; it must be above 0 and below 1 (1 is reference.update copy)")

@@ -10,7 +10,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.estimate.gpu_bytes import host_bytes_beside_gpu
 from tandem.estimate.model_bytes import held_outside_layers, kv_bytes_per_token, weight_bytes
 from tandem.estimate.peak_bytes import KEPT_SHARE, peak_bytes, process_bytes, staging_bytes
-from tandem.estimate.resident_bytes import forward_bytes, resident_bytes
+from tandem.estimate.resident_bytes import inference_bytes, resident_bytes
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.layout.shapes import ModelShapes
 from tandem.types.dtypes import DTYPE_BYTES
@@ -54,7 +54,8 @@ class PodMemory:
 def predict(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, tokens: int, kv_cache_tokens: int, reference: bool,
     kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1, engines: int = 1,
-    critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False, residency: Residency = KEEP,
+    critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False,
+    teacher: ModelShapes | None = None, residency: Residency = KEEP,
 ) -> PodMemory:
     """Returns the memory of one pod on the CPUs of one machine.
 
@@ -63,7 +64,7 @@ def predict(
     an engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache. ``engines``: rollout workers, of which each has
     ``kv_cache_tokens``. ``residency``: what is where when."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
-    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows)
+    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
     engine = engines * (engine_ranks * PROCESS_BYTES + 2 * weights + kv_cache_bytes + swap_bytes)
     # The embedding table and the norms of an engine that sleeps.
@@ -84,18 +85,19 @@ def predict(
         trainer_idle=world * resting(Phase.ROLLOUT),
         rollout=engine,
         segments=2 * weights,
-        inference=world * (resting(Phase.INFERENCE) + forward_bytes(shapes, tokens, parallel)) if reference or critic or reward_model else 0,
+        inference=world * (resting(Phase.INFERENCE) + inference_bytes(shapes, teacher, tokens, parallel)) if reference or critic or reward_model else 0,
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
     )
 
 
 def predict_beside_gpus(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, reference: bool, swap_bytes: int = 0, engine_ranks: int = 1,
-    engines: int = 1, critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False, residency: Residency = KEEP,
+    engines: int = 1, critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False,
+    teacher: ModelShapes | None = None, residency: Residency = KEEP,
 ) -> PodMemory:
     """Returns the host memory of a pod on GPUs: processes, what is staged and pinned, and the segments. Arguments as in ``predict``."""
     weights = weight_bytes(shapes, trainer.dtype)
-    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows)
+    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     # Pinned memory is kept for the next rollout.
     pinned = sum(held[name] for name in residency.saved(held)) if residency.to == "memory" else 0
     training = parallel.world * (process_bytes(trainer) + pinned) + host_bytes_beside_gpu(shapes, trainer)
@@ -108,10 +110,10 @@ def predict_beside_gpus(
 
 def saved_bytes_on_disk(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, residency: Residency, *, reference: bool, critic: bool = False,
-    reward_model: ModelShapes | None = None, follows: bool = False,
+    reward_model: ModelShapes | None = None, follows: bool = False, teacher: ModelShapes | None = None,
 ) -> int:
     """Returns the bytes that the residents of all ranks take in files. ``reference`` and ``critic``: as in ``predict``."""
     if residency.to != "disk":
         return 0
-    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows)
+    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     return parallel.world * sum(held[name] for name in residency.saved(held))

@@ -13,7 +13,7 @@ from tandem.estimate.model_bytes import (
     kv_bytes_per_token,
     largest_layer_activation_bytes_per_token,
 )
-from tandem.estimate.resident_bytes import forward_bytes, resident_bytes
+from tandem.estimate.resident_bytes import inference_bytes, resident_bytes
 from tandem.estimate.training_bytes import state_bytes
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.layout.shapes import ModelShapes
@@ -29,8 +29,8 @@ LOGITS_COPIES = 3
 
 def predict_gpu(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, engine: EngineArgs, *, tokens: int, kv_cache_tokens: int,
-    reference: bool, critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False, precision: str = "fp32",
-    residency: Residency = KEEP,
+    reference: bool, critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False, teacher: ModelShapes | None = None,
+    precision: str = "fp32", residency: Residency = KEEP,
 ) -> PodMemory:
     """Returns the memory of GPU 0, which has rank 0 of trainer and engine; every other GPU has at most one rank of each and needs no more.
 
@@ -39,7 +39,9 @@ def predict_gpu(
     ``precision``: what the engine multiplies in. ``residency``: what is where when."""
     is_away = trainer.offload != "none"
     moments = 0 if is_away else state_bytes(shapes, trainer)
-    held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, moments=moments, follows=follows)
+    held = resident_bytes(
+        shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, moments=moments, follows=follows, teacher=teacher
+    )
     pieces = PIECES_ON_GPU * PIECE_BYTES if is_away else 0
 
     def on_device(phase: Phase) -> int:
@@ -55,7 +57,7 @@ def predict_gpu(
         trainer=gpu_training_bytes(shapes, trainer, tokens, parallel) + beside,
         trainer_idle=on_device(Phase.ROLLOUT),
         rollout=working,
-        inference=on_device(Phase.INFERENCE) + forward_bytes(shapes, tokens, parallel) if reference or critic or reward_model else 0,
+        inference=on_device(Phase.INFERENCE) + inference_bytes(shapes, teacher, tokens, parallel) if reference or critic or reward_model else 0,
         engine_idle={"stays": working, "sleeps": asleep, "ends": 0}[residency.rule.engine],
     )
 

@@ -13,10 +13,10 @@ LIVE_LAYERS = 2
 
 def resident_bytes(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, reference: bool, critic: bool = False, reward_model: ModelShapes | None = None,
-    moments: int | None = None, follows: bool = False,
+    moments: int | None = None, follows: bool = False, teacher: ModelShapes | None = None,
 ) -> dict[str, int]:
     """Returns the bytes of each resident of ``layout.residents`` that is kept between two updates on one rank, by name. ``reference``: there is a
-    reference model, which ``follows`` the actor or is frozen; ``critic``: and one like the actor; ``reward_model``: and one of these shapes. ``moments``:
+    reference model, which ``follows`` the actor or is frozen, of the shapes ``teacher`` if they are not the actor's; ``critic``: and one like the actor; ``reward_model``: and one of these shapes. ``moments``:
     bytes of a whole model's optimizer state, if they are not those of host memory."""
     replicas = parallel.data * parallel.context
     weights = 0 if trainer.offload_parameters == "nvme" else weight_bytes(shapes, trainer.dtype, parallel.tensor)
@@ -29,10 +29,15 @@ def resident_bytes(
         held |= {f"critic{part}": held[name] for name, part in (("actor", ""), ("optimizer", "_optimizer"))}
     if reward_model is not None:
         held["reward_model"] = frozen_bytes(reward_model, trainer, parallel)
-    return held | ({"updated_reference" if follows else "reference": frozen_bytes(shapes, trainer, parallel)} if reference else {})
+    return held | ({"updated_reference" if follows else "reference": frozen_bytes(teacher or shapes, trainer, parallel)} if reference else {})
 
 
 def forward_bytes(shapes: ModelShapes, tokens: int, parallel: ParallelConfig) -> int:
     """Returns the bytes of a forward pass of ``tokens`` on one rank that saves nothing for a backward pass."""
     layer = LIVE_LAYERS * tokens * largest_layer_activation_bytes_per_token(shapes) // token_sharing(parallel)
     return layer + head_bytes(shapes, tokens, parallel)
+
+
+def inference_bytes(shapes: ModelShapes, teacher: ModelShapes | None, tokens: int, parallel: ParallelConfig) -> int:
+    """Returns ``forward_bytes`` of the larger of two models."""
+    return max(forward_bytes(each, tokens, parallel) for each in (shapes, teacher or shapes))

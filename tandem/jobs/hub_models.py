@@ -22,6 +22,8 @@ def with_commits(recipe: AnyRecipe, part: Part = "model") -> AnyRecipe:
         return recipe
     if recipe.has_critic and recipe.critic.path:
         recipe = replace(recipe, critic=replace(recipe.critic, path=_pinned(recipe.critic.path, "critic.path", part)))
+    if recipe.reference.path:
+        recipe = replace(recipe, reference=replace(recipe.reference, path=_pinned(recipe.reference.path, "reference.path", part)))
     if recipe.reward_model.path:
         recipe = replace(recipe, reward_model=replace(recipe.reward_model, path=_pinned(recipe.reward_model.path, "reward_model.path", part)))
     draft = recipe.rollout.engine.speculative_config

@@ -15,5 +15,5 @@ def plan_of(recipe: Recipe, shapes: ModelShapes, context_tokens: int) -> PodPlan
         recipe.residents, recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine, shapes, context_tokens,
         recipe.rollout_precision, Path(recipe.trainer.offload_folder or recipe.run.directory),
         read_shapes(found_model(recipe.reward_model.path), "any") if recipe.reward_model.path else None, recipe.has_critic,
-        recipe.reference.follows,
+        recipe.reference.follows, read_shapes(found_model(recipe.reference.path)) if recipe.reference.path else None,
     )  # fmt: skip

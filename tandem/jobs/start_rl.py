@@ -87,6 +87,8 @@ def execute_rl(
             check_start_model(start, journal)
             if recipe.has_critic and recipe.critic.path:
                 check_start_model(found_model(recipe.critic.path).resolve(), journal, key="critic_model")
+            if recipe.reference.path:
+                check_start_model(found_model(recipe.reference.path).resolve(), journal, key="reference_model")
             if recipe.reward_model.path:
                 check_start_model(found_model(recipe.reward_model.path).resolve(), journal, key="reward_model")
 

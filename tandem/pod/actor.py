@@ -71,8 +71,8 @@ class Critic:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """``reference``: the start model on the same mesh, frozen unless it ``follows`` the actor (``None``: the loss has no KL). ``critic``: PPO's
-    (``None``: the actor has a second head for it, or the algorithm is another).
+    """``reference``: the start model or the one of section ``reference`` on the same mesh, frozen unless it ``follows`` the actor (``None``: the loss
+    has no KL). ``critic``: PPO's (``None``: the actor has a second head for it, or the algorithm is another).
     ``reward_model``: the one of section ``reward_model`` (``None``: there is none)."""
 
     replica: Replica
@@ -120,7 +120,10 @@ def build_actor(
         return made
 
     follows = recipe.reference.follows
-    reference = frozen("updated_reference" if follows else "reference", settings) if recipe.algorithm.needs_reference else None
+    referred = settings
+    if recipe.reference.path:
+        referred = ReplicaSettings(found_model(recipe.reference.path).resolve(), directory, recipe.trainer, recipe.parallel, most)
+    reference = frozen("updated_reference" if follows else "reference", referred) if recipe.algorithm.needs_reference else None
     reward_model = None
     if recipe.reward_model.path:
         folder = found_model(recipe.reward_model.path).resolve()

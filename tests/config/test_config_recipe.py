@@ -1,5 +1,6 @@
 """Combinations of a recipe's sections that are refused because training would contradict them."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def test_a_filter_at_another_temperature_needs_old_logprobs_of_the_trainer(filte
 def test_an_unknown_algorithm_is_named_before_the_sections_of_another_kind_of_recipe(name: Any) -> None:
     with pytest.raises(UserError) as caught:
         load_config(Path(__file__).parents[2] / "recipes" / "sft.yaml", [f"--algorithm.name={name}"])
-    names = "grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, online_dpo, pretrain, sft, dpo, reward_model"
+    names = "grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, online_dpo, distillation, pretrain, sft, dpo, reward_model"
     assert str(caught.value) == f"'algorithm.name' is {name!r}; it must be one of {names}"
 
 
@@ -172,3 +173,38 @@ def test_a_reward_function_that_needs_a_model_that_is_not_there_is_refused(needs
     assert problem in str(refused.value) and "\n" not in str(refused.value)
     with pytest.raises(UserError, match="is not called in evaluations; name another function"):
         build(Recipe, {**data, "rewards": {"functions": functions[1:]}})
+
+
+REFERRED: dict[str, Any] = {"model": {"path": "m"}, "task": {"name": "sort"}, "algorithm": {"kl_coef": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("reference", "others", "why"),
+    [
+        ({"update": "copy", "every_steps": 5}, {"algorithm": {}}, "algorithm.kl_coef is 0, so there is no reference"),
+        ({"update": "copy", "every_steps": 200}, {}, "no step has an updated reference"),
+        ({"update": "copy"}, {}, "its only update has a KL of 0"),
+        ({"update": "ema"}, {"trainer": {"dtype": "bfloat16"}, "machine": {"device": "cuda"}}, "a small step of a mean is rounded away"),
+        ({"update": "ema"}, {"trainer": {"router_bias_rate": 0.001}}, "the biases of a router are no weights"),
+        ({"update": "ema", "mixup_alpha": 1.0}, {}, "above 0 and below 1"),
+        ({"update": "ema", "every_steps": 0}, {}, "'reference.every_steps' is 0"),
+        ({"every_steps": 5}, {}, "which is not read: reference.update is 'never'"),
+        ({"update": "copy", "every_steps": 5, "mixup_alpha": 0.5}, {}, "which is not read: reference.update is 'copy'"),
+        ({"update": "ema", "path": "teacher"}, {}, "only the model that reinforcement learning starts from can follow"),
+        ({"path": "teacher"}, {"algorithm": {}}, "algorithm.kl_coef is 0, so there is no reference"),
+        ({}, {"algorithm": {"name": "distillation"}}, "there is no teacher"),
+        ({"path": "teacher"}, {"algorithm": {"name": "distillation", "kl_coef": 0.1}}, "whose advantage is the KL to the teacher"),
+        ({"path": "teacher"}, {"algorithm": {"name": "distillation", "filter_groups": {}}}, "learns from groups of equal rewards too"),
+    ],
+)  # fmt: skip
+def test_a_reference_that_cannot_change_or_does_not_exist_is_refused(reference: dict[str, Any], others: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=re.escape(why)) as caught:
+        build(Recipe, {**REFERRED, **others, "reference": reference})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_copied_reference_is_accepted_where_a_step_has_a_second_update_or_learns_from_pairs() -> None:
+    for algorithm in ({"kl_coef": 0.1, "minibatches": 2}, {"kl_coef": 0.1, "epochs": 2}, {"name": "online_dpo"}):
+        assert build(Recipe, {**REFERRED, "algorithm": algorithm, "reference": {"update": "copy"}}).reference.follows
+    assert build(Recipe, {**REFERRED, "reference": {"update": "copy", "every_steps": 2}}).reference.follows
+    assert build(Recipe, {**REFERRED, "algorithm": {"name": "distillation", "group_size": 1}, "reference": {"path": "teacher"}}).algorithm.needs_reference

@@ -37,7 +37,7 @@ def version_of(tmp_path_factory: pytest.TempPathFactory) -> MakeVersion:
 
 
 def against(run: PodRun, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return finish(run.begin("replay", str(run.directory), "--step", "3", *arguments))
+    return finish(run.begin("replay", str(run.directory), "--step", "5", *arguments))
 
 
 @pytest.fixture()
@@ -47,13 +47,14 @@ def run(undisturbed: PodRun, tmp_path: Path) -> PodRun:
     return copied
 
 
+@pytest.mark.full
 def test_the_same_code_in_another_environment_has_the_same_tensors(run: PodRun, version_of: MakeVersion) -> None:
     other = version_of()
     done = against(run, "--inline", "--against", str(other))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"in '{other.parent / 'source' / 'tandem'}'" in done.stdout and "first difference" not in done.stdout
     equal, count = done.stdout.splitlines()[-1].split()[0:3:2]
-    # Steps 2 and 3 are taken again, each with the weights before and after, and outputs and gradients of two layers.
+    # Steps 4 and 5 are taken again, each with the weights before and after, and outputs and gradients of two layers.
     assert equal == count and int(count) > 150
 
 
@@ -63,7 +64,9 @@ CHANGES = {
         ("trainer/losses/kl.py", "k3 = torch.expm1(-difference) + difference", "k3 = 2 * (torch.expm1(-difference) + difference)"),
         "train, rank-0: gradient of actor, layer 1, MLP",
     ),
-    "advantage": (("rl/algorithms/grpo.py", "group_std(rewards, valid) + epsilon", "group_std(rewards, valid) + 2 * epsilon"), "train, rank-0: batch, advantages"),
+    "advantage": (
+        ("rl/algorithms/grpo.py", "group_std(rewards, valid) + epsilon", "group_std(rewards, valid) + 2 * epsilon"), "train, rank-0: batch, advantages",
+    ),
 }  # fmt: skip
 
 
@@ -72,8 +75,8 @@ def test_the_first_tensor_that_a_change_of_the_code_changes_is_named(changed: st
     change, wanted = CHANGES[changed]
     done = against(run, "--inline", "--only", "train", "--against", str(version_of(*change)))
     assert done.returncode == 1, done.stdout + done.stderr
-    # The checkpoint of step 2 is the newest before step 3.
-    assert f"first difference: step 2, {wanted}" in done.stdout
+    # The checkpoint of step 4 is the newest before step 5.
+    assert f"first difference: step 4, {wanted}" in done.stdout
 
 
 @pytest.mark.parametrize(("path", "why"), [("nowhere", "neither a program 'python' nor the folder"), ("empty", "neither a program")])

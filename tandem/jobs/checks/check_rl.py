@@ -23,7 +23,7 @@ from tandem.jobs.checks.check_run import (
     folder_to_check,
     warn_of_cores,
 )
-from tandem.jobs.checks.check_value_model import check_value_model
+from tandem.jobs.checks.check_value_model import check_reference, check_value_model
 from tandem.jobs.pod_plan import plan_of
 from tandem.layout.placement import check_placement
 from tandem.layout.shapes import ModelShapes
@@ -86,6 +86,8 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         if recipe.has_critic and recipe.critic.path:
             critic = check_value_model(recipe.critic.path, "critic.path", folder, shapes, context)
             check_model_on_mesh(critic, recipe.parallel, recipe.trainer)
+        if recipe.reference.path:
+            check_model_on_mesh(check_reference(recipe.reference.path, folder, shapes, context), recipe.parallel, recipe.trainer)
         if recipe.reward_model.path:
             scorer = check_value_model(recipe.reward_model.path, "reward_model.path", folder, shapes, context, needs_head=True)
             check_model_on_mesh(scorer, recipe.parallel, recipe.trainer)

@@ -1,4 +1,4 @@
-"""Checks a model that reads the actor's tokens and gives values: whether it is one, and of the same tokenizer."""
+"""Checks a model that reads the actor's tokens, to value them or as the reference: whether it is one, and of the same tokenizer."""
 
 from pathlib import Path
 
@@ -34,4 +34,12 @@ def check_value_model(path: str, key: str, actor: Path, actor_shapes: ModelShape
             f"'{key}' is '{path}', which reads at most {shapes.max_position_embeddings} tokens, and a sample may have {context_tokens}; lower "
             "model.max_length, or name a model with a longer context"
         )
+    return shapes
+
+
+def check_reference(path: str, actor: Path, actor_shapes: ModelShapes, context_tokens: int) -> ModelShapes:
+    """Returns the shapes of the model ``path`` of ``reference.path``. Raises ``UserError`` as ``check_value_model``, and where it gives no probabilities."""
+    shapes = check_value_model(path, "reference.path", actor, actor_shapes, context_tokens)
+    if not shapes.language_head:
+        raise UserError(f"'reference.path' is '{path}', a model with a value head, which gives no probabilities of tokens; name a causal language model")
     return shapes

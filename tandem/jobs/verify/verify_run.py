@@ -60,7 +60,9 @@ def _run_parts(directory: Path, is_on_data: bool, is_stage: bool) -> Iterator[Pa
     start = None if is_done else _start_model(directory)
     if start is not None:
         yield Part(f"{name}start model", sum(file.size for file in start[1].values()), partial(_verify_start, *start, is_on_data))
-    others: tuple[tuple[Key, str], ...] = (("critic_model", "critic's model"), ("reward_model", "reward model"))
+    others: tuple[tuple[Key, str], ...] = (
+        ("critic_model", "critic's model"), ("reference_model", "reference model"), ("reward_model", "reward model"),
+    )  # fmt: skip
     for key, label in others:
         if (other := _start_model(directory, key)) is not None:
             yield Part(f"{name}{label}", sum(file.size for file in other[1].values()), partial(_verify_start, *other, is_on_data))

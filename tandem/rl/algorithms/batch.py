@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.rl.algorithms.distillation import distillation_advantages
 from tandem.rl.algorithms.dr_grpo import dr_grpo_advantages
 from tandem.rl.algorithms.gae import generalized_advantages, token_rewards
 from tandem.rl.algorithms.groups import usable
@@ -52,7 +53,7 @@ def make_batch(
 
     With ``config.kl_in_reward`` every token's reward is lowered by ``kl_coef`` times its KL to the reference. ``reinforce_plus_plus`` has no
     groups: a sample counts with its own reward alone. Neither has ``ppo``, whose critic gives ``values``: by sample id, of the state before each token, one
-    entry per token of prompt and completion."""
+    entry per token of prompt and completion. The reference of ``distillation`` is the teacher, and rewards have no part in its advantages."""
     score_of = {score.sample_id: score for score in scores}
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -82,7 +83,10 @@ def make_batch(
         for index, sample in enumerate(samples)
     ]
     of_samples = [advantages[place[index][0]][place[index][1]] for index in range(len(samples))]
-    if config.name == "ppo":
+    if config.name == "distillation":
+        assert reference_logprobs is not None, "distillation needs the teacher's log-probabilities"
+        of_tokens, returns = [distillation_advantages(*_logprobs(sample, reference_logprobs)) for sample in samples], None
+    elif config.name == "ppo":
         assert values is not None, "ppo needs the critic's values"
         of_tokens, returns = _estimated(config, samples, of_samples, penalties, counts, values)
     else:
@@ -154,10 +158,15 @@ def _kl_penalties(config: AlgorithmConfig, sample: Sample, reference_logprobs: M
     if not config.kl_in_reward:
         return torch.zeros(sample.sampled_tokens, dtype=torch.float64)
     assert reference_logprobs is not None, "kl_in_reward needs reference log-probabilities"
+    return config.kl_coef * kl_estimate(*_logprobs(sample, reference_logprobs), config.kl_estimator)
+
+
+def _logprobs(sample: Sample, reference_logprobs: Mapping[str, Sequence[float]]) -> tuple[Tensor, Tensor]:
+    """Returns the raw log-probabilities of each token that the model sampled, as the rollout recorded them and the reference's, float64 [T]."""
     reference = reference_logprobs[sample.id][len(sample.prompt_token_ids) :]
     pairs = [pair for *pair, is_sampled in zip(sample.logprobs, reference, sample.is_sampled, strict=True) if is_sampled]
     recorded, referred = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)
-    return config.kl_coef * kl_estimate(recorded, referred, config.kl_estimator)
+    return recorded, referred
 
 
 def train_sequence(

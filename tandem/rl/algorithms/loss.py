@@ -35,8 +35,8 @@ def make_policy_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature:
 
     ``counts`` are those of the global batch of the optimizer step, so the shares of micro-batches and of ranks add up to its loss. The
     ratio is between distributions at ``temperature``, at which the tokens were drawn; the KL is between raw ones, and is a term of the
-    loss unless ``config.kl_in_reward``, where it is only measured. ``mismatch_tokens``: where above 0, the shares also hold ``mismatch_kl``
-    and ``mismatch_max_abs`` of their rows that the weights before the update sampled, as part of a mean over this many tokens."""
+    loss unless ``config.kl_in_reward`` or in ``distillation``, where it is only measured. ``mismatch_tokens``: if above 0, the shares also hold
+    ``mismatch_kl`` and ``mismatch_max_abs`` of their rows that the weights before the update sampled, as part of a mean over this many tokens."""
 
     def loss(logprobs: TokenLogprobs, rows: MicroBatch) -> LossShare:
         new, old, sequences = logprobs.scaled, old_logprobs(rows, temperature), rows.sequence_count
@@ -53,10 +53,10 @@ def make_policy_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature:
         weights = row_weights(config.loss_agg_mode, rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
         total = weighted_sum(values, weights)
         sums["actor/pg_loss"] = total.detach()
-        if config.kl_coef > 0:
-            assert rows.reference_logprobs is not None, "kl_coef > 0 needs reference log-probabilities"
+        if config.needs_reference:
+            assert rows.reference_logprobs is not None, "kl_coef > 0 and distillation need reference log-probabilities"
             kl = kl_estimate(logprobs.raw, rows.reference_logprobs, config.kl_estimator)
-            if not config.kl_in_reward:
+            if config.kl_coef > 0 and not config.kl_in_reward:
                 total = total + config.kl_coef * weighted_sum(kl, weights)
             sums["kl"] = weighted_sum(kl.detach(), by_token)
         sums["actor/entropy"] = weighted_sum(logprobs.entropy.detach(), by_token)
