@@ -16,8 +16,8 @@ def resident_bytes(
     moments: int | None = None, follows: bool = False, teacher: ModelShapes | None = None,
 ) -> dict[str, int]:
     """Returns the bytes of each resident of ``layout.residents`` that is kept between two updates on one rank, by name. ``reference``: there is a
-    reference model, which ``follows`` the actor or is frozen, of the shapes ``teacher`` if they are not the actor's; ``critic``: and one like the actor; ``reward_model``: and one of these shapes. ``moments``:
-    bytes of a whole model's optimizer state, if they are not those of host memory."""
+    reference model, which ``follows`` the actor or is frozen, of the shapes ``teacher`` if they are not the actor's; ``critic``: and one like the actor;
+    ``reward_model``: and one of these shapes. ``moments``: bytes of a whole model's optimizer state, if they are not those of host memory."""
     replicas = parallel.data * parallel.context
     weights = 0 if trainer.offload_parameters == "nvme" else weight_bytes(shapes, trainer.dtype, parallel.tensor)
     whole = (state_bytes(shapes, trainer) if moments is None else moments) // parallel.tensor

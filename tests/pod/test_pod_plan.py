@@ -67,7 +67,7 @@ def test_an_engine_of_several_ranks_does_not_sleep() -> None:
 def test_where_each_resident_is_in_each_phase_of_each_plan() -> None:
     """Rollout, inference, train; from the figure, and Kimi k1.5's terminate."""
     away = {"actor": (DISK, DISK, DEVICE), "optimizer": (DISK, DISK, DEVICE), "reference": (DISK, DEVICE, DISK), "reward_model": (DISK, DEVICE, DISK)}
-    away |= {"critic": (DISK, DEVICE, DEVICE), "critic_optimizer": (DISK, DISK, DEVICE)}
+    away |= {"critic": (DISK, DEVICE, DEVICE), "critic_optimizer": (DISK, DISK, DEVICE), "updated_reference": (DISK, DEVICE, DEVICE)}
     stays = dict.fromkeys(away, (DEVICE, DEVICE, DEVICE))
     engine = {"keep": (DEVICE, DEVICE, DEVICE)}
     rebuilt = dict.fromkeys(("reference", "reward_model"), (ABSENT, DEVICE, ABSENT))
