@@ -65,7 +65,7 @@ class AlgorithmConfig:
     length_constant: int = 0
     """Divisor of `seq-mean-token-sum-norm`. 0: `rollout.max_tokens`."""
     kl_coef: float = 0.0
-    """Weight of the KL divergence from the initial model in the loss. 0: no reference model is loaded."""
+    """Weight of the KL divergence from the reference model (section `reference`) in the loss. 0: no reference model is loaded."""
     kl_in_reward: bool = False
     """Subtract the KL, weighted by `kl_coef`, from the rewards of the tokens, and not add it to the loss."""
     kl_estimator: KLEstimator = "k3"
