@@ -12,7 +12,9 @@ from tandem.jobs.checks.check_run import folder_to_check
 from tandem.jobs.checks.measured_speed import measure
 from tandem.jobs.data_run.train_data import open_datasets
 from tandem.jobs.display import duration
+from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.model_source import found_model
 from tandem.runtime.machine.gpus import Device, check_pod_device, chosen_device
 from tandem.types import UserError
 
@@ -43,7 +45,8 @@ def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -
         shapes = read_shapes(folder)
     rollout, algorithm, evaluation, trainer = recipe.rollout, recipe.algorithm, recipe.evaluation, recipe.trainer
     length = prompt_tokens + completion_tokens
-    forward_passes = algorithm.needs_reference + (algorithm.old_logprobs == "recompute")
+    has_teacher = algorithm.needs_reference and bool(recipe.reference.path)
+    forward_passes = (algorithm.needs_reference and not has_teacher) + (algorithm.old_logprobs == "recompute")
 
     def generation(prompts: int, samples: int) -> Work:
         engine = rollout.engine
@@ -51,7 +54,7 @@ def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -
             shapes, trainer.dtype, prompts, prompt_tokens, samples, completion_tokens, engine.max_num_seqs, engine.max_num_batched_tokens
         )
 
-    def training(sequences: int, passes: float, updates: int) -> Work:
+    def training(sequences: int, passes: float, updates: int, shapes: ModelShapes = shapes) -> Work:
         return training_work(shapes, trainer.dtype, sequences * length, length, trainer.micro_batch_tokens, passes, updates)
 
     work = [
@@ -63,8 +66,11 @@ def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -
         generation(evaluation.final_prompts, 1),
         training(recipe.sft.batch_size, _passes(trainer), 1) if recipe.sft is not None else Work(),
     ]
+    if has_teacher:
+        work.append(training(rollout.prompts_per_step * algorithm.group_size, 1, 0, read_shapes(found_model(recipe.reference.path))))
     device = check_pod_device(recipe.machine, recipe.parallel.world, rollout.engine_ranks)
-    return RLSeconds(*_seconds(work, trainer, recipe.machine, device, recipe.parallel.world))
+    generated, trained, *others = _seconds(work, trainer, recipe.machine, device, recipe.parallel.world)
+    return RLSeconds(generated, trained + sum(others[3:]), *others[:3])
 
 
 def data_seconds(recipe: PretrainRecipe) -> DataSeconds:
