@@ -16,6 +16,10 @@ from tandem.cli.main import main
 from tandem.config.recipe import load_config
 from tandem.jobs.start import train
 from tandem.runtime.records.metrics import VOLATILE
+from tandem.runtime.records.tensor_digests import compare_digests
+from tandem.trainer.checkpoint.format.manifest import read_manifest
+from tandem.trainer.checkpoint.format.shard import Key
+from tandem.trainer.checkpoint.read import Contents
 from tandem.types import RunError
 
 STEPS = 6
@@ -164,3 +168,50 @@ def test_step_of_a_mesh_is_equal_bit_for_bit_on_that_mesh(
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     status, said = replay(capsys, run, "--step", "5")
     assert status == 1 and "  actor/grad_norm: recorded " in said and said.count(": recorded ") == 1
+
+
+def recorded(capsys: pytest.CaptureFixture[str], run: Path, folder: Path) -> list[dict[str, Any]]:
+    replay(capsys, run, "--step", "5", "--record", str(folder))
+    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def test_record_has_every_tensor_from_the_weights_of_the_checkpoint_to_those_after_the_step(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = recorded(capsys, finished, tmp_path / "record")
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines) and {line["step"] for line in lines} == {4, 5}
+    names = [line["name"] for line in lines if line["step"] == 4]
+    assert len(set(names)) == len(names)
+    folder = finished / "checkpoints" / "step-4"
+    contents = Contents(folder, read_manifest(folder)[0])
+    norm = {line["name"]: line["norm"] for line in lines if line["step"] == 4}
+    assert norm["before the step, model.norm.weight"] == contents.tensor(Key("weights", "model.norm.weight")).double().norm().item()
+    parts = ("token_ids", "before the", "layer 0, att", "gradient of model,", "gradient of model.", "after the")
+    order = [next(place for place, name in enumerate(names) if part in name) for part in parts]
+    assert order == sorted(order) and {name.split(",")[0] for name in names} >= {"batch", "model", "gradient of model"}
+    status, said = replay(capsys, finished, "--step", "5", "--record", str(tmp_path / "record"))
+    assert status != 0 and "exists; name a folder that does not" in said
+
+
+MESHES = ["--parallel.data=2", "--parallel.data=2 --parallel.zero=3", "--parallel.pipeline=2"]
+
+
+@pytest.mark.parametrize("mesh", ["", *(pytest.param(mesh, marks=pytest.mark.full) for mesh in MESHES)])
+def test_another_optimizer_shows_first_in_the_weights_after_the_step(
+    mesh: str, data: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(data, tmp_path / "run", *mesh.split()) if mesh else finished
+    recorded(capsys, run, tmp_path / "one")
+    other = tmp_path / "other" / "run"
+    shutil.copytree(run, other)
+    config = other / "config.yaml"
+    changed = config.read_text().replace("weight_decay: ", "weight_decay: 1")
+    assert changed != config.read_text()
+    config.write_text(changed)
+    recorded(capsys, other, tmp_path / "two")
+    same = compare_digests(tmp_path / "one", tmp_path / "one")
+    assert same.first is None and same.equal == same.count > 50 and same.unmatched == 0
+    compared = compare_digests(tmp_path / "one", tmp_path / "two")
+    assert compared.first is not None
+    place, one, two = compared.first
+    assert (place, one.step, one.stage) == ("rank-0", 4, "train") and one.name.startswith("after the step, ") and one.norm != two.norm
