@@ -2,7 +2,7 @@
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.memory import PROCESS_BYTES, predict
+from tandem.estimate.memory import PROCESS_BYTES, predict, saved_bytes_on_disk
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
 from tandem.layout.residents import PlanName, Residency
 from tandem.layout.shapes import ModelShapes, parameter_count
@@ -50,6 +50,35 @@ def test_every_phase_holds_what_its_plan_says() -> None:
     assert phases("terminate") == away and phases("offload")[:3] == away[:3] and phases("sleep")[:3] == kept[:3]
     # A sleeping engine has its process, the embedding, the head and the last norm.
     assert phases("sleep")[3] == PROCESS_BYTES + 4 * (2 * 100 * 32 + 32)
+
+
+PLANS_OF_TRAINING: tuple[tuple[PlanName, int], ...] = (("keep", WEIGHTS), ("figure", 2 * WEIGHTS), ("terminate", 2 * WEIGHTS))
+SAVED: tuple[tuple[PlanName, int], ...] = (("keep", 0), ("figure", 4 * WEIGHTS), ("terminate", 4 * WEIGHTS))
+
+
+def test_a_reference_that_follows_is_there_while_the_actor_trains_and_is_staged_with_it() -> None:
+    for plan, more_in_training in PLANS_OF_TRAINING:
+        frozen, moving = (
+            predict(
+                LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=0, reference=True, follows=follows, residency=Residency(plan)
+            )
+            for follows in (False, True)
+        )  # fmt: skip
+        # A plan that moves residents has a frozen one away while the actor trains; the other weights are those of the staged checkpoint.
+        assert moving.trainer - frozen.trainer == more_in_training, plan
+        assert abs(moving.inference - frozen.inference - WEIGHTS) < 64 and abs(moving.trainer_idle - frozen.trainer_idle - WEIGHTS) < 64, plan
+    for plan, saved in SAVED:
+        arguments = (LLAMA, TrainerConfig(), ParallelConfig(), Residency(plan, "disk"))
+        assert saved_bytes_on_disk(*arguments, reference=True, follows=True) == saved, plan
+    assert saved_bytes_on_disk(*arguments, reference=True) == 3 * WEIGHTS, "terminate makes a frozen one again"
+
+
+def test_a_teacher_takes_the_bytes_of_its_own_shapes() -> None:
+    wide = ModelShapes("llama", 100, 64, 5, 4, 2, 8, 96, 64, tie_word_embeddings=False)
+    own, other = (
+        predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=0, reference=True, teacher=teacher) for teacher in (None, wide)
+    )
+    assert other.trainer - own.trainer == 4 * parameter_count(wide) - WEIGHTS and other.inference > own.inference
 
 
 def test_every_rollout_worker_has_weights_and_a_cache_of_its_own() -> None:
