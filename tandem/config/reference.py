@@ -20,7 +20,8 @@ class ReferenceConfig:
     """What becomes of it every `every_steps` steps. `never`: it stays the model that reinforcement learning starts from. `copy`: it becomes the actor
     (Liu et al., 2025, "ProRL"). `ema`: `mixup_alpha` x actor + (1 - `mixup_alpha`) x reference (TR-DPO; Gorbatovski et al., 2024)."""
     every_steps: int = 1
-    """Steps between two updates; the reference of a step is the one after the last update before it. TRL: `ref_model_sync_steps`; slime: `--ref-update-interval`."""
+    """Steps between two updates; the reference of a step is the one after the last update before it. TRL: `ref_model_sync_steps`;
+    slime: `--ref-update-interval`."""
     mixup_alpha: float = 0.6
     """For `ema`: the weight of the actor. TRL: `ref_model_mixup_alpha`."""
 
