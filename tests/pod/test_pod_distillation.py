@@ -59,6 +59,7 @@ def test_the_kl_to_the_teacher_is_that_of_transformers_on_the_samples_of_the_jou
     assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.full
 def test_a_damaged_teacher_is_found_by_verify(distilled: PodRun, teacher: Path, tmp_path: Path) -> None:
     run, copied = PodRun(tmp_path), tmp_path / "models" / "wide"
     shutil.copytree(distilled.directory, run.directory)

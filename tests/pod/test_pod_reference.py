@@ -136,6 +136,7 @@ def test_a_kill_changes_no_bit_of_the_reference(fault: str, run_of: RunOf, tmp_p
         assert ours.keys() == theirs.keys() and [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.full
 def test_replay_repeats_a_step_with_the_reference_that_it_had(run_of: RunOf, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     shutil.copytree(run_of(EMA, "--inline").directory, run.directory)
@@ -145,6 +146,7 @@ def test_replay_repeats_a_step_with_the_reference_that_it_had(run_of: RunOf, tmp
     assert "loaded the checkpoint of step 2" in done.stdout and "equal bit for bit" in done.stdout
 
 
+@pytest.mark.full
 def test_verify_finds_a_damaged_reference_and_a_resume_passes_its_checkpoint_over(run_of: RunOf, tmp_path: Path) -> None:
     quiet, run = run_of(EMA, "--inline"), PodRun(tmp_path)
     shutil.copytree(quiet.directory, run.directory)

@@ -10,6 +10,8 @@ import pytest
 from pod_runs import PodRun, finish
 
 import tandem
+from tandem.jobs.replay.against import other_environment
+from tandem.types import UserError
 
 SOURCE = Path(tandem.__file__).parent
 MakeVersion = Callable[..., Path]
@@ -70,7 +72,8 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changed", ["loss", pytest.param("advantage", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("changed", CHANGES)
 def test_the_first_tensor_that_a_change_of_the_code_changes_is_named(changed: str, run: PodRun, version_of: MakeVersion) -> None:
     change, wanted = CHANGES[changed]
     done = against(run, "--inline", "--only", "train", "--against", str(version_of(*change)))
@@ -79,14 +82,21 @@ def test_the_first_tensor_that_a_change_of_the_code_changes_is_named(changed: st
     assert f"first difference: step 4, {wanted}" in done.stdout
 
 
-@pytest.mark.parametrize(("path", "why"), [("nowhere", "neither a program 'python' nor the folder"), ("empty", "neither a program")])
-def test_an_environment_that_is_none_is_refused(path: str, why: str, run: PodRun, tmp_path: Path) -> None:
+def test_what_is_no_environment_and_a_python_without_tandem_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    done = against(run, "--against", str(tmp_path / path))
-    assert done.returncode != 0 and why in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_a_python_without_tandem_is_refused(run: PodRun, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
-    done = against(run, "--against", str(tmp_path / "bare"))
-    assert done.returncode != 0 and "has no Tandem" in done.stderr and len(done.stderr.splitlines()) == 1
+    refused = (("nowhere", "neither a program 'python' nor the folder"), ("empty", "neither a program 'python'"), ("bare", "whose Python has no Tandem"))
+    for name, why in refused:
+        with pytest.raises(UserError, match=why) as caught:
+            other_environment(tmp_path / name)
+        assert f"--against is '{tmp_path / name}'" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.full
+def test_a_tandem_that_cannot_record_and_a_replay_that_fails_there_are_named(run: PodRun, version_of: MakeVersion) -> None:
+    old = version_of("cli/replay.py", '"--record", metavar', '"--recorded", metavar')
+    done = against(run, "--inline", "--only", "rewards", "--against", str(old))
+    assert done.returncode != 0 and "has no 'replay --record'" in done.stderr and len(done.stderr.splitlines()) == 1
+    broken = version_of("jobs/replay/replay_rl.py", 'say(f"loaded the checkpoint of step {at}")', 'raise RunError("it is broken")')
+    done = against(run, "--inline", "--only", "rewards", "--against", str(broken))
+    assert done.returncode == 1 and "failed: " in done.stderr and "it is broken" in done.stderr and len(done.stderr.splitlines()) == 1
