@@ -19,6 +19,7 @@ from tandem.trainer.checkpoint.read import Contents
 COPY = "--reference.update=copy --reference.every_steps=2"
 EMA = "--reference.update=ema --reference.mixup_alpha=0.25"
 EVERY_STEP = ("--run.max_steps=4", "--sft.steps=6", "--checkpoint.every_steps=1", "--checkpoint.keep=9", "--evaluation.every_steps=10")
+TWO_HEADS = "--model.create.num_key_value_heads=2"
 RunOf = Callable[..., PodRun]
 
 
@@ -95,7 +96,7 @@ MESHES = {
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_the_reference_of_every_mesh_is_the_same_mean_of_its_actors(mesh: str, run_of: RunOf) -> None:
-    run = run_of(f"{EMA} --model.create.num_key_value_heads=2 {mesh}")
+    run = run_of(f"{EMA} {TWO_HEADS} {mesh}")
     assert_follows(run, start_of(run), 0.25, 1)
     assert [row["mismatch_kl"] for row in run.rows()] == [0.0] * 4
 
@@ -147,7 +148,7 @@ def test_replay_repeats_a_step_with_the_reference_that_it_had(run_of: RunOf, tmp
 
 
 @pytest.mark.full
-def test_verify_finds_a_damaged_reference_and_a_resume_passes_its_checkpoint_over(run_of: RunOf, tmp_path: Path) -> None:
+def test_verify_finds_a_damaged_reference(run_of: RunOf, tmp_path: Path) -> None:
     quiet, run = run_of(EMA, "--inline"), PodRun(tmp_path)
     shutil.copytree(quiet.directory, run.directory)
     folder = run.directory / "checkpoints" / "step-4"
@@ -160,3 +161,13 @@ def test_verify_finds_a_damaged_reference_and_a_resume_passes_its_checkpoint_ove
         file.write(bytes([byte[0] ^ 1]))
     found = finish(run.begin("verify", str(run.directory)))
     assert found.returncode == 1 and "step-4" in found.stdout + found.stderr
+
+
+@pytest.mark.full
+def test_one_process_goes_on_with_the_reference_that_two_ranks_saved_in_parts(run_of: RunOf, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    shutil.copytree(run_of(f"{EMA} {TWO_HEADS} {MESHES['zero 3']}").directory, run.directory)
+    done = run.resume("--parallel.data=1", "--parallel.zero=0", "--run.max_steps=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, actor, found = weights(run, 4, REFERENCE), weights(run, 5), weights(run, 5, REFERENCE)
+    assert [name for name in before if not torch.equal(found[name], before[name] * 0.75 + actor[name] * 0.25)] == []
