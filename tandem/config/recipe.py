@@ -118,7 +118,7 @@ class Recipe:
         """Checks that the models that reward functions need are there."""
         for function in self.rewards.composition:
             what = f"reward function '{function.label}' needs"
-            if "reference" in function.needs and self.algorithm.kl_coef == 0 and self.algorithm.name != "distillation":
+            if "reference" in function.needs and not self.algorithm.needs_reference:
                 raise UserError(f"{what} the reference model, and algorithm.kl_coef is 0, so there is none; set it above 0, or remove 'needs'")
             if "reward_model" in function.needs and not self.reward_model.path:
                 raise UserError(f"{what} the reward model, and section 'reward_model' names none; set 'reward_model.path', or remove 'needs'")

@@ -175,6 +175,12 @@ def test_a_reward_function_that_needs_a_model_that_is_not_there_is_refused(needs
         build(Recipe, {**data, "rewards": {"functions": functions[1:]}})
 
 
+@pytest.mark.parametrize("overrides", [{"algorithm": {"name": "online_dpo"}}, {"algorithm": {"name": "distillation"}, "reference": {"path": "t"}}])
+def test_a_reward_function_may_need_the_reference_of_an_algorithm_that_always_has_one(overrides: dict[str, Any]) -> None:
+    functions = [{"function": "task"}, {"function": "f.py:f", "needs": ["reference"]}]
+    build(Recipe, {"model": {"path": "m"}, "task": {"name": "sort"}, "rewards": {"functions": functions}, **overrides})
+
+
 REFERRED: dict[str, Any] = {"model": {"path": "m"}, "task": {"name": "sort"}, "algorithm": {"kl_coef": 0.1}}
 
 
