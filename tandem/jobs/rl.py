@@ -3,6 +3,7 @@
 from tandem.jobs.rl_run import RLRun
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
+from tandem.pod.recovery import recover
 from tandem.types import Round
 
 
@@ -34,4 +35,4 @@ def reinforce(pod: Pod, run: RLRun) -> int:
             run.write_row(pod, step, rounds, metrics)
             step += 1
         except SidecarDied as death:
-            pod.recover(death, step)
+            recover(pod, death, step)

@@ -232,7 +232,7 @@ class RLRun(Run):
         for phase, measured in sorted(pod.memory.items()):
             row[f"memory/{phase}/measured"] = measured
             row[f"memory/{phase}/predicted"] = float(predicted[phase])
-        row.update(pod.device_metrics | pod.rollout_metrics | pod.take_moves())
+        row.update(pod.device_metrics | pod.rollout_metrics | pod.moves.take())
         row.update({f"reward_s/{label}/{name}": seconds for label, took in self.reward_times.items() for name, seconds in took._asdict().items()})
         self.reward_times.clear()
         self.records.row(row, sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples))

@@ -29,6 +29,7 @@ from tandem.model.model_source import found_model
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
+from tandem.pod.recovery import clear, recover
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.pool import RewardPool
@@ -162,7 +163,7 @@ def _bring_up(pod: Pod, journal: Journal) -> int:
                 )
             return step
         except SidecarDied as death:
-            pod.clear(death, 0)
+            clear(pod, death, 0)
 
 
 def _check_prompts(prompts: PromptSource, journal: Journal) -> None:
@@ -183,7 +184,7 @@ def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
             pod.export(model)
             break
         except SidecarDied as death:
-            pod.recover(death, steps)
+            recover(pod, death, steps)
 
     def accuracy(step: int, kind: str) -> float | None:
         evaluation = run.journal.evaluation(step, kind)

@@ -1,29 +1,27 @@
-"""The hybrid deployment: two sidecars that take turns, the weights between them, and what happens when one dies.
+"""The hybrid deployment: two sidecars that take turns, and the weights between them.
 
 The pod knows the figure's states and the journal, no algorithm and no task. Every transition is checked, timed, journalled
-and announced; a sidecar that dies is replaced and brought back to the run's current step.
+and announced. ``recovery`` replaces a sidecar that dies.
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 from tandem.config.rewards import INFERRED_COLUMNS
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.pod.failures import SidecarDied
+from tandem.pod.residents.moves import ResidentMoves, engine_moves
+from tandem.pod.restarts import Restarts
 from tandem.pod.sidecars import OnSamples, RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState
 from tandem.pod.transitions import Transitions
-from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
 from tandem.types import DamagedWeights, Prompt, Round, RunError, Sample, Score, WeightVersion
-
-logger = logging.getLogger(__name__)
 
 PREFETCH_SHARE = 0.75
 """The share of the prompts that are done when what follows the rollout is read ahead: the rest is the long tail."""
@@ -44,8 +42,7 @@ class Pod:
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
     of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
     is there. ``infers``: a rollout is followed by passes of frozen models. ``residency``: what is where in which phase; at the end of the phases
-    ``prefetch`` the next one's residents are read. ``moves``: bytes and seconds of the moves since they were last taken, by metric;
-    ``engine_bytes``: of the engine's residents.
+    ``prefetch`` the next one's residents are read. ``moves``: their moves; ``engine_bytes``: of the engine's residents.
 
     ``memory``: resident bytes by phase; ``device_metrics``: rank 0's speed and peak memory in the last update; ``rollout_metrics``: how
     several rollout workers were used in the last rollout. ``records`` times and shows
@@ -75,18 +72,19 @@ class Pod:
     on_committed: Callable[[int, str], None] = lambda step, digest: None
     in_use: Callable[[], Collection[int]] = tuple
     check_inputs: Callable[[], None] = lambda: None
-    recoveries: int = 0
-    backoff: Backoff = field(default_factory=Backoff)
     memory: dict[str, float] = field(default_factory=dict)
     device_metrics: dict[str, float] = field(default_factory=dict)
     rollout_metrics: dict[str, float] = field(default_factory=dict)
-    moves: dict[str, float] = field(default_factory=dict)
     engine_bytes: dict[str, int] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
     transitions: Transitions = field(init=False)
+    restarts: Restarts = field(init=False)
+    moves: ResidentMoves = field(init=False)
 
     def __post_init__(self) -> None:
-        self.transitions = Transitions(self.records)
+        callback = self.records.callback
+        self.transitions, self.restarts = Transitions(self.records), Restarts(self.journal, callback, self.max_restarts)
+        self.moves = ResidentMoves(self.journal, callback, self.residency.plan != "keep")
 
     # -- starting and stopping ---------------------------------------------------------------------------------------
 
@@ -142,7 +140,7 @@ class Pod:
             return
         assert self.trainer_step == step, (self.trainer_step, step)
         with self.transitions.trainer_does(TrainerState.OFFLOAD, step) as detail:
-            detail.update(self._moved(step, self.trainer.offload(step, release=self.residency.rule.engine != "stays")))
+            detail.update(self.moves.note(step, self.trainer.offload(step, release=self.residency.rule.engine != "stays")))
             self.online = False
         with self.transitions.trainer_does(TrainerState.CONVERT, step):
             self.trainer.convert(step)
@@ -160,7 +158,7 @@ class Pod:
 
     def _register(self, version: WeightVersion) -> None:
         with self.transitions.trainer_does(TrainerState.REGISTER, version.step) as detail:
-            detail.update(self._moved(version.step, self.trainer.register(version, self.buffers)))
+            detail.update(self.moves.note(version.step, self.trainer.register(version, self.buffers)))
             self.engine_bytes["engine_weights"] = int(detail["bytes"])
 
     def _update_weight(self, version: WeightVersion) -> None:
@@ -172,7 +170,7 @@ class Pod:
             if was_empty:
                 waking = float(updated["seconds"])
                 seconds = {"engine_weights": monotonic() - began - waking, "kv_cache": waking}
-                detail.update(self._moved(step, {"moves": self._engine_moves("instantiate", seconds)}))
+                detail.update(self.moves.note(step, {"moves": engine_moves(self.engine_bytes, "instantiate", seconds)}))
         if rereads:
             self._tell_of_damage(step, f"tensor '{rereads[0]}' and {len(rereads) - 1} more did not have their digests", "they were read again")
 
@@ -196,7 +194,7 @@ class Pod:
         def report(progress: dict[str, Any]) -> None:
             nonlocal ahead
             if "replaced" in progress:
-                self._note_replaced(step, progress)
+                self.restarts.note_worker(step, progress)
                 return
             self.records.callback.progress(state, progress["done"], progress["total"], "prompts")
             if ahead and progress["done"] >= PREFETCH_SHARE * progress["total"]:
@@ -204,25 +202,14 @@ class Pod:
                 self._prefetch(step)
 
         with self.transitions.rollout_does(state, step):
-            left = self.max_restarts - self.recoveries
             samples, facts = self.rollout.rollout(
-                step, prompts, settings, unfinished=unfinished, expected=expected, restarts_left=left, on_progress=report, on_samples=on_samples
+                step, prompts, settings, unfinished=unfinished, expected=expected, restarts_left=self.restarts.left, on_progress=report, on_samples=on_samples
             )
         if "busy_share" in facts:
             self.rollout_metrics = {"perf/rollout_busy_share": float(facts["busy_share"])}
         self._measure("rollout", self.rollout.memory())
         self._measure("wait_rollout", self.trainer.memory())
         return samples
-
-    def _note_replaced(self, step: int, replaced: dict[str, Any]) -> None:
-        """Counts and journals that the sidecar replaced one of its workers."""
-        self.recoveries += 1
-        detail = {"role": "rollout", "part": "worker", "worker": replaced["replaced"], "reason": replaced["reason"], "groups": replaced["groups"]}
-        self.journal.record_event("recovery", {**detail, "step": step, "seconds": replaced["seconds"]})
-        self.records.callback.message(
-            f"{replaced['reason']}; rollout worker {replaced['replaced']} was replaced and draws its {replaced['groups']} unfinished groups again "
-            f"(restart {self.recoveries} of {self.max_restarts})"
-        )
 
     def _prefetch(self, step: int) -> None:
         """Begins to bring back what follows the rollout. A trainer that dies of it is seen by the next call."""
@@ -243,47 +230,13 @@ class Pod:
                 detail.update(self._engine_frees(step, self.rollout.sleep_engine))
         elif self.transitions.rollout is not RolloutState.KEEP_ENGINE:
             self.transitions.rollout_enters(RolloutState.KEEP_ENGINE, step)
-        self._onload(step, phase)
+        self.onload(step, phase)
 
-    def _onload(self, step: int, phase: Phase) -> None:
+    def onload(self, step: int, phase: Phase) -> None:
+        """Bring what the trainer needs in ``phase``."""
         with self.transitions.trainer_does(TrainerState.ONLOAD, step) as detail:
-            detail.update(self._moved(step, self.trainer.onload(step, phase)))
+            detail.update(self.moves.note(step, self.trainer.onload(step, phase)))
             self.online = True
-
-    # -- residents ---------------------------------------------------------------------------------------------------
-
-    def _engine_frees(self, step: int, free: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-        """Frees the engine's residents; returns the detail for the journal."""
-        began = monotonic()
-        left = (free() or {}).get("left_bytes", 0)
-        self.engine_step = None
-        share = (monotonic() - began) / len(self.engine_bytes)
-        residue = [f"kv_cache should be absent and holds {left / 2**20:,.1f} MiB"] if left else []
-        return self._moved(step, {"moves": self._engine_moves("destroy", dict.fromkeys(self.engine_bytes, share)), "residue": residue})
-
-    def _engine_moves(self, move: str, seconds: dict[str, float]) -> list[list[Any]]:
-        return [[name, move, size, seconds.get(name, 0.0)] for name, size in sorted(self.engine_bytes.items())]
-
-    def _moved(self, step: int, reply: dict[str, Any]) -> dict[str, Any]:
-        """Counts the moves of ``reply`` for the row of metrics, and tells of what was left behind. Returns the detail for the journal."""
-        moves, residue = reply.pop("moves", []), reply.pop("residue", [])
-        if self.residency.plan != "keep":
-            for name, move, size, seconds in moves:
-                for metric, value in ((f"memory/moved/{name}/{move}/bytes", float(size)), (f"memory/moved/{name}/{move}/seconds", float(seconds))):
-                    self.moves[metric] = self.moves.get(metric, 0.0) + value
-        for line in residue:
-            self.journal.record_event("residue", {"step": step, "what": line})
-            if (what := line.split(" holds ")[0]) not in self.told:
-                # Its size differs from step to step; the journal has each.
-                self.told.add(what)
-                self.records.callback.message(f"step {step}: left behind: {line}")
-        named = [{"resident": name, "move": move, "bytes": size, "seconds": round(seconds, 6)} for name, move, size, seconds in moves]
-        return {**reply, **({"moves": named} if named else {}), **({"residue": residue} if residue else {})}
-
-    def take_moves(self) -> dict[str, float]:
-        """Returns the metrics of the moves since this was asked."""
-        moves, self.moves = self.moves, {}
-        return moves
 
     def infer(self, step: int, samples: Sequence[Sample], needs: Collection[str] = ()) -> tuple[list[float] | None, dict[str, list[Any]]]:
         """The other models' passes over ``samples``; what they give for the update stays with the trainer's worker. Returns the reward model's scores
@@ -293,7 +246,7 @@ class Pod:
             inferred = self.trainer.inference(step, samples, returns_reference="reference" in needs)
             scores: list[float] | None = inferred.pop("scores")
             outputs = {"reference": inferred.pop("reference_logprobs"), "reward_model": scores}
-            detail.update(self._moved(step, inferred))
+            detail.update(self.moves.note(step, inferred))
         self._measure("inference", self.trainer.memory())
         return scores, {INFERRED_COLUMNS[model]: values for model in needs if (values := outputs[model]) is not None}
 
@@ -304,7 +257,7 @@ class Pod:
             report = lambda progress: self.records.callback.progress("train", progress["done"], progress["total"], "micro-batches")
             trained = self.trainer.train(step, samples, scores, on_progress=report)
             self.trainer_step = step + 1
-            detail.update(self._moved(step, {name: trained.pop(name, []) for name in ("moves", "residue")}))
+            detail.update(self.moves.note(step, {name: trained.pop(name, []) for name in ("moves", "residue")}))
         self._measure("train", self.trainer.memory())
         self.device_metrics = trained["device"]
         self._commit([tuple(each) for each in trained["committed"]])
@@ -340,62 +293,14 @@ class Pod:
             self.journal.commit_checkpoint(step, digest, self.boundaries.pop(step, None))
             self.on_committed(step, digest)
 
-    # -- recovery ----------------------------------------------------------------------------------------------------
-
-    def recover(self, death: SidecarDied, step: int) -> None:
-        """Replace what died and bring the pod back to ``step``. Raises ``RunError`` past ``max_restarts``."""
+    def _engine_frees(self, step: int, free: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+        """Frees the engine's residents; returns the detail for the journal."""
         began = monotonic()
-        while True:
-            self._count(death, step)
-            try:
-                self._replace(death, step)
-                break
-            except SidecarDied as again:
-                death = again
-        seconds = monotonic() - began
-        self.journal.record_event(
-            "recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": step, "seconds": round(seconds, 3)}
-        )
-
-    def clear(self, death: SidecarDied, step: int) -> None:
-        """Count a death before the run has a state to return to, and discard the sidecar."""
-        self._count(death, step)
-        sidecar = self.trainer if death.role == "trainer" else self.rollout
-        sidecar.channel.discard()
-        self.transitions.trainer_enters(TrainerState.DOWN, step)
-        self.journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": step})
-
-    def _count(self, death: SidecarDied, step: int) -> None:
-        """Counts a death, and waits before the replacement if it is not the first one at ``step``."""
-        self.recoveries += 1
-        if self.recoveries > self.max_restarts:
-            raise RunError(f"{death}; that is more than run.max_restarts ({self.max_restarts}): see the run's logs")
-        wait_s = self.backoff.wait_s(step)
-        logger.warning("%s; replacing it %s", death, describe_wait(wait_s))
-        self.records.callback.message(f"{death}; replacing it {describe_wait(wait_s)} (restart {self.recoveries} of {self.max_restarts})")
-        sleep(wait_s)
-
-    def _replace(self, death: SidecarDied, step: int) -> None:
-        if death.role == "rollout":
-            self.rollout.channel.discard()
-            self.transitions.rollout_enters(RolloutState.DOWN, step)
-            self.engine_step = None
-            if not self.online:
-                # The trainer's segments still hold the weights; publishing them again keeps one path through the cycle.
-                self._onload(step, Phase.TRAIN)
-            return
-        self.trainer.channel.discard()
-        self.transitions.trainer_enters(TrainerState.DOWN, step)
-        self.online, self.engine_step, self.trainer_step = False, None, None
-        if self.transitions.rollout not in (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE, RolloutState.KEEP_ENGINE, RolloutState.SLEEP_ENGINE):
-            # It may be reading weights that ended with the trainer.
-            self.rollout.channel.discard()
-            self.transitions.rollout_enters(RolloutState.DOWN, step)
-        at = self.start_trainer()
-        self.journal_loaded()
-        for replayed in range(at, step):
-            batch = self.trained_on(replayed)
-            self.train(replayed, batch.samples, batch.scores)
+        left = (free() or {}).get("left_bytes", 0)
+        self.engine_step = None
+        share = (monotonic() - began) / len(self.engine_bytes)
+        residue = [f"kv_cache should be absent and holds {left / 2**20:,.1f} MiB"] if left else []
+        return self.moves.note(step, {"moves": engine_moves(self.engine_bytes, "destroy", dict.fromkeys(self.engine_bytes, share)), "residue": residue})
 
     def _measure(self, phase: str, measured: dict[str, int]) -> None:
         # The shared weight buffers are resident in trainer and engine alike; the plan counts them once, as segments.
