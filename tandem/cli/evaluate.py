@@ -56,9 +56,10 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--data is for --task perplexity; the data of a task is set in its recipe")
     from tandem.engine.llm import LLM
     from tandem.evaluation.tasks import evaluate
-    from tandem.jobs.checks.check_answers import check_answers, check_columns
+    from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns
     from tandem.jobs.checks.check_counts import check_prompts
     from tandem.pod.prompts import prompt_source
+    from tandem.rl.agents.in_flight import Agents, InFlightAgents
     from tandem.rl.rewards.pool import RewardPool
     from tandem.rl.rollout.dispatch import evaluation_settings, request_key
     from tandem.rl.rollout.episode_tools import EpisodeTools
@@ -83,10 +84,19 @@ def run(options: argparse.Namespace) -> int:
         if recipe.rollout.multi_turn is not None:
             tools = EpisodeTools.open(recipe.rollout.multi_turn, recipe.task.tools, Path(options.model))
             stack.callback(tools.pool.close)
+        agents = None
+        if recipe.rollout.agent is not None:
+            agents = Agents(recipe.rollout.agent, Path(options.model))
+            stack.callback(agents.close)
+            check_agent_columns(prompts[0].columns, recipe.rollout.agent.function, agents.pool.columns)
 
         def generate(asked: Sequence[Prompt]) -> list[Sample]:
+            episodes: InFlightEpisodes | InFlightAgents | None = None
             if tools is not None:
                 episodes = InFlightEpisodes(llm.engine, tools)
+            elif agents is not None:
+                episodes = InFlightAgents(llm.engine, agents, llm.engine.settings.max_model_len)
+            if episodes is not None:
                 episodes.add(0, asked, settings)
                 return episodes.draw("all", lambda done, total: None)
             keys = [request_key(0, prompt.id, settings["purpose"]) for prompt in asked]

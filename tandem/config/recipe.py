@@ -83,9 +83,10 @@ class Recipe:
                 f"'algorithm.old_logprobs' is 'rollout' with rollout.temperature {self.rollout.temperature:g} and top_p, top_k or "
                 "min_p: the rollout reports the filtered distribution, which is not pi_old; set algorithm.old_logprobs to recompute"
             )
-        if (self.rollout.multi_turn is None) != (not self.task.tools):
+        if (self.rollout.multi_turn is None) != (not self.task.tools) and not (self.task.tools and self.rollout.agent):
             given, missing = ("rollout.multi_turn", "task.tools") if self.rollout.multi_turn else ("task.tools", "rollout.multi_turn")
             raise UserError(f"'{given}' is given and '{missing}' is not; episodes need both the tools and the section (an empty one uses the defaults)")
+        self._check_agent()
         self._check_engine(longest)
         if self.algorithm.name != "ppo" and self.critic != CriticConfig():
             raise UserError(
@@ -113,6 +114,29 @@ class Recipe:
         self.trainer.check_offload_folder(self.residents.offloads)
         check_mesh(self.parallel, self.trainer)
         self._check_shared_prompts()
+
+    def _check_agent(self) -> None:
+        """Checks what episodes of an agent cannot be combined with."""
+        rollout = self.rollout
+        if rollout.agent is None:
+            if any(function.function == "agent" for function in self.rewards.functions):
+                raise UserError("reward function 'agent' is the number that an agent returned, and section 'rollout.agent' is not given; name another function")
+            return
+        if rollout.multi_turn is not None:
+            raise UserError("'rollout.agent' with rollout.multi_turn: an agent runs its tools itself; remove one of the two")
+        if rollout.budget_tokens:
+            raise UserError(
+                "'rollout.budget_tokens' with rollout.agent: an episode cannot wait in the replay buffer between two requests; remove one of the two"
+            )
+        if self.algorithm.learns_from_pairs:
+            raise UserError("'rollout.agent' with algorithm.name online_dpo: an episode may have several branches, and a pair has one; use grpo")
+        if rollout.agent.timeout_s >= self.machine.call_deadline_s:
+            raise UserError(
+                f"'rollout.agent.timeout_s' is {rollout.agent.timeout_s:g} and machine.call_deadline_s {self.machine.call_deadline_s:g}, after which a whole "
+                "rollout counts as stuck; lower timeout_s or raise call_deadline_s"
+            )
+        if self.reward_model.path:
+            raise UserError("'rollout.agent' with section 'reward_model', which reads one token sequence, and an episode may have several; remove one of them")
 
     def _check_needs(self) -> None:
         """Checks that the models that reward functions need are there."""

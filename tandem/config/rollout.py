@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from tandem.config.agent import AgentConfig
 from tandem.config.engine import EngineArgs
 from tandem.config.limits import check_at_least_one
 from tandem.config.multi_turn import MultiTurnConfig
@@ -46,6 +47,8 @@ class RolloutConfig:
     samples are the same for any number. `--inline` has one."""
     multi_turn: MultiTurnConfig | None = None
     """Episodes of several turns with the tools of `task.tools`; a section of its own, below."""
+    agent: AgentConfig | None = None
+    """Episodes of an agent that was not written for training; a section of its own, below."""
     engine: EngineArgs = field(default_factory=EngineArgs)
     """The engine's options, as for `tandem serve` and `LLM`; a section of its own, below."""
 

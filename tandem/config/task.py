@@ -10,6 +10,7 @@ from tandem.types.errors import UserError
 
 BUILT_IN_TASKS = ("sort", "addition", "dataset")
 REASONING_GYM = "reasoning_gym:"
+VERIFIERS = "verifiers:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class TaskConfig:
     chat: bool | None = None
     """Apply the tokenizer's chat template to the prompt (needs `pip install 'tandem-rl[chat]'`). Empty: to prompts that are messages, not to texts."""
     tools: tuple[str, ...] = ()
-    """Tools that the chat template shows to the model, and that it calls with `rollout.multi_turn`: `calculator`, or a function of your own as
+    """Tools that the chat template shows to the model, and that it calls with `rollout.multi_turn` or an agent: `calculator`, or a function of your own as
     `module:function` or `path/to/file.py:function`. Its signature and docstring (with a section `Args:`) say how it is called. They take the
     place of those of a row."""
     system_prompt: str = ""

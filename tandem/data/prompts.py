@@ -143,7 +143,9 @@ class PromptSource:
                 f"{item.where}: the prompt has {len(token_ids)} tokens, more than {longest} (a context of {self.context_tokens} less "
                 f"{self.max_new_tokens} new tokens); shorten it, lower rollout.max_tokens or raise model.max_length"
             )
-        return Prompt(id, text, token_ids, item.ground_truth, self.task.name, item.columns, item.messages)
+        asked = [str(message["content"]) for message in item.messages if message["role"] == "user"]
+        question = asked[-1] if asked else item.text
+        return Prompt(id, text, token_ids, item.ground_truth, self.task.name, item.columns, item.messages, question)
 
     def close(self) -> None:
         """Ends the processes that the task started."""

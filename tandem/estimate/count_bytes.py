@@ -1,4 +1,4 @@
-"""Bytes that grow with the counts of a recipe or an engine: prompts, samples, reward workers, sequences. Imports no torch."""
+"""Bytes that grow with the counts of a recipe or an engine: prompts, samples, workers, sequences. Imports no torch."""
 
 from tandem.config.engine import EngineArgs
 from tandem.layout.shapes import ModelShapes
@@ -7,9 +7,11 @@ PROMPT_BYTES, SAMPLE_BYTES, SAMPLED_TOKEN_BYTES = 640, 1400, 130
 """Measured on task sort: a prompt of 6 tokens (56 tokens: 674), a sample with its score, and each of its tokens (id, two log-probabilities and the
 version of the weights)."""
 REWARD_WORKER_BYTES = 15 << 20
-"""Measured: memory of a reward worker with built-in functions that it shares with no other process. Functions of the user add to it."""
-REWARD_WORKER_FILES = 2
-"""Descriptors that the controller holds for a reward worker: its socket and its process."""
+"""Measured: memory of a reward or tool worker with built-in functions that it shares with no other process. Functions of the user add to it."""
+AGENT_WORKER_BYTES = 50 << 20
+"""Measured: the same of an agent worker with the `openai` SDK."""
+WORKER_FILES = 2
+"""Descriptors that the owner of a worker holds for it: its socket and its process."""
 ROW_BYTES = 120
 """Of a row of the input batch without its buffers of drawn tokens and its block table: numbers, and the row in the list of free ones."""
 DRAWN_TOKEN_BYTES = 16

@@ -226,7 +226,8 @@ class RLRun(Run):
         if held_out is not None:
             row["evaluation/accuracy"] = held_out["accuracy"]
         if rollout_s := self.records.timings.get("rollout"):
-            drawn = [version for sample in (*samples, *buffer.samples) for version in sample.sampled_weight_versions]
+            sequences = [each for sample in (*samples, *buffer.samples) for each in sample.sequences]
+            drawn = [version for each in sequences for version in each.sampled_weight_versions]
             row["perf/rollout_tokens_per_s"] = sum(version.step == step for version in drawn) / rollout_s
         predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout, "wait_rollout": self.memory.trainer_idle, "inference": self.memory.inference}
         for phase, measured in sorted(pod.memory.items()):
@@ -235,5 +236,5 @@ class RLRun(Run):
         row.update(pod.device_metrics | pod.rollout_metrics | pod.moves.take())
         row.update({f"reward_s/{label}/{name}": seconds for label, took in self.reward_times.items() for name, seconds in took._asdict().items()})
         self.reward_times.clear()
-        self.records.row(row, sum(len(s.prompt_token_ids) + len(s.token_ids) for s in samples))
+        self.records.row(row, sum(len(s.prompt_token_ids) + len(s.token_ids) for sample in samples for s in sample.sequences))
         self._check_mismatch(step, trained)

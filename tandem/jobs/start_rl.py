@@ -32,6 +32,7 @@ from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels, rank_threads
+from tandem.rl.agents.agent_worker import agent_files
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
 from tandem.runtime.callback import Callback
@@ -77,7 +78,8 @@ def execute_rl(
         prompts = stack.enter_context(contextlib.closing(prompt_source(recipe, start)))
         _check_prompts(prompts, journal)
         rewards = stack.enter_context(RewardPool(recipe.rewards, log_dir=directory / "logs"))
-        check_input_files({**prompts.task.files, **rewards.files, **tool_files(recipe.task.tools)}, journal, callback)
+        of_agent = {} if recipe.rollout.agent is None else agent_files(recipe.rollout.agent.function)
+        check_input_files({**prompts.task.files, **rewards.files, **tool_files(recipe.task.tools), **of_agent}, journal, callback)
         registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
         uploader = make_uploader(recipe.checkpoint, directory, callback.message, start if start.is_relative_to(directory) else None)
         if uploader is not None:

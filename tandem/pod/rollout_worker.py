@@ -14,6 +14,7 @@ from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
 from tandem.pod.release import release
 from tandem.pod.residents.plan import kv_cache_tokens
+from tandem.rl.agents.in_flight import Agents, InFlightAgents
 from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.rl.rollout.episodes import InFlightEpisodes
 from tandem.rl.rollout.groups import InFlightGroups
@@ -36,9 +37,10 @@ class RolloutWorker:
         self.recipe = recipe
         self.source = WeightSource(str(directory / "pod" / "store.sqlite"))
         self.llm: LLM | None = None
-        self.groups: InFlightGroups | InFlightEpisodes | None = None
+        self.groups: InFlightGroups | InFlightEpisodes | InFlightAgents | None = None
         self.directory = directory
         self.tools: EpisodeTools | None = None
+        self.agents: Agents | None = None
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -66,6 +68,8 @@ class RolloutWorker:
         if recipe.rollout.multi_turn is not None and self.tools is None:
             self.tools = EpisodeTools.open(recipe.rollout.multi_turn, recipe.task.tools, folder, self.directory / "logs")
             weakref.finalize(self, self.tools.pool.close)
+        if recipe.rollout.agent is not None and self.agents is None:
+            self.agents = Agents(recipe.rollout.agent, folder, self.directory / "logs")
         return {"kv_cache_bytes": self.llm.engine.kv_cache_bytes}, {}
 
     def sleep_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -98,12 +102,17 @@ class RolloutWorker:
         if self.groups is None or not meta.get("adds"):
             if self.groups is not None:
                 self.groups.drop()
-            self.groups = InFlightGroups(llm.engine) if self.tools is None else InFlightEpisodes(llm.engine, self.tools)
+            self.groups = self._no_groups(llm)
         unfinished = decode_samples(blobs["unfinished"]) if "unfinished" in blobs else []
         self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"], unfinished)
         on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
         samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)
         return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples))}, {"samples": encode_samples(samples)}
+
+    def _no_groups(self, llm: LLM) -> InFlightGroups | InFlightEpisodes | InFlightAgents:
+        if self.agents is not None:
+            return InFlightAgents(llm.engine, self.agents, llm.engine.settings.max_model_len)
+        return InFlightGroups(llm.engine) if self.tools is None else InFlightEpisodes(llm.engine, self.tools)
 
     def _engine(self) -> LLM:
         if self.llm is None:

@@ -260,7 +260,8 @@ class TrainerWorker:
         values, shared = inferred.values, recipe.critic if recipe.has_shared_critic else None
         if shared is not None:
             with actor.tracer.span("values"):
-                values = sequence_values(actor.replica, [train_sequence(sample) for sample in samples], recipe.trainer.micro_batch_tokens)
+                sequences = [train_sequence(each) for sample in samples for each in sample.sequences]
+                values = sequence_values(actor.replica, sequences, recipe.trainer.micro_batch_tokens)
         with actor.tracer.span("load the batch"):
             scores, known = decode_scores(blobs["scores"]), (inferred.reference_logprobs, values)
             masks = recipe.rollout.mask_off_policy
@@ -300,7 +301,7 @@ class TrainerWorker:
         if actor.reference is None and actor.critic is None:
             return Inferred(step, samples)
         self._in_phase(Phase.INFERENCE)
-        sequences, last = [train_sequence(sample) for sample in samples], "reference" if actor.critic is None else "values"
+        sequences, last = [train_sequence(each) for sample in samples for each in sample.sequences], "reference" if actor.critic is None else "values"
         last = "" if actor.reward_model is not None else last  # Its passes follow.
 
         def report(done: int, total: int, of: str) -> None:

@@ -4,13 +4,22 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tandem.runtime.process.processes import Threads, describe_exit
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import Meta, RpcTimeout, WorkerDied
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The answer to the call ``load``: the digest of each file that defines a function, and the columns of a prompt that they cannot do without."""
+
+    files: dict[str, str]
+    columns: list[str] = field(default_factory=list)
 
 
 class CallHung(Exception):
@@ -28,8 +37,10 @@ class PoolClosed(Exception):
 class FunctionProcess:
     """One process of a pool. Used by one thread at a time, except ``kill``. ``closed`` is set before the pool kills its processes."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], log: Path, closed: threading.Event) -> None:
-        """Starts ``python -m MODULE ARGUMENTS``, called ``name`` in messages, with its output in ``log``."""
+    def __init__(
+        self, name: str, module: str, arguments: Sequence[str], log: Path, closed: threading.Event, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts ``python -m MODULE ARGUMENTS``, called ``name`` in messages, with its output in ``log`` and ``environment`` beside that of this process."""
         self._closed = closed
         self._worker = Worker(
             name,
@@ -39,7 +50,7 @@ class FunctionProcess:
             new_session=True,
             output=log,
             # The hash seed is fixed, so that a function that iterates over a set gives the same result after a restart.
-            environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **(environment or {})},
         )
 
     @property

@@ -38,7 +38,7 @@ def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[s
     judged = [float(score.correct) for score in scores if score.correct is not None and score.value is not None]
     if judged:
         row["accuracy"] = _mean(judged)
-    lengths = [float(sample.sampled_tokens) for sample in samples]
+    lengths = [float(sum(each.sampled_tokens for each in sample.sequences)) for sample in samples]
     row["response_length/mean"] = _mean(lengths)
     if any(sample.messages for sample in samples):
         row.update(_episode_metrics(samples))
@@ -52,13 +52,14 @@ def _episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     turns = [float(sum(message["role"] == "assistant" for message in sample.messages)) for sample in samples]
     results = [str(message["content"]) for sample in samples for message in sample.messages if message["role"] == "tool"]
     failed = [float(result.startswith(ERROR)) for result in results]
+    branches = {"num_branches/mean": _mean([float(len(sample.sequences)) for sample in samples])} if any(sample.branches for sample in samples) else {}
     calls = {"tools/call_frequency": len(results) / len(samples), "tools/failure_frequency": _mean(failed)}
-    return {"num_turns/mean": _mean(turns), "num_turns/max": max(turns), **calls}
+    return {"num_turns/mean": _mean(turns), "num_turns/max": max(turns), **branches, **calls}
 
 
 def staleness(samples: Sequence[Sample], step: int) -> float:
     """Returns the mean age, in optimizer steps, of the weights that drew the tokens."""
-    ages = [float(step - version.step) for sample in samples for version in sample.sampled_weight_versions]
+    ages = [float(step - version.step) for sample in samples for each in sample.sequences for version in each.sampled_weight_versions]
     return _mean(ages)
 
 

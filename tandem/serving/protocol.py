@@ -115,7 +115,7 @@ class ResponseFormat(Body):
 
 
 class ChatCompletionRequest(OpenAIFields):
-    not_supported = (
+    not_supported: ClassVar[tuple[str, ...]] = (
         "tools", "functions", "function_call", "audio", "prediction", "web_search_options", "use_beam_search", "prompt_embeds",
         "logits_processors", "return_tokens_as_token_ids", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
         "kv_transfer_params",

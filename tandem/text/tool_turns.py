@@ -65,18 +65,42 @@ class ToolTurns:
         turns = cls(template, tokenizer, role, ends, variables)
         return replace(turns, forms=(turns._form(_PROBES[:1]), turns._form(_PROBES)))
 
+    @classmethod
+    def of_agent(cls, template: ChatTemplate, tokenizer: Tokenizer) -> "ToolTurns":
+        """Returns the turns of conversations whose messages an agent writes: also of a template that does not show results, where a turn with calls
+        has no known form. Raises ``UserError`` where the tokenizer names no end token."""
+        try:
+            return cls.make(template, tokenizer)
+        except UserError:
+            return cls.make(template, tokenizer, "user")
+
     def between(self, calls: Sequence[Call], results: Sequence[str], last_token: int | None) -> list[int]:
         """Returns the token ids between a turn that made ``calls`` and the next one, which has their ``results``. ``last_token``: the last token of the
         turn; where it is no end token (the turn ended at a stop text), the end of the turn is among the returned ids."""
-        tail, own = self._rendered(calls, results)
+        return self.following(calls, list(self._results(calls, results)), last_token)
+
+    def following(self, calls: Sequence[Call], messages: Sequence[Mapping[str, Any]], last_token: int | None) -> list[int]:
+        """Returns the token ids between a turn that made ``calls``, or none, and the next one, before which ``messages`` come. ``last_token``: as in
+        ``between``. Raises ``UserError`` where the template does not show them after such a turn."""
+        tail, own = self._rendered(calls, messages)
         place, end = min(((tail.find(text), text) for text in self.ends.values() if text in tail), default=(-1, ""))
         sampled = self.ends.get(-1 if last_token is None else last_token)
-        assert end, "the form of the turn was chosen among those that a token ends"
+        if not calls and (written := self._first_token(tail)) not in ("", end):
+            # The template ends the turns of a conversation with another token than the model does.
+            after = tail.partition(written)[2]
+            return self._encode("", written + after) if sampled is None else self._encode(sampled, after)
+        if not end:
+            raise UserError(f"the chat template of '{self.template.folder}' ends this turn with none of the tokens that end a completion")
         after = tail[place + len(end) :]
         if sampled is None or (sampled != end and end not in own):
             # Nothing that the model sampled is this token: it opens the next turn, or closes one that a stop text ended.
             return self._encode(sampled or "", end + after)
         return self._encode(sampled, after)
+
+    def _first_token(self, text: str) -> str:
+        """Returns the text of the added token that ``text`` begins with, after spaces; empty without one."""
+        added = (token.content for token in self.tokenizer.backend.get_added_tokens_decoder().values())
+        return max((token for token in added if text.lstrip().startswith(token)), key=len, default="")
 
     def _encode(self, before: str, text: str) -> list[int]:
         """Returns the ids of ``text`` after the special token ``before``: a tokenizer may treat the beginning of a text in its own way."""
@@ -103,13 +127,13 @@ class ToolTurns:
         fix = "set rollout.multi_turn.observation_role to user" if self.role == "tool" else "use another model"
         raise UserError(f"the chat template of '{self.template.folder}' cannot show the results of tools ({problems[0]}); {fix}")
 
-    def _rendered(self, calls: Sequence[Call], results: Sequence[str]) -> tuple[str, str]:
-        """Returns what follows the mark in the assistant's turn: with the results and the opening of the next turn, and in that turn alone."""
-        turn = self._turn(calls, self.forms[len(calls) > 1])
-        text, own = self._render([_QUESTION, turn, *self._results(calls, results)], True), self._render([_QUESTION, turn], False)
+    def _rendered(self, calls: Sequence[Call], messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """Returns what follows the mark in the assistant's turn: with ``messages`` and the opening of the next turn, and in that turn alone."""
+        turn = self._turn(calls, self.forms[len(calls) > 1] if calls else _FORMS[-1])
+        text, own = self._render([_QUESTION, turn, *messages], True), self._render([_QUESTION, turn], False)
         return text.partition(_TURN)[2], own.partition(_TURN)[2]
 
-    def _render(self, messages: Sequence[Message], opens: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], opens: bool) -> str:
         return self.template.render(messages, add_generation_prompt=opens, **self.variables)
 
     def _turn(self, calls: Sequence[Call], form: _Form) -> Message:

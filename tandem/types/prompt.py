@@ -11,7 +11,8 @@ class Prompt:
 
     ``id`` is unique within a task and stable over restarts. ``token_ids`` is what the model reads: text is never
     tokenised a second time. ``ground_truth`` and ``columns`` are JSON values that reward functions receive untouched.
-    ``messages``: the prompt as a conversation, if its row has one.
+    ``messages``: the prompt as a conversation, if its row has one. ``question``: the row's text before any template, or the last message of the user: what
+    an agent is given.
     """
 
     id: str
@@ -21,3 +22,4 @@ class Prompt:
     task: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
+    question: str = ""

@@ -1,9 +1,12 @@
 """A sample: one completion of a prompt with everything the trainer needs to know of how it was drawn."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+REWARD = "reward"
+"""The number of ``Sample.outcome`` that is its reward."""
 
 
 class WeightVersion(NamedTuple):
@@ -41,6 +44,10 @@ class Sample:
     mismatch, entropy or length.
     ``messages``: an episode of several turns as the messages after its prompt, of which ``text`` is the last one's content; empty for a completion.
     ``fault``: why the environment broke the sample, which is masked; empty if it did not.
+    ``outcome``: the numbers that an agent returned for its episode: ``reward`` and others by their names; empty if it returned none.
+    ``branches``: of an episode whose history an agent rewrote, the other token sequences that it has, each with the id ``"{id}/{number}"`` and none of its
+    own. They are trained with the reward of this sample; ``text``, ``fault`` and ``finish_reason`` are the episode's in all of them. A token that was sampled
+    is ``True`` in the ``response_mask`` of one of them.
     """
 
     id: str
@@ -56,6 +63,13 @@ class Sample:
     response_mask: tuple[bool, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
     fault: str = ""
+    outcome: Mapping[str, float] = field(default_factory=dict)
+    branches: tuple["Sample", ...] = ()
+
+    @property
+    def sequences(self) -> tuple["Sample", ...]:
+        """Returns the sample and its branches: what is trained."""
+        return (self, *self.branches)
 
     @property
     def is_truncated(self) -> bool:

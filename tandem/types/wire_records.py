@@ -7,6 +7,7 @@ import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from tandem.types.prompt import Prompt
@@ -95,6 +96,7 @@ def encode_prompts(prompts: Sequence[Prompt]) -> bytes:
         "ground_truth": [p.ground_truth for p in prompts],
         "columns": [dict(p.columns) for p in prompts],
         "messages": [list(p.messages) for p in prompts],
+        "question": [p.question for p in prompts],
     }
     blobs: dict[str, Buffer] = {}
     _pack_rows(blobs, "token_ids", _INT32, [p.token_ids for p in prompts])
@@ -114,6 +116,7 @@ def decode_prompts(data: Buffer) -> list[Prompt]:
         _column(frame, "task", str, count),
         _column(frame, "columns", dict, count),
         map(tuple, _column(frame, "messages", list, count)),
+        _column(frame, "question", str, count),
         strict=True,
     )
     return [Prompt(*fields) for fields in columns]
@@ -121,7 +124,9 @@ def decode_prompts(data: Buffer) -> list[Prompt]:
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
     """Raises ``ValueError`` where a per-token field has not one entry a token, or the response mask and the weight versions disagree on which
-    tokens were sampled."""
+    tokens were sampled. The branches of a sample follow it."""
+    branches = [len(s.branches) for s in samples]
+    samples = [each for s in samples for each in s.sequences]
     for s in samples:
         fields = {
             "logprobs": s.logprobs,
@@ -144,6 +149,10 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
         meta["messages"] = [list(s.messages) for s in samples]
     if any(s.fault for s in samples):
         meta["fault"] = [s.fault for s in samples]
+    if any(s.outcome for s in samples):
+        meta["outcome"] = [dict(s.outcome) for s in samples]
+    if any(branches):
+        meta["branches"] = branches
     blobs: dict[str, Buffer] = {"index": _pack(_INT64, (s.index for s in samples))}
     _pack_rows(blobs, "prompt_token_ids", _INT32, [s.prompt_token_ids for s in samples])
     _pack_rows(blobs, "token_ids", _INT32, [s.token_ids for s in samples])
@@ -172,6 +181,7 @@ def decode_samples(data: Buffer) -> list[Sample]:
     masks = _unpack_rows(frame, "response_mask", _INT8, count) if "response_mask" in frame.blobs else [()] * count
     messages = _column(frame, "messages", list, count) if "messages" in frame.meta else [[]] * count
     faults = _column(frame, "fault", str, count) if "fault" in frame.meta else [""] * count
+    outcomes = _column(frame, "outcome", dict, count) if "outcome" in frame.meta else [{}] * count
     samples = []
     end = 0
     for i in range(count):
@@ -191,9 +201,18 @@ def decode_samples(data: Buffer) -> list[Sample]:
                 response_mask=tuple(map(bool, masks[i])),
                 messages=tuple(messages[i]),
                 fault=faults[i],
+                outcome=outcomes[i],
             )
         )
-    return samples
+    return _with_branches(samples, frame.meta["branches"]) if "branches" in frame.meta else samples
+
+
+def _with_branches(samples: list[Sample], counts: Any) -> list[Sample]:
+    """Returns the samples that have ``counts`` branches, each of which is followed by its branches in ``samples``."""
+    if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts) or len(counts) + sum(counts) != len(samples):
+        raise ValueError(f"the column 'branches' does not divide {len(samples)} samples")
+    flat = iter(samples)
+    return [replace(next(flat), branches=tuple(next(flat) for _ in range(count))) for count in counts]
 
 
 def samples_to_text(samples: Sequence[Sample]) -> str:

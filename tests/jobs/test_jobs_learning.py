@@ -76,6 +76,17 @@ def test_a_model_learns_to_call_a_calculator_in_episodes_of_several_turns(tmp_pa
 
 
 @pytest.mark.full
+def test_the_model_of_an_agent_of_the_openai_sdk_learns_to_call_its_calculator(tmp_path: Path) -> None:
+    recipe = load_config(RECIPES / "calculator_agent.yaml", [f"run.directory={tmp_path}"])
+    result = train(recipe, recipe_path="calculator_agent.yaml")
+    # 512 fresh prompts: two standard errors around 0.9 are 0.027.
+    assert result.reached and after(result, "accuracy") >= 0.90 - 0.027
+    rows = read_rows(result.directory / "metrics.jsonl")
+    assert all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 and row["reward/fault_share"] == 0.0 for row in rows)
+    assert rows[0]["tools/call_frequency"] < 0.8 and rows[-1]["tools/call_frequency"] > 0.9
+
+
+@pytest.mark.full
 def test_rollouts_in_int8_learn_and_are_weighed_by_how_far_they_are_from_the_trainer(tmp_path: Path) -> None:
     recipe = load_config(RECIPES / "sort_int8.yaml", [f"run.directory={tmp_path}"])
     result = train(recipe, recipe_path="sort_int8.yaml")

@@ -2,7 +2,6 @@
 
 import random
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tandem.model.create_model import create_model
 from tandem.rl.rollout.dispatch import request_key, sampling_settings
 from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.rl.rollout.episodes import InFlightEpisodes
+from tandem.rl.rollout.tool_pool import ToolPool
 from tandem.text.tool_calls import ToolCall
 from tandem.types import FinishReason, Prompt, WeightVersion
 
@@ -188,9 +188,7 @@ def test_a_broken_tool_masks_its_sample_and_no_other(tmp_path):
         call = f'<tool_call>{{"name": "tool", "arguments": {{"how": "{kinds[index]}"}}}}</tool_call>'
         return [*tokenizer.encode(call if state[index] == 1 else "done"), end], "stop"
 
-    began = time.monotonic()
     samples, _, _ = drawn(tools, write, n=len(kinds))
-    assert time.monotonic() - began < 30
     for sample, kind in zip(samples, kinds, strict=True):
         if kind in ways:
             assert sample.fault.startswith("tool 'tool': ") and ways[kind] in sample.fault and sample.finish_reason is FinishReason.ABORT
@@ -198,6 +196,36 @@ def test_a_broken_tool_masks_its_sample_and_no_other(tmp_path):
             assert not sample.fault and sample.finish_reason is FinishReason.STOP and sample.text == "done"
     assert samples[4].messages[1]["content"].startswith("error: FileNotFoundError")
     assert samples[5].messages[1]["content"] == "fine"
+
+
+MEETING = """
+import os, time
+from pathlib import Path
+
+
+def tool(number: int) -> str:
+    \"""Waits for the other call.
+
+    Args:
+        number: Which call it is.
+    \"""
+    folder = Path(__file__).parent
+    (folder / f"call-{number}").touch()
+    while not (folder / f"call-{1 - number}").exists():
+        time.sleep(0.01)
+    return str(os.getpid())
+"""
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_the_workers_of_a_pool_are_processes_of_their_own(tmp_path, logs):
+    (tmp_path / "mine.py").write_text(MEETING)
+    pool = ToolPool([f"{tmp_path}/mine.py:tool"], MultiTurnConfig(tool_workers=2, tool_timeout_s=120.0), log_dir=tmp_path / "logs" if logs else None)
+    try:
+        answers = [call.result() for call in [pool.run("tool", {"number": number}) for number in range(2)]]
+        assert [answer.fault for answer in answers] == ["", ""] and len({answer.text for answer in answers}) == 2
+    finally:
+        pool.close()
 
 
 def test_an_episode_ends_at_its_limits(tmp_path):
@@ -238,7 +266,7 @@ def test_a_result_that_a_tokenizer_of_characters_lacks_and_one_of_any_length_are
     answer = tools.pool.run("tool", {"count": 3_000_000}).result()
     assert len(answer.text) == 2**16 + 3 and tools.results.shown(answer.text) == "?7?7?...7?7?7"
     (tmp_path / "mine.py").write_text(written.replace("7", "8"))
-    for process in tools.pool._processes.values():
+    for process in tools.pool._pool._processes.values():
         process.kill()
     assert "was changed while the run used it" in tools.pool.run("tool", {"count": 1}).result().fault
     tools.pool.close()

@@ -38,14 +38,26 @@ def check_columns(columns: Collection[str], needed: Mapping[str, Sequence[str]])
     """Raises ``UserError`` for a reward function that cannot do without a column that is not among ``columns``, those of the prompts. ``needed``: by the
     function's name."""
     for label, names in needed.items():
-        missing = next((name for name in names if name not in columns), None)
-        if missing is not None:
-            near = difflib.get_close_matches(missing, columns, n=1, cutoff=0.6)
-            hint = f"did you mean '{near[0]}'?" if near else f"they have {', '.join(map(repr, columns)) or 'no columns'}"
+        if missing := _missing(columns, names):
             raise UserError(
-                f"reward function '{label}' has the parameter '{missing}', which is neither a column of the prompts nor given in 'arguments' ({hint}); "
-                "rename it, or give it a default"
+                f"reward function '{label}' has the parameter '{missing[0]}', which is neither a column of the prompts nor given in 'arguments' "
+                f"({missing[1]}); rename it, or give it a default"
             )
+
+
+def check_agent_columns(columns: Collection[str], agent: str, needed: Sequence[str]) -> None:
+    """Raises ``UserError`` where ``agent`` cannot do without a column that is not among ``columns``, those of the prompts."""
+    if missing := _missing(columns, needed):
+        raise UserError(f"agent '{agent}' has the parameter '{missing[0]}', which is no column of the prompts ({missing[1]}); rename it, or give it a default")
+
+
+def _missing(columns: Collection[str], names: Sequence[str]) -> tuple[str, str] | None:
+    """Returns the first of ``names`` that is not among ``columns``, and what the columns are instead."""
+    missing = next((name for name in names if name not in columns), None)
+    if missing is None:
+        return None
+    near = difflib.get_close_matches(missing, columns, n=1, cutoff=0.6)
+    return missing, f"did you mean '{near[0]}'?" if near else f"they have {', '.join(map(repr, columns)) or 'no columns'}"
 
 
 def _items(source: PromptSource) -> Iterator[TaskItem]:

@@ -11,7 +11,7 @@ from tandem.config.recipe import Recipe
 from tandem.config.rewards import RewardsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.sft import SFTConfig
-from tandem.estimate.count_bytes import REWARD_WORKER_BYTES, REWARD_WORKER_FILES, row_bytes, sampled_bytes
+from tandem.estimate.count_bytes import AGENT_WORKER_BYTES, REWARD_WORKER_BYTES, WORKER_FILES, row_bytes, sampled_bytes
 from tandem.estimate.memory import PodMemory
 from tandem.estimate.training_bytes import SEQUENCE_BYTES, TOKEN_BYTES, batch_bytes
 from tandem.runtime.machine.available_memory import available_bytes, total_bytes
@@ -28,7 +28,7 @@ def check_rl_counts(recipe: Recipe, planned: PodMemory, context: int, task_size:
     prompt and completion. ``task_size``: the task's number of training prompts, ``None`` if they are generated."""
     available = available_bytes(recipe.machine.memory_gib)
     check_evaluation(recipe.evaluation, recipe.rollout, available, task_size)
-    check_reward_workers(recipe.rewards, available, planned.largest_phase)
+    check_workers(recipe.rewards, recipe.rollout, available, planned.largest_phase)
     check_rows(recipe.rollout.engine, context)
     if recipe.sft is not None:
         check_sft_batch(recipe.sft, recipe.parallel, context, available, planned.trainer)
@@ -51,22 +51,32 @@ def check_prompts(what: str, count: int, rollout: RolloutConfig, available: int,
         )
 
 
-def check_reward_workers(rewards: RewardsConfig, available: int, beside: int) -> None:
-    """Raises ``RunError`` if ``rewards.workers`` processes do not fit in ``available`` bytes, of which the pod takes ``beside``, or are more than the
-    process may open files for or the machine may run."""
-    count, what = rewards.workers, f"'rewards.workers' is {rewards.workers}"
-    if count > 1 and beside + count * REWARD_WORKER_BYTES > available:
+def check_workers(rewards: RewardsConfig, rollout: RolloutConfig, available: int, beside: int) -> None:
+    """Raises ``RunError`` if the processes of the user's functions do not fit in ``available`` bytes, of which the pod takes ``beside``, or are more than
+    their owner may open files for or the machine may run."""
+    _check_processes("rewards.workers", rewards.workers, 1, REWARD_WORKER_BYTES, available, beside)
+    if rollout.multi_turn is not None:
+        _check_processes("rollout.multi_turn.tool_workers", rollout.multi_turn.tool_workers, rollout.workers, REWARD_WORKER_BYTES, available, beside)
+    if rollout.agent is not None:
+        _check_processes("rollout.agent.workers", rollout.agent.workers, rollout.workers, AGENT_WORKER_BYTES, available, beside)
+
+
+def _check_processes(key: str, count: int, owners: int, size: int, available: int, beside: int) -> None:
+    """Checks ``count`` processes of ``size`` bytes for each of ``owners``."""
+    what = f"'{key}' is {count}" if owners == 1 else f"'{key}' is {count} for each of {owners} rollout workers"
+    needed = count * owners * size
+    if count * owners > 1 and beside + needed > available:
         left = max(available - beside, 0)
         raise RunError(
-            f"{what}: as many processes need at least {count * REWARD_WORKER_BYTES / 2**30:,.2f} GiB and {left / 2**30:,.2f} GiB are available beside "
-            f"trainer and engine; lower it to {max(left // REWARD_WORKER_BYTES, 1)} or less"
+            f"{what}: as many processes need at least {needed / 2**30:,.2f} GiB and {left / 2**30:,.2f} GiB are available beside trainer and engine; lower it "
+            f"to {max(left // (size * owners), 1)} or less"
         )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and FILES_OF_A_RUN + count * REWARD_WORKER_FILES > files:
-        most = max((files - FILES_OF_A_RUN) // REWARD_WORKER_FILES, 1)
-        raise RunError(f"{what}, and this process may open {files} files, {REWARD_WORKER_FILES} for each worker; lower it to {most} or raise 'ulimit -n'")
+    if files != resource.RLIM_INFINITY and FILES_OF_A_RUN + count * WORKER_FILES > files:
+        most = max((files - FILES_OF_A_RUN) // WORKER_FILES, 1)
+        raise RunError(f"{what}, and this process may open {files} files, {WORKER_FILES} for each worker; lower it to {most} or raise 'ulimit -n'")
     processes = _most_processes()
-    if count > processes:
+    if count * owners > processes:
         raise RunError(f"{what}, and this machine may run {processes} processes; lower it")
 
 

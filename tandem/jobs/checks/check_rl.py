@@ -10,7 +10,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
 from tandem.estimate.training_bytes import offloaded_bytes, run_bytes_on_disk
-from tandem.jobs.checks.check_answers import check_answers, check_columns
+from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns
 from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
 from tandem.jobs.checks.check_examples import check_shown
 from tandem.jobs.checks.check_run import (
@@ -33,6 +33,7 @@ from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents.plan import PodPlan, largest_micro_batch
+from tandem.rl.agents.check_agent import check_agent
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.runtime.machine.gpus import check_pod_device
@@ -98,8 +99,13 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         if recipe.rollout.multi_turn is not None:
             # One worker shows whether the tools load.
             EpisodeTools.open(replace(recipe.rollout.multi_turn, tool_workers=1), recipe.task.tools, folder).pool.close()
+        agent, of_agent = recipe.rollout.agent, list[str]()
+        if agent is not None:
+            of_agent = check_agent(agent, folder)
         check_answers(source, recipe.rewards)
         prompts = source.for_step(0)
+        if agent is not None:
+            check_agent_columns(prompts[0].columns, agent.function, of_agent)
         first, prompt_tokens = prompts[0], sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
         check_rl_counts(recipe, planned.host, context, source.task.size)
         if recipe.sft is not None:

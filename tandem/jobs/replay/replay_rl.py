@@ -142,8 +142,11 @@ def _compare_samples(drawn: Sequence[Sample], recorded: Sequence[Sample]) -> Com
     """Compares samples in everything but the incarnation of their weight versions, which counts the trainer's starts."""
 
     def facts(sample: Sample) -> dict[str, object]:
-        names = ("id", "prompt_token_ids", "token_ids", "logprobs", "sampling_logprobs", "finish_reason", "text", "response_mask", "messages", "fault")
-        return {**{name: getattr(sample, name) for name in names}, "weight_steps": tuple(v.step for v in sample.sampled_weight_versions)}
+        names = (
+            "id", "prompt_token_ids", "token_ids", "logprobs", "sampling_logprobs", "finish_reason", "text", "response_mask", "messages", "fault", "outcome",
+        )  # fmt: skip
+        own = {name: getattr(sample, name) for name in names}
+        return {**own, "weight_steps": tuple(v.step for v in sample.sampled_weight_versions), "branches": [facts(branch) for branch in sample.branches]}
 
     pairs = zip(map(facts, drawn), map(facts, recorded), strict=True)
     return Comparison("rollout", len(recorded), tuple(_unequal((str(theirs["id"]), ours, theirs) for ours, theirs in pairs)))

@@ -51,6 +51,9 @@ def make_batch(
     The batch of ``online_dpo`` begins with the pairs of its groups, chosen and rejected side by side; a group without a pair has loss masks of
     zeros.
 
+    A sample with branches is several sequences: its advantage is that of each of them, and with ``config.kl_in_reward`` its reward is lowered by the KL
+    of all.
+
     With ``config.kl_in_reward`` every token's reward is lowered by ``kl_coef`` times its KL to the reference. ``reinforce_plus_plus`` has no
     groups: a sample counts with its own reward alone. Neither has ``ppo``, whose critic gives ``values``: by sample id, of the state before each token, one
     entry per token of prompt and completion. The reference of ``distillation`` is the teacher, and rewards have no part in its advantages."""
@@ -59,19 +62,25 @@ def make_batch(
     for index, sample in enumerate(samples):
         groups.setdefault(sample.prompt_id, []).append(index)
     widest = max((len(members) for members in groups.values()), default=1)
+    owners = [index for index, sample in enumerate(samples) for _ in sample.sequences]
+    episodes, samples = samples, [each for sample in samples for each in sample.sequences]
     penalties = [_kl_penalties(config, sample, reference_logprobs) for sample in samples]
     is_grouped = config.compares_groups
+    charged = [0.0] * len(episodes)
+    for owner, penalty in zip(owners, penalties, strict=True):
+        charged[owner] += float(penalty.sum())
     rewards = torch.zeros(len(groups), widest, dtype=torch.float64)
     valid = torch.zeros(len(groups), widest, dtype=torch.bool)
     for row, members in enumerate(groups.values()):
         for column, index in enumerate(members):
-            value = score_of[samples[index].id].value
-            is_excluded = config.learns_from_pairs and not _may_be_in_a_pair(config, samples[index])
-            if value is not None and samples[index].finish_reason is not FinishReason.ABORT and not is_excluded:
+            value = score_of[episodes[index].id].value
+            is_excluded = config.learns_from_pairs and not _may_be_in_a_pair(config, episodes[index])
+            if value is not None and episodes[index].finish_reason is not FinishReason.ABORT and not is_excluded:
                 rewards[row, column], valid[row, column] = value, True
                 if is_grouped:
-                    rewards[row, column] -= penalties[index].sum()
+                    rewards[row, column] -= charged[index]
     if config.learns_from_pairs:
+        assert len(samples) == len(episodes), "a recipe of agents does not learn from pairs"
         pairs = pairs_of(list(groups.values()), rewards, valid)
         return Batch(step, tuple(_paired(step, samples, pairs, reference_logprobs)), config.length_constant or max_tokens)
     advantages, counted = group_advantages(config, rewards, valid).tolist(), (usable(valid) if is_grouped else valid).tolist()
@@ -79,10 +88,9 @@ def make_batch(
         index: (row, column) for row, members in enumerate(groups.values()) for column, index in enumerate(members)
     }
     counts = [
-        counted[place[index][0]][place[index][1]] and not (config.mask_truncated and sample.is_truncated)
-        for index, sample in enumerate(samples)
+        counted[place[owner][0]][place[owner][1]] and not (config.mask_truncated and episodes[owner].is_truncated) for owner in owners
     ]
-    of_samples = [advantages[place[index][0]][place[index][1]] for index in range(len(samples))]
+    of_samples = [advantages[place[owner][0]][place[owner][1]] for owner in owners]
     if config.name == "distillation":
         assert reference_logprobs is not None, "distillation needs the teacher's log-probabilities"
         of_tokens, returns = [distillation_advantages(*_logprobs(sample, reference_logprobs)) for sample in samples], None

@@ -8,7 +8,7 @@ solution_str, ground_truth, extra_info=None) -> float | dict`` with key ``score`
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from tandem.rl.rewards.judgement import (
     shortened,
 )
 from tandem.runtime.import_path import load_function
+from tandem.runtime.parameters import accepted, needed, parameters_of, takes_any
 from tandem.types import UserError
 
 Signature = Literal["trl", "verl"]
@@ -48,7 +49,7 @@ def user_judge(config: RewardFunctionConfig) -> Judge:
         scope: Scope = "group" if config.scope == "auto" else config.scope
         return Judge(
             config.label, True, _each_scope(scope, lambda items, call: call_trl(function, items, config.arguments, call.state)), reads_ids=True,
-            is_async=is_async, file=file, columns=_needed(function, {*TRL_ARGUMENTS, *config.arguments, *inferred}), scope=scope,
+            is_async=is_async, file=file, columns=needed(function, {*TRL_ARGUMENTS, *config.arguments, *inferred}), scope=scope,
         )  # fmt: skip
     if config.scope not in ("auto", "sample"):
         raise UserError(f"'scope' of reward function '{config.label}' is {config.scope}, and verl's signature takes one sample; remove it")
@@ -74,7 +75,7 @@ async def _gathered(results: Sequence[JudgeResult]) -> list[Judgement]:
 
 def detect_signature(function: Callable[..., Any], path: str) -> Signature:
     """Returns the signature that the parameters' names match. Raises ``UserError`` if they match none."""
-    names = _parameters(function)
+    names = parameters_of(function)
     if {"solution_str", "data_source"} & set(names):
         return "verl"
     if {"completions", "prompts", "completion_ids"} & set(names):
@@ -99,7 +100,7 @@ def call_trl(
     known["prompts"] = [list(item.messages) if item.messages else item.prompt for item in items]
     known["completions"] = [_completion(item) for item in items]
     known["completion_ids"] = [list(item.completion_ids) for item in items]
-    result = function(**_accepted(function, known))
+    result = function(**accepted(function, known))
     return _awaited_trl(result, logged) if inspect.isawaitable(result) else _of_trl(result, logged)
 
 
@@ -174,7 +175,7 @@ def _verl_arguments(function: Callable[..., Any], item: Item, arguments: Mapping
         "extra_info": extra_info if isinstance(extra_info, dict) else dict(item.columns),
     }
     known |= {name: item.columns[name] for name in INFERRED_COLUMNS.values() if name in item.columns}
-    return _accepted(function, known)
+    return accepted(function, known)
 
 
 def _of_verl(result: Any) -> Judgement:
@@ -207,33 +208,10 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of ``known`` that the function has a parameter for."""
-    parameters = _parameters(function)
-    if not parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return dict(known)
-    return {name: value for name, value in known.items() if name in parameters}
-
-
-def _needed(function: Callable[..., Any], given: Collection[str]) -> tuple[str, ...]:
-    """Returns the parameters without a default that are not ``given``: the columns that the function cannot do without."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(name for name, p in _parameters(function).items() if p.kind in named and p.default is p.empty and name not in given)
-
-
 def _check_arguments(function: Callable[..., Any], config: RewardFunctionConfig) -> None:
-    parameters = _parameters(function)
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return
+    parameters = parameters_of(function)
     for name in config.arguments:
-        if name not in parameters:
+        if name not in parameters and not takes_any(function):
             raise UserError(
                 f"'arguments' of reward function '{config.label}' contains '{name}', which is not a parameter of it; its parameters are {', '.join(parameters)}"
             )

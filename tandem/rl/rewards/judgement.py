@@ -3,6 +3,7 @@
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from tandem.types import ScoreState
@@ -17,7 +18,8 @@ Scope = Literal["sample", "group", "batch"]
 class Item(NamedTuple):
     """One sample as a judge receives it. ``completion``: its text; ``prompt``: the text that the model read; ``messages``: the prompt as a conversation, if
     its row has one; ``group``: the prompt's id; ``turns``: an episode as the messages after its prompt, of which ``completion`` is the last one's content;
-    ``length``: tokens that the model sampled; ``correct``: what the accuracy function says, if it was called for an earlier scope."""
+    ``length``: tokens that the model sampled; ``correct``: what the accuracy function says, if it was called for an earlier scope; ``outcome``: the numbers
+    that an agent returned, as in ``Sample``."""
 
     sample_id: str
     prompt: str
@@ -31,6 +33,7 @@ class Item(NamedTuple):
     turns: Sequence[Mapping[str, Any]] = ()
     length: int = 0
     correct: bool | None = None
+    outcome: Mapping[str, float] = MappingProxyType({})
 
 
 class TrainerState(NamedTuple):

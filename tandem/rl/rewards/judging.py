@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tandem.config.rewards import RewardsConfig
+from tandem.config.task import VERIFIERS
 from tandem.rl.rewards.judgement import Item, Judgement, Scope, TrainerState, infrastructure_fault, not_applicable
 from tandem.rl.rewards.rule_based import compose, is_correct
 from tandem.runtime.process.deadline import Deadline
@@ -97,7 +98,7 @@ class Judging:
 
     def _add(self, sample: Sample) -> None:
         known = self._items.get(sample.id)
-        if known is not None and (known.completion, known.completion_ids) == (sample.text, sample.token_ids):
+        if known is not None and (known.completion, known.completion_ids, known.outcome) == (sample.text, sample.token_ids, sample.outcome):
             return
         if known is None:
             self._groups.setdefault(sample.prompt_id, []).append(sample.id)
@@ -106,6 +107,13 @@ class Judging:
         self._passed[sample.id], self._queued[sample.id], self._said[sample.id] = 0, -1, {}
         if sample.fault:
             self._said[sample.id] = {self.config.composition[0].label: infrastructure_fault(f"sample '{sample.id}': {sample.fault}")}
+        elif sample.outcome and not self._reads_outcome(sample):
+            unread = "its agent returned a number, which no reward function reads; name 'agent' in rewards.functions"
+            self._said[sample.id] = {self.config.composition[0].label: infrastructure_fault(f"sample '{sample.id}': {unread}")}
+
+    def _reads_outcome(self, sample: Sample) -> bool:
+        by_task = self.prompts[sample.prompt_id].task.startswith(VERIFIERS)
+        return any(function.function == "agent" or (by_task and function.function == "task") for function in self.config.composition)
 
     def complete(self, samples: Sequence[Sample]) -> None:
         """Says which samples the step has, in order. Those that were added are not judged again, unless they have changed; those that are not in it
@@ -244,5 +252,5 @@ class Judging:
 def _item(sample: Sample, prompt: Prompt) -> Item:
     return Item(
         sample.id, prompt.text, sample.text, sample.token_ids, prompt.ground_truth, prompt.task, prompt.columns, prompt.messages, prompt.id, sample.messages,
-        sample.sampled_tokens,
+        sample.sampled_tokens, outcome=sample.outcome,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def items_to_json(items: Sequence[Item], completion_ids: bool) -> list[Any]:
     return [
         [
             *item[:3], list(item.completion_ids) if completion_ids else [], item.ground_truth, item.task, dict(item.columns), list(item.messages),
-            item.group, list(item.turns), item.length, item.correct,
+            item.group, list(item.turns), item.length, item.correct, dict(item.outcome),
         ]
         for item in items
     ]

@@ -15,6 +15,7 @@ from tandem.rl.rewards.judgement import Item, Judge, JudgeCall, Judgement, check
 from tandem.rl.rewards.length_reward import length_judge
 from tandem.rl.rewards.scorers import SCORERS, scorer_of
 from tandem.types import Score, ScoreState
+from tandem.types.sample import REWARD
 
 Judged = Callable[[Item], Judgement]
 
@@ -37,6 +38,8 @@ def make_judge(function: RewardFunctionConfig, config: RewardsConfig) -> Judge:
         return length_judge(function)
     if function.function == "code_executor":
         return code_judge(function, fault_value)
+    if function.function == "agent":
+        return _each(function, judge_by_agent)
     if function.function == "task":
         check_installed(function.answer)
         return _each(function, lambda item: judge_by_task(item, function.answer, fault_value))
@@ -48,6 +51,13 @@ def _each(function: RewardFunctionConfig, judged: Judged) -> Judge:
         return [judged(item) for item in items]
 
     return Judge(function.label, True, judge)
+
+
+def judge_by_agent(item: Item) -> Judgement:
+    """Returns the reward that the agent returned, with its other numbers as details."""
+    if REWARD not in item.outcome:
+        return infrastructure_fault("the agent returned no number, and reward function 'agent' reads one; name another function in rewards.functions")
+    return number(item.outcome[REWARD], details={name: value for name, value in item.outcome.items() if name != REWARD})
 
 
 def judge_by_task(item: Item, config: AnswerMatcherConfig, fault_value: float) -> Judgement:

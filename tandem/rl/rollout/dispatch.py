@@ -1,6 +1,8 @@
 """The requests of a step's rollout, and the keys of their random numbers."""
 
 import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +15,13 @@ def request_key(step: int, prompt_id: str, purpose: str = "rollout", turn: int =
     turned = (str(turn),) if turn else ()
     text = "\0".join((purpose, str(step), prompt_id, *turned)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def model_call_key(step: int, prompt_id: str, purpose: str, tokens: Sequence[int], repeat: int) -> int:
+    """Returns the 63-bit key of a call of the model by an agent. Instead of its number, which depends on time where an agent makes calls at once, it has what
+    the model reads, ``tokens``, and how many earlier calls of the episode read the same (``repeat``)."""
+    digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
+    return request_key(step, prompt_id, f"{purpose}\0{digest}", repeat)
 
 
 def sample_id(step: int, prompt_id: str, index: int) -> str:

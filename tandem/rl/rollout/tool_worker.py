@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.data.tools.load import ERROR, Tool, load_tools
+from tandem.rl.function_process import Loaded
 from tandem.runtime.process.worker import dump_stack_on_abort, serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
 from tandem.storage.digests import bytes_digest
@@ -24,13 +25,6 @@ MOST_CHARACTERS = 2**16
 """Of a result that is sent to the rollout; its middle is left out."""
 CALLERS_FAULT = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 """Errors of the operating system that a call's arguments cause."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The answer to ``load``: the digest of each file that defines a tool."""
-
-    files: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,30 @@
+"""Checks before a run that its agent can be served and loaded. Imports no torch."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+from tandem.config.agent import AgentConfig
+from tandem.rl.agents.agent_pool import AgentPool
+from tandem.rl.agents.conversations import Conversations
+from tandem.types import UserError
+
+PACKAGES = ("fastapi", "uvicorn")
+
+
+def check_packages() -> None:
+    """Raises ``UserError`` without the packages of the server that an agent calls."""
+    missing = next((name for name in PACKAGES if importlib.util.find_spec(name) is None), None)
+    if missing is not None:
+        raise UserError(f"rollout.agent needs the package '{missing}', which is not installed; pip install 'tandem-rl[serve]'")
+
+
+def check_agent(config: AgentConfig, folder: Path) -> list[str]:
+    """Returns the columns of a prompt that the agent cannot do without. Raises ``UserError`` where it cannot be loaded, or the tokenizer in ``folder`` has no
+    chat template."""
+    check_packages()
+    Conversations.open(folder, config.tool_call_parser)
+    # One worker shows whether the agent loads.
+    pool = AgentPool(replace(config, workers=1), None)
+    pool.close()
+    return pool.columns
