@@ -210,12 +210,12 @@ def test_a_request_without_room_is_refused_and_an_episode_that_fails_by_it_is_tr
         ("rollout.budget_tokens=8", r"'rollout\.budget_tokens' with rollout\.agent"),
         ("algorithm.name=online_dpo", r"'rollout\.agent' with algorithm\.name online_dpo"),
         ("reward_model.path=models/reward", r"'rollout\.agent' with section 'reward_model'"),
-        ("rollout.agent=null", r"reward function 'agent' is the number that an agent returned, and section 'rollout\.agent' is not given"),
+        ("rollout.agent=null task.tools=[]", r"reward function 'agent' is the number that an agent returned, and section 'rollout\.agent' is not given"),
     ],
 )
 def test_what_an_agent_cannot_be_combined_with_is_refused(override, message):
     with pytest.raises(UserError, match=message):
-        load_config(Path(__file__).parents[1] / "pod" / "agent.yaml", ["rewards.functions=[{function: agent}]", override])
+        load_config(Path(__file__).parents[1] / "pod" / "agent.yaml", ["rewards.functions=[{function: agent}]", *override.split()])
 
 
 @pytest.mark.parametrize(
@@ -473,6 +473,7 @@ def test_an_agent_that_cannot_be_loaded_is_refused(drawn, tmp_path):
     check_agent_columns(["b"], function, pool.columns)
 
 
+@pytest.mark.full
 def test_an_agent_takes_the_columns_that_it_names_and_returns_its_reward(drawn):
     samples = drawn("judges", "012345", count=1, columns={"level": 5, "question": "another", "unit": "m"})
     assert [sample.outcome for sample in samples] == [{"reward": 0.25}, {"reward": 1.0, "turns": 3.0}, {}, {"reward": 1.0}, {}, {}]
