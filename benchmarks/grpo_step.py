@@ -1,91 +1,192 @@
-"""One GRPO step of ours beside TRL's: 32 prompts x 8 samples, up to 32 new tokens, the same start model and prompts.
+"""One GRPO step of ours beside TRL's, on the same start model and prompts: seconds, phases, peak memory.
 
-    python benchmarks/grpo_step.py [--peer-python .venv-peer/bin/python] [--steps 8] [--threads 1 2]
+    python benchmarks/grpo_step.py [--peer-python .venv-peer/bin/python] [--steps 8] [--threads 1 2] [--work-loads sort large]
 
-Both sides are processes of their own that take turns, step by step, so that both meet the same neighbours. Our step is the
-whole of what a run does between two steps (prompts, rollout, judges in their own process, reference pass, update, weights
-into the engine, and its metrics); TRL's is what lies between its ``on_step_begin`` and ``on_step_end``. CPU seconds are those of
-all threads and child processes. The first step of each side is not counted.
+Ours is a run of the command, with every process of its pod; a step is all that it does from one row of ``metrics.jsonl`` to the next (weights to the engine,
+prompts, rollout, rewards in their own process, reference pass, update, journal). TRL's step is what lies between its ``on_step_begin`` and ``on_step_end``.
+The sides are processes of their own that take turns, step by step, so that all meet the same neighbours. CPU seconds are those of all threads and child
+processes. The first step of each side is not counted.
+
+TRL takes its update in one pass or in as many passes as we have micro-batches, whichever is the faster; the ratio of seconds is against the faster one, that of
+memory against the leaner one. The peak of memory is sampled in steps of their own after those that are timed; ``family_memory.py`` says what is counted.
 """
 
 import sys
 import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from family_memory import Bytes, peak_of
 from machine import HERE, Driven, best_and_median, machine, peer_python, write_ratios, write_report
 from options import parser as shared_parser
 from start_model import recipe_with, warm_model, write_peer_settings, write_prompts, write_run
 
+from tandem.config.recipe import Recipe
+from tandem.model.create_model import create_model
+
 KL = {"on": 0.01, "off": 0.0}
+PHASES = ("rollout", "inference", "rewards", "train", "weight update")
+OURS = ("tandem", "tandem, share_prompts")
+LARGE = (
+    "model.create.hidden_size=512", "model.create.num_hidden_layers=8", "model.create.num_attention_heads=8", "model.create.num_key_value_heads=4",
+    "model.create.head_dim=64", "model.create.intermediate_size=1536", "model.create.initializer_range=0.02", "task.min_digits=40", "task.max_digits=40",
+    "rollout.prompts_per_step=8", "rollout.max_tokens=64", "trainer.learning_rate=1e-6",
+)  # fmt: skip
+"""A model of 22 million parameters, and prompts that are as long as its completions."""
+WORK_LOADS = {"sort": (), "large": LARGE}
+WHAT = {
+    "sort": "the sort recipe's warm model (1.3 million parameters) and hyper-parameters, 32 prompts x 8 samples, up to 32 new tokens",
+    "large": "a model of 22 million parameters with random weights, 8 prompts of about 50 tokens x 8 samples, up to 64 new tokens",
+}
+MEMORY_STEPS = 2
+SPEED_TARGET, MEMORY_TARGET = 2.5, 0.6
 
 
-def measure(model: Path, work: Path, peer: str, kl: float, threads: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+@dataclass
+class Side:
+    """What was measured of one side: its counted steps, and the peak of a step."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    peak: Bytes = field(default_factory=lambda: Bytes(0, 0, 0))
+    samples: int = 0
+
+    def seconds(self, kind: str) -> tuple[float, float]:
+        return best_and_median([step[kind] for step in self.steps])
+
+    def phase(self, name: str, kind: str) -> float:
+        return best_and_median([step[kind].get(name, 0.0) for step in self.steps])[1]
+
+    @property
+    def mean_length(self) -> float:
+        return float(sum(step["mean_length"] for step in self.steps) / len(self.steps))
+
+
+def start_of(name: str, work: Path) -> Path:
+    """The model that every side of a work load starts from."""
+    if name == "sort":
+        return warm_model(work)
+    recipe, folder = recipe_with(LARGE), work / "grpo-step-large"
+    if not (folder / "config.json").exists():
+        assert recipe.model.create is not None
+        create_model(recipe.model.create, 0, folder)
+    return folder
+
+
+def run_recipe(recipe: list[str], model: Path, folder: Path, steps: int, *, share_prompts: bool) -> Recipe:
+    """The recipe of our run: from ``model``, without evaluations and checkpoints in the counted steps."""
+    return recipe_with([
+        *recipe, f"model.path={model.resolve()}", "model.create=null", "sft=null", f"trainer.share_prompts={share_prompts}",
+        "evaluation.every_steps=1000000", "evaluation.prompts=1", "evaluation.final_prompts=1", "checkpoint.every_steps=1000000",
+        f"run.directory={folder.resolve()}", "run.name=run", f"run.max_steps={steps}",
+    ])  # fmt: skip
+
+
+def measure(load: str, work: Path, peer: str, kl: float, threads: int, steps: int) -> dict[str, Side]:
     """The counted steps of each side, taken in turn."""
-    recipe = recipe_with([f"algorithm.kl_coef={kl}", f"machine.threads={threads}"])
-    with tempfile.TemporaryDirectory(dir=work) as folder:
-        run = write_run(recipe, Path(folder) / "ours")
-        prompts = write_prompts(recipe, model, steps + 1, Path(folder) / "prompts.jsonl")
-        settings = write_peer_settings(recipe, Path(folder) / "peer", threads)
-        ours = [sys.executable, HERE / "peers" / "tandem_grpo.py", model, prompts, run]
-        theirs = [peer, HERE / "peers" / "trl_grpo.py", model, prompts, settings]
-        with Driven("tandem", ours, threads, work / "tandem_grpo.log") as a, Driven("TRL", theirs, threads, work / "trl_grpo.log") as b:
-            sides: dict[str, list[dict[str, Any]]] = {"tandem": [], "TRL": []}
-            for step in range(steps + 1):
-                for name, side in (("tandem", a), ("TRL", b)):
-                    took = side.ask("step")
-                    if step:
-                        sides[name].append(took)
-                    print(f"threads {threads}, KL {kl:g}, step {step}, {name}: {took}", file=sys.stderr, flush=True)
+    model = start_of(load, work)
+    changes = [change for change in WORK_LOADS[load] if not change.startswith("model.")]
+    common = [*changes, f"algorithm.kl_coef={kl}", f"machine.threads={threads}"]
+    whole = 1 + steps + MEMORY_STEPS
+    with tempfile.TemporaryDirectory(dir=work) as name, ExitStack() as stack:
+        folder = Path(name)
+        plain = recipe_with(common)
+        prompts = write_prompts(plain, model, whole + 1, folder / "prompts.jsonl")
+        commands: dict[str, list[str | Path]] = {}
+        for number, side in enumerate(OURS):
+            own = folder / f"ours-{number}"
+            recipe = run_recipe(common, model, own / "runs", whole + 1, share_prompts=side != "tandem")
+            commands[side] = [sys.executable, HERE / "peers" / "tandem_run.py", write_run(recipe, own)]
+        for passes in peer_passes(plain):
+            settings = write_peer_settings(plain, folder / f"peer-{passes}", threads, passes)
+            commands[f"TRL, {passes} pass{'es' if passes > 1 else ''}"] = [peer, HERE / "peers" / "trl_grpo.py", model, prompts, settings]
+        driven = {
+            side: stack.enter_context(Driven(side, command, threads, work / f"grpo-step-{number}.log"))
+            for number, (side, command) in enumerate(commands.items())
+        }
+        sides = {side: Side() for side in driven}
+        for step in range(steps + 1):
+            for side, process in driven.items():
+                # Our first step was taken when the side answered that it is ready.
+                took = process.ask("step") if step or not side.startswith("tandem") else {}
+                if step:
+                    sides[side].steps.append(took)
+                print(f"{load}, threads {threads}, KL {kl:g}, step {step}, {side}: {took}", file=sys.stderr, flush=True)
+        for side, process in driven.items():
+            memory = peak_of(process.process.pid, lambda process=process: [process.ask("step") for _ in range(MEMORY_STEPS)])  # type: ignore[misc]
+            sides[side].peak, sides[side].samples = memory.peak, memory.samples
+            print(f"{load}, threads {threads}, KL {kl:g}, memory of {side}: {memory.peak}", file=sys.stderr, flush=True)
     return sides
 
 
-def row(kl: str, threads: int, sides: dict[str, list[dict[str, Any]]]) -> tuple[str, dict[str, tuple[float, float]]]:
-    """A row of the table, and the ratios (best, median) by kind of seconds."""
-    cells, ratios = [f"{threads}", kl], {}
-    for kind in ("cpu_s", "wall_s"):
-        a, b = (best_and_median([step[kind] for step in sides[name]]) for name in ("tandem", "TRL"))
-        ratios[kind] = (b[0] / a[0], b[1] / a[1])
-        cells += [f"{a[0]:.2f} / {a[1]:.2f}", f"{b[0]:.2f} / {b[1]:.2f}", f"**{ratios[kind][0]:.2f}** / {ratios[kind][1]:.2f}"]
-    lengths = [sum(step["mean_length"] for step in sides[name]) / len(sides[name]) for name in ("tandem", "TRL")]
-    apart = abs(lengths[0] / lengths[1] - 1)
-    cells.append(f"{lengths[0]:.2f} / {lengths[1]:.2f}" + (f" (they differ by {apart:.0%})" if apart > 0.02 else ""))
-    return "| " + " | ".join(cells) + " |", ratios
+def peer_passes(recipe: Recipe) -> list[int]:
+    """In how many passes TRL takes its update: one, and as many as our micro-batches hold if all sequences have the greatest length."""
+    sequences = recipe.rollout.prompts_per_step * recipe.algorithm.group_size
+    longest = recipe.rollout.max_tokens + recipe.task.max_digits * 2
+    passes = 1
+    while sequences * longest / passes > recipe.trainer.micro_batch_tokens and passes < sequences:
+        passes *= 2
+    return sorted({1, passes})
+
+
+def tables(load: str, threads: int, kl: str, sides: dict[str, Side], promises: list[dict[str, Any]]) -> list[str]:
+    """The part of the report of one setting; appends to ``promises``."""
+    peers = {name: side for name, side in sides.items() if name.startswith("TRL")}
+    ours = {name: side for name, side in sides.items() if name not in peers}
+    lines = [f"## {load}, {threads} thread{'s' if threads > 1 else ''}, KL {kl}", ""]
+    lines += ["| side | CPU s | wall s | tokens a completion | peak MiB | private | shared memory | libraries |", "|---|---|---|---|---|---|---|---|"]
+    for name, side in sides.items():
+        cpu, wall = (" / ".join(f"{value:.3f}" for value in side.seconds(kind)) for kind in ("cpu_s", "wall_s"))
+        peak = side.peak
+        sizes = " | ".join(f"{size / 2**20:,.0f}" for size in (peak.total, peak.anonymous, peak.shared_files, peak.mapped_files))
+        lines.append(f"| {name} | {cpu} | {wall} | {side.mean_length:.2f} | {sizes} |")
+    lines += ["", "| TRL over ours | CPU s | wall s | peak memory, ours over TRL's |", "|---|---|---|---|"]
+    for name, side in ours.items():
+        ratios = {}
+        for kind in ("cpu_s", "wall_s"):
+            own, theirs = side.seconds(kind), [min(peer.seconds(kind)[place] for peer in peers.values()) for place in (0, 1)]
+            ratios[kind] = (theirs[0] / own[0], theirs[1] / own[1])
+        memory = side.peak.total / min(peer.peak.total for peer in peers.values())
+        cells = [f"**{best:.2f}** / {median:.2f}" for best, median in ratios.values()]
+        lines.append(f"| {name} | {cells[0]} | {cells[1]} | **{memory:.2f}** |")
+        kind = "cpu_s" if threads == 1 else "wall_s"
+        what = f"GRPO step, {load}, {name}, {'CPU' if threads == 1 else 'wall'} seconds, {threads} thread{'s' if threads > 1 else ''}, KL {kl}"
+        promises.append({"what": what, "ratio": ratios[kind][0], "median": ratios[kind][1], "target": SPEED_TARGET})
+        promises.append({"what": f"GRPO step, {load}, {name}, peak memory, KL {kl}", "ratio": memory, "target": MEMORY_TARGET, "at_most": True})
+    lines += ["", "CPU seconds of each phase, median:", "", "| side | " + " | ".join(PHASES) + " |", "|---|" + "---|" * len(PHASES)]
+    for name, side in sides.items():
+        lines.append(f"| {name} | " + " | ".join(f"{side.phase(phase, 'phase_cpu_s'):.3f}" for phase in PHASES) + " |")
+    if any("mismatch_kl" in step for side in ours.values() for step in side.steps):
+        largest = max(abs(step["mismatch_kl"]) for side in ours.values() for step in side.steps)
+        lines += ["", f"Largest mismatch_kl of our steps: {largest:g}."]
+    return [*lines, ""]
 
 
 def main() -> None:
-    parser = shared_parser(__doc__ or "", threads=(1, 2), peer=True, work="the start model is")
+    parser = shared_parser(__doc__ or "", threads=(1, 2), peer=True, work="the start models are")
     parser.add_argument("--steps", type=int, default=8, help="counted steps of each side")
     parser.add_argument("--kl", nargs="+", choices=sorted(KL), default=["off", "on"])
+    parser.add_argument("--work-loads", nargs="+", choices=sorted(WORK_LOADS), default=["sort"])
     options = parser.parse_args()
     peer, described = peer_python(options.peer_python), machine()
     options.work.mkdir(parents=True, exist_ok=True)
-    model = warm_model(options.work)
-    lines, promises = [], []
-    for threads in options.threads:
-        for kl in options.kl:
-            line, ratios = row(kl, threads, measure(model, options.work, peer, KL[kl], threads, options.steps))
-            lines.append(line)
-            kind = "cpu_s" if threads == 1 else "wall_s"
-            seconds = "CPU" if threads == 1 else "wall"
-            what = f"GRPO step, {seconds} seconds, {threads} thread{'s' if threads > 1 else ''}, KL {kl}"
-            promises.append({"what": what, "ratio": ratios[kind][0], "median": ratios[kind][1], "target": 2.0})
+    lines: list[str] = []
+    promises: list[dict[str, Any]] = []
+    for load in options.work_loads:
+        for threads in options.threads:
+            for kl in options.kl:
+                sides = measure(load, options.work, peer, KL[kl], threads, options.steps)
+                lines += tables(load, threads, kl, sides, promises)
     text = "\n".join([
-        "# A GRPO step beside TRL 1.16", "", machine_line(described, options.steps), "",
-        "| threads | KL | CPU s tandem | CPU s TRL | TRL / tandem | wall s tandem | wall s TRL | TRL / tandem | tokens a completion, tandem / TRL |",
-        "|---|---|---|---|---|---|---|---|---|", *lines, "",
-    ])
+        "# A GRPO step beside TRL 1.16", "", described, "", *(__doc__ or "").split("\n\n")[2:],
+        *(f"{name}: {WHAT[name]}." for name in options.work_loads), "",
+        f"Best / median of {options.steps} steps a side, interleaved step by step in one run. OMP_NUM_THREADS and GOMP_SPINCOUNT are the same on all sides.",
+        "", *lines,
+    ])  # fmt: skip
     print(text)
     print(f"wrote {write_report('grpo-step', text, options.out)}")
     write_ratios("grpo_step", promises, options.work)
-
-
-def machine_line(described: str, steps: int) -> str:
-    return (
-        f"{described}\n\nBest / median of {steps} steps a side, interleaved step by step in one run; 32 prompts x 8 samples, up to 32 new "
-        "tokens, the sort recipe's warm model and hyper-parameters on both sides, the same prompts. CPU seconds count all threads "
-        "and child processes. OMP_NUM_THREADS and GOMP_SPINCOUNT are the same on both sides."
-    )
 
 
 if __name__ == "__main__":

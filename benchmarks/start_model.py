@@ -59,13 +59,13 @@ def write_prompts(recipe: Recipe, model: Path, steps: int, path: Path) -> Path:
     return path
 
 
-def write_peer_settings(recipe: Recipe, directory: Path, threads: int) -> Path:
-    """What TRL's side is told."""
+def write_peer_settings(recipe: Recipe, directory: Path, threads: int, micro_batches: int = 1) -> Path:
+    """What TRL's side is told. ``micro_batches``: the passes in which it takes its update."""
     trainer, algorithm, rollout = recipe.trainer, recipe.algorithm, recipe.rollout
     settings = {
         "threads": threads, "seed": recipe.run.seed, "output": str(directory / "output"),
         "group_size": algorithm.group_size, "prompts_per_step": rollout.prompts_per_step, "max_tokens": rollout.max_tokens,
-        "temperature": rollout.temperature, "kl_coef": algorithm.kl_coef,
+        "temperature": rollout.temperature, "micro_batches": micro_batches, "kl_coef": algorithm.kl_coef,
         "learning_rate": trainer.learning_rate, "warmup_steps": trainer.warmup_steps, "beta1": trainer.beta1, "beta2": trainer.beta2,
         "weight_decay": trainer.weight_decay, "max_grad_norm": trainer.max_grad_norm,
     }

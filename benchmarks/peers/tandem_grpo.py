@@ -10,6 +10,7 @@ import cProfile
 import sys
 import time
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 from clock import Stopwatch
@@ -17,6 +18,7 @@ from lines import answer, command
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
+from tandem.layout.residents import KEEP
 from tandem.model.huggingface.model_folder import to_huggingface
 from tandem.pod.prompts import prompt_source
 from tandem.pod.rollout_worker import RolloutWorker
@@ -39,8 +41,8 @@ class Side:
         (directory / "pod").mkdir(exist_ok=True)
         rank = rank_alone(directory, threads=self.recipe.machine.threads)
         self.trainer, self.rollout = TrainerWorker(self.recipe, rank), RolloutWorker(self.recipe, directory)
-        self.trainer.load({"start": str(model), "step": None}, {}, _quiet)
-        self.rollout.start_engine({"folder": str(model)}, {}, _quiet)
+        loaded, _ = self.trainer.load({"start": str(model), "step": None, **asdict(KEEP), "prefetch": []}, {}, _quiet)
+        self.rollout.start_engine({"folder": str(model), "kernels": loaded["kernels"]}, {}, _quiet)
         self.prompts, self.rewards = prompt_source(self.recipe, model), RewardPool(self.recipe.rewards)
         self.serve_weights()
 

@@ -4,15 +4,18 @@ Runs in the peer's own environment and is driven line by line, so that its steps
 ``step`` takes one optimizer step, ``save FOLDER`` writes the model, ``quit`` ends.
 Usage: ``trl_grpo.py MODEL PROMPTS.jsonl SETTINGS.json``.
 
-A step is timed from TRL's ``on_step_begin`` to its ``on_step_end``: reading the data and logging are not counted.
+A step is timed from TRL's ``on_step_begin`` to its ``on_step_end``: reading the data and logging are not counted. Its phases are those of TRL's own methods:
+generation, the reference's pass (log-probabilities without gradients), rewards; the rest is the training. TRL generates with the weights that it trains,
+so its weight update takes no time.
 """
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from clock import Stopwatch
+from clock import PhaseClock, Stopwatch
 from lines import answer, command
 
 with open(sys.argv[3], encoding="utf-8") as file:
@@ -37,7 +40,26 @@ class Driven(TrainerCallback):
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.watch, self.took = Stopwatch(), {"wall_s": 0.0, "cpu_s": 0.0}
+        self.watch, self.phases = Stopwatch(), PhaseClock()
+        self.took: dict[str, Any] = {}
+
+    def measure(self, trainer: GRPOTrainer) -> None:
+        """Times the phases of ``trainer``, inside its own methods."""
+
+        def timed(name: str, phase: str, counts: Callable[[], bool] = lambda: True) -> None:
+            method = getattr(trainer, name)
+
+            def call(*arguments: Any, **named: Any) -> Any:
+                if not counts():
+                    return method(*arguments, **named)
+                with self.phases.inside(phase):
+                    return method(*arguments, **named)
+
+            setattr(trainer, name, call)
+
+        timed("_generate", "rollout")
+        timed("_calculate_rewards", "rewards")
+        timed("_get_per_token_logps_and_entropies", "inference", lambda: not torch.is_grad_enabled())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         while (words := command())[0] != "step":
@@ -47,9 +69,10 @@ class Driven(TrainerCallback):
             self.tokenizer.save_pretrained(words[1])
             answer(saved=words[1])
         self.watch.start()
+        self.phases.begin("train")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.took = self.watch.stop()
+        self.took = self.phases.end() | self.watch.stop()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs and "reward" in logs:
@@ -75,8 +98,8 @@ def main() -> None:
         bf16=False,
         seed=SETTINGS["seed"],
         max_steps=len(rows) // prompts,
-        per_device_train_batch_size=prompts * group,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=prompts * group // SETTINGS["micro_batches"],
+        gradient_accumulation_steps=SETTINGS["micro_batches"],
         num_generations=group,
         max_completion_length=SETTINGS["max_tokens"],
         temperature=SETTINGS["temperature"],
@@ -98,10 +121,11 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
+    driven = Driven(model, tokenizer)
     trainer = GRPOTrainer(
-        model=model, reward_funcs=correct, args=config, train_dataset=dataset, processing_class=tokenizer,
-        callbacks=[Driven(model, tokenizer)],
+        model=model, reward_funcs=correct, args=config, train_dataset=dataset, processing_class=tokenizer, callbacks=[driven]
     )
+    driven.measure(trainer)
     answer(ready=True)
     trainer.train()
 
