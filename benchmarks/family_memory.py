@@ -5,7 +5,6 @@ holds open, whether mapped or not; and the resident pages of mapped files (libra
 Proportional shares alone would not do for files: they fall as strangers map the same library. The cache of files that were only read is not counted."""
 
 import contextlib
-import os
 import re
 import stat
 import sys
@@ -19,7 +18,7 @@ from types import TracebackType
 from machine import HERE
 
 sys.path.insert(0, str(HERE / "peers"))
-from clock import family  # noqa: E402
+from clock import family
 
 MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) *(.*)$")
 
@@ -51,14 +50,13 @@ def anonymous_bytes(pids: list[int]) -> int:
 def shared_file_bytes(pids: list[int]) -> int:
     """The allocated bytes of every file in memory that one of the processes holds open."""
     found: dict[tuple[int, int], int] = {}
-    memory = os.stat("/dev/shm").st_dev
+    memory = Path("/dev/shm").stat().st_dev
     for pid in pids:
         with contextlib.suppress(OSError):
-            for number in os.listdir(f"/proc/{pid}/fd"):
+            for opened in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    name = f"/proc/{pid}/fd/{number}"
-                    status = os.stat(name)
-                    if stat.S_ISREG(status.st_mode) and (status.st_dev == memory or os.readlink(name).startswith("/memfd:")):
+                    status = opened.stat()
+                    if stat.S_ISREG(status.st_mode) and (status.st_dev == memory or str(opened.readlink()).startswith("/memfd:")):
                         found[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(found.values())
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,11 @@ def run_recipe(recipe: list[str], model: Path, folder: Path, steps: int, *, shar
     ])  # fmt: skip
 
 
+def take_steps(side: Driven, count: int) -> None:
+    for _ in range(count):
+        side.ask("step")
+
+
 def measure(load: str, work: Path, peer: str, kl: float, threads: int, steps: int) -> dict[str, Side]:
     """The counted steps of each side, taken in turn."""
     model = start_of(load, work)
@@ -114,7 +120,7 @@ def measure(load: str, work: Path, peer: str, kl: float, threads: int, steps: in
                     sides[side].steps.append(took)
                 print(f"{load}, threads {threads}, KL {kl:g}, step {step}, {side}: {took}", file=sys.stderr, flush=True)
         for side, process in driven.items():
-            memory = peak_of(process.process.pid, lambda process=process: [process.ask("step") for _ in range(MEMORY_STEPS)])  # type: ignore[misc]
+            memory = peak_of(process.process.pid, partial(take_steps, process, MEMORY_STEPS))
             sides[side].peak, sides[side].samples = memory.peak, memory.samples
             print(f"{load}, threads {threads}, KL {kl:g}, memory of {side}: {memory.peak}", file=sys.stderr, flush=True)
     return sides

@@ -67,7 +67,7 @@ class SideFailed(SystemExit):
 class Driven:
     """One side of a benchmark in a process of its own that waits for commands. ``threads`` and the variables of the OpenMP
     runtime are the same on every side; ``extra`` are variables of this side alone. ``start_s``: wall seconds until it was
-    ready."""
+    ready; ``ready``: what it then said."""
 
     def __init__(
         self, name: str, command: Sequence[str | Path], threads: int, log: Path, extra: Mapping[str, str] | None = None
@@ -80,7 +80,7 @@ class Driven:
             self.process = subprocess.Popen(
                 [str(part) for part in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, env=environment, text=True
             )
-        self._read()
+        self.ready = self._read()
         self.start_s = time.perf_counter() - began
 
     def ask(self, command: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from typing import Any
 from machine import HERE, machine, write_report
 from options import parser as shared_parser
 
-PEERED = ("grpo_step", "rollout", "time_to_accuracy", "training", "engine")
-DEFAULT = ("linear", "weight_update", "rollout", "grpo_step", "training", "time_to_accuracy")
+PEERED = ("dpo_step", "grpo_step", "rollout", "time_to_accuracy", "training", "engine")
+DEFAULT = ("linear", "weight_update", "rollout", "grpo_step", "dpo_step", "training", "time_to_accuracy")
 """Without the engine's: it takes hours and peers that `make bench` does not install."""
 OTHERS = (
     "attention", "batching", "channel", "checkpointing", "commits", "data_ranks", "equality", "kills", "kv_cache", "lm_head", "moe", "quantization",
@@ -27,9 +27,9 @@ OTHERS = (
 """Run where --only names them: their reports stand for themselves, and nothing of them is in the summary."""
 QUICK = {
     "engine": ["--quick", "--models", "3.7M"],
-    "grpo_step": ["--steps", "2"], "training": ["--rounds", "2", "--threads", "1"],
+    "grpo_step": ["--steps", "2"], "dpo_step": ["--steps", "2"], "training": ["--rounds", "2", "--threads", "1"],
     "commits": ["--rounds", "1"], "data_ranks": ["--rounds", "1", "--steps", "4"],
-    "rollout": ["--rounds", "2"], "time_to_accuracy": ["--steps", "10"], "linear": ["--seconds", "0.02"],
+    "rollout": ["--rounds", "2"], "time_to_accuracy": ["--steps", "10", "--seeds", "0"], "linear": ["--seconds", "0.02"],
 }
 
 

@@ -1,4 +1,4 @@
-"""The model that both sides start from: made and warmed up once by the sort recipe, and kept in the work directory."""
+"""The model that both sides start from: made and warmed up once by a recipe, that of sort unless another is named, and kept in the work directory."""
 
 import hashlib
 import json
@@ -17,18 +17,18 @@ from tandem.runtime.callback import Callback
 RECIPE = ROOT / "recipes" / "sort.yaml"
 
 
-def recipe_with(overrides: Sequence[str] = ()) -> Recipe:
-    return load_config(RECIPE, overrides)
+def recipe_with(overrides: Sequence[str] = (), recipe: Path = RECIPE) -> Recipe:
+    return load_config(recipe, overrides)
 
 
-def warm_model(work: Path, threads: int = 1) -> Path:
-    """The folder of the warm model, made where it is missing; its name changes with what the recipe says of it."""
+def warm_model(work: Path, threads: int = 1, path: Path = RECIPE) -> Path:
+    """The folder of the warm model of the recipe in ``path``, made where it is missing; its name changes with what the recipe says of it."""
     import torch
 
     from tandem.jobs.sft import run_sft_stage, sft_recipe
     from tandem.model.create_model import create_model
 
-    recipe = recipe_with([f"machine.threads={threads}"])
+    recipe = recipe_with([f"machine.threads={threads}"], path)
     parts = to_mapping(recipe)
     digest = hashlib.sha256(json.dumps([parts[name] for name in ("model", "task", "sft", "run")]).encode()).hexdigest()[:12]
     folder = work / f"start-{digest}"

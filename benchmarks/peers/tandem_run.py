@@ -1,8 +1,8 @@
 """Our side of the benchmarks of a whole step: a run of the command, with all its processes, which waits for a line before every step.
 
-``tandem_run.py RUN``, a folder with the recipe's ``config.yaml``; commands are those of ``trl_grpo.py``, without ``save``. A step is all that a run does from one
-row of ``metrics.jsonl`` to the next: weights to the engine, prompts, rollout, rewards in their own process, the reference's pass where the recipe asks for
-one, update, journal and row. The first step is taken before the first command.
+``tandem_run.py RUN``, a folder with the recipe's ``config.yaml``; commands are those of ``trl_grpo.py``, without ``save``. A step is all that a run does from
+one row of ``metrics.jsonl`` to the next; of reinforcement learning: weights to the engine, prompts, rollout, rewards in their own process, the reference's
+pass where the recipe asks for one, update, journal and row. The first step is taken before the first command; the first answer is its.
 """
 
 import os
@@ -14,11 +14,11 @@ from clock import PhaseClock, Stopwatch, cpu_of, family
 from lines import answer, command
 
 import tandem
-from tandem.config.load import build, read_yaml
-from tandem.config.recipe import Recipe
 
 PHASES = {"rollout": "rollout", "inference": "inference", "train": "train"}
 """Names of the run's phases and of the benchmark's; every other one is part of the weight update."""
+METRICS = {"reward/mean": "reward", "response_length/mean": "mean_length", "mismatch_kl": "mismatch_kl", "train/loss": "loss"}
+"""Names of the row's metrics and of the answer's."""
 
 
 class Driven(tandem.Callback):
@@ -31,16 +31,14 @@ class Driven(tandem.Callback):
         self.phases.enter(PHASES.get(name, "weight update"))
 
     def row(self, row: Mapping[str, float | int | str]) -> None:
+        measured = {"step": row["step"], **{said: row[name] for name, said in METRICS.items() if name in row}}
         if row["step"] == 0:
             children = family(os.getpid())[1:]
             self.phases.judges = [pid for pid in children if "reward" in Path(f"/proc/{pid}/cmdline").read_text()]
             self.phases.children = [pid for pid in children if pid not in self.phases.judges]
-            answer(ready=True)
+            answer(**measured)
         else:
-            answer(
-                step=row["step"], reward=row["reward/mean"], mean_length=row["response_length/mean"], mismatch_kl=row["mismatch_kl"],
-                **self.phases.end(), **self.watch.stop(),
-            )  # fmt: skip
+            answer(**measured, **self.phases.end(), **self.watch.stop())
         self.quits = command()[0] == "quit"
         self.watch.start()
         self.phases.begin("weight update")
@@ -52,7 +50,7 @@ class Driven(tandem.Callback):
 def main() -> None:
     assert cpu_of([os.getpid()]) > 0, "the clocks of other processes cannot be read here"
     try:
-        tandem.train(build(Recipe, read_yaml(Path(sys.argv[1]) / "config.yaml")), callbacks=[Driven()], progress=False)
+        tandem.train(Path(sys.argv[1]) / "config.yaml", callbacks=[Driven()], progress=False)
     except tandem.RunError as stopped:
         print(stopped, file=sys.stderr)
 

@@ -1,0 +1,201 @@
+"""One DPO step of ours beside TRL's DPOTrainer, on the same start model, pairs and batches: seconds, peak memory, and the loss of every step.
+
+    python benchmarks/dpo_step.py [--peer-python .venv-peer/bin/python] [--steps 12] [--threads 1] [--work-loads sort large]
+
+Ours is a run of ``recipes/dpo.yaml`` by the command; a step is all that it does from one row of ``metrics.jsonl`` to the next. TRL's is what lies between
+its ``on_step_begin`` and ``on_step_end``. Both compute the reference's log-probabilities before the first step (TRL: ``precompute_ref_log_probs``), take the
+pairs in the same order with the same tokens (asserted) and the same constant learning rate, so that the losses must agree, step by step, but for the order of
+sums. The sides are processes of their own that take turns, step by step. CPU seconds are those of all threads and child processes. The first step of each
+side is not counted. The peak of memory is sampled in steps of their own after those that are timed; ``family_memory.py`` says what is counted.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from family_memory import Bytes, peak_of
+from grpo_step import start_of, take_steps
+from machine import HERE, ROOT, Driven, best_and_median, machine, peer_python, write_ratios, write_report
+from options import parser as shared_parser
+
+from tandem.config.load import to_mapping
+from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import load_config
+from tandem.jobs.data_run.train_data import open_datasets, open_stream
+from tandem.text.tokenizer import Tokenizer
+
+MEMORY_STEPS = 2
+SPEED_TARGET, MEMORY_TARGET = 2.5, 0.6
+
+
+@dataclass(frozen=True)
+class WorkLoad:
+    """``digits``: of a prompt, least and most; ``pairs``: of a batch."""
+
+    what: str
+    digits: tuple[int, int]
+    pairs: int
+    learning_rate: float
+
+
+WORK_LOADS = {
+    "sort": WorkLoad("the sort recipe's warm model (1.3 million parameters), batches of 64 pairs of at most 14 tokens", (3, 6), 64, 1e-4),
+    "large": WorkLoad("a model of 22 million parameters with random weights, batches of 16 pairs of about 80 tokens", (30, 50), 16, 1e-5),
+}
+
+
+@dataclass
+class Side:
+    """What was measured of one side: its losses from the first step on, its counted steps, and the peak of a step."""
+
+    losses: list[float] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    peak: Bytes = field(default_factory=lambda: Bytes(0, 0, 0))
+
+    def seconds(self, kind: str) -> tuple[float, float]:
+        return best_and_median([step[kind] for step in self.steps])
+
+
+def write_pairs(load: WorkLoad, count: int, path: Path) -> None:
+    """Writes ``count`` preference pairs: digits, the right order, and one with two digits exchanged or one misread."""
+    draw = random.Random(0)
+    path.parent.mkdir(parents=True)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            digits = [draw.randrange(10) for _ in range(draw.randint(*load.digits))]
+            right = sorted(digits)
+            wrong = list(right)
+            place = draw.randrange(len(wrong))
+            wrong[place] = (wrong[place] + draw.randint(1, 9)) % 10
+            question, chosen, rejected = ("".join(map(str, each)) for each in (digits, right, wrong))
+            file.write(json.dumps({"prompt": f"{question}=", "chosen": chosen, "rejected": rejected}) + "\n")
+
+
+def run_recipe(load: WorkLoad, model: Path, folder: Path, steps: int, threads: int) -> PretrainRecipe:
+    """The recipe of our run: no evaluation and no checkpoint in the counted steps."""
+    recipe = load_config(ROOT / "recipes" / "dpo.yaml", [
+        f"model.path={model.resolve()}", f"data.train=[{{path: {(folder / 'pairs').resolve()}}}]", "data.held_out=", "data.sequence_length=128",
+        f"data.global_batch_size={load.pairs}", f"trainer.learning_rate={load.learning_rate}", "trainer.warmup_steps=0",
+        "evaluation.every_steps=1000000", "checkpoint.every_steps=1000000", f"machine.threads={threads}",
+        f"run.directory={(folder / 'runs').resolve()}", "run.name=run", f"run.max_steps={steps}",
+    ])  # fmt: skip
+    assert isinstance(recipe, PretrainRecipe)
+    return recipe
+
+
+def write_order(recipe: PretrainRecipe, model: Path, steps: int, path: Path) -> None:
+    """Writes the pairs in the order in which our run takes them, as texts and as tokens."""
+    ((_, files),) = open_datasets(recipe.data)
+    stream = open_stream(files, recipe.data.sequence_length, recipe.run.seed, examples=True, each=2)
+    tokenizer = Tokenizer.from_folder(model)
+    with path.open("w", encoding="utf-8") as file:
+        for index in range(steps * recipe.data.global_batch_size):
+            row: dict[str, Any] = {}
+            for name, piece in zip(("chosen", "rejected"), stream.sequence(index), strict=True):  # type: ignore[arg-type]
+                tokens, learned = list(piece.tokens), list(piece.learned or ())
+                start = learned.index(1)
+                row |= {"prompt": tokenizer.decode(tokens[:start]), name: tokenizer.decode(tokens[start:-1]), f"{name}_token_ids": tokens}
+            file.write(json.dumps(row) + "\n")
+
+
+def measure(name: str, work: Path, peer: str, threads: int, steps: int) -> dict[str, Side]:
+    """The counted steps of each side, taken in turn."""
+    load, model, whole = WORK_LOADS[name], start_of(name, work), 1 + steps + MEMORY_STEPS
+    with tempfile.TemporaryDirectory(dir=work) as temporary, ExitStack() as stack:
+        folder = Path(temporary)
+        write_pairs(load, load.pairs * (whole + 1), folder / "texts" / "pairs.jsonl")
+        tokenize = [sys.executable, "-m", "tandem.cli.main", "tokenize", folder / "texts", folder / "pairs", "--pairs", "--tokenizer", model]
+        subprocess.run(list(map(str, tokenize)), check=True, stdout=sys.stderr)
+        recipe = run_recipe(load, model, folder, whole + 1, threads)
+        (folder / "config.yaml").write_text(yaml.safe_dump(to_mapping(recipe), sort_keys=False), encoding="utf-8")
+        write_order(recipe, model, whole, folder / "order.jsonl")
+        trainer = recipe.trainer
+        settings = {
+            "threads": threads, "output": str(folder / "output"), "batch": load.pairs, "micro_batches": 1, "beta": recipe.algorithm.beta,
+            "learning_rate": trainer.learning_rate, "beta1": trainer.beta1, "beta2": trainer.beta2, "weight_decay": trainer.weight_decay,
+            "max_grad_norm": trainer.max_grad_norm,
+        }  # fmt: skip
+        (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+        ours = [sys.executable, HERE / "peers" / "tandem_run.py", folder]
+        theirs = [peer, HERE / "peers" / "trl_dpo.py", model, folder / "order.jsonl", folder / "settings.json"]
+        driven = {
+            side: stack.enter_context(Driven(side, command, threads, work / f"dpo-step-{side}.log"))
+            for side, command in (("tandem", ours), ("TRL", theirs))
+        }
+        sides = {side: Side() for side in driven}
+        # Our first step was taken when the side answered.
+        sides["tandem"].losses.append(driven["tandem"].ready["loss"])
+        sides["TRL"].losses.append(driven["TRL"].ask("step")["loss"])
+        for step in range(steps):
+            for side, process in driven.items():
+                took = process.ask("step")
+                sides[side].steps.append(took)
+                sides[side].losses.append(took["loss"])
+                print(f"{name}, threads {threads}, step {step}, {side}: {took}", file=sys.stderr, flush=True)
+        for side, process in driven.items():
+            sides[side].peak = peak_of(process.process.pid, partial(take_steps, process, MEMORY_STEPS)).peak
+    return sides
+
+
+def tables(name: str, threads: int, sides: dict[str, Side], promises: list[dict[str, Any]]) -> list[str]:
+    """The part of the report of one work load; appends to ``promises``."""
+    lines = [f"## {name}, {threads} thread{'s' if threads > 1 else ''}", ""]
+    lines += ["| side | CPU s | wall s | peak MiB | private | shared memory | libraries |", "|---|---|---|---|---|---|---|"]
+    for side, found in sides.items():
+        cpu, wall = (" / ".join(f"{value:.3f}" for value in found.seconds(kind)) for kind in ("cpu_s", "wall_s"))
+        peak = found.peak
+        sizes = " | ".join(f"{size / 2**20:,.0f}" for size in (peak.total, peak.anonymous, peak.shared_files, peak.mapped_files))
+        lines.append(f"| {side} | {cpu} | {wall} | {sizes} |")
+    ours, theirs = sides["tandem"], sides["TRL"]
+    ratios = {}
+    for kind in ("cpu_s", "wall_s"):
+        ratios[kind] = [b / a for a, b in zip(ours.seconds(kind), theirs.seconds(kind), strict=True)]
+    memory = ours.peak.total / theirs.peak.total
+    cells = [f"**{best:.2f}** / {median:.2f}" for best, median in ratios.values()]
+    lines.append(f"| TRL / tandem; of memory tandem / TRL | {cells[0]} | {cells[1]} | **{memory:.2f}** | | | |")
+    apart = [abs(a / b - 1) for a, b in zip(ours.losses, theirs.losses, strict=True)]
+    lines += [
+        "", f"Losses of {len(apart)} steps: at most {max(apart):.1e} apart, relative; in the first step {apart[0]:.1e}, in the last {apart[-1]:.1e}.", "",
+        "| step | " + " | ".join(map(str, range(len(apart)))) + " |", "|---|" + "---|" * len(apart),
+        *(f"| {side} | " + " | ".join(f"{loss:.6f}" for loss in found.losses) + " |" for side, found in sides.items()), "",
+    ]  # fmt: skip
+    kind = "cpu_s" if threads == 1 else "wall_s"
+    what = f"DPO step, {name}, {'CPU' if threads == 1 else 'wall'} seconds, {threads} thread{'s' if threads > 1 else ''}"
+    promises.append({"what": what, "ratio": ratios[kind][0], "median": ratios[kind][1], "target": SPEED_TARGET})
+    promises.append({"what": f"DPO step, {name}, peak memory", "ratio": memory, "target": MEMORY_TARGET, "at_most": True})
+    return lines
+
+
+def main() -> None:
+    parser = shared_parser(__doc__ or "", threads=(1,), peer=True, work="the start models are")
+    parser.add_argument("--steps", type=int, default=12, help="counted steps of each side")
+    parser.add_argument("--work-loads", nargs="+", choices=sorted(WORK_LOADS), default=["sort", "large"])
+    options = parser.parse_args()
+    peer, described = peer_python(options.peer_python), machine()
+    options.work.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    promises: list[dict[str, Any]] = []
+    for name in options.work_loads:
+        for threads in options.threads:
+            lines += tables(name, threads, measure(name, options.work, peer, threads, options.steps), promises)
+    text = "\n".join([
+        "# A DPO step beside TRL 1.16", "", described, "", *(__doc__ or "").split("\n\n")[2:],
+        *(f"- {name}: {WORK_LOADS[name].what}." for name in options.work_loads), "",
+        f"Best / median of {options.steps} steps a side, interleaved step by step in one run. OMP_NUM_THREADS and GOMP_SPINCOUNT are the same on both sides.",
+        "", *lines,
+    ])  # fmt: skip
+    print(text)
+    print(f"wrote {write_report('dpo-step', text, options.out)}")
+    write_ratios("dpo_step", promises, options.work)
+
+
+if __name__ == "__main__":
+    main()
