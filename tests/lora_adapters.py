@@ -1,4 +1,4 @@
-"""LoRA adapters with random weights in the format of PEFT, and models with a merged adapter."""
+"""LoRA adapters with random weights in the format of PEFT, models with a merged adapter, and PEFT's linear layer in float64."""
 
 import json
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 SCALE = 2.0
 
@@ -38,3 +39,26 @@ def write_merged(base: Path, adapter: Path, to: Path) -> Path:
         (to / file.name).write_bytes(file.read_bytes())
     save_file(weights, to / "model.safetensors", {"format": "pt"})
     return to
+
+
+class PeftLinear(nn.Module):
+    """``result = base_layer(x) + lora_B(lora_A(x)) * scaling`` in float64, as PEFT's ``lora.Linear`` without dropout."""
+
+    def __init__(self, base: nn.Module, a: Tensor, b: Tensor, scaling: float) -> None:
+        super().__init__()
+        self.base, self.scaling = base, scaling
+        self.lora_A, self.lora_B = nn.Parameter(a.double()), nn.Parameter(b.double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + (x @ self.lora_A.T @ self.lora_B.T) * self.scaling
+        return result
+
+
+def adapt(model: nn.Module, adapter: Mapping[str, Tensor], scaling: float) -> nn.Module:
+    """Freezes ``model`` and puts a ``PeftLinear`` around every linear layer that ``adapter``, by names of transformers, has matrices for."""
+    model.requires_grad_(False)
+    for module in sorted({name.partition(".lora_")[0] for name in adapter}):
+        parent, _, leaf = module.rpartition(".")
+        a, b = (adapter[f"{module}.lora_{side}.weight"].clone() for side in "AB")
+        setattr(model.get_submodule(parent), leaf, PeftLinear(model.get_submodule(module), a, b, scaling))
+    return model

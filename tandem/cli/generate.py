@@ -109,7 +109,7 @@ def _adapter(folder: str | None) -> "tuple[LoRARequest | None, int]":
     if folder is None:
         return None, 1
     from tandem.engine.lora.request import LoRARequest
-    from tandem.model.lora import rank_of
+    from tandem.model.huggingface.peft_folder import rank_of
     from tandem.model.model_source import find_model
 
     path = str(find_model(folder, "adapter"))

@@ -122,3 +122,11 @@ def check_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
             f"'trainer.offload_activations' is 'nvme' with parallel.schedule '{parallel.schedule}', whose backwards are not in the order of their "
             "forwards or wait for all of them: set parallel.schedule to 1f1b, or trainer.offload_activations to none"
         )
+    if trainer.lora is not None:
+        _check_lora_mesh(parallel)
+
+
+def _check_lora_mesh(parallel: ParallelConfig) -> None:
+    """Raises ``UserError`` for a mesh that an adapter (``trainer.lora``) cannot be trained on."""
+    if parallel.zero == 3:
+        raise UserError("'parallel.zero' is 3, which would shard the adapter of trainer.lora and not the weights beside it; set it to 2")

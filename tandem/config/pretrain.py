@@ -210,3 +210,12 @@ class PretrainRecipe:
         self.machine.check_dtype(self.trainer.dtype)
         self.trainer.check_schedule(self.run.max_steps)
         check_mesh(self.parallel, self.trainer)
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        if self.trainer.lora is None:
+            return
+        if self.trains_values:
+            raise UserError("section 'trainer.lora' is given and algorithm.name is 'reward_model', whose new head has to be trained too; remove the section")
+        if self.model.create is not None:
+            raise UserError("section 'trainer.lora' is given and the model of 'model.create' is untrained; remove the section, or set model.path")

@@ -114,6 +114,18 @@ class Recipe:
         self.trainer.check_offload_folder(self.residents.offloads)
         check_mesh(self.parallel, self.trainer)
         self._check_shared_prompts()
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        if self.trainer.lora is None:
+            return
+        if self.has_shared_critic:
+            raise UserError("'critic.shared' is true, which trains the actor's trunk for the critic too, and trainer.lora leaves it as it is; set it to false")
+        if self.reference.follows:
+            raise UserError(
+                f"'reference.update' is '{self.reference.update}' and with trainer.lora the reference is the model without its adapter, which nothing changes; "
+                "set it to never"
+            )
 
     def _check_agent(self) -> None:
         """Checks what episodes of an agent cannot be combined with."""
@@ -231,6 +243,11 @@ class Recipe:
     def has_shared_critic(self) -> bool:
         """Whether the actor has a value head."""
         return self.algorithm.name == "ppo" and self.critic.shared
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether there is a reference model that is not the actor without its adapter."""
+        return self.algorithm.needs_reference and (self.trainer.lora is None or bool(self.reference.path))
 
     @property
     def has_inference(self) -> bool:

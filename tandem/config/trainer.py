@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.limits import check_at_least_one, check_float32
+from tandem.config.lora import LoraConfig
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
@@ -78,6 +79,8 @@ class TrainerConfig:
     prefetched by the backward pass. Not with `recompute: selective`; in a pipeline only with `schedule: 1f1b`."""
     offload_folder: str = ""
     """Folder of the offload files. Empty: the run's folder."""
+    lora: LoraConfig | None = None
+    """Train a low-rank adapter and leave the weights as they are. Empty: off. A section of its own, below."""
 
     @property
     def multiplies_in(self) -> Literal["fp32", "bf16", "fp16", "fp8"]:
@@ -139,7 +142,20 @@ class TrainerConfig:
                 "'trainer.offload_activations' is 'nvme' with trainer.recompute selective, which handles the same tensors; set "
                 "trainer.recompute to none or full"
             )
+        self._check_lora()
         self._refuse_unread()
+
+    def _check_lora(self) -> None:
+        if self.lora is None:
+            return
+        for name, allowed in (("optimizer", "adamw"), ("offload_parameters", "none")):
+            if getattr(self, name) != allowed:
+                raise UserError(f"'trainer.{name}' is '{getattr(self, name)}', which trainer.lora does not support; set trainer.{name} to {allowed}")
+        if self.offload == "nvme":
+            raise UserError("'trainer.offload' is 'nvme', and the moments of trainer.lora are small; set trainer.offload to none")
+        for name in ("router_balance_loss", "router_bias_rate"):
+            if getattr(self, name):
+                raise UserError(f"'trainer.{name}' is {getattr(self, name)} and trainer.lora leaves routers as they are; set trainer.{name} to 0")
 
     def _refuse_unread(self) -> None:
         if self.optimizer != "muon":

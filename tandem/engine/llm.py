@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.config.arguments import NotHere
 from tandem.config.engine import EngineArgs
+from tandem.config.lora import LoraConfig
 from tandem.config.vllm_names import METHODS
 from tandem.engine.engine import FIRST_VERSION, Engine
 from tandem.engine.executor.load import check_quantization, load_decoder
@@ -49,7 +50,7 @@ class LLM:
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, weight_version: WeightVersion | None = None,
-        digest_weights: bool = False, precision: Precision = "fp32", **options: Unpack[EngineOptions],
+        digest_weights: bool = False, precision: Precision = "fp32", trained_lora: LoraConfig | None = None, **options: Unpack[EngineOptions],
     ) -> None:
         """Loads ``model``, a Hugging Face folder or the address of one in object storage.
 
@@ -59,6 +60,8 @@ class LLM:
             digest_weights: Keep digests of the weights in ``engine.weight_digests``.
             precision: ``trainer.precision`` of the trainer whose bits the engine is to have: fp32 weights and products in 16 bits, which on a CPU
                 are emulated. Use ``dtype`` to hold and compute a model in 16 bits.
+            trained_lora: ``trainer.lora`` of the trainer: the model gets its adapter, which changes nothing before the first update; updates then hold
+                the adapter alone. Adapters of requests are those of ``enable_lora``.
             options: Every other field of ``tandem.EngineArgs``, for example ``max_num_seqs=64``; ``tandem serve --help`` describes them. ``None``
                 is the default, ``dtype`` may be a ``torch.dtype`` and ``speculative_config`` a mapping. ``gpu_memory_utilization`` has no effect
                 on a CPU.
@@ -90,14 +93,14 @@ class LLM:
             ranks = Ranks(
                 RankSettings(
                     str(folder), args.kernels, str(dtype).removeprefix("torch."), args.device, args.load_format, args.seed, args.tensor_parallel_size,
-                    args.deterministic, args.rank_timeout_s, args.quantization, args.attention, precision,
+                    args.deterministic, args.rank_timeout_s, args.quantization, args.attention, precision, trained_lora,
                 )
             )
             decoder = ranks.decoder
         else:
             decoder = load_decoder(
                 folder, args.kernels, dtype, torch.device(args.device), args.load_format, args.seed, pack=not digest_weights,
-                quantization=args.quantization, deterministic=args.deterministic, attention=args.attention, precision=precision,
+                quantization=args.quantization, deterministic=args.deterministic, attention=args.attention, precision=precision, lora=trained_lora,
             )
         if weight_version is None:
             weight_version = DUMMY_VERSION if args.load_format == "dummy" else FIRST_VERSION
@@ -152,6 +155,11 @@ class LLM:
     def tokenizer_folder(self) -> Path:
         """The folder of the tokenizer and of its chat template."""
         return self._tokenizer_folder
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of the model."""
+        return self._held.path
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters of prompts without their own: vLLM's defaults, and over them the model's ``generation_config.json``, as the

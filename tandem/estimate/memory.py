@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.gpu_bytes import host_bytes_beside_gpu
-from tandem.estimate.model_bytes import held_outside_layers, kv_bytes_per_token, weight_bytes
+from tandem.estimate.model_bytes import held_outside_layers, kv_bytes_per_token, trained_bytes, weight_bytes
 from tandem.estimate.peak_bytes import KEPT_SHARE, peak_bytes, process_bytes, staging_bytes
 from tandem.estimate.resident_bytes import inference_bytes, resident_bytes
 from tandem.layout.residents import KEEP, Phase, Residency
@@ -84,7 +84,7 @@ def predict(
         trainer=world * (peak_bytes(shapes, trainer, tokens, parallel) + beside),
         trainer_idle=world * resting(Phase.ROLLOUT),
         rollout=engine,
-        segments=2 * weights,
+        segments=2 * trained_bytes(shapes, trainer.dtype),
         inference=world * (resting(Phase.INFERENCE) + inference_bytes(shapes, teacher, tokens, parallel)) if reference or critic or reward_model else 0,
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
     )
@@ -103,7 +103,8 @@ def predict_beside_gpus(
     training = parallel.world * (process_bytes(trainer) + pinned) + host_bytes_beside_gpu(shapes, trainer)
     engine = engines * (engine_ranks * PROCESS_BYTES + weights + swap_bytes)
     return PodMemory(
-        trainer=training, trainer_idle=training, rollout=engine, segments=2 * weights, inference=training if reference or critic or reward_model else 0,
+        trainer=training, trainer_idle=training, rollout=engine, segments=2 * trained_bytes(shapes, trainer.dtype),
+        inference=training if reference or critic or reward_model else 0,
         engine_idle=0 if residency.rule.engine == "ends" else engine,
     )
 

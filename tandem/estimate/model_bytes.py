@@ -1,6 +1,6 @@
 """Bytes of a model's parts, as plain arithmetic. Imports no torch."""
 
-from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.layout.shapes import ModelShapes, is_of_adapter, parameter_count
 from tandem.layout.sharding import ShardSpec, local_parameters
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.kv_cache import KVCacheDtype
@@ -13,6 +13,14 @@ def weight_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1, rank
     if tensor_parallel == 1:
         return parameter_count(shapes) * DTYPE_BYTES[dtype]
     return sum(p.numel for p in local_parameters(shapes, ShardSpec(rank, tensor_parallel))) * DTYPE_BYTES[dtype]
+
+
+def trained_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1) -> int:
+    """Bytes of those of ``weight_bytes`` that training changes: all, or with an adapter only the adapter's."""
+    if shapes.lora is None:
+        return weight_bytes(shapes, dtype, tensor_parallel)
+    local = local_parameters(shapes, ShardSpec(size=tensor_parallel))
+    return sum(p.numel for p in local if is_of_adapter(p.name)) * DTYPE_BYTES[dtype]
 
 
 def kv_bytes_per_token(shapes: ModelShapes, dtype: str, kv_cache_dtype: KVCacheDtype = "auto") -> int:
@@ -29,7 +37,7 @@ def optimizer_bytes(shapes: ModelShapes, optimizer: str = "adamw", dtype: str = 
     embedding, the head and whatever is small excepted."""
     itemsize = DTYPE_BYTES[dtype]
     if optimizer == "adamw":
-        return 2 * itemsize * parameter_count(shapes)
+        return 2 * trained_bytes(shapes, dtype)
     held = held_parameters(shapes)
     if optimizer == "muon":
         return sum(itemsize * count * (1 if is_hidden else 2) for count, is_hidden in held)

@@ -2,7 +2,7 @@
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.model_bytes import held_by_layer, held_outside_layers
+from tandem.estimate.model_bytes import held_by_layer, held_outside_layers, trained_bytes
 from tandem.estimate.training_bytes import ONE_PROCESS, checkpoint_bytes, training_bytes
 from tandem.layout.shapes import ModelShapes
 from tandem.types.dtypes import DTYPE_BYTES
@@ -45,6 +45,9 @@ def exchange_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Parall
         return 0
     outside = held_outside_layers(shapes)
     layer = max(sum(count for count, _ in held_by_layer(shapes, index)) for index in range(shapes.num_hidden_layers))
+    if shapes.lora is not None:
+        # Only the adapter's gradients are reduced.
+        outside, layer = [0], trained_bytes(shapes, trainer.dtype) // DTYPE_BYTES[trainer.dtype] // shapes.num_hidden_layers
     numbers = 2 * BUCKETS_UNDER_WAY * layer + 2 * max(outside)
     if parallel.zero >= 2:
         # The gradient of a tied embedding begins with the head's and ends with the embedding's.

@@ -1,5 +1,7 @@
 """Predicts the bytes of each resident of one trainer rank. Imports no torch."""
 
+from dataclasses import replace
+
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.gpu_bytes import frozen_bytes
@@ -26,7 +28,9 @@ def resident_bytes(
         "optimizer": cut_by_zero(0, whole, replicas, parallel.zero, gradients=0) // parallel.pipeline,
     }
     if critic:
-        held |= {f"critic{part}": held[name] for name, part in (("actor", ""), ("optimizer", "_optimizer"))}
+        # A critic has no adapter: all of it is trained.
+        own = held if shapes.lora is None else resident_bytes(replace(shapes, lora=None), trainer, parallel, reference=False, moments=moments)
+        held |= {f"critic{part}": own[name] for name, part in (("actor", ""), ("optimizer", "_optimizer"))}
     if reward_model is not None:
         held["reward_model"] = frozen_bytes(reward_model, trainer, parallel)
     return held | ({"updated_reference" if follows else "reference": frozen_bytes(teacher or shapes, trainer, parallel)} if reference else {})

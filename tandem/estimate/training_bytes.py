@@ -12,6 +12,7 @@ from tandem.estimate.model_bytes import (
     held_parameters,
     largest_layer_activation_bytes_per_token,
     optimizer_bytes,
+    trained_bytes,
     weight_bytes,
 )
 from tandem.layout.lm_head import logits_bytes, parallel_logits_bytes
@@ -45,7 +46,8 @@ def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, par
         held = cut_by_zero(weights, 0, replicas, parallel.zero) // parallel.pipeline + STAGING_BYTES
     else:
         moments = state_bytes(shapes, trainer) // parallel.tensor
-        held = cut_by_zero(weights, moments, replicas, parallel.zero) // parallel.pipeline + working_bytes(shapes, trainer, parallel)
+        gradients = trained_bytes(shapes, trainer.dtype, parallel.tensor)
+        held = cut_by_zero(weights, moments, replicas, parallel.zero, gradients) // parallel.pipeline + working_bytes(shapes, trainer, parallel)
     # Emulated precision holds every rounded matrix until its backward pass.
     copies = weights // parallel.pipeline if trainer.precision != "fp32" else 0
     saved = waiting_passes(parallel) * saved_bytes(shapes, trainer, tokens, parallel)
@@ -120,8 +122,8 @@ def working_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Paralle
 
 
 def checkpoint_bytes(shapes: ModelShapes, trainer: TrainerConfig) -> int:
-    """Returns the bytes of one checkpoint: weights and the optimizer's state, without the tokenizer's files."""
-    return weight_bytes(shapes, trainer.dtype) + optimizer_bytes(shapes, trainer.optimizer, trainer.dtype)
+    """Returns the bytes of one checkpoint: trained weights and the optimizer's state, without the tokenizer's files."""
+    return trained_bytes(shapes, trainer.dtype) + optimizer_bytes(shapes, trainer.optimizer, trainer.dtype)
 
 
 def offloaded_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:

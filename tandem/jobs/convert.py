@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.shapes import ModelShapes, is_of_adapter, parameters
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.huggingface.model_config import config_json, read_json, read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
@@ -150,6 +150,8 @@ def _from_tandem(folder: Path, config: Path | None) -> Source:
     except Damaged as error:
         raise UserError(f"the checkpoint '{folder}' cannot be read: {error}; give another one") from None
     shapes, contents = read_shapes(config or folder), Contents(folder, manifest)
+    if any(is_of_adapter(key.name) for key in contents.held):
+        raise UserError(f"the checkpoint '{folder}' holds an adapter and not the model that it was trained for; give the run's folder 'model', which has both")
     shards = []
     for key in contents.held:
         if key.state == WEIGHTS:

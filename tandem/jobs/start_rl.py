@@ -24,6 +24,7 @@ from tandem.jobs.uploads import make_uploader
 from tandem.jobs.verify.input_files import check_input_files
 from tandem.jobs.verify.start_model import check_start_model
 from tandem.layout.placement import mesh_of
+from tandem.layout.shapes import adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
 from tandem.pod.failures import SidecarDied
@@ -101,7 +102,7 @@ def execute_rl(
                 uploader.add(step)
 
         pod = Pod(
-            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(shapes, recipe.trainer.dtype), journal,
+            trainer, RolloutSidecar(rollout_channel), start, segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype), journal,
             partial(recorded_batch, recipe, journal), records,
             recipe.run.max_restarts, planned.residency, planned.prefetch, recipe.has_inference,
             on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,

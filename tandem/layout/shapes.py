@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from tandem.config.lora import ATTENTION_MODULES, MLP_MODULES, LoraConfig
+from tandem.types.errors import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -72,7 +75,7 @@ class ModelShapes:
 
     ``architecture``: the ``model_type`` of its family, which only reading and writing a folder depend on. ``layer_windows[i]``: layer i's
     sliding window in tokens (``None``: full attention); empty: full attention in every layer. ``experts``: the mixture of experts, ``None``
-    if every layer has a plain MLP.
+    if every layer has a plain MLP. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
 
     architecture: str
@@ -96,6 +99,7 @@ class ModelShapes:
     experts: ExpertShapes | None = None
     value_head: ValueHead = "none"
     language_head: bool = True
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -118,6 +122,8 @@ class ModelShapes:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if self.experts is not None:
             self._check_experts(self.experts)
+        if self.lora is not None and self.experts is not None and (of_experts := [m for m in self.lora.target_modules if m in MLP_MODULES]):
+            raise ValueError(f"model has a mixture of experts, whose '{of_experts[0]}' can have no adapter; set target_modules to q, k, v and o_proj only")
 
     def _check_experts(self, experts: ExpertShapes) -> None:
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
@@ -144,8 +150,13 @@ class ModelShapes:
 
     @property
     def exported(self) -> "ModelShapes":
-        """The shapes of the Hugging Face folder: without a value head beside a language-model head, which no class of transformers has."""
-        return replace(self, value_head="none") if self.language_head else self
+        """The shapes of the Hugging Face folder: without an adapter, and without a value head beside a language-model head, which no class of
+        transformers has."""
+        return replace(self, value_head="none" if self.language_head else self.value_head, lora=None)
+
+    def adapter_rank(self, module: str) -> int:
+        """Returns the rank of the adapter of a layer's matrix ``module``, such as ``q_proj``; 0 without one."""
+        return self.lora.rank if self.lora is not None and module in self.lora.target_modules else 0
 
     @property
     def head_rows(self) -> int:
@@ -199,7 +210,7 @@ class Parameter(NamedTuple):
 
 
 def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
-    """Yields every parameter of the Hugging Face folder, in the order in which checkpoints list them."""
+    """Yields every parameter of the Hugging Face folder, each matrix followed by its adapter, in the order in which checkpoints list them."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))
     for layer in range(shapes.num_hidden_layers):
@@ -212,9 +223,11 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
             yield Parameter(f"{at}self_attn.{name}.weight", (rows, hidden))
             if biased:
                 yield Parameter(f"{at}self_attn.{name}.bias", (rows,))
+            yield from _adapter_parameters(shapes, f"{at}self_attn.{name}", rows, hidden)
         yield Parameter(f"{at}self_attn.o_proj.weight", (hidden, shapes.query_size))
         if shapes.output_bias:
             yield Parameter(f"{at}self_attn.o_proj.bias", (hidden,))
+        yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.query_size)
         if shapes.qk_norm:
             yield Parameter(f"{at}self_attn.q_norm.weight", (shapes.head_dim,))
             yield Parameter(f"{at}self_attn.k_norm.weight", (shapes.head_dim,))
@@ -226,6 +239,7 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
                 yield Parameter(f"{at}mlp.{name}.weight", (rows, columns))
                 if shapes.mlp_bias:
                     yield Parameter(f"{at}mlp.{name}.bias", (rows,))
+                yield from _adapter_parameters(shapes, f"{at}mlp.{name}", rows, columns)
         yield Parameter(f"{at}input_layernorm.weight", (hidden,))
         yield Parameter(f"{at}post_attention_layernorm.weight", (hidden,))
     yield Parameter("model.norm.weight", (hidden,))
@@ -235,6 +249,33 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         yield Parameter("score.weight", (1, hidden))
     if shapes.value_head == "token":
         yield Parameter("score.bias", (1,))
+
+
+def trained_parameters(shapes: ModelShapes) -> Iterator[Parameter]:
+    """Yields those of ``parameters`` that training changes, which checkpoints hold: all, or with an adapter only the adapter's."""
+    return (p for p in parameters(shapes) if shapes.lora is None or is_of_adapter(p.name))
+
+
+def published_parameters(shapes: ModelShapes) -> Iterator[Parameter]:
+    """Yields those of ``trained_parameters`` that engines receive: without a value head beside the language-model head, which is the trainer's alone."""
+    return trained_parameters(replace(shapes.exported, lora=shapes.lora))
+
+
+def matrix_name(layer: int, module: str) -> str:
+    """Returns the name, without ``.weight``, of a layer's matrix ``module``, such as ``q_proj``."""
+    return f"model.layers.{layer}.{'self_attn' if module in ATTENTION_MODULES else 'mlp'}.{module}"
+
+
+def is_of_adapter(name: str) -> bool:
+    """Returns whether ``name`` is a parameter of a low-rank adapter."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def _adapter_parameters(shapes: ModelShapes, matrix: str, rows: int, columns: int) -> Iterator[Parameter]:
+    rank = shapes.adapter_rank(matrix.rpartition(".")[2])
+    if rank:
+        yield Parameter(f"{matrix}.lora_A.weight", (rank, columns))
+        yield Parameter(f"{matrix}.lora_B.weight", (rows, rank))
 
 
 def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[Parameter]:
@@ -248,3 +289,11 @@ def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[
 def parameter_count(shapes: ModelShapes) -> int:
     """Returns the number of parameters; tied embeddings count once."""
     return sum(p.numel for p in parameters(shapes))
+
+
+def adapted_shapes(shapes: ModelShapes, lora: LoraConfig | None) -> ModelShapes:
+    """Returns ``shapes`` with the adapter ``lora``. Raises ``UserError`` if the model cannot have it."""
+    try:
+        return replace(shapes, lora=lora)
+    except ValueError as error:
+        raise UserError(f"'trainer.lora.target_modules': {error}") from None

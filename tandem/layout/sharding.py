@@ -33,6 +33,9 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", "replicated", None),
     Rule(r"model\.layers\.\d+\.(self_attn\.[qk]_norm|input_layernorm|post_attention_layernorm)\.weight", "replicated", None),
+    Rule(r"model\.layers\.\d+\.(self_attn\.[qkv]|mlp\.(gate|up))_proj\.lora_B\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.lora_A\.weight", "row", 1),
+    Rule(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.lora_[AB]\.weight", "replicated", None),
     Rule(r"model\.norm\.weight|score\.(weight|bias)", "replicated", None),
 )
 
@@ -42,6 +45,8 @@ EXPERT_PLAN: tuple[tuple[str, Placement, int | None], ...] = (
 )  # fmt: skip
 """Placement and axis of a mixture's matrices by the field of ``ExpertNames`` that has the family's name for them."""
 
+_OF_OUTPUTS = tuple(f"{matrix}_proj.{kind}" for matrix in ("o", "down") for kind in ("bias", "lora_B.weight"))
+"""Parameters beside a ``row`` placement with an axis of its outputs."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -68,7 +73,7 @@ class ShardSpec:
     """The shard of tensor-parallel ``rank`` of ``size``, with the experts of ``expert_rank`` of ``expert_size``: contiguous runs.
 
     ``deterministic``: a ``row`` placement is sharded by its output (axis 0, its bias too) instead of its sum: every product keeps its whole
-    sum, and so the bits of a single rank, at the cost of one more gather of its input.
+    sum, and so the bits of a single rank, at the cost of one more gather of its input. The first matrix of an adapter is whole on every rank then.
     """
 
     rank: int = 0
@@ -129,7 +134,9 @@ def shard_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], shard_s
     name."""
     rule = rule_for(name, shapes.experts.names if shapes.experts is not None else None)
     axis = rule.axis
-    if shard_spec.deterministic and (rule.placement == "row" or name.endswith(("o_proj.bias", "down_proj.bias"))):
+    if shard_spec.deterministic and name.endswith(".lora_A.weight"):
+        axis = None
+    elif shard_spec.deterministic and (rule.placement == "row" or name.endswith(_OF_OUTPUTS)):
         axis = 0
     if axis is None or shard_spec.size == 1:
         return tuple(slice(0, n) for n in shape)

@@ -1,6 +1,7 @@
 """The decoder, shared by trainer and engine. Differences between model families are in its ``ModelShapes``."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight
 from tandem.model.recompute import Recompute, around_layers
 from tandem.model.rotary import rotary_table
 from tandem.model.router_balance import RouterBalance
+from tandem.model.trained_adapter import adapted_linear, is_adapter_parameter, packed_by
 from tandem.model.value_head import values_of
 from tandem.types.kv_cache import KVCacheDtype
 
@@ -93,6 +95,21 @@ class Decoder(nn.Module):
         self.router_balance: RouterBalance | None = None
         self._packed: list[LayerWeights] | None = None
         self._packed_head: Any = None
+        self._packed_matrices: list[tuple[Any, ...]] = []
+        self._has_adapter = shapes.lora is not None
+        if self._has_adapter:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(is_adapter_parameter(name))
+
+    @contextlib.contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """A context in which a plain decoder computes with its weights alone: as the model that the adapter was added to."""
+        assert self._packed is None
+        before, self._has_adapter = self._has_adapter, False
+        try:
+            yield
+        finally:
+            self._has_adapter = before
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: AttentionContext, router_logits: list[Tensor] | None = None,
@@ -132,6 +149,7 @@ class Decoder(nn.Module):
         router_logits: list[Tensor] | None, lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
     ) -> Tensor:
         wanted = context.wanted if isinstance(context, PagedContext) else None
+        linear = partial(adapted_linear, linear) if self._has_adapter else linear
         assert wanted is None or lora is None, "rows with an adapter are indices of the whole batch"
         shared: AttentionContext | SharedContext = context
         collectives, expert_ranks = self._collectives, None
@@ -267,7 +285,8 @@ class Decoder(nn.Module):
                     fill(index)
                 matrices.append(tuple(self._pack_linear(linear, self.quantization) for linear in layer.linears()))
                 experts.append(layer.experts.pack(self.kernels) if layer.experts else None)
-            self._packed = self._steps(matrices, experts)
+            self._packed_matrices = matrices
+            self._packed = self._steps(self._adapted(matrices), experts)
         if self.lm_head is None:
             self._packed_head = pack_weight(self.kernels, self.embed_tokens, self._head_quantization)
         elif was_plain:
@@ -277,6 +296,7 @@ class Decoder(nn.Module):
         """Drops the packed weights and allocates plain, uninitialised ones. ``in_one_layer``: the matrices of all layers share the memory
         of one layer, for a ``pack`` that fills one layer at a time; this avoids a second copy of the model and its page faults."""
         self._packed = self._packed_head = None
+        self._packed_matrices = []
         held: dict[tuple[int, ...], nn.Parameter] = {}
         for index, layer in enumerate(self._layers()):
             if layer.experts is not None and not layer.experts.is_plain:
@@ -298,6 +318,19 @@ class Decoder(nn.Module):
         like = self.embed_tokens
         return nn.Parameter(torch.empty(linear.rows, linear.columns, dtype=like.dtype, device=like.device))
 
+    def pack_adapter(self) -> None:
+        """Packs the adapter's matrices of a packed decoder again, after they have changed."""
+        assert self._packed is not None
+        self._packed = self._steps(self._adapted(self._packed_matrices), [step.experts for step in self._packed])
+
+    def _adapted(self, matrices: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Returns the packed ``matrices`` of every layer with their packed adapters."""
+        pack = packed_by(self.kernels)
+        return [
+            tuple(w if linear.adapter is None else linear.adapter.around(w, pack) for linear, w in zip(layer.linears(), own, strict=True))
+            for layer, own in zip(self._layers(), matrices, strict=True)
+        ]
+
     @property
     def _head_quantization(self) -> Scheme | None:
         return self.quantization if self.quantization is not None and self.quantization.head else None
@@ -313,9 +346,12 @@ class Decoder(nn.Module):
 
     def _plain_steps(self) -> list[LayerWeights]:
         return self._steps(
-            [tuple(linear.weight for linear in layer.linears()) for layer in self._layers()],
+            [tuple(self._plain_weight(linear) for linear in layer.linears()) for layer in self._layers()],
             [layer.experts.plain() if layer.experts else None for layer in self._layers()],
         )
+
+    def _plain_weight(self, linear: Linear) -> Any:
+        return linear.adapter.around(linear.weight) if linear.adapter is not None and self._has_adapter else linear.weight
 
     @property
     def layer_numbers(self) -> list[int]:

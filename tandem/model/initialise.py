@@ -1,14 +1,14 @@
 """Random initialisation of weights."""
 
-import hashlib
 import math
 
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import parameters
+from tandem.layout.shapes import is_of_adapter, parameters
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface.model_folder import part_of, to_huggingface
+from tandem.model.drawn import generator_of, new_adapter
+from tandem.model.huggingface.model_folder import load_adapter_tensors, part_of, to_huggingface
 
 
 @torch.no_grad()
@@ -28,13 +28,15 @@ def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) ->
             tensor.fill_(1.0)
         elif name.endswith(".bias"):
             tensor.fill_(0.0)
+        elif is_of_adapter(name):
+            continue
         else:
             deviation = residual if name.endswith(to_residual) else standard_deviation
             tensor.copy_(part_of(decoder, name, drawn_matrix(seed, name, whole[name], deviation)))
+    if decoder.shapes.lora is not None:
+        load_adapter_tensors(decoder, {name: part_of(decoder, name, tensor) for name, tensor in new_adapter(decoder.shapes, seed)})
 
 
 def drawn_matrix(seed: int, name: str, shape: tuple[int, ...], standard_deviation: float) -> Tensor:
     """Returns the fp32 matrix that the generator of ``seed`` and ``name`` draws."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return torch.empty(shape, dtype=torch.float32).normal_(0.0, standard_deviation, generator=generator)
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, standard_deviation, generator=generator_of(seed, name))

@@ -1,5 +1,7 @@
 """The parameters of one layer of the decoder."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -7,14 +9,20 @@ from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, ShardSpec, local_shapes
 from tandem.model.moe import Experts
 from tandem.model.quantization.scheme import Stored
+from tandem.model.trained_adapter import TrainedAdapter
+
+STACKED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""The matrices that each of ``Layer.linears`` stacks."""
 
 
 class Linear(nn.Module):
     """The parameters of a linear layer, ``weight[N, K]`` and optionally ``bias[N]``; kernels do the arithmetic. ``stored``: until the
-    decoder is packed, the weights as a quantized checkpoint stores them, one for each stacked projection."""
+    decoder is packed, the weights as a quantized checkpoint stores them, one for each stacked projection. ``adapter``: what is trained beside the
+    weights (``None``: nothing)."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    adapter: TrainedAdapter | None
 
     def __init__(self, rows: int, columns: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -22,6 +30,13 @@ class Linear(nn.Module):
         self.stored: tuple[Stored, ...] = ()
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
+        self.adapter = None
+
+    def adapt(self, rows: tuple[int, ...], ranks: Sequence[int], scale: float) -> None:
+        """Adds an uninitialised adapter to those of the stacked matrices of ``rows`` whose rank in ``ranks`` is not 0."""
+        assert self.weight is not None
+        if any(ranks):
+            self.adapter = TrainedAdapter(rows, [rank > 0 for rank in ranks], self.columns, max(ranks), scale, self.weight.detach())
 
 
 class Norm(nn.Module):
@@ -60,6 +75,10 @@ class Layer(nn.Module):
         else:
             self.gate_up_proj = Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
             self.down_proj = Linear(rows, of.intermediate_size, shapes.mlp_bias, dtype, device)
+        if shapes.lora is not None:
+            attention = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
+            for linear, stacked, own in zip(self.linears(), STACKED, (attention, (rows,), (inner, inner), (rows,)), strict=False):
+                linear.adapt(own, [shapes.adapter_rank(module) for module in stacked], shapes.lora.scale)
 
     def linears(self) -> tuple[Linear, ...]:
         """Returns its linear layers in the order of the forward pass; a mixture of experts is not one."""

@@ -72,7 +72,8 @@ class Critic:
 @dataclass(frozen=True, slots=True)
 class Actor:
     """``reference``: the start model or the one of section ``reference`` on the same mesh, frozen unless it ``follows`` the actor (``None``: the loss
-    has no KL). ``critic``: PPO's (``None``: the actor has a second head for it, or the algorithm is another).
+    has no KL, or the actor is an adapter of the start model, so that it is the reference too). ``critic``: PPO's (``None``: the actor has a second head
+    for it, or the algorithm is another).
     ``reward_model``: the one of section ``reward_model`` (``None``: there is none)."""
 
     replica: Replica
@@ -108,7 +109,7 @@ def build_actor(
     ``in_use`` are not removed."""
     ranks, directory = rank.ranks, rank.directory
     most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe.model, recipe.rollout.max_tokens, start))
-    settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype)
+    settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype, seed=recipe.run.seed)
     trained = replace(settings, head_seed=recipe.run.seed) if recipe.has_shared_critic else settings
     replica, guard = build_replica(trained, ranks, kernels), GradScaler(recipe.trainer)
     critic = _build_critic(recipe, rank, kernels, start, most) if recipe.has_critic else None
@@ -123,7 +124,7 @@ def build_actor(
     referred = settings
     if recipe.reference.path:
         referred = ReplicaSettings(found_model(recipe.reference.path).resolve(), directory, recipe.trainer, recipe.parallel, most)
-    reference = frozen("updated_reference" if follows else "reference", referred) if recipe.algorithm.needs_reference else None
+    reference = frozen("updated_reference" if follows else "reference", referred) if recipe.holds_reference else None
     reward_model = None
     if recipe.reward_model.path:
         folder = found_model(recipe.reward_model.path).resolve()
@@ -149,6 +150,6 @@ def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, mos
         make_value_folder(source, "token", recipe.run.seed, folder)
     # No rank reads the model before it is written.
     rank.ranks.world.barrier("the critic's model")
-    trainer = replace(recipe.trainer, learning_rate=recipe.critic.learning_rate)
+    trainer = replace(recipe.trainer, learning_rate=recipe.critic.learning_rate, lora=None)
     settings = ReplicaSettings(folder if folder.exists() else source, rank.directory, trainer, recipe.parallel, most_tokens)
     return Critic(build_replica(settings, rank.ranks, kernels), GradScaler(trainer), trainer)

@@ -63,6 +63,7 @@ class Pod:
     incarnation: int = 0
     kernels: str = ""
     buffers: tuple[str, ...] = ()
+    base_bytes: int = 0
     trainer_step: int | None = None
     engine_step: int | None = None
     online: bool = False
@@ -116,11 +117,12 @@ class Pod:
             self._commit([self.loaded])
 
     def start_engine(self, step: int) -> None:
-        """Bring up the rollout sidecar with dummy weights."""
-        with self.transitions.rollout_does(RolloutState.START_ENGINE, step):
+        """Bring up the rollout sidecar: with dummy weights, or with those that an adapter is trained for."""
+        with self.transitions.rollout_does(RolloutState.START_ENGINE, step) as detail:
             self.rollout.channel.start()
-            self.engine_bytes["kv_cache"] = int(self.rollout.start_engine(self.start, self.kernels)["kv_cache_bytes"])
-            self.engine_step = None
+            started = self.rollout.start_engine(self.start, self.kernels)
+            self.engine_bytes["kv_cache"], self.engine_step = int(started["kv_cache_bytes"]), None
+            self._note_base(started, detail)
 
     def export(self, folder: Path) -> None:
         """Write the actor as a Hugging Face folder."""
@@ -159,7 +161,12 @@ class Pod:
     def _register(self, version: WeightVersion) -> None:
         with self.transitions.trainer_does(TrainerState.REGISTER, version.step) as detail:
             detail.update(self.moves.note(version.step, self.trainer.register(version, self.buffers)))
-            self.engine_bytes["engine_weights"] = int(detail["bytes"])
+            self.engine_bytes["engine_weights"] = self.base_bytes + int(detail["bytes"])
+
+    def _note_base(self, reply: dict[str, Any], detail: dict[str, Any]) -> None:
+        """Journals what engines have read of the weights that no update holds."""
+        if reply["base_bytes"]:
+            self.base_bytes = detail["base_bytes"] = int(reply["base_bytes"])
 
     def _update_weight(self, version: WeightVersion) -> None:
         step = version.step
@@ -167,6 +174,7 @@ class Pod:
             began, was_empty = monotonic(), self.engine_step is None
             updated = self.rollout.update_weight(version)
             rereads, self.engine_step = updated["rereads"], step
+            self._note_base(updated, detail)
             if was_empty:
                 waking = float(updated["seconds"])
                 seconds = {"engine_weights": monotonic() - began - waking, "kv_cache": waking}

@@ -4,12 +4,16 @@ import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
-from tandem.engine.llm import LLM
+from tandem.engine.llm import DUMMY_VERSION, LLM
+from tandem.estimate.model_bytes import weight_bytes
+from tandem.model.drawn import new_adapter
+from tandem.model.huggingface.model_folder import load_tensors, read_tensors
 from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
 from tandem.pod.release import release
@@ -47,14 +51,14 @@ class RolloutWorker:
         return {name: getattr(self, name) for name in CALLS}
 
     def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Starts the recipe's engine with dummy weights for the model in ``folder``: shapes and tokenizer are read, weights are not. ``kernels``: those
-        of the trainer, so that both have the same bits."""
+        """Starts the recipe's engine with dummy weights for the model in ``folder``: shapes and tokenizer are read, weights are not, unless only an
+        adapter of them is trained: the reply has the ``base_bytes`` that were read. ``kernels``: those of the trainer, so that both have the same bits."""
         folder, recipe, machine = Path(meta["folder"]), self.recipe, self.recipe.machine
-        length = context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
+        length, lora = context_tokens(recipe.model, recipe.rollout.max_tokens, folder), recipe.trainer.lora
         args = replace(
             recipe.rollout.engine,
             model=str(folder),
-            load_format="dummy",
+            load_format="dummy" if lora is None else "auto",
             generation_config="vllm",
             seed=recipe.run.seed,
             max_model_len=length,
@@ -64,13 +68,18 @@ class RolloutWorker:
             kernels=meta["kernels"],
             attention=machine.attention,
         )
-        self.llm, self.groups = LLM.from_engine_args(args, precision=self.recipe.rollout_precision), None
+        self.llm, self.groups = LLM.from_engine_args(args, precision=recipe.rollout_precision, trained_lora=lora, weight_version=DUMMY_VERSION), None
         if recipe.rollout.multi_turn is not None and self.tools is None:
             self.tools = EpisodeTools.open(recipe.rollout.multi_turn, recipe.task.tools, folder, self.directory / "logs")
             weakref.finalize(self, self.tools.pool.close)
         if recipe.rollout.agent is not None and self.agents is None:
             self.agents = Agents(recipe.rollout.agent, folder, self.directory / "logs")
-        return {"kv_cache_bytes": self.llm.engine.kv_cache_bytes}, {}
+        return {"kv_cache_bytes": self.llm.engine.kv_cache_bytes, "base_bytes": self._base_bytes()}, {}
+
+    def _base_bytes(self) -> int:
+        """The bytes of the weights that the engine reads from its folder, and no update holds."""
+        shapes, dtype = self._engine().engine.shapes, self.recipe.trainer.dtype
+        return 0 if shapes.lora is None else weight_bytes(shapes.exported, dtype)
 
     def sleep_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Frees the engine's weights and KV cache until the next ``update_weight``; the reply has the ``left_bytes`` of the cache."""
@@ -83,12 +92,18 @@ class RolloutWorker:
         """Copy out, verify and apply the published ``version``; nothing is applied unless every tensor verifies. ``rereads``: names of
         tensors that were damaged when they were first read. A sleeping engine then allocates its KV cache again, in ``seconds``."""
         llm, version, rereads = self._engine(), WeightVersion(*meta["version"]), tuple[str, ...]()
+        base_bytes = 0
+        if llm.engine.is_sleeping and llm.engine.shapes.lora is not None:
+            # Its weights were freed, and the update holds the adapter alone.
+            load_tensors(llm.engine.decoder, chain(read_tensors(llm.model_folder), new_adapter(llm.engine.shapes, self.recipe.run.seed)), pack=True)
+            base_bytes = self._base_bytes()
         if llm.weight_version != version or llm.engine.is_sleeping:
             rereads = llm.update_weights_from(self.source, version).rereads
         began = perf_counter()
         llm.engine.wake_up()
         return {
-            "version": list(llm.weight_version), "rereads": list(rereads), "kv_cache_bytes": llm.engine.kv_cache_bytes, "seconds": perf_counter() - began
+            "version": list(llm.weight_version), "rereads": list(rereads), "base_bytes": base_bytes,
+            "kv_cache_bytes": llm.engine.kv_cache_bytes, "seconds": perf_counter() - began,
         }, {}  # fmt: skip
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

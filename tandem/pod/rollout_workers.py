@@ -43,9 +43,9 @@ class RolloutWorkers:
     version: tuple[int, ...] = ()
 
     def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Starts the engine of every worker, with dummy weights. The reply has the ``kv_cache_bytes`` of all."""
-        self.engine = dict(meta)
-        return {"kv_cache_bytes": _sum("kv_cache_bytes", self._all("start_engine", meta))}, {}
+        """Starts the engine of every worker. The reply has the ``kv_cache_bytes`` and ``base_bytes`` of all."""
+        self.engine, replies = dict(meta), self._all("start_engine", meta)
+        return {name: _sum(name, replies) for name in ("kv_cache_bytes", "base_bytes")}, {}
 
     def sleep_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Frees the weights and the KV cache of every worker's engine until the next ``update_weight``."""
@@ -61,7 +61,8 @@ class RolloutWorkers:
         self.version = version
         return {
             "version": list(version), "rereads": [name for reply in replies for name in reply.meta["rereads"]],
-            "kv_cache_bytes": _sum("kv_cache_bytes", replies), "seconds": max(float(reply.meta["seconds"]) for reply in replies),
+            "kv_cache_bytes": _sum("kv_cache_bytes", replies), "base_bytes": _sum("base_bytes", replies),
+            "seconds": max(float(reply.meta["seconds"]) for reply in replies),
         }, {}  # fmt: skip
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

@@ -91,12 +91,13 @@ class RolloutSidecar:
     channel: Channel
 
     def start_engine(self, folder: Path, kernels: str) -> dict[str, Any]:
-        """Start the worker's engine with dummy weights for the model in ``folder`` and the trainer's ``kernels``. Returns ``kv_cache_bytes``."""
+        """Start the worker's engine for the model in ``folder`` and the trainer's ``kernels``. Returns ``kv_cache_bytes``, and the ``base_bytes`` of the
+        weights that it read from the folder: 0 unless updates hold an adapter alone."""
         return self.channel.call("start_engine", {"folder": str(folder), "kernels": kernels}).meta
 
     def update_weight(self, version: WeightVersion) -> dict[str, Any]:
         """Read, verify and apply the weights published as ``version``; a sleeping engine allocates its KV cache. Returns the tensors that were
-        read twice (``rereads``), the ``kv_cache_bytes`` and the ``seconds`` of waking."""
+        read twice (``rereads``), the ``kv_cache_bytes``, the ``base_bytes`` that were read from the model's folder again and the ``seconds`` of waking."""
         return self.channel.call("update_weight", {"version": list(version)}).meta
 
     def rollout(

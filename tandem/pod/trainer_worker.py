@@ -298,9 +298,9 @@ class TrainerWorker:
 
     def _infer(self, step: int, samples: list[Sample], progress: Progress) -> Inferred:
         actor, most, share = self._actor(), self.recipe.trainer.micro_batch_tokens, self.recipe.trainer.share_prompts
-        if actor.reference is None and actor.critic is None:
+        reads_base = self.recipe.algorithm.needs_reference and not self.recipe.holds_reference
+        if actor.reference is None and actor.critic is None and not reads_base:
             return Inferred(step, samples)
-        self._in_phase(Phase.INFERENCE)
         sequences, last = [train_sequence(each) for sample in samples for each in sample.sequences], "reference" if actor.critic is None else "values"
         last = "" if actor.reward_model is not None else last  # Its passes follow.
 
@@ -310,6 +310,12 @@ class TrainerWorker:
                 self._residents().prefetch(Phase.TRAIN, self.steps)
 
         logprobs = values = None
+        if reads_base:
+            self._in_phase(Phase.TRAIN)
+            with actor.tracer.span("reference"), actor.replica.model.without_adapter():
+                logprobs = sequence_logprobs(actor.replica, sequences, most, on_progress=partial(report, of="reference"), share_prompts=share)
+        if actor.reference is not None or actor.critic is not None:
+            self._in_phase(Phase.INFERENCE)
         if actor.reference is not None:
             with actor.tracer.span("reference"):
                 logprobs = sequence_logprobs(actor.reference.replica, sequences, most, on_progress=partial(report, of="reference"), share_prompts=share)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision
 from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.model.decoder import Decoder
+from tandem.model.drawn import new_adapter
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import load_tensors, read_tensors, unfilled_model
 from tandem.model.value_folder import new_head
@@ -37,7 +38,7 @@ class ReplicaSettings:
 
     ``start``: the Hugging Face folder. ``directory``: the run's folder, for offloaded state. ``most_tokens``: the largest micro-batch, in
     tokens. ``kv_cache_dtype``: the dtype that attention rounds keys and values to, as the rollout's KV cache does.
-    ``head_seed``: draws a value head beside the language-model head (``None``: there is none)."""
+    ``head_seed``: draws a value head beside the language-model head (``None``: there is none). ``seed``: draws the adapter of ``trainer.lora``."""
 
     start: Path
     directory: Path
@@ -46,10 +47,13 @@ class ReplicaSettings:
     most_tokens: int
     kv_cache_dtype: KVCacheDtype = "auto"
     head_seed: int | None = None
+    seed: int = 0
 
     def tensors(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
         """Yields what ``model`` starts with."""
         yield from read_tensors(self.start, model.holds)
+        if model.shapes.lora is not None:
+            yield from new_adapter(model.shapes, self.seed)
         if self.head_seed is not None:
             yield from new_head(self.start, model.shapes.value_head, self.head_seed)
 
@@ -76,6 +80,7 @@ def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> 
 def build_frozen(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> FrozenReplica:
     """Builds this rank's part of a model that is never updated."""
     is_sharded = settings.parallel.zero == 3 and ranks.world.size > 1
+    settings = replace(settings, trainer=replace(settings.trainer, lora=None))
     model, pipeline = _load(settings, ranks, kernels, is_filled=not is_sharded)
     if not is_sharded:
         return FrozenReplica(ranks, model.requires_grad_(False), pipeline)
@@ -102,6 +107,7 @@ def _load(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_filled: 
     model = unfilled_model(
         settings.start, kernels, dtype=getattr(torch, settings.trainer.dtype), device=ranks.device, parallel=ranks.model_parallel(),
         spans=own_spans(parallel, spans, stages.rank), heads="any", value_head="none" if settings.head_seed is None else "token",
+        lora=settings.trainer.lora,
     )  # fmt: skip
     if is_filled:
         with _named(settings.start):

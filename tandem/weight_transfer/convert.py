@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import parameters
+from tandem.layout.shapes import published_parameters, trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
 from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import Communicator
@@ -75,14 +75,14 @@ class ConvertedWeights:
 
 
 def convert(state: ReplicaState) -> ConvertedWeights:
-    """Names and places every part of the weights. Every rank of the replica calls it. Copies and gathers no weights.
+    """Names and places every part of the weights that training changes and engines have. Every rank of the replica calls it. Copies and gathers no weights.
 
     Raises ``RunError`` on every rank if a parameter of the Hugging Face form is missing, unexpected or has another shape: such weights
     would leave a part of the engine unchanged.
     """
-    order, shards, trouble = dict(parameters(state.replica.model.shapes.exported)), list[WeightShard](), None
-    # A value head beside the language-model head is the trainer's alone.
-    own = {name for name, _ in parameters(state.replica.model.shapes)} - order.keys()
+    shapes = state.replica.model.shapes
+    order, shards, trouble = dict(published_parameters(shapes)), list[WeightShard](), None
+    own = {name for name, _ in trained_parameters(shapes)} - order.keys()
     try:
         shards = [shard for shard in state.weight_shards() if shard.name not in own]
     except (RuntimeError, RunError) as error:

@@ -8,7 +8,7 @@ from itertools import accumulate, combinations
 
 import xxhash
 
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.shapes import ModelShapes, published_parameters
 from tandem.layout.shard_offsets import ShardOffsets, flat_range, intersection, whole_offsets
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.sample import WeightVersion
@@ -34,7 +34,7 @@ def place(sizes: Iterable[int]) -> list[int]:
 
 def segment_bytes(shapes: ModelShapes, dtype: str) -> int:
     """Returns the bytes of a segment with every tensor of the Hugging Face form, one after another, each aligned."""
-    return sum(aligned(parameter.numel * DTYPE_BYTES[dtype]) for parameter in parameters(shapes))
+    return sum(aligned(parameter.numel * DTYPE_BYTES[dtype]) for parameter in published_parameters(shapes))
 
 
 def offsets_of(part: PartEntry) -> ShardOffsets:

@@ -20,8 +20,8 @@ from tandem.data.tasks.dataset import items_of
 from tandem.data.tokenizing.documents import DocumentFormat, Part, documents, most_bytes
 from tandem.data.tokenizing.tokenize import read_dataset
 from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.huggingface.peft_folder import load_adapter
 from tandem.model.huggingface.safetensors_file import read_file
-from tandem.model.lora import load_adapter
 from tandem.storage.files import open_storage
 from tandem.text.chat import template_source
 from tandem.text.long_text import exceeds

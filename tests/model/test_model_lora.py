@@ -15,7 +15,8 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
 from tandem.model.huggingface.model_folder import load_model, to_huggingface
-from tandem.model.lora import load_adapter, lora_batch, stack
+from tandem.model.huggingface.peft_folder import load_adapter
+from tandem.model.lora import lora_batch, stack
 from tandem.types import UserError
 
 SHAPES = ModelShapes("qwen3", 61, 48, 2, 4, 2, 16, 80, 128, True, qk_norm=True)

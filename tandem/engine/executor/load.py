@@ -6,8 +6,10 @@ from typing import Literal
 import torch
 
 from tandem.config.engine import AttentionBackend
+from tandem.config.lora import LoraConfig
 from tandem.kernels import KernelChoice, select
 from tandem.kernels.mixed import Precision, in_precision
+from tandem.layout.shapes import adapted_shapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_model, read_shapes
 from tandem.model.initialise import initialise
@@ -36,7 +38,7 @@ def check_quantization(model: str | Path, quantization: str | None, ranks: int =
 def load_decoder(
     model: str | Path, kernels: KernelChoice, dtype: torch.dtype, device: torch.device, load_format: LoadFormat, seed: int,
     group: RankGroup | None = None, pack: bool = False, quantization: str | None = None, deterministic: bool = True,
-    attention: AttentionBackend = "auto", precision: Precision = "fp32",
+    attention: AttentionBackend = "auto", precision: Precision = "fp32", lora: LoraConfig | None = None,
 ) -> Decoder:
     """Returns the model in the folder ``model``.
 
@@ -53,6 +55,7 @@ def load_decoder(
         deterministic: Whether kernels keep the same bits for every batch.
         attention: The attention backend of whole prompts, as in ``EngineArgs``.
         precision: The precision of the trainer whose bits the decoder reproduces.
+        lora: The adapter that is trained beside the weights; it begins as a new one.
 
     Raises:
         UserError: Options that cannot be combined.
@@ -63,9 +66,11 @@ def load_decoder(
     scheme = scheme_of(stored) if stored is not None else None if quantization is None else scheme_named(quantization)
     if load_format == "auto":
         if stored is not None:
+            if lora is not None:
+                raise UserError(f"model '{model}' is quantized, which an adapter in training does not support; use the float checkpoint")
             return load_quantized(model, stored, chosen, dtype=dtype, device=device, group=group)
-        return load_model(model, chosen, dtype=dtype, device=device, group=group, pack=pack, quantization=scheme)
-    decoder = Decoder(read_shapes(model), chosen, dtype=dtype, device=device, group=group)
+        return load_model(model, chosen, dtype=dtype, device=device, group=group, pack=pack, quantization=scheme, lora=lora, seed=seed)
+    decoder = Decoder(adapted_shapes(read_shapes(model), lora), chosen, dtype=dtype, device=device, group=group)
     initialise(decoder, seed)
     decoder.quantization = scheme
     return decoder

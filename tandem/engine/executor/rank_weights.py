@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tandem.layout.shapes import published_parameters
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
@@ -39,7 +40,9 @@ class RankWeights:
         self._staged = None
         weights = self._reader.read(version)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors}
-        missing = [name for name, shape in local_parameters(self.decoder.shapes, self.decoder.shard_spec) if shapes.get(name) != shape]
+        published = {name for name, _ in published_parameters(self.decoder.shapes)}
+        held = [parameter for parameter in local_parameters(self.decoder.shapes, self.decoder.shard_spec) if parameter.name in published]
+        missing = [name for name, shape in held if shapes.get(name) != shape]
         if missing:
             raise RunError(f"the published weights do not have '{missing[0]}' in the shape of the engine's model")
         self._staged = weights

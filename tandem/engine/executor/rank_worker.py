@@ -63,7 +63,7 @@ class RankWorker:
         """Replies once all imports are done."""
 
     def join(self, meta: Meta, blobs: Blobs) -> None:
-        self.settings = RankSettings(**meta["settings"])
+        self.settings = RankSettings.read(meta["settings"])
         self.group = self.settings.join(int(meta["rank"]), Path(meta["rendezvous"]))
 
     def load(self, meta: Meta, blobs: Blobs) -> None:
@@ -106,11 +106,8 @@ class RankWorker:
 
     def update_weights(self, meta: Meta, blobs: Blobs) -> None:
         device = self.decoder.embed_tokens.device
-        held = list(local_parameters(self.decoder.shapes, self.decoder.shard_spec))
-        parts = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            for (name, shape), dtype in zip(held, meta["dtypes"], strict=True)
-        }
+        held = dict(local_parameters(self.decoder.shapes, self.decoder.shard_spec))
+        parts = {name: torch.empty(held[name], dtype=getattr(torch, dtype), device=device) for name, dtype in meta["dtypes"].items()}
         self.group.receive(list(parts.values()))
         load_parts(self.decoder, parts, pack=True)
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from tandem.config.engine import AttentionBackend
+from tandem.config.lora import LoraConfig
 from tandem.engine.executor.load import LoadFormat, load_decoder
 from tandem.engine.executor.rank_weights import RankWeights, StagedWeights
 from tandem.kernels import KernelChoice
@@ -56,6 +57,13 @@ class RankSettings:
     quantization: str | None = None
     attention: AttentionBackend = "auto"
     precision: Precision = "fp32"
+    lora: LoraConfig | None = None
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "RankSettings":
+        """Returns the settings whose ``asdict`` a call brought."""
+        lora = values["lora"]
+        return cls(**{**values, "lora": lora and LoraConfig(**{**lora, "target_modules": tuple(lora["target_modules"])})})
 
     def device_of(self, rank: int) -> torch.device:
         """Returns the device of ``rank``: the shared CPU, or a separate GPU, which becomes the current one."""
@@ -70,7 +78,8 @@ class RankSettings:
         return load_decoder(
             self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.shard_spec.rank), self.load_format, self.seed, group,
             quantization=self.quantization, deterministic=self.deterministic, attention=self.attention, precision=self.precision,
-        )
+            lora=self.lora,
+        )  # fmt: skip
 
 
 class Ranks:
@@ -191,7 +200,7 @@ class Ranks:
             return
         decoder, size = self.decoder, self._settings.size
         given = checked_tensors(decoder, tensors)
-        names = [name for name, _ in parameters(decoder.shapes)]
+        names = [name for name, _ in parameters(decoder.shapes) if name in given]
         shard_specs = [ShardSpec(rank, size, self._settings.deterministic) for rank in range(1, size)]
 
         def send() -> None:
@@ -202,7 +211,7 @@ class Ranks:
                     decoder.group.send([part], shard_spec.rank)
             load_parts(decoder, {name: part_of(decoder, name, given[name]) for name in names}, pack=True)
 
-        dtypes = [str(given[name].dtype).removeprefix("torch.") for name in names]
+        dtypes = {name: str(given[name].dtype).removeprefix("torch.") for name in names}
         self.run("update_weights", {"dtypes": dtypes}, send)
 
     def fill_slot(self, slot: int, adapter: Adapter | None, slots: int, max_rank: int, own: Callable[[], None]) -> None:

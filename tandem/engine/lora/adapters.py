@@ -9,7 +9,8 @@ from torch import Tensor
 from tandem.engine.executor.ranks import Ranks
 from tandem.engine.lora.request import LoRARequest
 from tandem.model.decoder import Decoder
-from tandem.model.lora import CONFIG, WEIGHTS, Adapter, LoraBatch, LoraLayer, load_adapter, lora_batch, stack
+from tandem.model.huggingface.peft_folder import CONFIG, WEIGHTS, load_adapter
+from tandem.model.lora import Adapter, LoraBatch, LoraLayer, lora_batch, stack
 from tandem.types import UserError
 
 Signature = list[tuple[int, int] | None]

@@ -30,6 +30,7 @@ from tandem.layout.mesh import describe
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
+from tandem.layout.shapes import adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_config import start_shapes
 from tandem.runtime.machine.available_memory import available_bytes
@@ -47,6 +48,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
         shapes = start_shapes(folder, recipe.algorithm.value_head) if recipe.trains_values else read_shapes(folder)
+        shapes = adapted_shapes(shapes, recipe.trainer.lora)
         spans = check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.data.sequence_length > shapes.max_position_embeddings:
             raise UserError(

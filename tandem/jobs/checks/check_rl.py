@@ -26,7 +26,7 @@ from tandem.jobs.checks.check_run import (
 from tandem.jobs.checks.check_value_model import check_reference, check_value_model
 from tandem.jobs.pod_plan import plan_of
 from tandem.layout.placement import check_placement
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.hub import hub_model
 from tandem.model.huggingface.model_config import read_shapes
@@ -144,7 +144,7 @@ def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
     """Returns the memory plan. Raises as ``check_pod``: for a KV cache that is too small, memory, and shared memory for the two weight buffers."""
     check_kv_cache(recipe.rollout.engine, context)
     planned = plan_of(recipe, shapes, context)
-    check_free(2 * segment_bytes(shapes, recipe.trainer.dtype))
+    check_free(2 * segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype))
     return planned
 
 

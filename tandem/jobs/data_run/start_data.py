@@ -25,6 +25,7 @@ from tandem.jobs.verify.verify_records import steps_on_disk
 from tandem.kernels import select, why_reference
 from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
+from tandem.layout.shapes import adapted_shapes
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_folder import make_value_folder
@@ -110,8 +111,8 @@ def opened_run(
             missing = reference.missing() if reference is not None else []
             if missing and at_most is not None:
                 raise RunError(f"'{directory / missing[0]}' is not as it was written; resume the run, which computes it again, then replay")
-            _check_start(start, directory, journal, callback, weights_are_used=bool(missing) or not steps_on_disk(directory))
-        settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens)
+            _check_start(start, directory, journal, callback, weights_are_used=bool(missing) or not steps_on_disk(directory) or recipe.trainer.lora is not None)
+        settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, recipe.most_tokens, seed=recipe.run.seed)
         keeps_freed = is_alone or _has_room_to_keep(settings, recipe.machine.memory_gib)
         # Memory that only loading needs would otherwise stay with the rank for the whole run.
         stack.enter_context(freed_memory_kept() if is_alone else large_memory_given_back())
@@ -155,12 +156,14 @@ def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:
     """Returns whether this machine has room for the freed memory that every rank keeps. Where ranks give it back, steps were measured 20 %
     slower."""
     trainer, parallel = settings.trainer, settings.parallel
-    peak = parallel.world * peak_bytes(read_shapes(settings.start, "any"), trainer, settings.most_tokens, parallel)
+    shapes = adapted_shapes(read_shapes(settings.start, "any"), trainer.lora)
+    peak = parallel.world * peak_bytes(shapes, trainer, settings.most_tokens, parallel)
     return not trainer.offloads and KEPT_TIMES * peak <= available_bytes(memory_gib)
 
 
 def _check_start(start: Path, directory: Path, journal: Journal, callback: Callback, weights_are_used: bool) -> None:
-    """Verifies the model that the run starts from; its weights matter only until there is a checkpoint, and for the reference's pass."""
+    """Verifies the model that the run starts from; its weights matter only until there is a checkpoint, for the reference's pass, and if only an
+    adapter of them is trained."""
     for what in check_start_model(start, journal, weights_are_used=weights_are_used):
         journal.record_event("damage", {"reason": what})
         callback.message(f"{what}; the run continues from its checkpoint, which does not depend on it")

@@ -42,13 +42,14 @@ def parts_of(directory: Path) -> list[Part]:
         # The records say what is wrong with it.
         recipe = None
     is_on_data, stage = isinstance(recipe, PretrainRecipe), directory / SFT_FOLDER
-    parts = list(_run_parts(directory, is_on_data, False))
+    has_adapter = recipe is not None and recipe.trainer.lora is not None
+    parts = list(_run_parts(directory, is_on_data, False, has_adapter))
     if (stage / "config.yaml").is_file():
         parts += _run_parts(stage, True, True)
     return parts + list(_data_parts(recipe) if isinstance(recipe, PretrainRecipe) else ())
 
 
-def _run_parts(directory: Path, is_on_data: bool, is_stage: bool) -> Iterator[Part]:
+def _run_parts(directory: Path, is_on_data: bool, is_stage: bool, has_adapter: bool = False) -> Iterator[Part]:
     records = [directory / name for name in ("config.yaml", "journal.sqlite", "journal.sqlite-wal", "metrics.jsonl")]
     name = f"{directory.name}/" if is_stage else ""
     yield Part(f"{name}records", _size(records), partial(_verify_all_records, directory, not is_on_data, is_stage))
@@ -59,7 +60,7 @@ def _run_parts(directory: Path, is_on_data: bool, is_stage: bool) -> Iterator[Pa
     is_done = is_stage and (directory / "model").is_dir()
     start = None if is_done else _start_model(directory)
     if start is not None:
-        yield Part(f"{name}start model", sum(file.size for file in start[1].values()), partial(_verify_start, *start, is_on_data))
+        yield Part(f"{name}start model", sum(file.size for file in start[1].values()), partial(_verify_start, *start, is_on_data and not has_adapter))
     others: tuple[tuple[Key, str], ...] = (
         ("critic_model", "critic's model"), ("reference_model", "reference model"), ("reward_model", "reward model"),
     )  # fmt: skip
@@ -129,10 +130,10 @@ def _start_model(directory: Path, key: Key = "start_model") -> tuple[Path, Files
     return None if saved is None else start_model_of(directory, saved)
 
 
-def _verify_start(folder: Path, files: Files, is_on_data: bool) -> list[Finding]:
+def _verify_start(folder: Path, files: Files, is_first_only: bool) -> list[Finding]:
     fix, damaged = "restore it from a copy", damaged_files(folder, files)
-    if not is_on_data:
-        return [Finding(line, "the reference model, and a run that begins again, depend on it", fix, stops=True) for line in damaged]
+    if not is_first_only:
+        return [Finding(line, "the reference model, an adapter, and a run that begins again depend on it", fix, stops=True) for line in damaged]
     return [Finding(line, "a run without a checkpoint begins with it", fix, stops=".safetensors'" not in line) for line in damaged]
 
 

@@ -4,19 +4,23 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tandem.config.lora import LoraConfig
 from tandem.kernels.api import Kernels
 from tandem.layout.pipeline_stages import Span
-from tandem.layout.shapes import ExpertNames, ValueHead, parameters
+from tandem.layout.shapes import ExpertNames, ValueHead, adapted_shapes, is_of_adapter, matrix_name, parameters, trained_parameters
 from tandem.layout.sharding import ShardSpec, is_held, local_parameters, shard_slices
 from tandem.model.decoder import Decoder, Layer, Linear
+from tandem.model.drawn import new_adapter
 from tandem.model.huggingface.model_config import Heads, TokenIds, config_json, read_json, read_shapes
 from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
+from tandem.model.layer import STACKED
 from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
 from tandem.model.parallel.tensor_parallel import RankGroup
@@ -109,7 +113,7 @@ def _experts_of(experts: Experts, names: ExpertNames, at: str, first: int) -> di
 
 
 def _unfused(linear: Linear, names: list[str], rows: tuple[int, ...]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {} if linear.adapter is None else linear.adapter.named(names)
     for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
         if fused is not None:
             tensors |= {f"{name}.{kind}": part for name, part in zip(names, fused.detach().split(rows), strict=True)}
@@ -127,7 +131,8 @@ def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pac
     """Fills every parameter from ``tensors`` by Hugging Face name, casting to the decoder's dtype. A decoder that holds one rank's shard
     takes whole tensors and slices them; a pipeline stage ignores parameters of other stages.
 
-    Strict: each exactly once, each with its shape. Raises ``UserError`` naming the tensor; nothing is changed then. A packed decoder is
+    Strict: each exactly once, each with its shape; a model with an adapter takes all or the adapter's alone, which leave the rest as it is. Raises
+    ``UserError`` naming the tensor; nothing is changed then. A packed decoder is
     unpacked; call ``pack`` again before inference, or set ``pack`` here, which needs the plain matrices of one layer at a time.
     ``inv_freq`` buffers of old checkpoints are skipped, and a tied head that is also listed must equal the embedding.
     """
@@ -137,7 +142,10 @@ def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pac
 
 
 def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = False) -> None:
-    """Does ``load_tensors`` for the results of ``part_of``, without checks."""
+    """Does ``load_tensors`` for the results of ``part_of``, without checks. Parts of an adapter alone change nothing else."""
+    if decoder.shapes.lora is not None and all(map(is_of_adapter, parts)):
+        load_adapter_tensors(decoder, parts)
+        return
     decoder.unpack(in_one_layer=pack)
     by_layer: dict[int | None, dict[str, Tensor]] = {}
     for name, parameter in _parameters_of(decoder).items():
@@ -154,6 +162,28 @@ def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = Fa
     else:
         for index in decoder.layer_numbers:
             fill(index)
+
+
+@torch.no_grad()
+def load_adapter_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Copies the adapter's ``tensors`` by name, the results of ``part_of``, into ``decoder``, and packs them if it is packed; its weights stay as they
+    are."""
+    for name, parameter in adapter_of(decoder).items():
+        parameter.copy_(tensors[name])
+    if decoder.is_packed:
+        decoder.pack_adapter()
+
+
+def adapter_of(decoder: Decoder) -> dict[str, Tensor]:
+    """Returns a view of every parameter of the decoder's adapter by name, in the order of ``layout.shapes.parameters``; also of a packed decoder."""
+    tensors: dict[str, Tensor] = {}
+    for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
+        assert isinstance(layer, Layer)
+        for linear, stacked in zip(layer.linears(), STACKED, strict=False):
+            if linear.adapter is not None:
+                names = [matrix_name(index, module) for module in stacked]
+                tensors |= linear.adapter.named(names)
+    return {name: tensors[name] for name, _ in parameters(decoder.shapes) if name in tensors}
 
 
 def _layer_of(name: str) -> int | None:
@@ -193,7 +223,8 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
             )
     for name in [name for name in given if name in shapes and not decoder.holds(name)]:
         del given[name]
-    for name in shapes:
+    wanted = trained_parameters(decoder.shapes) if given and all(map(is_of_adapter, given)) else parameters(decoder.shapes)
+    for name, _ in wanted:
         if name not in given and decoder.holds(name):
             raise UserError(f"tensor '{name}' is missing from the weights; config.json requires it")
     if tied_head is not None and "model.embed_tokens.weight" in given and not torch.equal(tied_head, given["model.embed_tokens.weight"]):
@@ -207,15 +238,15 @@ def checked_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
 def load_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     group: RankGroup | None = None, pack: bool = False, quantization: Scheme | None = None, spans: Sequence[Span] = (),
-    parallel: ModelParallel | None = None, heads: Heads = "language",
+    parallel: ModelParallel | None = None, heads: Heads = "language", lora: LoraConfig | None = None, seed: int = 0,
 ) -> Decoder:
     """Returns the model of a Hugging Face folder, one rank's shard of it or its pipeline stages; with ``pack`` packed for inference,
-    rounded as ``quantization`` says. ``heads``: those that it may have. Raises ``UserError`` if the folder is not a model, is broken or is not
-    supported."""
-    decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads)
+    rounded as ``quantization`` says. ``heads``: those that it may have. ``lora``: a new adapter beside the weights, drawn from
+    ``seed``. Raises ``UserError`` if the folder is not a model, is broken or is not supported."""
+    decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads, lora=lora)
     decoder.quantization = quantization
     try:
-        load_tensors(decoder, read_tensors(folder, decoder.holds), pack=pack)
+        load_tensors(decoder, chain(read_tensors(folder, decoder.holds), new_adapter(decoder.shapes, seed)), pack=pack)
     except UserError as error:
         raise UserError(f"model '{folder}': {error}") from None
     return decoder
@@ -224,10 +255,11 @@ def load_model(
 def unfilled_model(
     folder: str | Path, kernels: Kernels, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     group: RankGroup | None = None, spans: Sequence[Span] = (), parallel: ModelParallel | None = None, heads: Heads = "language",
-    value_head: ValueHead = "none",
+    value_head: ValueHead = "none", lora: LoraConfig | None = None,
 ) -> Decoder:
-    """Does ``load_model`` without the weights: the parameters are uninitialised. ``value_head``: one beside the language-model head."""
-    shapes = read_shapes(folder, heads)
+    """Does ``load_model`` without the weights: the parameters are uninitialised. ``value_head``: one beside the language-model head. ``lora``: the
+    adapter that is trained beside the weights."""
+    shapes = adapted_shapes(read_shapes(folder, heads), lora)
     shapes = shapes if value_head == "none" else replace(shapes, value_head=value_head)
     if read_json(Path(folder) / "config.json").get("quantization_config") is not None:
         raise UserError(f"model '{folder}' is quantized, which only the engine supports; use the float checkpoint")

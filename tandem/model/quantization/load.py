@@ -9,11 +9,12 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels
 from tandem.kernels.quantized import QuantizedWeight
-from tandem.layout.shapes import ModelShapes, parameters
+from tandem.layout.shapes import ModelShapes, matrix_name, parameters
 from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder, Linear
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import part_of, read_tensors, to_huggingface
+from tandem.model.layer import STACKED
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.quantization.bits import AWQ_ORDER, unpack_words
 from tandem.model.quantization.formats import CheckpointFormat
@@ -60,17 +61,11 @@ def load_quantized(
 
 def projections(decoder: Decoder) -> list[tuple[Linear, tuple[str, ...]]]:
     """Returns every linear layer with the names of the modules whose rows it stacks."""
-    linears = []
-    for index, layer in enumerate(decoder._layers()):
-        at = f"model.layers.{index}."
-        groups = (
-            tuple(f"{at}self_attn.{name}_proj" for name in "qkv"),
-            (f"{at}self_attn.o_proj",),
-            (f"{at}mlp.gate_proj", f"{at}mlp.up_proj"),
-            (f"{at}mlp.down_proj",),
-        )
-        linears += list(zip(layer.linears(), groups, strict=True))
-    return linears
+    return [
+        (linear, tuple(matrix_name(index, module) for module in stacked))
+        for index, layer in enumerate(decoder._layers())
+        for linear, stacked in zip(layer.linears(), STACKED, strict=True)
+    ]
 
 
 def _fill(decoder: Decoder, stored: CheckpointFormat, tensors: Tensors) -> None:

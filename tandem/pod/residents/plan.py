@@ -140,12 +140,12 @@ def largest_micro_batch(rollout: RolloutConfig, algorithm: AlgorithmConfig, trai
 def plan(
     residents: ResidentsConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, parallel: ParallelConfig,
     machine: MachineConfig, shapes: ModelShapes, max_length: int, rollout_precision: str, folder: Path,
-    reward_model: ModelShapes | None = None, critic: bool = False, follows: bool = False,
+    reward_model: ModelShapes | None = None, critic: bool = False, reference: bool = False, follows: bool = False,
     teacher: ModelShapes | None = None,
 ) -> PodPlan:
     """Returns the plan of the residents with its predicted bytes, over all ranks. ``rollout_precision``: what the engine multiplies in. ``folder``: on
-    the disk of residents. ``reward_model``: its shapes, if there is one; ``critic``: there is one of its own; ``follows``: the
-    reference follows the actor; ``teacher``: its shapes, if they are not the actor's. Raises ``RunError`` where nothing fits."""
+    the disk of residents. ``reward_model``: its shapes, if there is one; ``critic``: there is one of its own; ``reference``: and a reference model, which
+    ``follows`` the actor or has the shapes of a ``teacher``, if they are not the actor's. Raises ``RunError`` where nothing fits."""
     engine = rollout.engine
     engine.check_length(max_length)
     sequences = algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step) * algorithm.group_size
@@ -157,7 +157,7 @@ def plan(
         )
     tokens = largest_micro_batch(rollout, algorithm, trainer, max_length)
     cache_tokens = kv_cache_tokens(rollout, algorithm, max_length)
-    models: dict[str, Any] = {"reference": algorithm.needs_reference, "critic": critic, "reward_model": reward_model, "follows": follows, "teacher": teacher}
+    models: dict[str, Any] = {"reference": reference, "critic": critic, "reward_model": reward_model, "follows": follows, "teacher": teacher}
     swap, on_gpu = int(engine.swap_space * GIB), pod_device(machine) != "cpu"
     gpus = max(parallel.world, rollout.engine_ranks)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import parameters
+from tandem.layout.shapes import is_of_adapter, parameters, trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder
@@ -39,9 +39,14 @@ def parts_of(decoder: Decoder) -> list[Part]:
     return parts
 
 
+def trained_parts(decoder: Decoder) -> list[Part]:
+    """Returns those of ``parts_of`` that training changes: all, or with an adapter only the adapter's."""
+    return [part for part in parts_of(decoder) if decoder.shapes.lora is None or is_of_adapter(part.name)]
+
+
 def state_shards(decoder: Decoder, optimizer: Optimizer) -> list[Shard]:
-    """Returns weights and moments as live views."""
-    parts = parts_of(decoder)
+    """Returns trained weights and moments as live views."""
+    parts = trained_parts(decoder)
     held = {WEIGHTS: {name: p.detach() for name, p in decoder.named_parameters()}, **_by_kind(optimizer.state().moments)}
     return [shard for kind, tensors in held.items() for shard in named_shards(parts, kind, tensors, decoder)]
 
@@ -100,13 +105,13 @@ def run_shards(parts: list[Part], kind: str, parameter: str, first: int, values:
 def load_state(contents: Contents, decoder: Decoder, optimizer: Optimizer, updates: int) -> None:
     """Loads the weights and moments of which this rank holds a part. Raises ``UserError`` for a checkpoint of another model; nothing is
     changed then."""
-    parts = parts_of(decoder)
-    names = {name for name, _ in parameters(decoder.shapes)}
+    parts = trained_parts(decoder)
+    trained, names = {part.parameter for part in parts}, {name for name, _ in trained_parameters(decoder.shapes)}
     for key in contents.held:
         if key.state == WEIGHTS and key.name not in names:
             raise UserError(f"'{contents.folder}' is of another model: it has '{key}'")
     # Read into host memory, so that a GPU need not hold the state twice.
-    weights = {name: torch.empty_like(p, device="cpu") for name, p in decoder.named_parameters()}
+    weights = {name: torch.empty_like(p, device="cpu") for name, p in decoder.named_parameters() if name in trained}
     shards = list(named_shards(parts, WEIGHTS, weights, decoder))
     moments: dict[str, Tensor] = {}
     for kind in sorted({key.state for key in contents.held if not is_coded(key.state)} - {WEIGHTS}):
@@ -127,8 +132,8 @@ def load_state(contents: Contents, decoder: Decoder, optimizer: Optimizer, updat
         optimizer.load_state(before)
         raise UserError(f"checkpoint '{contents.folder}' is of another model: {error}") from None
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            parameter.copy_(weights[name])
+        for name, weight in weights.items():
+            decoder.get_parameter(name).copy_(weight)
 
 
 def _by_kind(moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -1,6 +1,7 @@
 """Saves, loads and exports the checkpoints of a replica, for every kind of job."""
 
 import contextlib
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import parameters
+from tandem.layout.shapes import trained_parameters
 from tandem.layout.shard_offsets import whole_offsets
-from tandem.model.huggingface.model_folder import save_model
+from tandem.model.huggingface.model_folder import adapter_of, read_tensors, save_model
+from tandem.model.huggingface.peft_folder import merged_tensors, save_adapter
 from tandem.runtime.collectives.agreement import gather_values
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.faults import FaultPoint, no_fault
@@ -32,6 +34,8 @@ from tandem.trainer.offload.tensor_file import file_tensor
 from tandem.trainer.parallel.replica import FrozenReplica, Replica
 from tandem.types import RunError, UserError
 
+ADAPTER = "adapter"
+"""The name of the exported adapter's folder."""
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """The files that, with the weights, make a checkpoint a Hugging Face folder."""
 
@@ -135,13 +139,19 @@ class ReplicaCheckpoints:
 
     def export(self, folder: Path, dtype: torch.dtype) -> None:
         """Writes the model as a Hugging Face folder with weights of ``dtype``, unless it exists. A model that no rank holds whole is read from the
-        newest checkpoint, which must be of the current step."""
+        newest checkpoint, which must be of the current step. An adapter is merged into the weights, and written beside the folder as ``adapter``."""
         replica = self._replica
         if not replica.ranks.is_first or folder.exists():
             return
         is_sharded = any(replica.ranks.groups[name].size > 1 for name in ("tensor", "expert", "pipeline"))
         tensors = None
-        if replica.pages_weights:
+        if replica.model.shapes.lora is not None:
+            adapter = dict(self.whole_weights()) if is_sharded else adapter_of(replica.model)
+            # The model's folder comes last: where it exists, the adapter is that of the same step.
+            shutil.rmtree(folder.with_name(ADAPTER), ignore_errors=True)
+            save_adapter(adapter, replica.model.shapes, folder.with_name(ADAPTER), self._start)
+            tensors = merged_tensors(dict(read_tensors(self._start)), adapter, replica.model.shapes)
+        elif replica.pages_weights:
             tensors = self._paged_weights()
         elif is_sharded or replica.shards_weights:
             tensors = self.whole_weights()
@@ -153,7 +163,7 @@ class ReplicaCheckpoints:
         assert self.last is not None
         folder = self.folder / f"step-{self.last}"
         contents = Contents(folder, read_manifest(folder)[0])
-        for name, shape in parameters(self._replica.model.shapes):
+        for name, shape in trained_parameters(self._replica.model.shapes):
             dtype = contents.whole(Key(WEIGHTS, name))[1]
             tensor = torch.empty(shape, dtype=dtype) if into is None else file_tensor(into, shape, dtype)
             contents.read([Shard(Key(WEIGHTS, name), shape, whole_offsets(shape), tensor)])

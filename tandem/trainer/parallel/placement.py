@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 from tandem.layout.mesh import GroupName
 from tandem.model.decoder import Decoder
+from tandem.model.trained_adapter import is_adapter_parameter
 
 OverTensorRanks = Literal["shard", "partial", "replicate"]
 
@@ -32,6 +33,10 @@ def placement(model: Decoder, name: str) -> Placement:
     if re.search(r"([qk]_norm\.weight|experts\.router)$", name):
         # These are applied to this rank's heads, or weigh this rank's part of the experts' outputs.
         return Placement("partial", "tokens")
+    if is_adapter_parameter(name):
+        # The second matrix is sharded as the rows of the weight are, and the first as its columns.
+        is_by_rows = model.shard_spec.deterministic or re.search(r"(qkv|gate_up)_proj\.", name) is not None
+        return Placement("shard" if name.endswith(".lora_B") == is_by_rows else "partial", "tokens")
     assert re.search(r"((^|layer|attention_layer|\.)norm\.weight|^score\.(weight|bias))$", name), name
     return Placement(residual, "tokens")
 

@@ -194,7 +194,8 @@ def make_replica(
     its weights; otherwise, for weights in a file or sharded by ZeRO 3, ``checkpoint.replica_state`` fills them."""
     if ranks.world.size == 1:
         return Replica(ranks, model, make_optimizer(model, config, directory, is_filled))
-    sum_tied = pipeline.sum_tied_gradient if pipeline is not None and pipeline.has_tied_copy else None
+    is_tied = pipeline is not None and pipeline.has_tied_copy and model.shapes.lora is None
+    sum_tied = pipeline.sum_tied_gradient if pipeline is not None and is_tied else None
     # A block of 8-bit codes must not span two ranks.
     aligned = BLOCK if config.optimizer == "adamw8bit" else ALIGNED
     sums = GradientReducer(model, ranks, each_backward=zero >= 2, sum_tied=sum_tied, aligned=aligned)

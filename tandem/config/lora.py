@@ -1,0 +1,48 @@
+"""Section ``trainer.lora``: low-rank adapters."""
+
+import math
+from dataclasses import dataclass
+
+from tandem.config.limits import check_at_least_one, check_float32
+from tandem.types.errors import UserError
+
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+LINEAR_MODULES = (*ATTENTION_MODULES, *MLP_MODULES)
+"""The matrices of a layer that an adapter can change, by the names of PEFT's ``target_modules``, in the order of a model's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Low-rank adaptation (LoRA; Hu et al., 2021): the model's weights stay as they are, and only two small matrices beside each of `target_modules` are
+    trained: W x becomes W x + scale B A x, with A [`rank`, K], B [N, `rank`] and scale = `alpha` / `rank`. A begins as PEFT draws it, B with 0. An empty
+    section (`{}`) turns it on."""
+
+    rank: int = 16
+    """The rank of the adapter's matrices (PEFT: `r`)."""
+    alpha: float = 32.0
+    """The adapter's output is multiplied by `alpha` / `rank` (PEFT: `lora_alpha`)."""
+    target_modules: tuple[str, ...] = LINEAR_MODULES
+    """The matrices with an adapter, of `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj` and `down_proj`; by default all of them. Those of
+    experts have none."""
+    use_rslora: bool = False
+    """Multiply by `alpha` / sqrt(`rank`) instead (Kalajdzievski, 2023)."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's output."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    def check(self) -> None:
+        """Raises ``UserError`` for an invalid value."""
+        check_at_least_one("trainer.lora", self, "rank")
+        if not 0 < self.alpha < math.inf:
+            raise UserError(f"'trainer.lora.alpha' is {self.alpha}; it must be above 0 and finite")
+        check_float32("trainer.lora", self, "alpha")
+        if not self.target_modules:
+            raise UserError("'trainer.lora.target_modules' is empty, so that nothing would be trained; name at least one, or leave the key out for all")
+        for name in self.target_modules:
+            if name not in LINEAR_MODULES:
+                raise UserError(f"'trainer.lora.target_modules' has '{name}'; supported are {', '.join(LINEAR_MODULES)}")
+            if self.target_modules.count(name) > 1:
+                raise UserError(f"'trainer.lora.target_modules' has '{name}' twice; name each once")
