@@ -1,5 +1,6 @@
 """The recipes of the README reach the accuracies that it claims."""
 
+import random
 import re
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from data_runs import command
 
+from tandem import LLM, LoRARequest, SamplingParams
 from tandem.config.recipe import load_config
 from tandem.jobs.result import RunResult
 from tandem.jobs.start import train
@@ -96,6 +98,26 @@ def test_rollouts_in_int8_learn_and_are_weighed_by_how_far_they_are_from_the_tra
     # The policies differ, but by at most a thousandth of a nat per token.
     assert all(0 < row["mismatch_kl"] < 1e-3 for row in rows if "mismatch_kl" in row)
     assert any(row["actor/importance_weight"] != 1 for row in rows if "actor/importance_weight" in row)
+
+
+@pytest.mark.full
+def test_a_low_rank_adapter_learns_and_leaves_the_model_that_it_began_with_as_it_is(tmp_path: Path) -> None:
+    recipe = load_config(RECIPES / "sort_lora.yaml", [f"run.directory={tmp_path}"])
+    result = train(recipe, recipe_path="sort_lora.yaml")
+    assert before(result) <= 0.55
+    assert result.reached and after(result, "accuracy") >= 0.90 - 0.019
+    assert all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 for row in read_rows(result.directory / "metrics.jsonl"))
+    # What was learned is in the adapter: an engine with the start model gives the run's accuracy with it, and the old one without.
+    digits = random.Random(0)
+    prompts = ["".join(digits.choices("0123456789", k=digits.randint(3, 6))) for _ in range(1024)]
+    accuracies = []
+    with LLM(result.directory / "sft" / "model", enable_lora=True, max_lora_rank=8) as llm:
+        for adapter in (None, LoRARequest("sort", 1, str(result.directory / "adapter"))):
+            outputs = llm.generate([f"{prompt}=" for prompt in prompts], SamplingParams(temperature=0, max_tokens=12), lora_request=adapter)
+            answers = [output.outputs[0].text.strip() for output in outputs]
+            accuracies.append(sum(answer == "".join(sorted(prompt)) for answer, prompt in zip(answers, prompts, strict=True)) / len(prompts))
+    # Two standard errors of the difference between two shares on 1,024 prompts are at most 0.044.
+    assert accuracies[1] >= after(result, "greedy_accuracy") - 0.044 and accuracies[1] >= accuracies[0] + 0.044
 
 
 @pytest.mark.full
