@@ -44,8 +44,8 @@ def output_of(program: str, sandbox: Sandbox, settings: CodeExecutorConfig = SET
 
 
 def marked(sandbox: Sandbox, mark: str) -> Sandbox:
-    """Returns ``sandbox`` with ``mark`` on the command line of each of its processes."""
-    return replace(sandbox, command=(*sandbox.command, mark))
+    """Returns ``sandbox`` with ``mark`` on the command line of each of its processes; of gVisor's, a container's folder is there already."""
+    return sandbox if sandbox.bundle else replace(sandbox, command=(*sandbox.command, mark))
 
 
 def as_nobody(function: Callable[[], Any]) -> Any:

@@ -26,7 +26,7 @@ from tandem.types import Prompt, Sample, UserError
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a Hugging Face folder, or a model of the Hub (OWNER/NAME)")
-    parser.add_argument("--task", help="sort, addition, reasoning_gym:DATASET, perplexity or lm-eval:NAME; a dataset of your own needs --recipe")
+    parser.add_argument("--task", help="sort, addition, reasoning_gym:DATASET, perplexity or lm-eval:NAME; programs and a dataset of your own need --recipe")
     parser.add_argument("--recipe", help="a YAML recipe whose task, rewards and rollout sections are used")
     parser.add_argument("--prompts", type=int, default=1024, help="number of prompts, the ones of a run's final evaluation (default: 1024)")
     parser.add_argument("--greedy", action="store_true", help="decode greedily instead of sampling at temperature 1")

@@ -20,7 +20,7 @@ from tandem.config.reference import ReferenceConfig
 from tandem.config.registry import RegistryConfig
 from tandem.config.residents import ResidentsConfig
 from tandem.config.reward_model import RewardModelConfig
-from tandem.config.rewards import RewardsConfig
+from tandem.config.rewards import COMPARING, RewardsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
@@ -87,6 +87,11 @@ class Recipe:
             given, missing = ("rollout.multi_turn", "task.tools") if self.rollout.multi_turn else ("task.tools", "rollout.multi_turn")
             raise UserError(f"'{given}' is given and '{missing}' is not; episodes need both the tools and the section (an empty one uses the defaults)")
         self._check_agent()
+        if self.task.name == "programs" and (reading := [function.label for function in self.rewards.composition if function.function in COMPARING]):
+            raise UserError(
+                f"reward function '{reading[0]}' compares texts, and task 'programs' has tests in place of an answer; write function: code_executor with "
+                "code: {extract: whole} in rewards.functions"
+            )
         self._check_engine(longest)
         if self.algorithm.name != "ppo" and self.critic != CriticConfig():
             raise UserError(

@@ -15,6 +15,8 @@ from tandem.types.errors import UserError
 
 SCORED_AS_PUBLISHED = ("gsm8k", "math", "multiple_choice")
 BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", "code_executor", "length", "judge", "agent", *SCORED_AS_PUBLISHED)
+COMPARING = ("task", "answer_matcher", *SCORED_AS_PUBLISHED)
+"""Built-in functions that compare a completion with the ground truth."""
 INFERRED_COLUMNS = {"reference": "reference_logprobs", "reward_model": "reward_model_score"}
 """The argument of a function that needs the output of a model."""
 SCRIPTS = {

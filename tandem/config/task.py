@@ -3,14 +3,15 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
-BUILT_IN_TASKS = ("sort", "addition", "dataset")
+BUILT_IN_TASKS = ("sort", "addition", "programs", "dataset")
 REASONING_GYM = "reasoning_gym:"
 VERIFIERS = "verifiers:"
+MOST_OPERATIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,17 @@ class TaskConfig:
     """The task that the model learns."""
 
     name: str
-    """`sort`, `addition`, `dataset` (your own prompts), or `reasoning_gym:NAME` (needs `pip install 'tandem-rl[reasoning-gym]'`)."""
+    """`sort`, `addition`, `programs` (Python functions, judged by `code_executor`), `dataset` (your own prompts), or `reasoning_gym:NAME` (needs
+    `pip install 'tandem-rl[reasoning-gym]'`)."""
     min_digits: int | None = None
     """For `sort`: minimum digits of a list (default 3). For `addition`: minimum digits of an operand (default 1)."""
     max_digits: int | None = None
     """The maximum (default 6; 2)."""
+    digits_distribution: Literal["uniform", "pareto"] | None = None
+    """For `sort`: how the digits of a list are distributed from the minimum to the maximum. `pareto`, with shape 1.2: most lists are short and few are long.
+    Default: `uniform`."""
+    max_operations: int | None = None
+    """For `programs`: maximum operations of a program (default 3)."""
     path: str | None = None
     """For `dataset`: a file (JSON lines, JSON, CSV, Parquet, Arrow; also with `.gz`), a folder that `datasets` saved or with such files, or the name of a
     dataset of the Hugging Face Hub, such as `openai/gsm8k`. All rows are checked before work begins. Parquet, Arrow, folders and the Hub need
@@ -65,7 +72,7 @@ class TaskConfig:
             raise UserError(f"'task.name' is '{self.name}'; name the dataset behind it, for example reasoning_gym:chain_sum")
         if self.name not in BUILT_IN_TASKS and not self.name.startswith(REASONING_GYM):
             near = difflib.get_close_matches(self.name, BUILT_IN_TASKS, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else "use sort, addition, dataset or reasoning_gym:NAME"
+            hint = f"did you mean '{near[0]}'?" if near else "use sort, addition, programs, dataset or reasoning_gym:NAME"
             raise UserError(f"'task.name' is '{self.name}'; {hint}")
         self._check_foreign_keys()
         self._check_digits()
@@ -104,6 +111,11 @@ class TaskConfig:
         return low, self.max_digits if self.max_digits is not None else max(high, low)
 
     @property
+    def operations(self) -> int:
+        """The maximum operations of a program, with the task's default."""
+        return 3 if self.max_operations is None else self.max_operations
+
+    @property
     def share_held_out(self) -> float:
         """Returns ``held_out_share``, or the task's default."""
         if self.held_out_share is not None:
@@ -114,6 +126,8 @@ class TaskConfig:
         owners: dict[str, tuple[bool, str]] = {
             "min_digits": (self.name in ("sort", "addition"), "sort and addition"),
             "max_digits": (self.name in ("sort", "addition"), "sort and addition"),
+            "digits_distribution": (self.name == "sort", "sort"),
+            "max_operations": (self.name == "programs", "programs"),
             "path": (self.name == "dataset", "dataset"),
             "eval_path": (self.name == "dataset", "dataset"),
             "settings": (self.name.startswith(REASONING_GYM), "reasoning_gym"),
@@ -123,6 +137,8 @@ class TaskConfig:
                 raise UserError(f"'task.{key}' is given but belongs to task {owner}, and 'task.name' is '{self.name}'; remove it")
 
     def _check_digits(self) -> None:
+        if not 1 <= self.operations <= MOST_OPERATIONS:
+            raise UserError(f"'task.max_operations' is {self.max_operations}; it must be from 1 to {MOST_OPERATIONS}")
         if self.name not in ("sort", "addition"):
             return
         low, high = self.digits()

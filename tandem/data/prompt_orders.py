@@ -14,7 +14,7 @@ class PromptOrder:
     """Chooses ``count`` prompts of ``task`` for each draw. Raises ``UserError`` where the task cannot be ordered so."""
 
     def __init__(self, config: PromptOrderConfig, task: Task, seed: int, count: int) -> None:
-        self.config, self.count, self._seed, self._size = config, count, seed, task.size
+        self.config, self.count, self._seed, self._size, self._task = config, count, seed, task.size, task
         if config.by != "shuffle" and task.size is None:
             raise UserError(f"'rollout.prompt_order.by' is '{config.by}', and task '{task.name}' generates its prompts without end; set it to shuffle")
         size = task.size or 0
@@ -38,6 +38,10 @@ class PromptOrder:
     def weights(self, success_rates: Mapping[int, float]) -> list[float]:
         """Returns the weight of each prompt: 1 - its success rate, at least ``solved_weight``."""
         return [max(1.0 - success_rates.get(index, 0.0), self.config.solved_weight) for index in range(self._size or 0)]
+
+    def difficulty(self, index: int) -> float:
+        """Returns the difficulty of prompt ``index``, for ``difficulty``."""
+        return _difficulty(self._task, self.config.difficulty_key, index)
 
     def epoch(self, draw: int) -> float:
         """Returns the passes over the prompts before ``draw``, 0 for a task that generates them."""

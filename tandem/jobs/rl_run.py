@@ -221,6 +221,7 @@ class RLRun(Run):
         buffer = self.journal.replay_buffer(step + 1)
         if self.recipe.rollout.budget_tokens:
             row.update(partial_metrics(samples, buffer, step))
+        row.update(self.prompts.metrics(step, samples))
         row.update(trained)
         held_out = self.journal.evaluation(step, "sampled")
         if held_out is not None:

@@ -29,6 +29,12 @@ REINFORCEMENT: Mapping[str, tuple[Curve, ...]] = {
         Curve("Reward", (("reward/mean", "mean"), ("reward/std", "standard deviation"))),
         _curve("Groups without spread", "reward/frac_zero_std", "share of prompts", 0, 1),
         _curve("Samples without a score", "reward/fault_share", "share", 0, rare=True),
+        Curve(
+            "Curriculum",
+            (("curriculum/success_rate", "mean success rate"), ("curriculum/seen_share", "drawn so far"), ("curriculum/solved_share", "always solved")),
+            "share of prompts", 0, 1,
+        ),
+        _curve("Difficulty of the prompts", "curriculum/difficulty"),
     ),
     "Policy": (
         Curve("KL divergence", (("kl", "from the reference model"), ("actor/ppo_kl", "from the policy before the update")), "nats", rare=True),

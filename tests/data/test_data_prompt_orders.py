@@ -37,6 +37,7 @@ def test_prompts_come_from_easy_to_hard_again_and_again(tmp_path: Path) -> None:
     levels = {row["prompt"]: row["meta"]["level"] for row in ROWS}
     assert [levels[text] for text in seen[:10]] == sorted(levels.values())
     assert prompts.order.epoch(5) == 1.5
+    assert [prompts.order.difficulty(i) for i in range(len(ROWS))] == [row["meta"]["level"] for row in ROWS]
 
 
 def test_prompts_come_in_the_order_of_the_file(tmp_path: Path) -> None:

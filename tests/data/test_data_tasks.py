@@ -1,4 +1,5 @@
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -9,10 +10,10 @@ import pytest
 from tandem.config.load import build
 from tandem.config.task import TaskConfig
 from tandem.data.split import split_of
-from tandem.data.tasks import Task, addition, make_task, sort
+from tandem.data.tasks import Task, addition, make_task, programs, sort
 from tandem.types import UserError
 
-CONFIGS = {"sort": TaskConfig("sort", 3, 6), "addition": TaskConfig("addition", 1, 2)}
+CONFIGS = {"sort": TaskConfig("sort", 3, 6), "addition": TaskConfig("addition", 1, 2), "programs": TaskConfig("programs")}
 
 
 @pytest.fixture(params=sorted(CONFIGS))
@@ -22,6 +23,15 @@ def task(request: pytest.FixtureRequest) -> Task:
 
 def digits_of(text: str) -> list[int]:
     return [int(digit) for digit in text.removesuffix("=")]
+
+
+def is_right(truth: Any, completion: str) -> bool:
+    """Returns whether Python agrees: a program passes all its tests, another answer is the text."""
+    if isinstance(truth, str):
+        return completion == truth
+    names: dict[str, Any] = {}
+    exec(completion, names)
+    return all(names["f"](*given) == wanted for given, wanted in zip(truth["inputs"], truth["outputs"], strict=True))
 
 
 def test_sorting_asks_and_answers_as_python_sorts() -> None:
@@ -46,6 +56,31 @@ def test_addition_asks_and_answers_as_python_adds() -> None:
         assert item.ground_truth == str(int(left) + int(right))
         lengths.update((len(left), len(right)))
     assert sorted(lengths) == [1, 2, 3]
+
+
+def test_programs_do_what_their_questions_say() -> None:
+    task = make_task(TaskConfig("programs", max_operations=4), seed=0)
+    shown = {shown.item.text: shown for shown in (task.demonstration(i, 0, 0.0) for i in range(2000))}
+    assert {len(re.findall("[a-z]+", text)) for text in shown} == {1, 2, 3, 4}
+    assert {name for text in shown for name in re.findall("[a-z]+", text)} == set(programs.OPERATIONS)
+    lists = {len(numbers) for one in shown.values() for [numbers] in one.item.ground_truth["inputs"]}
+    assert lists == {3, 4, 5, 6}
+    # Worked by hand.
+    names: dict[str, Any] = {}
+    exec(programs.program((("tail", 0), ("above", 2), ("add", 7), ("reverse", 0))), names)
+    assert programs.question((("tail", 0), ("above", 2), ("add", 7), ("reverse", 0))) == "tail above 2 add 7 reverse:"
+    assert names["f"]([9, 2, 3, 5]) == [12, 10]
+    exec(programs.program((("double", 0), ("sum", 0))), names)
+    assert names["f"]([1, 2, 3]) == 12
+
+
+def test_pareto_lengths_have_a_long_tail() -> None:
+    task = make_task(TaskConfig("sort", 3, 24, digits_distribution="pareto"), seed=0)
+    lengths = [len(digits_of(task.train_prompt(i).text)) for i in range(4000)]
+    assert min(lengths) == 3 and max(lengths) == 24
+    for least in (4, 6, 12, 24):
+        # P(length >= k) = (3 / k)^1.2, longer ones being cut at 24. Four standard errors of a share are at most 0.032.
+        assert abs(sum(length >= least for length in lengths) / 4000 - (3 / least) ** 1.2) < 0.032
 
 
 def test_training_held_out_and_final_instances_never_meet(task: Task) -> None:
@@ -86,7 +121,8 @@ def test_an_instance_follows_from_seed_and_index_alone_in_any_process(task: Task
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_demonstrations_are_wrong_as_often_as_asked_and_only_then(task: Task, share: float) -> None:
     shown = [task.demonstration(i, 9, share) for i in range(600)]
-    wrong = sum(s.completion != s.item.ground_truth for s in shown)
+    wrong = sum(not is_right(s.item.ground_truth, s.completion) for s in shown)
+    assert all(s.correct == is_right(s.item.ground_truth, s.completion) for s in shown)
     assert wrong == sum(not s.correct for s in shown)
     assert abs(wrong / 600 - share) < 0.06
 
@@ -115,7 +151,7 @@ def test_a_task_with_too_few_instances_to_hold_some_out_is_refused() -> None:
     ("data", "problem"),
     [
         ({"name": "sorting"}, "'task.name' is 'sorting'; did you mean 'sort'?"),
-        ({"name": "chess"}, "use sort, addition, dataset or reasoning_gym:NAME"),
+        ({"name": "chess"}, "use sort, addition, programs, dataset or reasoning_gym:NAME"),
         ({"name": "reasoning_gym:"}, "name the dataset behind it"),
         ({"name": "sort", "min_digits": 5, "max_digits": 4}, "'task.max_digits' is 4"),
         ({"name": "sort", "min_digits": 1}, "'task.min_digits' is 1"),
@@ -123,6 +159,10 @@ def test_a_task_with_too_few_instances_to_hold_some_out_is_refused() -> None:
         ({"name": "dataset", "path": "x", "max_digits": 3}, "belongs to task sort and addition"),
         ({"name": "sort", "settings": {"a": 1}}, "belongs to task reasoning_gym"),
         ({"name": "dataset"}, "'task.path' is missing"),
+        ({"name": "addition", "digits_distribution": "pareto"}, "'task.digits_distribution' is given but belongs to task sort"),
+        ({"name": "sort", "max_operations": 2}, "'task.max_operations' is given but belongs to task programs"),
+        ({"name": "programs", "max_operations": 0}, "'task.max_operations' is 0; it must be from 1 to 16"),
+        ({"name": "programs", "max_digits": 3}, "belongs to task sort and addition"),
         ({"name": "sort", "held_out_share": 0.5}, "'task.held_out_share' is 0.5"),
         ({"name": "sort", "prompt_template": "Sort!"}, "must contain {prompt}"),
         ({"name": "sort", "system_prompt": "Be brief."}, "'task.chat' is not true"),

@@ -89,6 +89,35 @@ def test_the_model_of_an_agent_of_the_openai_sdk_learns_to_call_its_calculator(t
 
 
 @pytest.mark.full
+def test_a_model_learns_to_write_programs_that_pass_tests_in_the_sandbox(tmp_path: Path) -> None:
+    recipe = load_config(RECIPES / "programs.yaml", [f"run.directory={tmp_path}"])
+    result = train(recipe, recipe_path="programs.yaml")
+    assert before(result) <= 0.55
+    # 512 fresh prompts: two standard errors around 0.85 are 0.032.
+    assert result.reached and after(result, "accuracy") >= 0.85 - 0.032
+    rows = read_rows(result.directory / "metrics.jsonl")
+    assert all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 for row in rows)
+    # The reward is the verdict of the tests, and the sandbox never failed to start.
+    assert all(row["reward/code_executor"] == row["reward/mean"] and row["reward/fault_share"] == 0 for row in rows)
+
+
+@pytest.mark.full
+def test_partial_rollouts_reach_the_accuracy_of_the_synchronous_run(tmp_path: Path) -> None:
+    recipe = RECIPES / "sort_partial.yaml"
+    results = {}
+    for budget in (0, 8):
+        settings = [f"run.directory={tmp_path / str(budget)}", f"rollout.budget_tokens={budget}"]
+        results[budget] = train(load_config(recipe, settings), recipe_path="sort_partial.yaml")
+        assert before(results[budget]) <= 0.55
+        # 1,024 fresh prompts: two standard errors around 0.85 are 0.022.
+        assert results[budget].reached and after(results[budget], "accuracy") >= 0.85 - 0.022
+    partial = read_rows(results[8].directory / "metrics.jsonl")
+    assert all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 for row in partial)
+    # Answers of up to 32 digits take several steps, so that a part of the tokens is older than the weights that are trained.
+    assert max(row["rollout/staleness_max"] for row in partial) >= 3 and 0 < partial[-1]["rollout/off_policy_share"] < 0.5
+
+
+@pytest.mark.full
 def test_rollouts_in_int8_learn_and_are_weighed_by_how_far_they_are_from_the_trainer(tmp_path: Path) -> None:
     recipe = load_config(RECIPES / "sort_int8.yaml", [f"run.directory={tmp_path}"])
     result = train(recipe, recipe_path="sort_int8.yaml")

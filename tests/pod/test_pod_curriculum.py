@@ -14,6 +14,7 @@ from tandem.jobs.replay.replay_rl import replay_rl_step
 from tandem.jobs.start import read_recipe, train
 from tandem.runtime.callback import Callback
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.metrics import read_rows
 
 LONG = '''
 def is_long(completions, **_):
@@ -40,8 +41,9 @@ def recipe(folder: Path) -> Path:
 
 
 def check_draws(directory: Path, steps: int) -> set[float]:
-    """Asserts that each step's prompts follow from the correct completions of the steps before; returns the success rates that occurred."""
+    """Asserts that each step's prompts, and the metrics of its row, follow from the correct completions so far; returns the success rates that occurred."""
     judged, right = Counter[int](), Counter[int]()
+    rows = read_rows(directory / "metrics.jsonl")
     with Journal(directory / "journal.sqlite", read_only=True) as journal:
         for step in range(steps):
             weights = [max(1 - right[i] / judged[i], 0.2) if judged[i] else 1.0 for i in range(20)]
@@ -52,6 +54,9 @@ def check_draws(directory: Path, steps: int) -> set[float]:
             for index, score in zip(drawn, scores, strict=True):
                 judged[index] += 1
                 right[index] += bool(score.value)
+            rates = [right[i] / judged[i] for i in judged]
+            assert rows[step]["curriculum/success_rate"] == pytest.approx(sum(rates) / len(rates), abs=1e-12)
+            assert rows[step]["curriculum/seen_share"] == len(rates) / 20 and rows[step]["curriculum/solved_share"] == rates.count(1.0) / 20
     return {right[i] / judged[i] for i in judged}
 
 
@@ -59,6 +64,8 @@ def test_prompts_are_drawn_in_proportion_to_failures_and_replayed(tmp_path: Path
     train(load_config(recipe(tmp_path), [f"--run.directory={tmp_path}", "--run.name=run", "--run.max_steps=4"]), inline=True, progress=False)
     assert len(check_draws(tmp_path / "run", 4)) > 1, "all prompts have the same success rate, so that this test says nothing"
     run = tmp_path / "run"
+    page = (run / "report.html").read_text()
+    assert "mean success rate" in page and "always solved" in page
     compared = replay_rl_step(read_recipe(run), run, 3, ("rollout", "rewards"), inline=True, callback=Callback(), say=lambda line: None)
     assert [(part.part, part.count, part.differences) for part in compared] == [("rollout", 16, ()), ("rewards", 16, ())]
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from code_runs import SETTINGS, as_nobody, judged, needs_bubblewrap, needs_compi
 
 from tandem.config.code_executor import CodeExecutorConfig
 from tandem.config.load import build
+from tandem.config.recipe import Recipe, load_config
 from tandem.config.rewards import RewardFunctionConfig, RewardsConfig
+from tandem.data.tasks import make_task
 from tandem.rl.rewards.code.executor import extract_program
 from tandem.rl.rewards.code.program_tests import ProgramTests, is_output, is_value, read_tests
 from tandem.rl.rewards.code.runner import Other, pack, to_json, unpack
@@ -217,6 +220,25 @@ def test_it_is_a_reward_function_of_a_recipe() -> None:
     assert [(score.value, score.correct) for score in scores] == [(1.0, True), (0.5, False), (0.0, False)]
     assert [score.components.get("tests/passed") for score in scores] == [1.0, 0.5, None]
     assert scores[2].state is ScoreState.MODEL_FAULT
+
+
+@needs_bubblewrap
+def test_the_recipe_of_programs_rewards_right_demonstrations_and_no_wrong_one() -> None:
+    recipe = load_config(Path(__file__).parents[2] / "recipes" / "programs.yaml")
+    task = make_task(recipe.task, seed=0)
+    shown = [task.demonstration(i, 0, 0.5) for i in range(10)]
+    samples = [
+        Sample(f"0/p{i}/0", f"p{i}", 0, (1,), (2,), (0.0,), (0.0,), (WeightVersion(0, 0),), FinishReason.STOP, one.completion) for i, one in enumerate(shown)
+    ]
+    with RewardPool(recipe.rewards) as pool:
+        scores = pool.score(samples, [Prompt(f"p{i}", one.item.text, (1,), one.item.ground_truth, task.name) for i, one in enumerate(shown)])
+    assert [score.correct for score in scores] == [one.correct for one in shown]
+    assert 2 <= sum(one.correct for one in shown) <= 8
+
+
+def test_a_reward_that_compares_texts_is_refused_for_programs() -> None:
+    with pytest.raises(UserError, match="'correct' compares texts, and task 'programs' has tests in place of an answer; write function: code_executor"):
+        build(Recipe, {"model": {"path": "m"}, "task": {"name": "programs"}})
 
 
 @pytest.mark.parametrize(

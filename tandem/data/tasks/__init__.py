@@ -4,6 +4,7 @@ from tandem.config.task import TaskConfig
 from tandem.data.tasks.addition import addition_task
 from tandem.data.tasks.base import Demonstration, Task, TaskItem
 from tandem.data.tasks.dataset import dataset_task
+from tandem.data.tasks.programs import programs_task
 from tandem.data.tasks.reasoning_gym import ReasoningGymTask
 from tandem.data.tasks.sort import sort_task
 
@@ -17,6 +18,8 @@ def make_task(config: TaskConfig, seed: int) -> Task:
         return sort_task(config, seed)
     if config.name == "addition":
         return addition_task(config, seed)
+    if config.name == "programs":
+        return programs_task(config, seed)
     if config.name == "dataset":
         return dataset_task(config, seed)
     return ReasoningGymTask(config, seed)

@@ -32,6 +32,8 @@ class GeneratedTask(Generic[Instance]):
     files: Mapping[str, str] = field(default_factory=dict)
     call: Callable[[Instance], Mapping[str, Any]] | None = None
     """The call of a tool that gives the answer, as ``function`` of a message; demonstrations make it, wrong ones do not."""
+    ground_truth: Callable[[Instance], Any] | None = None
+    """What completions are judged with, where it is not the answer's text."""
 
     def train_prompt(self, index: int) -> TaskItem:
         return self._item(self._instance("train", index, self.seed), f"{self.name}, training prompt {index}")
@@ -63,7 +65,7 @@ class GeneratedTask(Generic[Instance]):
         )
 
     def _item(self, instance: Instance, where: str) -> TaskItem:
-        return TaskItem(self.question(instance), where, self.answer(instance))
+        return TaskItem(self.question(instance), where, (self.ground_truth or self.answer)(instance))
 
 
 def _turns(answer: str, function: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], ...]:

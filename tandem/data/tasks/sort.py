@@ -10,20 +10,25 @@ from tandem.config.task import TaskConfig
 from tandem.data.tasks.generated import GeneratedTask
 
 Digits = tuple[int, ...]
+PARETO_SHAPE = 1.2
 
 
 def sort_task(config: TaskConfig, seed: int) -> GeneratedTask[Digits]:
-    """Returns the task: lists of ``min_digits`` to ``max_digits`` digits, with uniformly distributed lengths."""
+    """Returns the task: lists of ``min_digits`` to ``max_digits`` digits, with lengths distributed as ``digits_distribution`` says."""
     low, high = config.digits()
+    is_pareto = config.digits_distribution == "pareto"
+
+    def length(random: Random) -> int:
+        return min(high, int(low * random.paretovariate(PARETO_SHAPE))) if is_pareto else random.randint(low, high)
 
     def draw(random: Random) -> Digits:
-        return tuple(random.randrange(10) for _ in range(random.randint(low, high)))
+        return tuple(random.randrange(10) for _ in range(length(random)))
 
     return GeneratedTask(
         name="sort",
         seed=seed,
         held_out_share=config.share_held_out,
-        fingerprint=f"sort {low}-{high} {config.share_held_out} {seed}",
+        fingerprint=f"sort {low}-{high}{' pareto' if is_pareto else ''} {config.share_held_out} {seed}",
         draw=draw,
         question=question,
         answer=answer,

@@ -3,14 +3,11 @@
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from tandem.config.rewards import SCORED_AS_PUBLISHED, RewardsConfig
+from tandem.config.rewards import COMPARING, RewardsConfig
 from tandem.data.prompts import PromptSource
 from tandem.data.split import Split
 from tandem.data.tasks import TaskItem
 from tandem.types import UserError
-
-COMPARING = ("task", "answer_matcher", *SCORED_AS_PUBLISHED)
-"""Built-in functions that compare with the ground truth."""
 
 
 def check_answers(source: PromptSource, rewards: RewardsConfig) -> None:

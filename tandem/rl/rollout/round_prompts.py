@@ -1,5 +1,6 @@
 """The prompts of each round of a step: a function of the seed, the step and the journal, the same after a resume and in a replay."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,24 @@ class RoundPrompts:
             chosen = order.indices(draw, taken, rates)
             taken += chosen
         return self.source.at(chosen)
+
+    def metrics(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """Returns the metrics of the curriculum after ``step``, whose ``samples`` are judged; none for an order that is none. With ``success_rate``: the mean
+        success rate of the prompts that were judged so far, the share of all training prompts that were, and the share that was solved each time. With
+        ``difficulty``: the mean of the step's prompts."""
+        order = self.source.order
+        if order.config.by == "difficulty":
+            drawn = {sample.prompt_id for sample in samples}
+            return {"curriculum/difficulty": math.fsum(order.difficulty(int(name.removeprefix(TRAIN))) for name in drawn) / max(len(drawn), 1)}
+        size = self.source.task.size
+        if order.config.by != "success_rate" or not size:
+            return {}
+        rates = list(self._success_rates.before(step + 1).values())
+        return {
+            "curriculum/success_rate": math.fsum(rates) / max(len(rates), 1),
+            "curriculum/seen_share": len(rates) / size,
+            "curriculum/solved_share": sum(rate == 1 for rate in rates) / size,
+        }
 
     def of_samples(self, samples: Sequence[Sample]) -> list[Prompt]:
         """Returns the prompts of ``samples``, in the order of their groups."""
