@@ -57,7 +57,8 @@ def main() -> None:
     versions = [subprocess.run([name, "--version"], capture_output=True, text=True, check=False).stdout.split("\n")[0] for name in ("bwrap", "runsc")]
     account = "root" if os.geteuid() == 0 else "an ordinary user"
     lines = ["# Hostile programs in the sandboxes of the code executor", "", machine(), "", f"{', '.join(versions)}. Run by {account}; `user` is `nobody`."]
-    lines += ["", "Memory is limited by RLIMIT_AS of each process, not by a cgroup.", "", "| program | bubblewrap | bubblewrap, user | gVisor | gVisor, user |", "| --- | --- | --- | --- | --- |"]
+    lines += ["", "Memory is limited by RLIMIT_AS of each process, not by a cgroup.", ""]
+    lines += ["| program | bubblewrap | bubblewrap, user | gVisor | gVisor, user |", "| --- | --- | --- | --- | --- |"]
     for test, cells in ended.items():
         lines.append(f"| {test.removeprefix('test_').replace('_', ' ')} | {' | '.join(cell(cells[name]) for name in CELLS)} |")
     print("\n".join(lines))
