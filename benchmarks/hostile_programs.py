@@ -1,9 +1,9 @@
 """The table of hostile programs: runs those of tests/rewards/test_rewards_hostile_programs.py in each sandbox, as root and as an ordinary user.
 
-    python benchmarks/hostile_programs.py [--report REPORT.xml]
+    python benchmarks/hostile_programs.py [--report REPORT.xml ...]
 
 A cell counts the cases that passed. A cell that cannot be run on this machine says why: without root there is one account, and a sandbox may not be installed.
-``--report`` reads the JUnit report of an earlier run of these tests instead.
+``--report`` reads JUnit reports of earlier runs of these tests instead; a later one replaces the tests of an earlier one.
 """
 
 import os
@@ -47,13 +47,13 @@ def cell(cases: list[str]) -> str:
 
 def main() -> None:
     parser = shared_parser(__doc__ or "", threads=1)
-    parser.add_argument("--report", type=Path)
+    parser.add_argument("--report", type=Path, nargs="+", default=[])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report = options.report or Path(folder, "report.xml")
-        if options.report is None:
-            subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "full or not full", f"--junit-xml={report}", TESTS], cwd=ROOT, check=False)
-        ended = outcomes(report)
+        reports = options.report or [Path(folder, "report.xml")]
+        if not options.report:
+            subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "full or not full", f"--junit-xml={reports[0]}", TESTS], cwd=ROOT, check=False)
+        ended = {test: cells for report in reports for test, cells in outcomes(report).items()}
     versions = [subprocess.run([name, "--version"], capture_output=True, text=True, check=False).stdout.split("\n")[0] for name in ("bwrap", "runsc")]
     account = "root" if os.geteuid() == 0 else "an ordinary user"
     lines = ["# Hostile programs in the sandboxes of the code executor", "", machine(), "", f"{', '.join(versions)}. Run by {account}; `user` is `nobody`."]

@@ -29,7 +29,7 @@ class TaskConfig:
     """For `sort`: how the digits of a list are distributed from the minimum to the maximum. `pareto`, with shape 1.2: most lists are short and few are long.
     Default: `uniform`."""
     max_operations: int | None = None
-    """For `programs`: maximum operations of a program (default 3)."""
+    """For `programs`: maximum operations of a program; the minimum is 2 (default 3)."""
     path: str | None = None
     """For `dataset`: a file (JSON lines, JSON, CSV, Parquet, Arrow; also with `.gz`), a folder that `datasets` saved or with such files, or the name of a
     dataset of the Hugging Face Hub, such as `openai/gsm8k`. All rows are checked before work begins. Parquet, Arrow, folders and the Hub need
@@ -137,8 +137,8 @@ class TaskConfig:
                 raise UserError(f"'task.{key}' is given but belongs to task {owner}, and 'task.name' is '{self.name}'; remove it")
 
     def _check_digits(self) -> None:
-        if not 1 <= self.operations <= MOST_OPERATIONS:
-            raise UserError(f"'task.max_operations' is {self.max_operations}; it must be from 1 to {MOST_OPERATIONS}")
+        if not 2 <= self.operations <= MOST_OPERATIONS:
+            raise UserError(f"'task.max_operations' is {self.max_operations}; it must be from 2 to {MOST_OPERATIONS}")
         if self.name not in ("sort", "addition"):
             return
         low, high = self.digits()

@@ -61,7 +61,7 @@ def test_addition_asks_and_answers_as_python_adds() -> None:
 def test_programs_do_what_their_questions_say() -> None:
     task = make_task(TaskConfig("programs", max_operations=4), seed=0)
     shown = {shown.item.text: shown for shown in (task.demonstration(i, 0, 0.0) for i in range(2000))}
-    assert {len(re.findall("[a-z]+", text)) for text in shown} == {1, 2, 3, 4}
+    assert {len(re.findall("[a-z]+", text)) for text in shown} == {2, 3, 4}
     assert {name for text in shown for name in re.findall("[a-z]+", text)} == set(programs.OPERATIONS)
     lists = {len(numbers) for one in shown.values() for [numbers] in one.item.ground_truth["inputs"]}
     assert lists == {3, 4, 5, 6}
@@ -161,7 +161,7 @@ def test_a_task_with_too_few_instances_to_hold_some_out_is_refused() -> None:
         ({"name": "dataset"}, "'task.path' is missing"),
         ({"name": "addition", "digits_distribution": "pareto"}, "'task.digits_distribution' is given but belongs to task sort"),
         ({"name": "sort", "max_operations": 2}, "'task.max_operations' is given but belongs to task programs"),
-        ({"name": "programs", "max_operations": 0}, "'task.max_operations' is 0; it must be from 1 to 16"),
+        ({"name": "programs", "max_operations": 1}, "'task.max_operations' is 1; it must be from 2 to 16"),
         ({"name": "programs", "max_digits": 3}, "belongs to task sort and addition"),
         ({"name": "sort", "held_out_share": 0.5}, "'task.held_out_share' is 0.5"),
         ({"name": "sort", "prompt_template": "Sort!"}, "must contain {prompt}"),

@@ -93,8 +93,8 @@ def test_a_model_learns_to_write_programs_that_pass_tests_in_the_sandbox(tmp_pat
     recipe = load_config(RECIPES / "programs.yaml", [f"run.directory={tmp_path}"])
     result = train(recipe, recipe_path="programs.yaml")
     assert before(result) <= 0.55
-    # 512 fresh prompts: two standard errors around 0.85 are 0.032.
-    assert result.reached and after(result, "accuracy") >= 0.85 - 0.032
+    # The target was reached on 256 prompts, and 512 are fresh: two standard errors of the difference of two shares around 0.80 are 0.061.
+    assert result.reached and after(result, "accuracy") >= 0.80 - 0.061
     rows = read_rows(result.directory / "metrics.jsonl")
     assert all(row["mismatch_kl"] == 0.0 and row["mismatch_max_abs"] == 0.0 for row in rows)
     # The reward is the verdict of the tests, and the sandbox never failed to start.

@@ -132,7 +132,7 @@ def test_a_memory_bomb_gets_no_memory(run: Run) -> None:
             count = len(blocks)
             blocks.clear()
             print(count)
-    """)
+    """, cpu_s=60, wall_s=300.0)
     assert 1 <= int(output) <= SETTINGS.memory_mib
 
 
@@ -145,7 +145,7 @@ def test_a_zip_of_death_gets_no_memory(run: Run) -> None:
             print(len(zlib.decompress(bomb)))
         except MemoryError:
             print("no memory for", len(bomb) < 2**21)
-    """, cpu_s=10)
+    """, cpu_s=60, wall_s=300.0)
     assert output == "no memory for True\n"
 
 

@@ -50,11 +50,11 @@ Steps = tuple[tuple[str, int], ...]
 
 
 def programs_task(config: TaskConfig, seed: int) -> GeneratedTask[Steps]:
-    """Returns the task: one to ``max_operations`` operations, with uniformly distributed numbers of them."""
+    """Returns the task: two to ``max_operations`` operations, with uniformly distributed numbers of them. Of single ones there are too few to hold some out."""
     most = config.operations
 
     def draw(random: Random) -> Steps:
-        count = random.randint(1, most)
+        count = random.randint(2, most)
         return tuple(step(random, is_last=place == count - 1) for place in range(count))
 
     return GeneratedTask(
