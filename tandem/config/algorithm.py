@@ -117,6 +117,11 @@ class AlgorithmConfig:
         if self.group_size < 2 and self.compares_groups:
             raise UserError(f"'algorithm.group_size' is {self.group_size}; a group needs at least 2 samples to compare")
         check_at_least_one("algorithm", self, "group_size")
+        if self.group_size < 2 and self.filter_groups is not None:
+            raise UserError(
+                "section 'algorithm.filter_groups' is given and algorithm.group_size is 1: the rewards of a group of one never differ, so every group would be "
+                "dropped; raise algorithm.group_size or remove the section"
+            )
         if not 0 <= self.advantage_epsilon < float("inf"):
             raise UserError(
                 f"'algorithm.advantage_epsilon' is {self.advantage_epsilon}; it must be 0 or more, and finite"

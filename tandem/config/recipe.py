@@ -97,11 +97,6 @@ class Recipe:
             raise UserError(
                 f"section 'critic' is given and algorithm.name is '{self.algorithm.name}', which has no critic; remove it, or set algorithm.name to ppo"
             )
-        if self.reward_model.path and self.algorithm.filter_groups is not None:
-            raise UserError(
-                "section 'reward_model' scores a step's samples after its rollout, and algorithm.filter_groups drops groups by their rewards between "
-                "rounds of the rollout; remove one of the two"
-            )
         if self.reward_model.path and any(function.label == "reward_model" for function in self.rewards.composition):
             raise UserError("a reward function is named 'reward_model', which is the name of the score of section 'reward_model'; give it another 'name'")
         self._check_needs()
@@ -163,10 +158,9 @@ class Recipe:
                 raise UserError(f"{what} the reference model, and algorithm.kl_coef is 0, so there is none; set it above 0, or remove 'needs'")
             if "reward_model" in function.needs and not self.reward_model.path:
                 raise UserError(f"{what} the reward model, and section 'reward_model' names none; set 'reward_model.path', or remove 'needs'")
-            if function.needs and self.has_rounds:
+            if function.needs and self.rollout.budget_tokens:
                 raise UserError(
-                    f"{what} the output of a model, which follows the rollout, and algorithm.filter_groups or rollout.budget_tokens may draw further rounds "
-                    "by the rewards; remove one of the two"
+                    f"{what} the output of a model, which follows the rollout, and rollout.budget_tokens may draw further rounds; remove one of the two"
                 )
 
     def _check_reference(self) -> None:
@@ -258,6 +252,11 @@ class Recipe:
     def has_inference(self) -> bool:
         """Whether other models than the actor have a pass over the samples of a step."""
         return self.algorithm.has_inference or bool(self.reward_model.path)
+
+    @property
+    def rewards_need_models(self) -> bool:
+        """Whether rewards depend on passes of other models, which each round of a step's rollout then needs."""
+        return bool(self.reward_model.path or self.rewards.needs)
 
     @property
     def rollout_precision(self) -> Literal["fp32", "bf16", "fp16"]:

@@ -93,7 +93,7 @@ class RLRun(Run):
 
     def scores(self, pod: Pod, step: int, number: int, samples: Sequence[Sample]) -> list[Score]:
         """Returns the scores of ``samples``, those of round ``number``, from the journal, or those of the judgement that began during the rollout, which goes
-        on during the reference model's pass unless another round may follow, and journals them."""
+        on during the passes of the other models, and journals them. Where another round may follow, those are the models that rewards need."""
         recorded = self.journal.scores(step, number)
         if recorded is not None:
             return recorded
@@ -101,8 +101,8 @@ class RLRun(Run):
             self.judge(step, number, self.prompts.of_samples(samples), 0).complete(samples)
         assert self.judging is not None
         judging, may_repeat, model_scores = self.judging[1], self.recipe.has_rounds, None
-        if self.recipe.has_inference and not may_repeat:
-            model_scores, columns = pod.infer(step, samples, self.recipe.rewards.needs)
+        if self.recipe.rewards_need_models if may_repeat else self.recipe.has_inference:
+            model_scores, columns = pod.infer(step, samples, self.recipe.rewards.needs, "rewards" if may_repeat else "all")
             if columns:
                 judging.add_inferred(columns)
         elif not may_repeat:
@@ -133,8 +133,8 @@ class RLRun(Run):
         batch = trained_on(rounds, filtered, wanted)
         if (useful := len({sample.prompt_id for sample in batch.samples})) < wanted:
             self.records.callback.message(f"step {step}: {useful} of {wanted} groups have different rewards, after {len(rounds)} rounds of rollout")
-        if self.recipe.has_inference and self.recipe.has_rounds:
-            pod.infer(step, batch.samples)
+        if self.recipe.algorithm.has_inference and self.recipe.has_rounds:
+            pod.infer(step, batch.samples, part="update")
         return pod.train(step, batch.samples, batch.scores)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------

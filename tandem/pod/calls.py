@@ -1,6 +1,10 @@
 """The names of the calls that a sidecar's worker answers. Imports no torch, as the shims that pass them on."""
 
+from typing import Literal
+
 TRAINER_CALLS = (
     "create_model", "export", "load", "inference", "train", "offload", "prefetch", "onload", "convert", "register", "save", "finish_save",
 )  # fmt: skip
+InferencePart = Literal["all", "rewards", "update"]
+"""Which passes of other models an inference phase has: those that ``rewards`` need, those that the ``update`` needs, or both."""
 ROLLOUT_CALLS = ("start_engine", "update_weight", "rollout", "sleep_engine")

@@ -13,6 +13,7 @@ from typing import Any
 
 from tandem.config.rewards import INFERRED_COLUMNS
 from tandem.layout.residents import KEEP, Phase, Residency
+from tandem.pod.calls import InferencePart
 from tandem.pod.failures import SidecarDied
 from tandem.pod.residents.moves import ResidentMoves, engine_moves
 from tandem.pod.restarts import Restarts
@@ -138,7 +139,7 @@ class Pod:
     def serve_weights(self, step: int) -> None:
         """The engine holds the weights after ``step`` optimizer steps and the trainer is out of its way:
         offload -> convert -> register -> update weight."""
-        if self.engine_step == step:
+        if self.engine_step == step and not self.online:
             return
         assert self.trainer_step == step, (self.trainer_step, step)
         with self.transitions.trainer_does(TrainerState.OFFLOAD, step) as detail:
@@ -246,12 +247,15 @@ class Pod:
             detail.update(self.moves.note(step, self.trainer.onload(step, phase)))
             self.online = True
 
-    def infer(self, step: int, samples: Sequence[Sample], needs: Collection[str] = ()) -> tuple[list[float] | None, dict[str, list[Any]]]:
+    def infer(
+        self, step: int, samples: Sequence[Sample], needs: Collection[str] = (), part: InferencePart = "all"
+    ) -> tuple[list[float] | None, dict[str, list[Any]]]:
         """The other models' passes over ``samples``; what they give for the update stays with the trainer's worker. Returns the reward model's scores
-        (``None``: there is no such model), and for reward functions the columns of the models that they need, a value for each sample."""
+        (``None``: there is no such model, or ``part`` is that of the update), and for reward functions the columns of the models that they need, a value for
+        each sample."""
         self.hand_over(step, Phase.INFERENCE)
         with self.transitions.trainer_does(TrainerState.INFERENCE, step) as detail:
-            inferred = self.trainer.inference(step, samples, returns_reference="reference" in needs)
+            inferred = self.trainer.inference(step, samples, part=part, returns_reference="reference" in needs)
             scores: list[float] | None = inferred.pop("scores")
             outputs = {"reference": inferred.pop("reference_logprobs"), "reward_model": scores}
             detail.update(self.moves.note(step, inferred))

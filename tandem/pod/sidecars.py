@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.layout.residents import Phase, Residency
+from tandem.pod.calls import InferencePart
 from tandem.pod.channel import Channel
 from tandem.runtime.rpc.calls import Progress
 from tandem.types import Prompt, Sample, Score, WeightVersion
@@ -33,10 +34,11 @@ class TrainerSidecar:
         ``step`` and ``digest`` of what was loaded, why others were passed over, and the name of the ``kernels``."""
         return self.channel.call("load", {**asdict(residency), "start": str(start), "step": step, "prefetch": sorted(prefetch)}).meta
 
-    def inference(self, step: int, samples: Sequence[Sample], *, returns_reference: bool = False) -> dict[str, Any]:
-        """The reference model's log-probabilities of ``samples`` and the critic's values, kept by the worker for ``train``. Returns the ``scores`` of the
-        reward model and with ``returns_reference`` the ``reference_logprobs`` of each sample's tokens."""
-        return self.channel.call("inference", {"step": step, "returns_reference": returns_reference}, {"samples": encode_samples(samples)}).meta
+    def inference(self, step: int, samples: Sequence[Sample], *, part: InferencePart = "all", returns_reference: bool = False) -> dict[str, Any]:
+        """The ``part`` for the update: the reference model's log-probabilities of ``samples`` and the critic's values, kept by the worker for ``train``. The
+        part of the rewards: returns the ``scores`` of the reward model and with ``returns_reference`` the ``reference_logprobs`` of each sample's tokens."""
+        meta = {"step": step, "part": part, "returns_reference": returns_reference}
+        return self.channel.call("inference", meta, {"samples": encode_samples(samples)}).meta
 
     def train(
         self, step: int, samples: Sequence[Sample], scores: Sequence[Score], on_progress: Progress | None = None

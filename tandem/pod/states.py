@@ -3,8 +3,9 @@
 Trainer: ``train -> offload -> convert -> register -> update_weight -> wait_rollout -> onload -> train``.
 Rollout: ``start_engine -> update_weight -> rollout -> terminate_engine -> start_engine``, or ``keep_engine -> update_weight``, or ``sleep_engine ->
 update_weight``.
-If a step's samples are in the journal already, ``inference`` or ``train`` follows without a rollout between. Weights that arrive damaged
-are registered again. When the rollout sidecar dies, the trainer goes from ``register`` or ``update_weight`` straight to ``onload``.
+If a step's samples are in the journal already, ``inference`` or ``train`` follows without a rollout between. Where a reward model scores each of several
+rounds of rollout, ``offload`` and the next round follow ``inference``. Weights that arrive damaged are registered again. When the rollout sidecar
+dies, the trainer goes from ``register`` or ``update_weight`` straight to ``onload``.
 """
 
 from collections.abc import Mapping
@@ -49,7 +50,7 @@ TRAINER_TRANSITIONS: Mapping[TrainerState, frozenset[TrainerState]] = {
     _T.UPDATE_WEIGHT: frozenset({_T.WAIT_ROLLOUT, _T.ONLOAD, _T.REGISTER}),
     _T.WAIT_ROLLOUT: frozenset({_T.ONLOAD}),
     _T.ONLOAD: frozenset({_T.INFERENCE, _T.TRAIN, _T.OFFLOAD, _T.CHECKPOINT}),
-    _T.INFERENCE: frozenset({_T.TRAIN}),
+    _T.INFERENCE: frozenset({_T.TRAIN, _T.INFERENCE, _T.OFFLOAD}),
 }
 
 ROLLOUT_TRANSITIONS: Mapping[RolloutState, frozenset[RolloutState]] = {

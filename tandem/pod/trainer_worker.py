@@ -24,7 +24,7 @@ from tandem.model.export_dtype import export_dtype
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.model_source import found_model
 from tandem.pod.actor import Actor, Critic, build_actor
-from tandem.pod.calls import TRAINER_CALLS
+from tandem.pod.calls import TRAINER_CALLS, InferencePart
 from tandem.pod.release import release
 from tandem.pod.residents.residue import ResidueCheck
 from tandem.pod.residents.trainer import TrainerResidents
@@ -237,12 +237,16 @@ class TrainerWorker:
         return {"bytes": manifest.size_bytes, "digest": manifest.digest, "moves": self._moves(), "residue": self._residue(Phase.ROLLOUT)}, {}
 
     def inference(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """The reference model's log-probabilities of the samples and the critic's values, kept for ``train``. The reply has the ``scores`` of the
-        reward model, one for each sample, if there is one, and with ``returns_reference`` the ``reference_logprobs`` of each sample's tokens."""
-        self.inferred = self._infer(int(meta["step"]), decode_samples(blobs["samples"]), progress)
-        scores, known, logprobs = self._score(self.inferred.samples, progress), self.inferred.reference_logprobs, None
-        if meta.get("returns_reference") and known is not None:
-            logprobs = [list(known[sample.id][len(sample.prompt_token_ids) :]) for sample in self.inferred.samples]
+        """For the update: the reference model's log-probabilities of the samples and the critic's values, kept for ``train``. For the rewards: the reply has
+        the ``scores`` of the reward model, one for each sample, if there is one, and with ``returns_reference`` the ``reference_logprobs`` of each sample's
+        tokens. ``part`` says for which of the two."""
+        part, samples = meta["part"], decode_samples(blobs["samples"])
+        inferred = self._infer(int(meta["step"]), samples, progress, part) if part != "rewards" or meta["returns_reference"] else None
+        if part != "rewards":
+            self.inferred = inferred
+        scores, logprobs = self._score(samples, progress) if part != "update" else None, None
+        if meta["returns_reference"] and inferred is not None and (known := inferred.reference_logprobs) is not None:
+            logprobs = [list(known[sample.id][len(sample.prompt_token_ids) :]) for sample in samples]
         return {"scores": scores, "reference_logprobs": logprobs, "moves": self._moves(), "residue": self._residue(Phase.INFERENCE)}, {}
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -296,13 +300,14 @@ class TrainerWorker:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _infer(self, step: int, samples: list[Sample], progress: Progress) -> Inferred:
+    def _infer(self, step: int, samples: list[Sample], progress: Progress, part: InferencePart = "update") -> Inferred:
         actor, most, share = self._actor(), self.recipe.trainer.micro_batch_tokens, self.recipe.trainer.share_prompts
         reads_base = self.recipe.algorithm.needs_reference and not self.recipe.holds_reference
         if actor.reference is None and actor.critic is None and not reads_base:
             return Inferred(step, samples)
         sequences, last = [train_sequence(each) for sample in samples for each in sample.sequences], "reference" if actor.critic is None else "values"
-        last = "" if actor.reward_model is not None else last  # Its passes follow.
+        if part == "rewards" or (part == "all" and actor.reward_model is not None):
+            last = ""  # The next phase is a rollout, or passes of the reward model follow.
 
         def report(done: int, total: int, of: str) -> None:
             progress({"done": done, "total": total})
@@ -319,7 +324,7 @@ class TrainerWorker:
         if actor.reference is not None:
             with actor.tracer.span("reference"):
                 logprobs = sequence_logprobs(actor.reference.replica, sequences, most, on_progress=partial(report, of="reference"), share_prompts=share)
-        if actor.critic is not None:
+        if actor.critic is not None and part != "rewards":
             with actor.tracer.span("values"):
                 values = sequence_values(actor.critic.replica, sequences, most, partial(report, of="values"), share)
         return Inferred(step, samples, logprobs, values)

@@ -162,7 +162,7 @@ def test_a_pod_in_float64_is_corrected_and_one_in_16_bits_is_not() -> None:
     [
         (["reference"], {"algorithm": {"kl_coef": 0.0}}, "needs the reference model, and algorithm.kl_coef is 0"),
         (["reward_model"], {"algorithm": {"kl_coef": 0.1}}, "needs the reward model, and section 'reward_model' names none"),
-        (["reference"], {"algorithm": {"kl_coef": 0.1, "filter_groups": {}}}, "may draw further rounds"),
+        (["reference"], {"algorithm": {"kl_coef": 0.1}, "rollout": {"budget_tokens": 8}}, "may draw further rounds"),
     ],
 )
 def test_a_reward_function_that_needs_a_model_that_is_not_there_is_refused(needs: list[str], overrides: dict[str, Any], problem: str) -> None:
@@ -179,6 +179,15 @@ def test_a_reward_function_that_needs_a_model_that_is_not_there_is_refused(needs
 def test_a_reward_function_may_need_the_reference_of_an_algorithm_that_always_has_one(overrides: dict[str, Any]) -> None:
     functions = [{"function": "task"}, {"function": "f.py:f", "needs": ["reference"]}]
     build(Recipe, {"model": {"path": "m"}, "task": {"name": "sort"}, "rewards": {"functions": functions}, **overrides})
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforce_plus_plus"])
+def test_dynamic_sampling_of_groups_of_one_is_refused_in_one_line(name: str) -> None:
+    data = {"model": {"path": "m"}, "task": {"name": "sort"}, "algorithm": {"name": name, "group_size": 1, "filter_groups": {}}}
+    with pytest.raises(UserError, match="the rewards of a group of one never differ") as refused:
+        build(Recipe, data)
+    assert "\n" not in str(refused.value)
+    build(Recipe, {**data, "algorithm": {"name": name, "group_size": 2, "filter_groups": {}}})
 
 
 REFERRED: dict[str, Any] = {"model": {"path": "m"}, "task": {"name": "sort"}, "algorithm": {"kl_coef": 0.1}}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pod_runs import RECIPE, PodRun, difference
+from pod_runs import RECIPE, PodRun, difference, finish
+from reward_models import write_reward_model
 
 from tandem.config.recipe import load_config
 from tandem.jobs.replay.replay_rl import replay_rl_step
@@ -141,3 +142,76 @@ def test_step_without_a_useful_group_changes_nothing_and_says_so(tmp_path: Path)
         assert row["rollout/rounds"] == 4.0 and row["rollout/dropped_share"] == 1.0 and row["actor/grad_norm"] == 0.0
     start, end = run.directory / "sft" / "model" / "model.safetensors", run.directory / "model" / "model.safetensors"
     assert start.read_bytes() == end.read_bytes(), "a step without a group must leave the weights as they are"
+
+
+SURPRISE = """
+def surprise(completions, reference_logprobs, reward_model_score, **columns):
+    return [sum(logprobs) * score for logprobs, score in zip(reference_logprobs, reward_model_score, strict=True)]
+"""
+
+
+def scored_by_models(folder: Path) -> PodRun:
+    """A run whose rewards need the reward model and the reference: hardly two of them are equal, so that every group is useful."""
+    (folder / "surprise.py").write_text(SURPRISE)
+    content = yaml.safe_load(RECIPE.read_text())
+    functions = [{"function": "rewards.py:digits"}, {"function": f"{folder}/surprise.py:surprise", "needs": ["reference", "reward_model"], "weight": 0.01}]
+    content["rewards"] = {"functions": functions}
+    content["reward_model"] = {"path": str(write_reward_model(folder / "reward")), "weight": 0.5}
+    content["sft"] |= {"steps": 6}
+    content["evaluation"] |= {"every_steps": 9}
+    path = folder / "scored.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return PodRun(folder, recipe=path)
+
+
+IN_ROUNDS = ("--algorithm.filter_groups.gen_batch_size=2", "--algorithm.filter_groups.max_num_gen_batches=3")
+
+
+def scored_rounds(run: PodRun, steps: int) -> list[list[tuple[object, ...]]]:
+    with Journal(run.directory / "journal.sqlite", read_only=True) as journal:
+        rounds = [journal.rounds(step) for step in range(steps)]
+    return [[(score.sample_id, score.value, dict(score.components)) for each in step for score in each.scores] for step in rounds]
+
+
+def assert_same_training(run: PodRun, other: PodRun) -> None:
+    """Both have the same scores, rows (without what counts rounds) and model."""
+    steps = len(other.rows())
+    assert scored_rounds(run, steps) == scored_rounds(other, steps)
+    assert [{key: value for key, value in row.items() if not key.startswith("rollout/")} for row in run.rows()] == [
+        {key: value for key, value in row.items() if not key.startswith("rollout/")} for row in other.rows()
+    ]
+    model = Path("model") / "model.safetensors"
+    assert (run.directory / model).read_bytes() == (other.directory / model).read_bytes()
+
+
+def test_rounds_that_a_reward_model_scores_one_by_one_train_as_one_round_of_the_same_prompts(tmp_path: Path) -> None:
+    """Samples depend on seed, step and prompt, so that two rounds of two prompts have those of one round of four."""
+    whole, divided = scored_by_models(tmp_path), PodRun(tmp_path, tmp_path / "scored.yaml", name="divided")
+    for run, more in ((whole, ()), (divided, IN_ROUNDS)):
+        done = run.train("--run.max_steps=2", "--inline", *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["rollout/rounds"] for row in divided.rows()] == [2.0, 2.0]
+    assert_same_training(divided, whole)
+
+
+PLANS = ("sleep", "offload", "terminate")
+FAULTS = (
+    "pod:after:commit_scores:2", "pod:after:commit_samples_1:2", "rollout_worker:before:rollout:2", "trainer_worker:before:train:2",
+    "trainer_worker:after:inference:2",
+)  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", [*PLANS, *FAULTS])
+def test_rounds_that_a_reward_model_scores_are_the_same_under_every_plan_and_after_a_kill(change: str, tmp_path: Path) -> None:
+    quiet, run = scored_by_models(tmp_path), PodRun(tmp_path, tmp_path / "scored.yaml", name="changed")
+    done = quiet.train("--run.max_steps=4", *IN_ROUNDS, "--inline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run.train("--run.max_steps=4", *IN_ROUNDS, *((f"--residents.plan={change}",) if change in PLANS else ("--fault", change)))
+    if change.startswith("pod:"):
+        assert done.returncode == -9, done.stdout + done.stderr
+        done = run.resume()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, quiet) == [] and run.events("residue") == [] and run.left_behind() == []
+    again = finish(run.begin("replay", str(run.directory), "--step", "3"))
+    assert again.returncode == 0 and "rewards: 16 of 16 equal" in again.stdout, again.stdout + again.stderr

@@ -4,20 +4,15 @@ scores of the reward model are those of transformers."""
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from pod_runs import RECIPE, PodRun, difference, finish
+from pod_runs import PodRun, difference, finish
+from reward_models import write_reward_model
 
-from tandem.config.load import build, read_yaml
-from tandem.config.model import NewModelConfig
 from tandem.jobs.checks.check_value_model import check_value_model
 from tandem.kernels import select
-from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_folder import load_model, read_shapes
-from tandem.model.huggingface.safetensors_file import write_file
-from tandem.model.initialise import drawn_matrix
 from tandem.model.value_folder import make_value_folder
 from tandem.runtime.records.journal import Journal
 from tandem.text.characters import make_character_tokenizer
@@ -33,15 +28,6 @@ PPO = (
 
 
 WEIGHT = 0.5
-
-
-def write_reward_model(folder: Path, **settings: Any) -> Path:
-    """Makes a reward model of the shape and the tokenizer of the tiny recipe's model, with a head of large numbers."""
-    config = build(NewModelConfig, {**read_yaml(RECIPE)["model"]["create"], "initializer_range": 0.3, **settings}, "model.create")
-    create_model(config, 5, folder / "language")
-    made = make_value_folder(folder / "language", "sequence", 5, folder / "models" / "reward")
-    write_file(made / "score.safetensors", [("score.weight", drawn_matrix(1, "score", (1, config.hidden_size), 0.5))])
-    return made
 
 
 @pytest.fixture(scope="module")

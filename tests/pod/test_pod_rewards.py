@@ -4,8 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from pod_runs import PodRun, difference, recipe_with
+from pod_runs import PodRun, difference, finish, recipe_with
+from reward_models import write_reward_model
 
+from tandem.jobs.replay.replay_step import replay
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import read_rows
 from tandem.types import Sample
@@ -114,7 +116,7 @@ def likely(completions, completion_ids, reference_logprobs, **columns):
 """
 
 
-def test_reward_that_needs_the_reference_has_its_log_probabilities(tmp_path: Path) -> None:
+def test_reward_that_needs_the_reference_has_its_log_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At step 0 the reference is the actor, so its log-probabilities are those that the rollout recorded."""
     (tmp_path / "likely.py").write_text(LIKELY)
     functions = [{"function": "rewards.py:digits"}, {"function": "likely.py:likely", "needs": ["reference"], "weight": 0.01}]
@@ -127,3 +129,30 @@ def test_reward_that_needs_the_reference_has_its_log_probabilities(tmp_path: Pat
     assert [score.components["likely"] for score in scores] == [sum(sample.logprobs) for sample in samples]
     [row] = read_rows(run.directory / "metrics.jsonl")
     assert row["reward_s/likely/total"] > 0 and row["reward_s/digits/hidden"] + row["reward_s/digits/tail"] == pytest.approx(row["reward_s/digits/total"])
+    monkeypatch.chdir(tmp_path)
+    replayed = replay(run.directory, 0, ("rewards",), inline=True)
+    assert [(comparison.part, comparison.count, comparison.differences) for comparison in replayed] == [("rewards", 16, ())]
+
+
+BOTH = """
+def both(completions, reference_logprobs, reward_model_score, **columns):
+    return [sum(logprobs) + score for logprobs, score in zip(reference_logprobs, reward_model_score, strict=True)]
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["keep", "terminate"])
+def test_replay_repeats_the_inference_phase_for_the_rewards_that_need_it(plan: str, tmp_path: Path) -> None:
+    """The step is replayed from the checkpoint one step before it, with each part alone and with all."""
+    (tmp_path / "both.py").write_text(BOTH)
+    model = write_reward_model(tmp_path / "reward")
+    functions = [{"function": "rewards.py:digits"}, {"function": "both.py:both", "needs": ["reference", "reward_model"], "weight": 0.01}]
+    run = PodRun(tmp_path, recipe_with(tmp_path, rewards={"functions": functions}))
+    done = run.train("--run.max_steps=4", "--sft.steps=6", "--checkpoint.keep=9", f"--reward_model.path={model}", f"--residents.plan={plan}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for only in ((), ("--only", "rewards"), ("--only", "rewards", "--only", "train")):
+        done = finish(run.begin("replay", str(run.directory), "--step", "3", *only))
+        assert done.returncode == 0 and "rewards: 16 of 16 equal" in done.stdout, done.stdout + done.stderr
+    (tmp_path / "both.py").write_text(BOTH.replace("+ score", "+ 2 * score"))
+    done = finish(run.begin("replay", str(run.directory), "--step", "3", "--only", "rewards", "--inline"))
+    assert done.returncode == 1 and "rewards: 0 of 16 equal" in done.stdout and "value recorded" in done.stdout

@@ -82,8 +82,9 @@ def replay_rl_step(
                 with RewardPool(recipe.rewards) as rewards:
                     for samples, _ in judged:
                         say(f"rewards of step {step}: {len(samples)} samples")
-                        needs = recipe.rewards.needs
-                        model_scores, columns = pod.infer(step, samples, needs) if recipe.reward_model.path or needs else (None, None)
+                        model_scores, columns = None, dict[str, list[Any]]()
+                        if recipe.rewards_need_models:
+                            model_scores, columns = pod.infer(step, samples, recipe.rewards.needs, "rewards")
                         own = rewards.score(samples, prompts.of_samples(samples), state, columns or None)
                         again += own if model_scores is None else with_model_scores(own, model_scores, recipe.reward_model.weight)
                 comparisons.append(_compare_scores(again, joined(judged).scores))
