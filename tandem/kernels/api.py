@@ -72,13 +72,11 @@ class KVLayer(NamedTuple):
 
 class TokenLogprobs(NamedTuple):
     """Per predicted token: ``raw[T]`` (temperature 1), ``scaled[T]`` (at the requested temperature; the same tensor if that is 1) and the
-    ``entropy[T]`` of the scaled distribution, in nats. ``entropy`` carries no gradient. ``values[T]``: of the hidden states that predict, where the
-    model has a value head (``model.value_head``); without a language-model head the other three are empty."""
+    ``entropy[T]`` of the scaled distribution, in nats. ``entropy`` carries no gradient."""
 
     raw: Tensor
     scaled: Tensor
     entropy: Tensor
-    values: Tensor | None = None
 
 
 class SampledRows(NamedTuple):

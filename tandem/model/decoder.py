@@ -16,6 +16,7 @@ from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, PackedContext, PagedContext
+from tandem.model.head_outputs import HeadOutputs
 from tandem.model.layer import Layer, Linear, Norm
 from tandem.model.layer_pass import AroundLayer, LayerBatch, run_layer
 from tandem.model.layer_weights import LayerWeights, layer_weights
@@ -191,15 +192,10 @@ class Decoder(nn.Module):
         # Adding -0 changes nothing, not even the sign of zeros.
         return collectives.embedded(rows.masked_fill(~held.unsqueeze(1), -0.0))
 
-    def head_outputs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> TokenLogprobs:
-        """Returns what the heads of this model compute for the tokens ``rows[R]``: ``token_logprobs`` of the language-model head, with the
-        ``values[R]`` of the value head."""
-        if self.shapes.language_head:
-            logprobs = self.token_logprobs(hidden, rows, targets, temperature, tokens)
-        else:
-            none = hidden.new_empty(0)
-            logprobs = TokenLogprobs(none, none, none)
-        return logprobs if self.score is None else logprobs._replace(values=self.values(hidden, rows, tokens))
+    def head_outputs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> HeadOutputs:
+        """Returns ``token_logprobs`` and ``values`` of the tokens ``rows[R]``, by the heads that this model has."""
+        logprobs = self.token_logprobs(hidden, rows, targets, temperature, tokens) if self.shapes.language_head else None
+        return HeadOutputs(logprobs, None if self.score is None else self.values(hidden, rows, tokens))
 
     def values(self, hidden: Tensor, rows: Tensor, tokens: int) -> Tensor:
         """Returns the value head's numbers [R] of the tokens ``rows[R]`` of a packed batch of ``tokens`` tokens; ``hidden`` is the output of

@@ -49,7 +49,7 @@ def infer(
     The same packed forward pass as in training, hence the same bits; float64 holds those of any dtype."""
     values = []
     for done, micro_batch in enumerate(micro_batches, start=1):
-        values.append(stacked(model, predict(model, micro_batch, temperature)))
+        values.append(stacked(predict(model, micro_batch, temperature)))
         if on_progress is not None:
             on_progress(done, len(micro_batches))
     return values

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import TokenLogprobs
 from tandem.model.decoder import Decoder
+from tandem.model.head_outputs import HeadOutputs
 from tandem.model.layer_pass import LayerFunction
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.micro_batch import MicroBatch
@@ -67,9 +67,12 @@ class NanDetector:
         """Does ``trainer.step.no_pipelining`` while inspecting every output."""
         self._micro_batches, self._number, self._in_backward = micro_batches, 0, False
 
-        def watched(logprobs: TokenLogprobs, micro_batch: MicroBatch) -> LossShare:
-            self._look(self.findings.forward, "log-probabilities", len(self.model.layers), logprobs.raw, micro_batch.rows)
-            share = loss(logprobs, micro_batch)
+        def watched(outputs: HeadOutputs, micro_batch: MicroBatch) -> LossShare:
+            if outputs.of_language is not None:
+                self._look(self.findings.forward, "log-probabilities", len(self.model.layers), outputs.of_language.raw, micro_batch.rows)
+            if outputs.of_value is not None:
+                self._look(self.findings.forward, "values", len(self.model.layers), outputs.of_value, micro_batch.rows)
+            share = loss(outputs, micro_batch)
             self.findings.losses.append(share.loss.item())
             self._in_backward = True
             return share

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.kernels.api import TokenLogprobs
 from tandem.model.decoder import Decoder
+from tandem.model.head_outputs import HeadOutputs
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.grad_scaler import GradScaler, Verdict
 from tandem.trainer.micro_batch import MicroBatch
@@ -28,7 +29,7 @@ class LossShare(NamedTuple):
     maxima: dict[str, Tensor]
 
 
-Loss = Callable[[TokenLogprobs, MicroBatch], LossShare]
+Loss = Callable[[HeadOutputs, MicroBatch], LossShare]
 Progress = Callable[[int, int], None]
 Phase = Literal["forward", "backward", "reduce", "optimizer"]
 OnPhase = Callable[[Phase], None]
@@ -69,24 +70,23 @@ class StepResult:
     packing: Mapping[str, float] = field(default_factory=dict)
 
 
-def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> TokenLogprobs:
-    """Returns the model's log-probabilities of a micro-batch's targets [R], and the values of a value head."""
+def predict(model: Decoder, micro_batch: MicroBatch, temperature: float) -> HeadOutputs:
+    """Returns the model's log-probabilities of a micro-batch's targets [R], or the values of the states before them, or both."""
     hidden = model(micro_batch.tokens, micro_batch.positions, micro_batch.context)
     return model.head_outputs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
 
 
-def stacked(model: Decoder, outputs: TokenLogprobs) -> Tensor:
+def stacked(outputs: HeadOutputs) -> Tensor:
     """Returns what an inference pass keeps of the heads' outputs, float64 [``ModelShapes.outputs``, R]: log-probabilities, raw and at the
     temperature, of a language-model head, then the values of a value head."""
-    logprobs = [outputs.raw, outputs.scaled] if model.shapes.language_head else []
-    return torch.stack(logprobs + ([] if outputs.values is None else [outputs.values])).double()
+    logprobs = [] if outputs.of_language is None else [outputs.of_language.raw, outputs.of_language.scaled]
+    return torch.stack(logprobs + ([] if outputs.of_value is None else [outputs.of_value])).double()
 
 
-def unstacked(model: Decoder, kept: Tensor) -> TokenLogprobs:
+def unstacked(model: Decoder, kept: Tensor) -> HeadOutputs:
     """Returns the heads' outputs of what ``stacked`` kept of them [``ModelShapes.outputs``, R]; there is no entropy."""
-    none = kept.new_empty(0)
-    raw, scaled = (kept[0], kept[1]) if model.shapes.language_head else (none, none)
-    return TokenLogprobs(raw, scaled, none, kept[-1] if model.shapes.value_head != "none" else None)
+    logprobs = TokenLogprobs(kept[0], kept[1], kept.new_empty(0)) if model.shapes.language_head else None
+    return HeadOutputs(logprobs, kept[-1] if model.shapes.value_head != "none" else None)
 
 
 def sum_shares(shares: Iterable[LossShare]) -> ForwardBackwardOutput:

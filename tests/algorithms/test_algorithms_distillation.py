@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.kernels.api import TokenLogprobs
+from tandem.model.head_outputs import HeadOutputs
 from tandem.rl.algorithms.batch import make_batch
 from tandem.rl.algorithms.distillation import distillation_advantages
 from tandem.rl.algorithms.loss import make_policy_loss
@@ -71,6 +72,6 @@ def test_the_loss_has_the_gradient_of_the_reverse_kl_in_expectation(policy_loss:
     torch.testing.assert_close(found, wanted)
 
 
-def _outputs(logprob: Tensor) -> TokenLogprobs:
+def _outputs(logprob: Tensor) -> HeadOutputs:
     one = logprob.reshape(1)
-    return TokenLogprobs(one, one, torch.zeros(1, dtype=torch.float64))
+    return HeadOutputs(TokenLogprobs(one, one, torch.zeros(1, dtype=torch.float64)))

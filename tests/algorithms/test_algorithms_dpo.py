@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.kernels.api import TokenLogprobs
+from tandem.model.head_outputs import HeadOutputs
 from tandem.rl.algorithms.batch import make_batch
 from tandem.rl.algorithms.online_dpo import best_and_worst, pairs_of
 from tandem.trainer.losses.aggregate import counts_of
@@ -86,7 +87,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl_whatever_the_micro_batches(l
     total, sums = 0.0, dict[str, float]()
     for chosen in bins:
         raw = torch.cat([ours[i] for i in chosen])
-        share = make(TokenLogprobs(raw, raw, raw), collate([sequences[i] for i in chosen], torch.float64))
+        share = make(HeadOutputs(TokenLogprobs(raw, raw, raw)), collate([sequences[i] for i in chosen], torch.float64))
         share.loss.backward()  # type: ignore[no-untyped-call]
         total += share.loss.item()
         for name, value in share.sums.items():
@@ -105,7 +106,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl_whatever_the_micro_batches(l
 
 def test_a_rank_without_a_pair_has_the_same_metrics_and_a_gradient_of_zero() -> None:
     nothing = torch.empty(0, dtype=torch.float64, requires_grad=True)
-    share = make_dpo_loss("ipo", 0.1, 0.0, 4, "train/loss")(TokenLogprobs(nothing, nothing, nothing), blank(torch.float64))
+    share = make_dpo_loss("ipo", 0.1, 0.0, 4, "train/loss")(HeadOutputs(TokenLogprobs(nothing, nothing, nothing)), blank(torch.float64))
     share.loss.backward()  # type: ignore[no-untyped-call]
     assert share.loss.item() == 0 and {"train/loss", "rewards/accuracies"} <= share.sums.keys() and not any(share.sums.values())
 

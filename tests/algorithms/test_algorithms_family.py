@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.kernels.api import TokenLogprobs
+from tandem.model.head_outputs import HeadOutputs
 from tandem.rl.algorithms.batch import make_batch
 from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.rl.algorithms.reinforce_plus_plus import returns_to_go, whitened
@@ -185,8 +186,8 @@ def test_loss_and_gradient_are_the_published_ones(config: AlgorithmConfig) -> No
     sequences: tuple[TrainSequence, ...] = batch_of(config).sequences
     rows = collate(sequences, torch.float64)
     flat = torch.cat([NEW[row, :length] for row, length in enumerate(LENGTHS)]).requires_grad_()
-    logprobs = TokenLogprobs(flat, flat, torch.zeros_like(flat))
-    share = make_policy_loss(config, counts_of(sequences), 1.0)(logprobs, rows)
+    outputs = HeadOutputs(TokenLogprobs(flat, flat, torch.zeros_like(flat)))
+    share = make_policy_loss(config, counts_of(sequences), 1.0)(outputs, rows)
     new = NEW.clone().requires_grad_()
     if config.policy_loss == "cispo" and config.clip_ratio_low == 1.0:
         trl = -torch.clamp((new - OLD).exp(), max=1 + config.clip_ratio_high).detach() * ADVANTAGES * new
@@ -205,9 +206,9 @@ def test_the_kl_is_in_the_reward_or_in_the_loss_and_never_in_both() -> None:
     sequences = batch_of(in_reward).sequences
     rows = collate(sequences, torch.float64)
     flat = torch.cat([OLD[row, :length] for row, length in enumerate(LENGTHS)])
-    logprobs = TokenLogprobs(flat, flat, torch.zeros_like(flat))
+    outputs = HeadOutputs(TokenLogprobs(flat, flat, torch.zeros_like(flat)))
     shares = [
-        make_policy_loss(config, counts_of(sequences), 1.0)(logprobs, rows)
+        make_policy_loss(config, counts_of(sequences), 1.0)(outputs, rows)
         for config in (in_reward, replace(in_reward, kl_in_reward=False), replace(in_reward, kl_in_reward=False, kl_coef=0.0))
     ]
     kl = ((OLD - REFERENCE) * MASK).sum() / MASK.sum()

@@ -10,6 +10,8 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.load import build
 from tandem.config.recipe import Recipe
 from tandem.data.order import indices_after, prompt_indices
+from tandem.kernels.api import TokenLogprobs
+from tandem.model.head_outputs import HeadOutputs
 from tandem.rl.algorithms.batch import make_batch
 from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.rl.algorithms.update import counts_of
@@ -120,8 +122,8 @@ def test_a_token_of_older_weights_has_the_clipped_ratio_to_the_weights_that_drew
     batch = make_batch(5, samples, scored(samples), config, 32)
     rows = collate(batch.sequences, torch.float64)
     raw = torch.tensor([-0.2, -0.9, -0.7, -0.8, -0.5, -0.6], dtype=torch.float64)
-    logprobs = type("Rows", (), {"raw": raw, "scaled": raw, "entropy": torch.zeros(6, dtype=torch.float64)})()
-    share = make_policy_loss(config, counts_of(batch.sequences, 32), 1.0, mismatch_tokens=3)(logprobs, rows)
+    outputs = HeadOutputs(TokenLogprobs(raw, raw, torch.zeros(6, dtype=torch.float64)))
+    share = make_policy_loss(config, counts_of(batch.sequences, 32), 1.0, mismatch_tokens=3)(outputs, rows)
     recorded = torch.tensor([-0.5, -0.6, -0.7, -0.8, -0.5, -0.6], dtype=torch.float64)
     ratio, advantage = torch.exp(raw - recorded), torch.tensor([-0.5] * 4 + [0.5] * 2, dtype=torch.float64)
     wanted = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()

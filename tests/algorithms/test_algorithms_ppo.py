@@ -10,6 +10,7 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.recipe import recipe_of
 from tandem.kernels.api import TokenLogprobs
+from tandem.model.head_outputs import HeadOutputs
 from tandem.rl.algorithms.batch import make_batch
 from tandem.rl.algorithms.critic import critic_metrics
 from tandem.rl.algorithms.gae import generalized_advantages, token_rewards
@@ -143,8 +144,7 @@ def test_value_loss_of_micro_batches_adds_up_to_that_of_the_batch() -> None:
 
     def total(parts: list[int]) -> tuple[float, float]:
         rows = collate([batch.sequences[i] for i in parts], torch.float64)
-        none = torch.empty(0)
-        share = loss(TokenLogprobs(none, none, none, rows.values + 0.5), rows)
+        share = loss(HeadOutputs(of_value=rows.values + 0.5), rows)
         return share.loss.item(), share.sums["critic/vf_clipfrac"].item()
 
     whole, parts = total([0, 1, 2]), [total([i]) for i in range(3)]
@@ -160,7 +160,7 @@ def test_loss_of_a_shared_trunk_is_that_of_the_policy_and_a_share_of_that_of_the
     batch = make_batch(0, samples, scores, config, 9, None, values)
     counts, rows = counts_of(batch.sequences), collate(batch.sequences, torch.float64)
     new = (rows.rollout_logprobs + 0.1).requires_grad_()
-    outputs = TokenLogprobs(new, new, torch.zeros_like(new), (rows.values + 0.5).requires_grad_())
+    outputs = HeadOutputs(TokenLogprobs(new, new, torch.zeros_like(new)), (rows.values + 0.5).requires_grad_())
     policy, value = make_policy_loss(config, counts, 1.0), make_value_loss(0.2, "token-mean", counts)
     both = with_value_loss(policy, value, 0.25)(outputs, rows)
     assert both.loss.item() == pytest.approx(policy(outputs, rows).loss.item() + 0.25 * value(outputs, rows).loss.item(), rel=1e-12)

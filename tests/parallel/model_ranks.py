@@ -142,7 +142,7 @@ def by_sequence(model: Decoder, micro_batch: MicroBatch, own: list[int], case: C
     with torch.no_grad():
         hidden = model(micro_batch.tokens, micro_batch.positions, PackedContext(micro_batch.cu_seqlens, micro_batch.max_seqlen))
         logits = model.packed_logits(hidden, len(micro_batch.tokens)).split(micro_batch.cu_seqlens.diff().tolist())
-        found = predict(model, micro_batch, case.temperature)
+        found = predict(model, micro_batch, case.temperature).logprobs
         rows = micro_batch.sequence_of_row
         stacked = torch.stack((found.raw, found.scaled, found.entropy))
         return dict(zip(own, logits, strict=True)), {i: stacked[:, rows == place] for place, i in enumerate(own)}

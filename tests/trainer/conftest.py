@@ -2,6 +2,7 @@
 
 import random
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,10 +28,10 @@ def one_thread():
 
 @pytest.fixture
 def make_model():
-    """``make_model(dtype, seed)`` returns the tiny model with random weights, including norms."""
+    """``make_model(dtype, seed)`` returns the tiny model with random weights, including norms; its shapes ``changed``."""
 
-    def make(dtype=torch.float64, seed=0, kernels="reference"):
-        model = Decoder(SHAPES, select(kernels, dtype), dtype=dtype)
+    def make(dtype=torch.float64, seed=0, kernels="reference", **changed):
+        model = Decoder(replace(SHAPES, **changed), select(kernels, dtype), dtype=dtype)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():

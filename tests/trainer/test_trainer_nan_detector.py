@@ -9,7 +9,7 @@ from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.nan_detector import BadGradient, NanDetector, Place
-from tandem.trainer.step import no_pipelining
+from tandem.trainer.step import LossShare, no_pipelining
 from tandem.types import TrainSequence
 
 RARE = 40
@@ -76,6 +76,15 @@ def test_weight_that_is_not_a_number_is_found_in_its_layer_and_half(make_model):
     first = found.forward[0]
     assert (first.what, first.layer, first.micro_batch, first.sequence, first.position) == ("layer 1, MLP", 1, 0, "s0", 0)
     assert math.isnan(first.value) and {place.layer for place in found.forward} == {1, 2}
+
+
+def test_value_head_that_is_not_a_number_is_found_in_its_values(make_model):
+    model = make_model(value_head="token", language_head=False, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.score.weight[0, 2] = math.nan
+    found, _ = watched(model, lambda outputs, rows: LossShare(outputs.values.square().sum(), {}, {}))
+    assert {place.what for place in found.forward} == {"values"}
+    assert (found.forward[0].layer, found.forward[0].sequence, found.forward[0].position) == (2, "s0", 0)
 
 
 def test_gradient_that_overflows_in_one_micro_batch_is_found_where_the_backward_begins(make_model):

@@ -70,7 +70,7 @@ def gradients(model: Decoder, sequences: list[TrainSequence], share_prompts: boo
     micro_batch = collate(sequences, model.dtype, share_prompts=share_prompts)
     outputs = predict(model, micro_batch, 0.7)
     make_policy_loss(CONFIG, counts_of(sequences), 0.7)(outputs, micro_batch).loss.backward()
-    return outputs.raw.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    return outputs.logprobs.raw.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

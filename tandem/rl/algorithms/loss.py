@@ -10,7 +10,7 @@ aggregation over tokens (``aggregate``).
 from torch import Tensor
 
 from tandem.config.algorithm import AlgorithmConfig
-from tandem.kernels.api import TokenLogprobs
+from tandem.model.head_outputs import HeadOutputs
 from tandem.trainer.losses.aggregate import GlobalCounts, row_weights, weighted_sum
 from tandem.trainer.losses.cispo import cispo_loss
 from tandem.trainer.losses.dpo import make_dpo_loss
@@ -38,7 +38,8 @@ def make_policy_loss(config: AlgorithmConfig, counts: GlobalCounts, temperature:
     loss unless ``config.kl_in_reward`` or in ``distillation``, where it is only measured. ``mismatch_tokens``: if above 0, the shares also hold
     ``mismatch_kl`` and ``mismatch_max_abs`` of their rows that the weights before the update sampled, as part of a mean over this many tokens."""
 
-    def loss(logprobs: TokenLogprobs, rows: MicroBatch) -> LossShare:
+    def loss(outputs: HeadOutputs, rows: MicroBatch) -> LossShare:
+        logprobs = outputs.logprobs
         new, old, sequences = logprobs.scaled, old_logprobs(rows, temperature), rows.sequence_count
         policy = _policy_loss(config, new, old, rows)
         values = policy.values

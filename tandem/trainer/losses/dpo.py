@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.preference import PreferenceLoss
-from tandem.kernels.api import TokenLogprobs
+from tandem.model.head_outputs import HeadOutputs
 from tandem.trainer.losses.aggregate import sequence_sums
 from tandem.trainer.losses.mismatch import mismatch_shares
 from tandem.trainer.micro_batch import MicroBatch
@@ -56,10 +56,10 @@ def make_dpo_loss(
     sequence without rows. The other metrics have TRL's names: ``rewards/chosen`` and ``rewards/rejected`` are means of beta log (pi / pi_ref),
     ``rewards/accuracies`` the share of the pairs whose chosen answer has the larger one. ``mismatch_tokens``: as in ``make_policy_loss``."""
 
-    def loss(logprobs: TokenLogprobs, rows: MicroBatch) -> LossShare:
+    def loss(outputs: HeadOutputs, rows: MicroBatch) -> LossShare:
         assert rows.reference_logprobs is not None or not len(rows.rows), "DPO needs reference log-probabilities"
         mask, sequences = rows.mask.double(), rows.sequence_count
-        raw = logprobs.raw.double()
+        raw = outputs.logprobs.raw.double()
         reference = rows.reference_logprobs.double() if rows.reference_logprobs is not None else raw.detach()
         answers = sequence_sums((raw - reference) * mask, rows.sequence_of_row, sequences)
         policy = sequence_sums(raw.detach() * mask, rows.sequence_of_row, sequences)
@@ -72,7 +72,7 @@ def make_dpo_loss(
             "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/accuracies": (chosen > rejected).double(),
             "rewards/margins": chosen - rejected, "logps/chosen": policy[both][::2], "logps/rejected": policy[both][1::2],
         }  # fmt: skip
-        sums, maxima = mismatch_shares(logprobs.raw, rows, mismatch_tokens) if mismatch_tokens else ({}, {})
+        sums, maxima = mismatch_shares(outputs.logprobs.raw, rows, mismatch_tokens) if mismatch_tokens else ({}, {})
         return LossShare(total, {name: total.detach(), **{key: values.sum() / pairs for key, values in means.items()}, **sums}, maxima)
 
     return loss

@@ -10,7 +10,7 @@ c is ``center_coef``, which draws scores to a mean of 0 (Eisenstein et al., 2023
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.kernels.api import TokenLogprobs
+from tandem.model.head_outputs import HeadOutputs
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import Loss, LossShare
 
@@ -27,8 +27,7 @@ def make_reward_model_loss(center_coef: float, pairs: int, name: str) -> Loss:
     are means: ``rewards/chosen``, ``rewards/rejected``, their difference ``rewards/margins``, the mean score ``rewards/mean``, and
     ``rewards/accuracies``, the share of the pairs whose chosen answer has the larger score."""
 
-    def loss(outputs: TokenLogprobs, rows: MicroBatch) -> LossShare:
-        assert outputs.values is not None, "the model has no value head"
+    def loss(outputs: HeadOutputs, rows: MicroBatch) -> LossShare:
         chosen, rejected = outputs.values.double().view(-1, 2).unbind(1)
         total = preference_loss(chosen, rejected, rows.margins[: 2 * len(chosen) : 2].double(), center_coef).sum() / pairs
         chosen, rejected = chosen.detach(), rejected.detach()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.config.algorithm import LossAggMode
-from tandem.kernels.api import TokenLogprobs
+from tandem.model.head_outputs import HeadOutputs
 from tandem.trainer.losses.aggregate import GlobalCounts, row_weights, weighted_sum
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.step import Loss, LossShare
@@ -33,8 +33,7 @@ def value_loss(predicted: Tensor, old: Tensor, returns: Tensor, clip: float | No
 def make_value_loss(clip: float | None, loss_agg_mode: LossAggMode, counts: GlobalCounts) -> Loss:
     """Returns the aggregated value loss as shares of micro-batches. ``counts``: of the global batch of the optimizer step."""
 
-    def loss(outputs: TokenLogprobs, rows: MicroBatch) -> LossShare:
-        assert outputs.values is not None, "the model has no value head"
+    def loss(outputs: HeadOutputs, rows: MicroBatch) -> LossShare:
         found = value_loss(outputs.values, rows.values, rows.returns, clip)
         weights = row_weights(loss_agg_mode, rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
         by_token = row_weights("token-mean", rows.mask, rows.sequence_of_row, rows.sequence_mask_sums, counts)
@@ -47,7 +46,7 @@ def make_value_loss(clip: float | None, loss_agg_mode: LossAggMode, counts: Glob
 def with_value_loss(policy: Loss, value: Loss, coef: float) -> Loss:
     """Returns the loss of a model that is actor and critic: that of ``policy`` plus ``coef`` times that of ``value``."""
 
-    def loss(outputs: TokenLogprobs, rows: MicroBatch) -> LossShare:
+    def loss(outputs: HeadOutputs, rows: MicroBatch) -> LossShare:
         one, two = policy(outputs, rows), value(outputs, rows)
         return LossShare(one.loss + coef * two.loss, one.sums | two.sums, one.maxima | two.maxima)
 

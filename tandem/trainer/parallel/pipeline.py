@@ -103,8 +103,8 @@ class Pipeline:
 
         def at_last(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
             outputs = self.model.head_outputs(hidden, micro_batch.rows, micro_batch.targets, temperature, len(micro_batch.tokens))
-            next(parts).copy_(stacked(self.model, outputs))
-            return outputs.scaled
+            next(parts).copy_(stacked(outputs))
+            return hidden
 
         self.forward(micro_batches, at_last, on_progress)
         self.ranks.broadcast(outputs_of_batches, self.ranks.size - 1, "log-probabilities")

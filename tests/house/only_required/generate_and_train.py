@@ -8,9 +8,9 @@ import torch
 from tandem import LLM, SamplingParams
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
-from tandem.kernels.api import TokenLogprobs
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
+from tandem.model.head_outputs import HeadOutputs
 from tandem.model.huggingface.model_folder import save_model
 from tandem.model.initialise import initialise
 from tandem.text.characters import make_character_tokenizer
@@ -33,8 +33,8 @@ sequence = TrainSequence("a", (1, 2, 3, 4), 1, (0.0, 1.0, 1.0, 1.0))
 optimizer = AdamW(model.named_parameters(), TrainerConfig())
 
 
-def mean_loss(logprobs: TokenLogprobs, batch: MicroBatch) -> LossShare:
-    loss = -logprobs.scaled.mean()
+def mean_loss(outputs: HeadOutputs, batch: MicroBatch) -> LossShare:
+    loss = -outputs.logprobs.scaled.mean()
     return LossShare(loss, {"loss": loss.detach()}, {})
 
 
