@@ -34,6 +34,8 @@ PRIVATE = 0o700
 """Permissions of a run's folder: its samples, its logs and the pod's credential are for its user alone."""
 SFT_FOLDER = "sft"
 """The folder, in that of a run of reinforcement learning, of the supervised fine-tuning that it begins with."""
+CRITIC_FOLDER = "critic"
+"""The folder, in that of a run with a critic of its own, of the trained one."""
 
 INPUTS_FOLDER = "inputs"
 """The folder, in that of a run, with the reward functions and the rows that ``train`` was given as objects."""

@@ -17,7 +17,16 @@ from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
 from tandem.jobs.rl import reinforce
 from tandem.jobs.rl_run import RLRun
-from tandem.jobs.run_files import SFT_FOLDER, begun, check_config, continue_from, initial_folder, opened_files, rl_start_folder
+from tandem.jobs.run_files import (
+    CRITIC_FOLDER,
+    SFT_FOLDER,
+    begun,
+    check_config,
+    continue_from,
+    initial_folder,
+    opened_files,
+    rl_start_folder,
+)
 from tandem.jobs.sft import run_sft_stage, sft_recipe
 from tandem.jobs.try_commands import task_commands
 from tandem.jobs.uploads import make_uploader
@@ -179,12 +188,14 @@ def _check_prompts(prompts: PromptSource, journal: Journal) -> None:
 
 
 def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
-    """Writes the model and the report, in place of those of an earlier end of the run."""
-    model = run.directory / "model"
+    """Writes the model, a critic of its own and the report, in place of those of an earlier end of the run."""
+    model, critic = run.directory / "model", run.directory / CRITIC_FOLDER
+    # A run with its model has its critic.
     remove_model(model)
+    remove_model(critic)
     while True:
         try:
-            pod.export(model)
+            pod.export(model, critic)
             break
         except SidecarDied as death:
             recover(pod, death, steps)

@@ -19,7 +19,7 @@ from tandem.pod.prompts import context_tokens
 from tandem.pod.residents.trainer import Held, HeldGradients, HeldTensors
 from tandem.runtime.records.tracing import Tracer
 from tandem.trainer.build import ReplicaSettings, build_frozen, build_replica
-from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
+from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints, SavedCritic
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.offload.offloader import storage_bytes
 from tandem.trainer.parallel.replica import FrozenReplica, Replica
@@ -62,11 +62,13 @@ class FrozenModel:
 
 @dataclass(frozen=True, slots=True)
 class Critic:
-    """PPO's value model on the same mesh, with its own optimizer and guard. ``trainer``: section ``trainer`` with the critic's learning rate."""
+    """PPO's value model on the same mesh, with its own optimizer and guard. ``trainer``: section ``trainer`` with the critic's learning rate; ``start``: the
+    folder that it was loaded from."""
 
     replica: Replica
     guard: GradScaler
     trainer: TrainerConfig
+    start: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def build_actor(
     checkpoints = ReplicaCheckpoints(
         directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, rank.saving,
         asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,
-        critic=None if critic is None else (critic.replica, critic.guard),
+        critic=None if critic is None else SavedCritic(critic.replica, critic.guard, critic.start),
         reference=reference.replica if follows and reference is not None else None,
     )  # fmt: skip
     tracer = Tracer(directory / "traces", ranks.mesh.rank, recipe.run.trace_steps, {"pipeline": ranks.mesh.group("pipeline")[0]})
@@ -152,4 +154,4 @@ def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, mos
     rank.ranks.world.barrier("the critic's model")
     trainer = replace(recipe.trainer, learning_rate=recipe.critic.learning_rate, lora=None)
     settings = ReplicaSettings(folder if folder.exists() else source, rank.directory, trainer, recipe.parallel, most_tokens)
-    return Critic(build_replica(settings, rank.ranks, kernels), GradScaler(trainer), trainer)
+    return Critic(build_replica(settings, rank.ranks, kernels), GradScaler(trainer), trainer, settings.start)

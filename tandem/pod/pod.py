@@ -125,9 +125,9 @@ class Pod:
             self.engine_bytes["kv_cache"], self.engine_step = int(started["kv_cache_bytes"]), None
             self._note_base(started, detail)
 
-    def export(self, folder: Path) -> None:
-        """Write the actor as a Hugging Face folder."""
-        self.trainer.export(folder)
+    def export(self, folder: Path, critic: Path) -> None:
+        """Write the actor as a Hugging Face folder, and a critic of its own as ``critic``."""
+        self.trainer.export(folder, critic)
 
     def close(self) -> None:
         """End both sidecars and everything they own."""

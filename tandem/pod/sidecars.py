@@ -78,9 +78,9 @@ class TrainerSidecar:
         """Wait for the checkpoint that is under way; (step, digest) of those that were committed meanwhile."""
         return [tuple(each) for each in self.channel.call("finish_save").meta["committed"]]
 
-    def export(self, folder: Path) -> None:
-        """Write the actor as a Hugging Face folder, once."""
-        self.channel.call("export", {"folder": str(folder)})
+    def export(self, folder: Path, critic: Path) -> None:
+        """Write the actor as a Hugging Face folder, once, and a critic of its own as ``critic``."""
+        self.channel.call("export", {"folder": str(folder), "critic": str(critic)})
 
     def memory(self) -> dict[str, int]:
         return self.channel.memory()

@@ -129,10 +129,11 @@ class TrainerWorker:
         return {}, {}
 
     def export(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """The actor as a Hugging Face folder, written whole or not at all, once."""
-        actor = self._in_phase(Phase.TRAIN)
+        """The actor as a Hugging Face folder, written whole or not at all, once, after a critic of its own as ``critic``."""
+        actor, dtype = self._in_phase(Phase.TRAIN), export_dtype(self.recipe.model, self.recipe.trainer.dtype)
         actor.checkpoints.wait(self.rank.beat)
-        actor.checkpoints.export(Path(meta["folder"]), export_dtype(self.recipe.model, self.recipe.trainer.dtype))
+        actor.checkpoints.export_critic(Path(meta["critic"]), dtype)
+        actor.checkpoints.export(Path(meta["folder"]), dtype)
         self.rank.ranks.world.barrier("the exported model")
         return {}, {}
 

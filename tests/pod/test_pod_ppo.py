@@ -12,7 +12,7 @@ from reward_models import write_reward_model
 
 from tandem.jobs.checks.check_value_model import check_value_model
 from tandem.kernels import select
-from tandem.model.huggingface.model_folder import load_model, read_shapes
+from tandem.model.huggingface.model_folder import load_model, read_shapes, read_tensors
 from tandem.model.value_folder import make_value_folder
 from tandem.runtime.records.journal import Journal
 from tandem.text.characters import make_character_tokenizer
@@ -88,6 +88,41 @@ def test_a_checkpoint_has_the_critic_beside_the_actor_and_both_have_moments(ppo:
     assert (manifest.state["updates"], manifest.state["critic"]["updates"]) == (4, 8)
 
 
+def test_the_critic_is_exported_with_the_weights_of_the_last_checkpoint_and_read_by_transformers(ppo: PodRun) -> None:
+    from transformers import AutoModelForTokenClassification
+
+    exported, folder = dict(read_tensors(ppo.directory / "critic")), ppo.directory / "checkpoints" / "step-4"
+    contents = Contents(folder, read_manifest(folder)[0], CRITIC)
+    saved = {key.name: contents.tensor(key) for key in contents.held if key.state == "weights"}
+    assert exported.keys() == saved.keys() and [name for name in saved if not torch.equal(exported[name], saved[name])] == []
+    peer, loading = AutoModelForTokenClassification.from_pretrained(ppo.directory / "critic", output_loading_info=True)
+    assert not loading["missing_keys"] and torch.equal(peer.score.weight, exported["score.weight"]) and peer.config.num_labels == 1
+    assert {path.name for path in (ppo.directory / "critic").iterdir()} >= {"tokenizer.json", "manifest.json"}
+
+
+@pytest.mark.full
+def test_the_values_of_the_next_step_are_those_of_transformers_with_the_exported_critic(ppo: PodRun, tmp_path: Path) -> None:
+    from transformers import AutoModelForTokenClassification
+
+    run = PodRun(tmp_path)
+    shutil.copytree(ppo.directory, run.directory, symlinks=True)
+    peer = AutoModelForTokenClassification.from_pretrained(run.directory / "critic")
+    before = (run.directory / "critic" / "model.safetensors").read_bytes()
+    done = run.resume("--run.max_steps=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    with Journal(run.directory / "journal.sqlite", read_only=True) as journal:
+        samples = journal.samples(4) or []
+    values = []
+    for sample in samples:
+        with torch.no_grad():
+            every = peer(torch.tensor([sample.prompt_token_ids + sample.token_ids])).logits[0, :, 0]
+        values += every[len(sample.prompt_token_ids) - 1 : -1].tolist()
+    row = run.rows()[4]
+    assert row["critic/values/mean"] == pytest.approx(sum(values) / len(values), abs=1e-4)
+    assert (row["critic/values/min"], row["critic/values/max"]) == pytest.approx((min(values), max(values)), abs=1e-4)
+    assert (run.directory / "critic" / "model.safetensors").read_bytes() != before, "the critic of the new end takes its place"
+
+
 def test_the_score_of_the_reward_model_is_that_of_transformers_and_part_of_the_reward(ppo: PodRun, reward_model: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -128,6 +163,10 @@ def test_a_replayed_step_is_equal_and_the_run_is_verified(ppo: PodRun, tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     verified = finish(run.begin("verify", str(run.directory)))
     assert verified.returncode == 0, verified.stdout + verified.stderr
+    weights = run.directory / "critic" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    verified = finish(run.begin("verify", str(run.directory)))
+    assert verified.returncode == 1 and "whatever is done with this critic" in verified.stdout + verified.stderr
 
 
 @cache
@@ -161,6 +200,10 @@ def test_a_mesh_has_the_curve_of_one_process_with_its_critic_and_survives_a_dead
     for name in ("reward/mean", "critic/vf_loss", "critic/grad_norm", "critic/values/mean", "reward/reward_model"):
         assert run.rows()[0][name] == pytest.approx(wanted[0][name], rel=1e-3), name
     assert killed.rows() == run.rows() and killed.results() == run.results()
+    exported, folder = dict(read_tensors(run.directory / "critic")), run.directory / "checkpoints" / "step-4"
+    contents = Contents(folder, read_manifest(folder)[0], CRITIC)
+    saved = {key.name: contents.tensor(key) for key in contents.held if key.state == "weights"}
+    assert exported.keys() == saved.keys() and [name for name in saved if not torch.equal(exported[name], saved[name])] == []
 
 
 def test_a_critic_of_another_tokenizer_or_of_several_labels_or_too_short_is_refused_in_one_line(ppo: PodRun, tmp_path: Path) -> None:
@@ -217,7 +260,7 @@ def test_a_critic_on_the_trunk_of_the_actor_learns_survives_a_kill_and_is_not_ex
     assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in rows] == [(0.0, 0.0)] * 3
     assert len({row["critic/values/mean"] for row in rows}) == 3, "the value head changes in every step"
     exported = load_model(quiet.directory / "model", select("reference"))
-    assert exported.shapes.value_head == "none" and exported.shapes.language_head
+    assert exported.shapes.value_head == "none" and exported.shapes.language_head and not (quiet.directory / "critic").exists()
     folder = quiet.directory / "checkpoints" / f"step-{len(rows)}"
     assert {key.name for key in Contents(folder, read_manifest(folder)[0]).held} >= {"score.weight", "score.bias"}
     done = finish(quiet.begin("replay", str(quiet.directory), "--step", "2", "--only", "train"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from tandem.config.pretrain import PretrainRecipe
 from tandem.data.shard_files import ShardFiles
 from tandem.jobs.data_run.train_data import dataset_paths
-from tandem.jobs.run_files import SFT_FOLDER
+from tandem.jobs.run_files import CRITIC_FOLDER, SFT_FOLDER
 from tandem.jobs.start import read_recipe
 from tandem.jobs.verify.finding import Finding
 from tandem.jobs.verify.input_files import KEY as INPUT_FILES
@@ -21,6 +21,8 @@ from tandem.storage.files import open_storage
 from tandem.storage.folder_manifest import Files, damaged_files, read_manifest
 from tandem.trainer.checkpoint.format.manifest import Damaged, verify
 from tandem.types import RunError, UserError
+
+EXPORT_AGAIN = "restore it from a copy, or export it again: remove {} and resume"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ def _run_parts(directory: Path, is_on_data: bool, is_stage: bool, has_adapter: b
             yield Part(f"{name}{label}", sum(file.size for file in other[1].values()), partial(_verify_start, *other, is_on_data))
     for folder, depends, fix in (
         (directory / "models" / "initial", "the fine-tuning stage began with it", "nothing to do once that stage has ended; else start a new run"),
-        (directory / "model", "whatever is done with this model depends on it", "restore it from a copy, or export it again: remove the folder and resume"),
+        (directory / "model", "whatever is done with this model depends on it", EXPORT_AGAIN.format("the folder")),
+        (directory / CRITIC_FOLDER, "whatever is done with this critic depends on it", EXPORT_AGAIN.format("this folder and 'model'")),
     ):
         if folder.is_dir() and (start is None or folder != start[0]):
             yield Part(f"{name}{folder.relative_to(directory)}", _size(folder.iterdir()), partial(_verify_model, folder, depends, fix))

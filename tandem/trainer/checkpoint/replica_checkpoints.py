@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,26 +40,34 @@ COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """The files that, with the weights, make a checkpoint a Hugging Face folder."""
 
 
+class SavedCritic(NamedTuple):
+    """A replica with its ``guard`` that is saved and loaded with another. ``start``: the folder that it was loaded from."""
+
+    replica: Replica
+    guard: GradScaler
+    start: Path
+
+
 class ReplicaCheckpoints:
     """Manages ``checkpoints/step-N`` of ``replica``. Every rank calls every method in the same step.
 
     ``start``: the folder that the model was loaded from. ``ranks``: a communicator of all ranks that nothing else uses. ``last``: the step
-    of the newest checkpoint started or loaded. ``state``: the replica's shards. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica with
-    its guard that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too.
+    of the newest checkpoint started or loaded. ``state``: the replica's shards. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica
+    that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too.
     On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
     steps ``in_use`` are not removed."""
 
     def __init__(
         self, folder: Path, keep: int, start: Path, replica: Replica, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
         on_committed: Callable[[int], None] | None = None, in_use: Callable[[], Collection[int]] = tuple, fault_point: FaultPoint = no_fault,
-        critic: tuple[Replica, GradScaler] | None = None, reference: FrozenReplica | None = None,
+        critic: SavedCritic | None = None, reference: FrozenReplica | None = None,
     ) -> None:  # fmt: skip
         self.folder, self._start, self._replica, self._guard, self._ranks = folder, start, replica, guard, ranks
         self._keep, self._in_use = keep, in_use
         self.last: int | None = None
         self.damaged: list[str] = []
         self.state = ReplicaState(replica)
-        self._critic = None if critic is None else (*critic, ReplicaState(critic[0]))
+        self._critic = None if critic is None else (critic, ReplicaState(critic.replica))
         self._reference = None if reference is None else FrozenState(reference)
         self._writer = Checkpointer(
             folder, keep, ranks, asdict(replica.ranks.mesh.shape), asynchronous=asynchronous, on_committed=on_committed, in_use=in_use,
@@ -79,7 +87,7 @@ class ReplicaCheckpoints:
         self.state.load(contents, int(state["updates"]))
         _load_counters(self._replica, self._guard, state)
         if self._critic is not None:
-            replica, guard, shards = self._critic
+            (replica, guard, _), shards = self._critic
             if "critic" not in state:
                 raise UserError(f"checkpoint '{checkpoint.folder}' has no critic; it was written by a run without one")
             shards.load(Contents(checkpoint.folder, checkpoint.manifest, CRITIC), int(state["critic"]["updates"]))
@@ -106,7 +114,7 @@ class ReplicaCheckpoints:
         state: dict[str, Any] = {**self._counters(self._replica, self._guard), "cursor": dict(cursor)}
         shards = self.state.shards()
         if self._critic is not None:
-            replica, guard, own = self._critic
+            (replica, guard, _), own = self._critic
             state["critic"] = self._counters(replica, guard)
             shards = shards + list(_of(CRITIC, own.shards()))
         if self._reference is not None:
@@ -140,41 +148,43 @@ class ReplicaCheckpoints:
     def export(self, folder: Path, dtype: torch.dtype) -> None:
         """Writes the model as a Hugging Face folder with weights of ``dtype``, unless it exists. A model that no rank holds whole is read from the
         newest checkpoint, which must be of the current step. An adapter is merged into the weights, and written beside the folder as ``adapter``."""
-        replica = self._replica
+        self._export(folder, dtype, self._replica, self.state, self._start)
+
+    def export_critic(self, folder: Path, dtype: torch.dtype) -> None:
+        """Writes the critic, if there is one, in the way of ``export``."""
+        if self._critic is not None:
+            critic, state = self._critic
+            self._export(folder, dtype, critic.replica, state, critic.start, CRITIC)
+
+    def _export(self, folder: Path, dtype: torch.dtype, replica: Replica, state: ReplicaState, start: Path, of: str = "") -> None:
         if not replica.ranks.is_first or folder.exists():
             return
         is_sharded = any(replica.ranks.groups[name].size > 1 for name in ("tensor", "expert", "pipeline"))
         tensors = None
         if replica.model.shapes.lora is not None:
-            adapter = dict(self.whole_weights()) if is_sharded else adapter_of(replica.model)
+            adapter = dict(self.whole_weights(replica, of)) if is_sharded else adapter_of(replica.model)
             # The model's folder comes last: where it exists, the adapter is that of the same step.
             shutil.rmtree(folder.with_name(ADAPTER), ignore_errors=True)
-            save_adapter(adapter, replica.model.shapes, folder.with_name(ADAPTER), self._start)
-            tensors = merged_tensors(dict(read_tensors(self._start)), adapter, replica.model.shapes)
-        elif replica.pages_weights:
-            tensors = self._paged_weights()
+            save_adapter(adapter, replica.model.shapes, folder.with_name(ADAPTER), start)
+            tensors = merged_tensors(dict(read_tensors(start)), adapter, replica.model.shapes)
+        elif replica.paged is not None and replica.pages_weights:
+            # In one process views of the pager's file, else files that the newest checkpoint is read into.
+            tensors = state.weights() if self._ranks.size == 1 else self.whole_weights(replica, of, replica.paged.folder)
         elif is_sharded or replica.shards_weights:
-            tensors = self.whole_weights()
-        save_model(replica.model, folder, self._start, tensors=tensors, like=self._start, dtype=dtype)
+            tensors = self.whole_weights(replica, of)
+        save_model(replica.model, folder, start, tensors=tensors, like=start, dtype=dtype)
 
-    def whole_weights(self, into: Path | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields every tensor of the newest checkpoint by its Hugging Face name, on this rank alone; in memory, or in unnamed files in
-        ``into``."""
+    def whole_weights(self, replica: Replica, of: str = "", into: Path | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields every tensor of ``replica`` in the newest checkpoint by its Hugging Face name, on this rank alone; in memory, or in unnamed files
+        in ``into``. ``of``: the prefix of its keys."""
         assert self.last is not None
         folder = self.folder / f"step-{self.last}"
-        contents = Contents(folder, read_manifest(folder)[0])
-        for name, shape in trained_parameters(self._replica.model.shapes):
+        contents = Contents(folder, read_manifest(folder)[0], of)
+        for name, shape in trained_parameters(replica.model.shapes):
             dtype = contents.whole(Key(WEIGHTS, name))[1]
             tensor = torch.empty(shape, dtype=dtype) if into is None else file_tensor(into, shape, dtype)
             contents.read([Shard(Key(WEIGHTS, name), shape, whole_offsets(shape), tensor)])
             yield name, tensor
-
-    def _paged_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every tensor by its Hugging Face name as a view of a file: the pager's in one process, else files that the newest
-        checkpoint is read into."""
-        assert self._replica.paged is not None
-        return self.state.weights() if self._ranks.size == 1 else self.whole_weights(self._replica.paged.folder)
-
 
 def _of(prefix: str, shards: Iterable[Shard]) -> Iterator[Shard]:
     """Yields ``shards`` with the keys of the model of ``prefix``."""
