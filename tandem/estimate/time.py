@@ -71,7 +71,8 @@ def training_work(
     ``updates`` steps of AdamW: weights, gradients and two moments are read, all but the gradients written."""
     rows = max(1, min(micro_batch_tokens, round(tokens)))
     moved = updates * 7 * DTYPE_BYTES[dtype] * parameter_count(shapes)
-    return Work(_forward(shapes, rows, passes * tokens / rows, with_head=True), passes * _attention_flops(shapes, tokens, sequence_tokens), moved)
+    products = _forward(shapes, rows, passes * tokens / rows, with_head=shapes.language_head)
+    return Work(products, passes * _attention_flops(shapes, tokens, sequence_tokens), moved)
 
 
 def _forward(shapes: ModelShapes, rows: int, times: float, with_head: bool) -> dict[Product, float]:

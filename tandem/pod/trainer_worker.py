@@ -265,8 +265,8 @@ class TrainerWorker:
         values, shared = inferred.values, recipe.critic if recipe.has_shared_critic else None
         if shared is not None:
             with actor.tracer.span("values"):
-                sequences = [train_sequence(each) for sample in samples for each in sample.sequences]
-                values = sequence_values(actor.replica, sequences, recipe.trainer.micro_batch_tokens)
+                sequences, trainer = [train_sequence(each) for sample in samples for each in sample.sequences], recipe.trainer
+                values = sequence_values(actor.replica, sequences, trainer.micro_batch_tokens, share_prompts=trainer.share_prompts)
         with actor.tracer.span("load the batch"):
             scores, known = decode_scores(blobs["scores"]), (inferred.reference_logprobs, values)
             masks = recipe.rollout.mask_off_policy

@@ -1,25 +1,23 @@
 """The predicted time of a run, for a dry run: its work, at the speed that this machine was measured to have."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from tandem.config.machine import MachineConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.time import Work, generation_work, training_work
+from tandem.estimate.rl_work import forward_and_backward, rl_work
+from tandem.estimate.time import Work, training_work
 from tandem.jobs.checks.check_run import folder_to_check
 from tandem.jobs.checks.measured_speed import measure
 from tandem.jobs.data_run.train_data import open_datasets
 from tandem.jobs.display import duration
-from tandem.layout.shapes import ModelShapes
+from tandem.jobs.rl_models import rl_models
 from tandem.model.huggingface.model_config import read_shapes
-from tandem.model.model_source import found_model
 from tandem.runtime.machine.gpus import Device, check_pod_device, chosen_device
 from tandem.types import UserError
-
-FORWARD_AND_BACKWARD = 3.0
-"""A backward pass has two products for each of the forward pass."""
 
 
 class RLSeconds(NamedTuple):
@@ -42,35 +40,11 @@ class DataSeconds(NamedTuple):
 def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -> RLSeconds:
     """Returns the predicted seconds for prompts and completions of so many tokens. Raises ``UserError`` where the machine cannot be measured."""
     with folder_to_check(recipe.model) as folder:
-        shapes = read_shapes(folder)
-    rollout, algorithm, evaluation, trainer = recipe.rollout, recipe.algorithm, recipe.evaluation, recipe.trainer
-    length = prompt_tokens + completion_tokens
-    has_teacher = algorithm.needs_reference and bool(recipe.reference.path)
-    forward_passes = (algorithm.needs_reference and not has_teacher) + (algorithm.old_logprobs == "recompute")
-
-    def generation(prompts: int, samples: int) -> Work:
-        engine = rollout.engine
-        return generation_work(
-            shapes, trainer.dtype, prompts, prompt_tokens, samples, completion_tokens, engine.max_num_seqs, engine.max_num_batched_tokens
-        )
-
-    def training(sequences: int, passes: float, updates: int, shapes: ModelShapes = shapes) -> Work:
-        return training_work(shapes, trainer.dtype, sequences * length, length, trainer.micro_batch_tokens, passes, updates)
-
-    work = [
-        generation(rollout.prompts_per_step, algorithm.group_size),
-        training(
-            rollout.prompts_per_step * algorithm.group_size, algorithm.epochs * _passes(trainer) + forward_passes, algorithm.epochs * algorithm.minibatches
-        ),
-        generation(evaluation.prompts, 1),
-        generation(evaluation.final_prompts, 1),
-        training(recipe.sft.batch_size, _passes(trainer), 1) if recipe.sft is not None else Work(),
-    ]
-    if has_teacher:
-        work.append(training(rollout.prompts_per_step * algorithm.group_size, 1, 0, read_shapes(found_model(recipe.reference.path))))
-    device = check_pod_device(recipe.machine, recipe.parallel.world, rollout.engine_ranks)
-    generated, trained, *others = _seconds(work, trainer, recipe.machine, device, recipe.parallel.world)
-    return RLSeconds(generated, trained + sum(others[3:]), *others[:3])
+        models = rl_models(recipe, folder)
+    parts = rl_work(recipe, models, prompt_tokens, completion_tokens)
+    device = check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks)
+    seconds = iter(_seconds([work for part in parts for work in part], recipe.trainer, recipe.machine, device, recipe.parallel.world))
+    return RLSeconds(*(sum(islice(seconds, len(part))) for part in parts))
 
 
 def data_seconds(recipe: PretrainRecipe) -> DataSeconds:
@@ -79,7 +53,7 @@ def data_seconds(recipe: PretrainRecipe) -> DataSeconds:
     with folder_to_check(recipe.model) as folder:
         shapes = read_shapes(folder, "any" if recipe.trains_values else "language")
     trainer, length = recipe.trainer, recipe.data.sequence_length
-    work = [training_work(shapes, trainer.dtype, recipe.step_tokens, length, recipe.most_tokens, _passes(trainer), 1)]
+    work = [training_work(shapes, trainer.dtype, recipe.step_tokens, length, recipe.most_tokens, forward_and_backward(trainer), 1)]
     if recipe.has_reference:
         tokens = sum(files.dataset.tokens for _, files in open_datasets(recipe.data))
         work.append(training_work(shapes, trainer.dtype, tokens, length, recipe.most_tokens, 1, 0))
@@ -100,8 +74,9 @@ def describe_rl_time(recipe: Recipe, prompt_tokens: float) -> str:
     sft = took.sft * recipe.sft.steps if recipe.sft is not None else 0.0
     parts = [f"{steps} steps of {_short(step)} (generation {_short(took.generation)}, training {_short(took.training)})"]
     parts += [f"sft {_short(sft)}"] if recipe.sft is not None else []
+    rounds = f" and every step {recipe.algorithm.rounds} rounds of rollout" if recipe.algorithm.rounds > 1 else ""
     return (
-        f"predicted time: {duration(steps * step + evaluations + sft)} if every completion has rollout.max_tokens ({tokens}) tokens: "
+        f"predicted time: {duration(steps * step + evaluations + sft)} if every completion has rollout.max_tokens ({tokens}) tokens{rounds}: "
         f"{', '.join(parts)}, evaluation {_short(evaluations)}"
     )
 
@@ -114,10 +89,6 @@ def describe_data_time(recipe: PretrainRecipe) -> str:
         return f"predicted time: not known, {error}"
     steps, passed = recipe.run.max_steps, f", reference pass {_short(reference)}" if recipe.has_reference else ""
     return f"predicted time: {duration(reference + steps * step)}, {steps} steps of {recipe.step_tokens:,} tokens and {_short(step)}{passed}"
-
-
-def _passes(trainer: TrainerConfig) -> float:
-    return FORWARD_AND_BACKWARD + (trainer.recompute == "full")
 
 
 def _seconds(work: Sequence[Work], trainer: TrainerConfig, machine: MachineConfig, device: Device, ranks: int) -> list[float]:

@@ -1,0 +1,100 @@
+"""The work of a step of reinforcement learning, with every model that has a part in it. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem.config.recipe import Recipe
+from tandem.config.trainer import TrainerConfig
+from tandem.estimate.time import Work, generation_work, training_work
+from tandem.layout.shapes import ModelShapes
+
+FORWARD_AND_BACKWARD = 3.0
+"""A backward pass has two products for each of the forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class RLModels:
+    """The shapes of the models of a run: of the ``actor``; of a reference that is not the actor's start, a ``teacher``; of a ``critic`` of its own; of a
+    ``reward_model`` (``None``: there is no such model)."""
+
+    actor: ModelShapes
+    teacher: ModelShapes | None = None
+    critic: ModelShapes | None = None
+    reward_model: ModelShapes | None = None
+
+
+class RLWork(NamedTuple):
+    """The work of one step's ``generation`` and ``training``, of an ``evaluation``, of the ``final_evaluation``, and of one step of section ``sft``."""
+
+    generation: tuple[Work, ...]
+    training: tuple[Work, ...]
+    evaluation: tuple[Work, ...]
+    final_evaluation: tuple[Work, ...]
+    sft: tuple[Work, ...]
+
+
+class Packed(NamedTuple):
+    """``tokens`` that go through a network, and the ``context`` of half of which they attend to on average, as the tokens of whole sequences of that
+    length do."""
+
+    tokens: float
+    context: float
+
+
+def packed_group(prompt_tokens: float, completion_tokens: float, samples: int, share_prompts: bool) -> Packed:
+    """Returns what a group of ``samples`` completions of a prompt is in training: ``share_prompts``: the prompt is computed once, and every completion
+    attends to it."""
+    length = prompt_tokens + completion_tokens
+    if not share_prompts:
+        return Packed(samples * length, length)
+    tokens = prompt_tokens + samples * completion_tokens
+    # Twice the sum over tokens of those before them.
+    attended = prompt_tokens**2 + samples * completion_tokens * (2 * prompt_tokens + completion_tokens)
+    return Packed(tokens, attended / tokens)
+
+
+def forward_and_backward(trainer: TrainerConfig) -> float:
+    """Returns the forward passes that the forward and the backward pass of an update are worth."""
+    return FORWARD_AND_BACKWARD + (trainer.recompute == "full")
+
+
+def rl_work(recipe: Recipe, models: RLModels, prompt_tokens: float, completion_tokens: float) -> RLWork:
+    """Returns the work for prompts and completions of so many tokens. A step takes all rounds of rollout that dynamic sampling allows."""
+    rollout, algorithm, evaluation, trainer = recipe.rollout, recipe.algorithm, recipe.evaluation, recipe.trainer
+    length, group = prompt_tokens + completion_tokens, algorithm.group_size
+    drawn = algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step)
+
+    def generation(prompts: int, samples: int) -> Work:
+        engine = rollout.engine
+        return generation_work(
+            models.actor, trainer.dtype, prompts, prompt_tokens, samples, completion_tokens, engine.max_num_seqs, engine.max_num_batched_tokens
+        )
+
+    def passes(shapes: ModelShapes, prompts: int, count: float, updates: int = 0, shared: bool = trainer.share_prompts) -> Work:
+        """``count`` passes over the groups of ``prompts``, a forward and a backward pass being three."""
+        each = packed_group(prompt_tokens, completion_tokens, group, shared)
+        return training_work(shapes, trainer.dtype, prompts * each.tokens, each.context, trainer.micro_batch_tokens, count, updates)
+
+    trained, updates = algorithm.epochs * forward_and_backward(trainer), algorithm.epochs * algorithm.minibatches
+    inferred = (algorithm.old_logprobs == "recompute") + recipe.has_shared_critic
+    training = [passes(models.actor, rollout.prompts_per_step, trained + inferred, updates)]
+    if algorithm.needs_reference:
+        training.append(passes(models.teacher or models.actor, rollout.prompts_per_step, 1))
+        if recipe.has_rounds and "reference" in recipe.rewards.needs:
+            training.append(passes(models.teacher or models.actor, drawn, 1))
+    if models.critic is not None:
+        training.append(passes(models.critic, rollout.prompts_per_step, trained + 1, updates))
+    if models.reward_model is not None:
+        training.append(passes(models.reward_model, drawn, 1, shared=False))
+    sft = recipe.sft
+    return RLWork(
+        (generation(algorithm.prompts_per_round(rollout.prompts_per_step), group),) * algorithm.rounds,
+        tuple(training),
+        (generation(evaluation.prompts, 1),),
+        (generation(evaluation.final_prompts, 1),),
+        () if sft is None else (
+            training_work(
+                models.actor, trainer.dtype, sft.batch_size * length, length, trainer.micro_batch_tokens, forward_and_backward(trainer), 1
+            ),
+        ),
+    )  # fmt: skip

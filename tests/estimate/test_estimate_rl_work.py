@@ -1,0 +1,84 @@
+"""The predicted work of a step of reinforcement learning: what the trainer packs, and closed forms."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tandem.config.load import build
+from tandem.config.recipe import Recipe
+from tandem.estimate.rl_work import RLModels, RLWork, packed_group, rl_work
+from tandem.estimate.time import Product, Work
+from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.trainer.packing import packed_tokens
+from tandem.types import TrainSequence
+
+ACTOR = ModelShapes("llama", 101, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
+NORMS, EMBEDDING = 7 * 32, 101 * 32
+MATRICES = parameter_count(ACTOR) - NORMS - 2 * EMBEDDING
+PROMPT, COMPLETION, GROUP, PROMPTS = 20, 12, 4, 3
+
+
+def flops(works: tuple[Work, ...]) -> float:
+    return sum(times * product.flops for work in works for product, times in work.products.items())
+
+
+def attention(works: tuple[Work, ...]) -> float:
+    return sum(work.attention_flops for work in works)
+
+
+def work(models: RLModels = RLModels(ACTOR), **sections: Any) -> RLWork:  # noqa: B008
+    data = {"model": {"path": "m"}, "task": {"name": "sort"}, "rollout": {"prompts_per_step": PROMPTS, "max_tokens": COMPLETION}}
+    data |= {"algorithm": {"group_size": GROUP}, **sections}
+    return rl_work(build(Recipe, data), models, PROMPT, COMPLETION)
+
+
+def group() -> list[TrainSequence]:
+    """A group as the trainer has it: the network reads all tokens but the last."""
+    return [
+        TrainSequence(str(index), (*range(PROMPT), *(30 + index,) * COMPLETION, 0), PROMPT, (0.0,) * PROMPT + (1.0,) * (COMPLETION + 1))
+        for index in range(GROUP)
+    ]  # fmt: skip
+
+
+def test_a_group_has_the_tokens_that_the_trainer_packs() -> None:
+    for shared in (False, True):
+        assert packed_group(PROMPT, COMPLETION, GROUP, shared).tokens == packed_tokens(group(), shared)
+    # Each token attends to those before it; half of the context is their mean.
+    attended = [*range(PROMPT)] + GROUP * [*range(PROMPT, PROMPT + COMPLETION)]
+    shared = packed_group(PROMPT, COMPLETION, GROUP, True)
+    assert shared.tokens * shared.context / 2 == pytest.approx(sum(place + 0.5 for place in attended))
+    assert packed_group(PROMPT, COMPLETION, 1, True) == packed_group(PROMPT, COMPLETION, 1, False)
+
+
+def test_a_shared_prompt_is_computed_once_in_every_pass_of_training() -> None:
+    for kl_coef, passes in ((0.0, 3), (0.1, 4)):
+        for shared, tokens in ((False, GROUP * (PROMPT + COMPLETION)), (True, PROMPT + GROUP * COMPLETION)):
+            found = work(algorithm={"group_size": GROUP, "kl_coef": kl_coef}, trainer={"share_prompts": shared})
+            assert flops(found.training) == pytest.approx(passes * PROMPTS * tokens * 2 * (MATRICES + EMBEDDING))
+    shared, plain = (work(trainer={"share_prompts": each}) for each in (True, False))
+    assert attention(shared.training) < attention(plain.training) and shared.generation == plain.generation
+
+
+def test_every_round_of_dynamic_sampling_is_generated_and_scored_and_one_batch_is_trained_on() -> None:
+    one, filters = work(), {"group_size": GROUP, "filter_groups": {"max_num_gen_batches": 5, "gen_batch_size": 2 * PROMPTS}}
+    several = work(algorithm=filters)
+    assert len(several.generation) == 5 and flops(several.generation) == pytest.approx(5 * 2 * flops(one.generation))
+    assert several.training == one.training
+    scorer = replace(ACTOR, value_head="sequence", language_head=False)
+    models, reward_model = RLModels(ACTOR, reward_model=scorer), {"path": "scorer"}
+    for algorithm, prompts in (({"group_size": GROUP}, PROMPTS), (filters, 5 * 2 * PROMPTS)):
+        scored = work(models, algorithm=algorithm, reward_model=reward_model)
+        # Every sample with its prompt, through the layers and no head.
+        assert flops(scored.training) - flops(one.training) == pytest.approx(prompts * GROUP * (PROMPT + COMPLETION) * 2 * MATRICES)
+
+
+def test_a_critic_has_an_inference_pass_and_the_updates_of_the_actor_without_logits() -> None:
+    critic = replace(ACTOR, value_head="token", language_head=False)
+    ppo = {"name": "ppo", "group_size": GROUP, "minibatches": 2, "epochs": 3}
+    alone, beside = work(algorithm={**ppo, "name": "reinforce_plus_plus"}), work(RLModels(ACTOR, critic=critic), algorithm=ppo)
+    tokens = PROMPTS * GROUP * (PROMPT + COMPLETION)
+    assert flops(beside.training) - flops(alone.training) == pytest.approx((3 * 3 + 1) * tokens * 2 * MATRICES)
+    assert not any(product == Product(product.rows, 101, 32) for product in beside.training[-1].products), "a value head has no logits"
+    moved = [sum(each.moved_bytes for each in works.training) for works in (alone, beside)]
+    assert moved[1] - moved[0] == 6 * 7 * 4 * parameter_count(critic)
