@@ -6,6 +6,7 @@ from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes, weight_byt
 from tandem.estimate.training_bytes import (
     ONE_PROCESS,
     checkpoint_bytes,
+    gathered_bytes_per_token,
     saved_bytes,
     state_bytes,
     token_sharing,
@@ -19,7 +20,7 @@ PIECE_BYTES = 16 << 20
 PIECES_ON_GPU = 6
 
 
-def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
+def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS, attended: int = 0) -> int:
     """Returns ``training_bytes`` for a process that computes on a GPU."""
     weights = weight_bytes(shapes, trainer.dtype, parallel.tensor)
     is_away = trainer.offload != "none"
@@ -29,8 +30,9 @@ def gpu_training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int,
     # Every matrix exists once more in 16 bits until its backward pass.
     copies = weights // 2 if trainer.precision != "fp32" else 0
     saved = gpu_saved_bytes(shapes, trainer, tokens)
-    logits = gpu_logits_bytes(tokens, shapes.vocab_size)
-    return (held + copies) // parallel.pipeline + at_work + saved // token_sharing(parallel) + logits
+    copied = attended * shapes.num_hidden_layers * gathered_bytes_per_token(shapes) // parallel.tensor
+    logits = gpu_logits_bytes(tokens, shapes.vocab_size) if shapes.language_head else 0
+    return (held + copies + copied) // parallel.pipeline + at_work + saved // token_sharing(parallel) + logits
 
 
 def gpu_saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int) -> int:

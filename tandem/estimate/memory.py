@@ -10,7 +10,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.estimate.gpu_bytes import host_bytes_beside_gpu
 from tandem.estimate.model_bytes import held_outside_layers, kv_bytes_per_token, trained_bytes, weight_bytes
 from tandem.estimate.peak_bytes import KEPT_SHARE, peak_bytes, process_bytes, staging_bytes
-from tandem.estimate.resident_bytes import inference_bytes, resident_bytes
+from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.layout.shapes import ModelShapes
 from tandem.types.dtypes import DTYPE_BYTES
@@ -54,15 +54,15 @@ class PodMemory:
 def predict(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, tokens: int, kv_cache_tokens: int, reference: bool,
     kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1, engines: int = 1,
-    critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False,
-    teacher: ModelShapes | None = None, residency: Residency = KEEP,
+    critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
+    teacher: ModelShapes | None = None, residency: Residency = KEEP, attended: int = 0,
 ) -> PodMemory:
     """Returns the memory of one pod on the CPUs of one machine.
 
     ``tokens``: of the largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the actor, which is frozen or
-    ``follows`` it and is saved with it; ``critic``: and of a model that is trained with it; ``reward_model``: and of one of these shapes. ``swap_bytes``:
-    an engine's swap space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache. ``engines``: rollout workers, of which each has
-    ``kv_cache_tokens``. ``residency``: what is where when."""
+    ``follows`` it and is saved with it; ``critic``: and of a model of these shapes that is trained and saved with it; ``reward_model``: and of a frozen one
+    of these. ``attended``: as in ``saved_bytes``. ``swap_bytes``: an engine's swap space. ``engine_ranks``: its tensor-parallel
+    processes, which divide weights and cache. ``engines``: rollout workers, of which each has ``kv_cache_tokens``. ``residency``: what is where when."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
@@ -70,29 +70,39 @@ def predict(
     # The embedding table and the norms of an engine that sleeps.
     asleep = engines * (PROCESS_BYTES + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
 
-    staged = staging_bytes(shapes, trainer, parallel) + (weights // world if follows and trainer.offload != "nvme" else 0)
+    trained = [each for each in (shapes, critic) if each is not None]
+    staged = sum(staging_bytes(each, trainer, parallel) for each in trained) + (weights // world if follows and trainer.offload != "nvme" else 0)
 
     def resting(phase: Phase) -> int:
         """One rank that computes nothing: what it holds, and the staged copy of a checkpoint."""
         stays = sum(held[name] for name in residency.on_device(phase, held) | residency.in_memory(phase, held))
         return process_bytes(trainer) + int((1 + KEPT_SHARE) * stays) + staged
 
-    beside = sum(held[name] for name in (residency.on_device(Phase.TRAIN, held) | residency.in_memory(Phase.TRAIN, held)) - {"actor", "optimizer"})
-    # The gradients of the critic; the copy of the reference in a staged checkpoint.
-    beside += held.get("critic", 0) + staged - staging_bytes(shapes, trainer, parallel)
+    there = residency.on_device(Phase.TRAIN, held) | residency.in_memory(Phase.TRAIN, held)
+
+    def update(model: ModelShapes, *own: str) -> int:
+        """One rank that trains ``model``, whose residents are ``own``, beside all others."""
+        beside = sum(held[name] for name in there - set(own)) + staged - staging_bytes(model, trainer, parallel)
+        return peak_bytes(model, trainer, tokens, parallel, attended) + beside
+
+    training = update(shapes, "actor", "optimizer")
+    if critic is not None:
+        # The critic learns first; its gradients stay while the actor learns.
+        training = max(update(critic, "critic", "critic_optimizer"), training + gradient_bytes(critic, trainer, parallel))
+    passes = inference_bytes((teacher or shapes if reference else None, critic, reward_model), tokens, parallel, attended)
     return PodMemory(
-        trainer=world * (peak_bytes(shapes, trainer, tokens, parallel) + beside),
+        trainer=world * training,
         trainer_idle=world * resting(Phase.ROLLOUT),
         rollout=engine,
         segments=2 * trained_bytes(shapes, trainer.dtype),
-        inference=world * (resting(Phase.INFERENCE) + inference_bytes(shapes, teacher, tokens, parallel)) if reference or critic or reward_model else 0,
+        inference=world * (resting(Phase.INFERENCE) + passes) if passes else 0,
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
     )
 
 
 def predict_beside_gpus(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, reference: bool, swap_bytes: int = 0, engine_ranks: int = 1,
-    engines: int = 1, critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False,
+    engines: int = 1, critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
     teacher: ModelShapes | None = None, residency: Residency = KEEP,
 ) -> PodMemory:
     """Returns the host memory of a pod on GPUs: processes, what is staged and pinned, and the segments. Arguments as in ``predict``."""
@@ -100,7 +110,8 @@ def predict_beside_gpus(
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     # Pinned memory is kept for the next rollout.
     pinned = sum(held[name] for name in residency.saved(held)) if residency.to == "memory" else 0
-    training = parallel.world * (process_bytes(trainer) + pinned) + host_bytes_beside_gpu(shapes, trainer)
+    training = parallel.world * (process_bytes(trainer) + pinned)
+    training += sum(host_bytes_beside_gpu(each, trainer) for each in (shapes, critic) if each is not None)
     engine = engines * (engine_ranks * PROCESS_BYTES + weights + swap_bytes)
     return PodMemory(
         trainer=training, trainer_idle=training, rollout=engine, segments=2 * trained_bytes(shapes, trainer.dtype),
@@ -110,8 +121,8 @@ def predict_beside_gpus(
 
 
 def saved_bytes_on_disk(
-    shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, residency: Residency, *, reference: bool, critic: bool = False,
-    reward_model: ModelShapes | None = None, follows: bool = False, teacher: ModelShapes | None = None,
+    shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, residency: Residency, *, reference: bool,
+    critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False, teacher: ModelShapes | None = None,
 ) -> int:
     """Returns the bytes that the residents of all ranks take in files. ``reference`` and ``critic``: as in ``predict``."""
     if residency.to != "disk":

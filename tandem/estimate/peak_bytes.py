@@ -20,10 +20,10 @@ WHOLE_LAYERS = 2
 """Layers whose weights ZeRO 3 has gathered at once: the current one and the next."""
 
 
-def peak_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
+def peak_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS, attended: int = 0) -> int:
     """Returns the predicted peak resident bytes of one process of the mesh that runs micro-batches of ``tokens`` on a CPU, from its start
-    to its last checkpoint. Batches that are read ahead are not included (``training_bytes.batch_bytes``)."""
-    working = training_bytes(shapes, trainer, tokens, parallel) + exchange_bytes(shapes, trainer, parallel)
+    to its last checkpoint. Batches that are read ahead are not included (``training_bytes.batch_bytes``). ``attended``: as in ``saved_bytes``."""
+    working = training_bytes(shapes, trainer, tokens, parallel, attended) + exchange_bytes(shapes, trainer, parallel)
     return process_bytes(trainer) + int((1 + KEPT_SHARE) * working) + staging_bytes(shapes, trainer, parallel)
 
 

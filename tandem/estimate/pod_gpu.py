@@ -13,8 +13,7 @@ from tandem.estimate.model_bytes import (
     kv_bytes_per_token,
     largest_layer_activation_bytes_per_token,
 )
-from tandem.estimate.resident_bytes import inference_bytes, resident_bytes
-from tandem.estimate.training_bytes import state_bytes
+from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.layout.shapes import ModelShapes
 
@@ -29,18 +28,17 @@ LOGITS_COPIES = 3
 
 def predict_gpu(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, engine: EngineArgs, *, tokens: int, kv_cache_tokens: int,
-    reference: bool, critic: bool = False, reward_model: ModelShapes | None = None, follows: bool = False, teacher: ModelShapes | None = None,
-    precision: str = "fp32", residency: Residency = KEEP,
+    reference: bool, critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False, teacher: ModelShapes | None = None,
+    precision: str = "fp32", residency: Residency = KEEP, attended: int = 0,
 ) -> PodMemory:
     """Returns the memory of GPU 0, which has rank 0 of trainer and engine; every other GPU has at most one rank of each and needs no more.
 
     ``tokens``: of the trainer's largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the
-    actor, which is frozen or ``follows`` it; ``critic``: and of a model that is trained with it; ``reward_model``: and of one of these shapes.
-    ``precision``: what the engine multiplies in. ``residency``: what is where when."""
+    actor, which is frozen or ``follows`` it; ``critic``: and of a model of these shapes that is trained with it; ``reward_model``: and of a frozen
+    one of these. ``attended``: as in ``saved_bytes``. ``precision``: what the engine multiplies in. ``residency``: what is where when."""
     is_away = trainer.offload != "none"
-    moments = 0 if is_away else state_bytes(shapes, trainer)
     held = resident_bytes(
-        shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, moments=moments, follows=follows, teacher=teacher
+        shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, moments=not is_away, follows=follows, teacher=teacher
     )
     pieces = PIECES_ON_GPU * PIECE_BYTES if is_away else 0
 
@@ -52,12 +50,21 @@ def predict_gpu(
     shared = engine_weight_bytes(shapes, trainer.dtype, dtype) + cache + _engine_working_bytes(shapes, engine)
     working = ENGINE_CONTEXT_BYTES + shared // ranks
     asleep = ENGINE_CONTEXT_BYTES + DTYPE_BYTES[trainer.dtype] * sum(held_outside_layers(shapes))
-    beside = sum(held[name] for name in residency.on_device(Phase.TRAIN, held) - {"actor", "optimizer"}) + held.get("critic", 0)
+    there = residency.on_device(Phase.TRAIN, held)
+
+    def update(trained: ModelShapes, *own: str) -> int:
+        return gpu_training_bytes(trained, trainer, tokens, parallel, attended) + sum(held[name] for name in there - set(own))
+
+    training = update(shapes, "actor", "optimizer")
+    if critic is not None:
+        # The critic learns first; its gradients stay while the actor learns.
+        training = max(update(critic, "critic", "critic_optimizer"), training + gradient_bytes(critic, trainer, parallel))
+    passes = inference_bytes((teacher or shapes if reference else None, critic, reward_model), tokens, parallel, attended)
     return PodMemory(
-        trainer=gpu_training_bytes(shapes, trainer, tokens, parallel) + beside,
+        trainer=training,
         trainer_idle=on_device(Phase.ROLLOUT),
         rollout=working,
-        inference=on_device(Phase.INFERENCE) + inference_bytes(shapes, teacher, tokens, parallel) if reference or critic or reward_model else 0,
+        inference=on_device(Phase.INFERENCE) + passes if passes else 0,
         engine_idle={"stays": working, "sleeps": asleep, "ends": 0}[residency.rule.engine],
     )
 

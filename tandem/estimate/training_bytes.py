@@ -36,9 +36,9 @@ def batch_bytes(data: DataConfig, parallel: ParallelConfig = ONE_PROCESS, each: 
     return sequences * ((data.read_ahead + 2) * SEQUENCE_BYTES + data.sequence_length * TOKEN_BYTES)
 
 
-def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
+def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS, attended: int = 0) -> int:
     """Returns the resident bytes of one process of the mesh in addition to those of any process: weights and gradients, the optimizer's
-    state and working memory, and what a forward pass of ``tokens`` saves for its backward pass."""
+    state and working memory, and what a forward pass of ``tokens`` saves for its backward pass. ``attended``: as in ``saved_bytes``."""
     weights, replicas = weight_bytes(shapes, trainer.dtype, parallel.tensor), parallel.data * parallel.context
     if trainer.offload_parameters == "nvme":
         held = _paged_bytes(shapes, trainer, parallel)
@@ -50,7 +50,7 @@ def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, par
         held = cut_by_zero(weights, moments, replicas, parallel.zero, gradients) // parallel.pipeline + working_bytes(shapes, trainer, parallel)
     # Emulated precision holds every rounded matrix until its backward pass.
     copies = weights // parallel.pipeline if trainer.precision != "fp32" else 0
-    saved = waiting_passes(parallel) * saved_bytes(shapes, trainer, tokens, parallel)
+    saved = waiting_passes(parallel) * saved_bytes(shapes, trainer, tokens, parallel, attended)
     if trainer.offload_activations == "nvme":
         # A layer's own weights are in memory while it computes, and in the backward pass as many gradients.
         at_work = 2 * tokens * largest_layer_activation_bytes_per_token(shapes) // token_sharing(parallel)
@@ -60,7 +60,9 @@ def training_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, par
 
 def head_bytes(shapes: ModelShapes, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
     """Returns the bytes that one process of the mesh holds at most for the log-probabilities of a forward pass of ``tokens`` and their
-    backward pass."""
+    backward pass; 0 of a value head, which has a number for each token."""
+    if not shapes.language_head:
+        return 0
     rows, vocabulary = -(-tokens // parallel.context), shapes.vocab_size
     if parallel.tensor == 1:
         return logits_bytes(rows, vocabulary, shapes.hidden_size)
@@ -71,10 +73,18 @@ def head_bytes(shapes: ModelShapes, tokens: int, parallel: ParallelConfig = ONE_
     return gathered + logits_bytes(-(-rows // parallel.tensor), vocabulary, shapes.hidden_size)
 
 
-def saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS) -> int:
-    """Returns the bytes that the layers of one process of the mesh save in one forward pass of ``tokens`` for its backward pass."""
+def saved_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, parallel: ParallelConfig = ONE_PROCESS, attended: int = 0) -> int:
+    """Returns the bytes that the layers of one process of the mesh save in one forward pass of ``tokens`` for its backward pass. ``attended``: with
+    shared prompts, the lengths of the sequences with their prompts: attention has keys and values of each."""
     each = activation_bytes_per_token(shapes, trainer.recompute) + _rounded_bytes_per_token(shapes, trainer)
-    return tokens * each // (token_sharing(parallel) * parallel.pipeline)
+    layers = 1 if trainer.recompute == "full" else shapes.num_hidden_layers
+    copied = attended * layers * gathered_bytes_per_token(shapes) // parallel.tensor
+    return (tokens * each // token_sharing(parallel) + copied) // parallel.pipeline
+
+
+def gathered_bytes_per_token(shapes: ModelShapes) -> int:
+    """Returns the bytes of the keys and values that one layer copies for each token that a sequence with a shared prompt attends to, in fp32."""
+    return 4 * 2 * shapes.key_value_size
 
 
 def waiting_passes(parallel: ParallelConfig, stage: int = 0) -> int:

@@ -1,9 +1,13 @@
 """The memory plan of a pod against a calculation by hand."""
 
+from dataclasses import replace
+
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import PROCESS_BYTES, predict, saved_bytes_on_disk
 from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
+from tandem.estimate.resident_bytes import forward_bytes
+from tandem.estimate.training_bytes import head_bytes
 from tandem.layout.residents import PlanName, Residency
 from tandem.layout.shapes import ModelShapes, parameter_count
 
@@ -79,6 +83,38 @@ def test_a_teacher_takes_the_bytes_of_its_own_shapes() -> None:
         predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=0, reference=True, teacher=teacher) for teacher in (None, wide)
     )
     assert other.trainer - own.trainer == 4 * parameter_count(wide) - WEIGHTS and other.inference > own.inference
+
+
+def test_a_critic_is_trained_and_staged_beside_the_actor_and_has_no_logits() -> None:
+    critic = replace(LLAMA, value_head="token", language_head=False)
+    # In place of a head of 100 x 32, which is not tied, one of 32 numbers and a bias.
+    weights = WEIGHTS - 4 * 100 * 32 + 4 * 33
+    assert weights == 4 * parameter_count(critic)
+    without, beside = (
+        predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=0, reference=True, critic=each) for each in (None, critic)
+    )
+    # Weights and two moments, as they are and staged; and gradients that stay while the actor learns.
+    assert beside.trainer - without.trainer == 7 * weights
+    for phase in ("trainer_idle", "inference"):
+        assert abs(getattr(beside, phase) - getattr(without, phase) - 1.1 * 3 * weights - 3 * weights) < 64, phase
+    assert head_bytes(critic, 50) == 0 and forward_bytes(LLAMA, 50, ParallelConfig()) - forward_bytes(critic, 50, ParallelConfig()) == head_bytes(LLAMA, 50)
+    # One that is wider than the actor needs most while it learns itself, beside weights, moments and the staged copy of the actor.
+    wide = replace(critic, hidden_size=256)
+    found = predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=0, reference=False, critic=wide)
+    assert found.trainer == peak_bytes(wide, TrainerConfig(), 50) + 3 * WEIGHTS + 3 * WEIGHTS
+    assert saved_bytes_on_disk(LLAMA, TrainerConfig(), ParallelConfig(), Residency("figure", "disk"), reference=False, critic=critic) == 3 * (WEIGHTS + weights)
+
+
+def test_a_reward_model_that_is_larger_than_the_others_decides_what_inference_takes() -> None:
+    scorer = ModelShapes("llama", 100, 128, 3, 4, 2, 8, 512, 64, False, value_head="sequence", language_head=False)
+    small, large = (
+        predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=5000, kv_cache_tokens=0, reference=False, reward_model=each)
+        for each in (replace(LLAMA, value_head="sequence", language_head=False), scorer)
+    )
+    weights = 4 * (parameter_count(scorer) - parameter_count(replace(LLAMA, value_head="sequence", language_head=False)))
+    # Two layers' worth of what a token has in one: four times the width, q|k|v twice, the attention's output, log-sum-exps and the MLP three times.
+    layers = 2 * 5000 * 4 * (4 * (128 - 32) + 3 * (512 - 48))
+    assert abs(large.inference - small.inference - 1.1 * weights - layers) < 64
 
 
 def test_every_rollout_worker_has_weights_and_a_cache_of_its_own() -> None:

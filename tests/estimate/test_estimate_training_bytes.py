@@ -1,5 +1,6 @@
 """The predicted bytes of optimizer states and checkpoints against measured ones."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.model_bytes import held_by_layer, held_outside_layers, optimizer_bytes, weight_bytes
+from tandem.estimate.resident_bytes import gradient_bytes, resident_bytes
 from tandem.estimate.training_bytes import checkpoint_bytes, offloaded_bytes, saved_bytes, state_bytes, training_bytes, waiting_passes
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
@@ -15,9 +17,11 @@ from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.micro_batch import collate
 from tandem.trainer.optimizers.make import make_optimizer
 from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.parallel.replica import Replica
+from tandem.types import TrainSequence, UserError
 
 MODELS = {
     "llama": ModelShapes("llama", 97, 64, 2, 4, 2, 16, 96, 128, tie_word_embeddings=False, attention_bias=True),
@@ -84,3 +88,44 @@ def test_activations_are_divided_by_who_shares_the_tokens_and_the_layers() -> No
     assert offloaded_bytes(shapes, away, 1000) == whole
     assert offloaded_bytes(shapes, away, 1000, stages) == (4 + 3 + 2 + 1) * whole // 4
     assert offloaded_bytes(shapes, away, 1000, ParallelConfig(data=3)) == 3 * whole
+
+
+def test_a_critic_has_the_predicted_bytes() -> None:
+    critic = replace(MODELS["llama"], value_head="token", language_head=False)
+    model = Decoder(critic, select("reference"))
+    initialise(model, seed=0)
+    made, parallel = make_optimizer(model, TrainerConfig()), ParallelConfig()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step(1e-3)
+    held = resident_bytes(MODELS["llama"], TrainerConfig(), parallel, reference=False, critic=critic)
+    assert held["critic"] == sum(p.nbytes for p in model.parameters()) == gradient_bytes(critic, TrainerConfig(), parallel)
+    assert held["critic_optimizer"] == sum(t.nbytes for t in made.state().moments.values()) == 2 * held["critic"] < held["optimizer"]
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_a_forward_pass_keeps_the_predicted_bytes_with_a_copy_of_the_prompt_for_each_sample_or_with_one(share_prompts: bool) -> None:
+    shapes, prompt, completion, group = ModelShapes("llama", 61, 128, 6, 4, 2, 32, 384, 1024, False), 200, 25, 8
+    try:
+        model = Decoder(shapes, select("cpu"))
+    except UserError as error:
+        pytest.skip(str(error))
+    initialise(model, seed=0)
+    sequences = [
+        TrainSequence(str(index), (*[7] * prompt, *[index] * (completion + 1)), prompt, (0.0,) * prompt + (1.0,) * (completion + 1)) for index in range(group)
+    ]
+    rows, kept = collate(sequences, torch.float32, share_prompts=share_prompts), dict[int, int]()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model(rows.tokens, rows.positions, rows.context)
+    attended = group * (prompt + completion)
+    assert len(rows.tokens) == (prompt + group * completion if share_prompts else attended) == len(hidden)
+    predicted = saved_bytes(shapes, TrainerConfig(), len(rows.tokens), attended=attended if share_prompts else 0)
+    assert sum(kept.values()) == pytest.approx(predicted, rel=0.1)

@@ -6,12 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.recipe import Recipe, load_config
 from tandem.config.residents import ResidentsConfig
+from tandem.config.rollout import RolloutConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import PodMemory
 from tandem.layout.residents import PLANS, RESIDENTS, Phase, Residency, State
 from tandem.pod.actor import FrozenModel
-from tandem.pod.residents.plan import Budget, Candidate, candidates, choose
+from tandem.pod.residents.plan import Budget, Candidate, candidates, choose, largest_micro_batch
 from tandem.pod.residents.residue import SLACK_BYTES, ResidueCheck
 from tandem.pod.residents.trainer import HeldTensors, TrainerResidents
 from tandem.trainer.offload.offloader import Offloader
@@ -53,6 +56,18 @@ def test_a_budget_that_nothing_fits_in_is_one_line_that_says_what_would() -> Non
     )
     with pytest.raises(RunError, match=r"under plan sleep.*8.00 GiB of memory \(machine.memory_gib\) or another residents.plan"):
         chosen(4, plan="sleep")
+
+
+def test_the_largest_micro_batch_has_a_shared_prompt_once_and_attends_to_it_for_every_sample() -> None:
+    def largest(micro_batch_tokens: int, share_prompts: bool) -> tuple[int, int]:
+        trainer = TrainerConfig(micro_batch_tokens=micro_batch_tokens, share_prompts=share_prompts)
+        return largest_micro_batch(RolloutConfig(prompts_per_step=3, max_tokens=20), AlgorithmConfig(group_size=4), trainer, 100)
+
+    assert largest(10_000, False) == (3 * 4 * 100, 0), "the whole step"
+    assert largest(10_000, True) == (3 * (80 + 4 * 20), 3 * 4 * 100)
+    # Two samples fit beside their prompt of 80 tokens, so that 120 tokens attend to twice 100.
+    assert largest(125, False) == (125, 0) and largest(120, True) == (120, 200)
+    assert largest(50, True) == (100, 100), "one sample is longer than a micro-batch should be"
 
 
 def test_an_engine_of_several_ranks_does_not_sleep() -> None:

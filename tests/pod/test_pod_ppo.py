@@ -10,7 +10,10 @@ import torch
 from pod_runs import PodRun, difference, finish
 from reward_models import write_reward_model
 
+from tandem.config.recipe import Recipe
 from tandem.jobs.checks.check_value_model import check_value_model
+from tandem.jobs.rl_models import rl_models
+from tandem.jobs.start import read_recipe
 from tandem.kernels import select
 from tandem.model.huggingface.model_folder import load_model, read_shapes, read_tensors
 from tandem.model.value_folder import make_value_folder
@@ -98,6 +101,10 @@ def test_the_critic_is_exported_with_the_weights_of_the_last_checkpoint_and_read
     peer, loading = AutoModelForTokenClassification.from_pretrained(ppo.directory / "critic", output_loading_info=True)
     assert not loading["missing_keys"] and torch.equal(peer.score.weight, exported["score.weight"]) and peer.config.num_labels == 1
     assert {path.name for path in (ppo.directory / "critic").iterdir()} >= {"tokenizer.json", "manifest.json"}
+    recipe = read_recipe(ppo.directory)
+    assert isinstance(recipe, Recipe)
+    # What is predicted before there is a critic.
+    assert rl_models(recipe, read_shapes(ppo.directory / "sft" / "model")).critic == read_shapes(ppo.directory / "critic", "any")
 
 
 @pytest.mark.full

@@ -19,6 +19,8 @@ TRAINER_EDGES = """
     onload -> train                     ... to here
     onload -> inference                 the frozen models go first
     inference -> train
+    inference -> offload                a reward model scored this round, and another follows
+    inference -> inference              the round's passes for the rewards, then those for the update
     train -> train                      steps that are repeated from the journal
     train -> checkpoint
     checkpoint -> offload

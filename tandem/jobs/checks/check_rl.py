@@ -25,6 +25,7 @@ from tandem.jobs.checks.check_run import (
 )
 from tandem.jobs.checks.check_value_model import check_reference, check_value_model
 from tandem.jobs.pod_plan import plan_of
+from tandem.jobs.rl_models import rl_models
 from tandem.layout.placement import check_placement
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.layout.sharding import ShardSpec
@@ -85,8 +86,8 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         check_engine_on_model(recipe.rollout.engine, shapes)
         if recipe.has_critic and recipe.critic.path:
-            critic = check_value_model(recipe.critic.path, "critic.path", folder, shapes, context)
-            check_model_on_mesh(critic, recipe.parallel, recipe.trainer)
+            valued = check_value_model(recipe.critic.path, "critic.path", folder, shapes, context)
+            check_model_on_mesh(valued, recipe.parallel, recipe.trainer)
         if recipe.reference.path:
             check_model_on_mesh(check_reference(recipe.reference.path, folder, shapes, context), recipe.parallel, recipe.trainer)
         if recipe.reward_model.path:
@@ -115,12 +116,16 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     # One worker shows whether the functions load.
     with RewardPool(replace(recipe.rewards, workers=1)) as rewards:
         check_columns(first.columns, rewards.columns)
-    tokens = largest_micro_batch(recipe.rollout, recipe.algorithm, recipe.trainer, context)
-    offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, recipe.parallel)
+    critic = rl_models(recipe, shapes).critic
+    trained = [shapes] if critic is None else [shapes, critic]
+    tokens, _ = largest_micro_batch(recipe.rollout, recipe.algorithm, recipe.trainer, context)
+    offloaded = sum(offloaded_bytes(each, recipe.trainer, tokens, recipe.parallel) for each in trained)
     offloaded += planned.chosen.disk
     # The initial model, the fine-tuned one and the exported one; and a reference that follows the actor, in each checkpoint.
     models = 3 + (recipe.checkpoint.keep + 1 if recipe.reference.follows else 0)
     disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models)
+    if critic is not None:
+        disk += run_bytes_on_disk(critic, recipe.trainer, recipe.checkpoint.keep, 1)
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.parallel) if planned.gpu is None else []
     return RunPlan(planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), prompt_tokens)

@@ -40,7 +40,7 @@ class DataSeconds(NamedTuple):
 def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -> RLSeconds:
     """Returns the predicted seconds for prompts and completions of so many tokens. Raises ``UserError`` where the machine cannot be measured."""
     with folder_to_check(recipe.model) as folder:
-        models = rl_models(recipe, folder)
+        models = rl_models(recipe, read_shapes(folder))
     parts = rl_work(recipe, models, prompt_tokens, completion_tokens)
     device = check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks)
     seconds = iter(_seconds([work for part in parts for work in part], recipe.trainer, recipe.machine, device, recipe.parallel.world))

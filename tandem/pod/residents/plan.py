@@ -131,21 +131,38 @@ def kv_cache_tokens(rollout: RolloutConfig, algorithm: AlgorithmConfig, max_leng
     return min(engine.max_num_seqs, max(sequences, 1)) * (max_length + 16)
 
 
-def largest_micro_batch(rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, max_length: int) -> int:
-    """Returns the tokens of the largest micro-batch of sequences of at most ``max_length`` tokens, of which one longer than
-    ``micro_batch_tokens`` is a micro-batch by itself."""
-    return min(max(trainer.micro_batch_tokens, max_length), rollout.prompts_per_step * algorithm.group_size * max_length)
+class MicroBatchTokens(NamedTuple):
+    """``tokens`` that go through the network in a micro-batch, and, where prompts are shared, the tokens that its sequences have with their prompts,
+    ``attended`` (0: they are not shared)."""
+
+    tokens: int
+    attended: int
+
+
+def largest_micro_batch(rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, max_length: int) -> MicroBatchTokens:
+    """Returns the largest micro-batch of sequences of at most ``max_length`` tokens, of which one longer than ``micro_batch_tokens`` is a micro-batch
+    by itself. Prompts that are shared are the longest beside completions of ``rollout.max_tokens``."""
+    most, group = max(trainer.micro_batch_tokens, max_length), algorithm.group_size
+    if not trainer.share_prompts:
+        return MicroBatchTokens(min(most, rollout.prompts_per_step * group * max_length), 0)
+    completion = min(rollout.max_tokens, max_length)
+    prompt = max_length - completion
+    # Samples of a group that fit in one micro-batch with their prompt.
+    together = min(group, max(1, (most - prompt) // completion))
+    tokens = min(most, rollout.prompts_per_step * (prompt + group * completion))
+    attended = tokens * together * max_length // (prompt + together * completion)
+    return MicroBatchTokens(tokens, min(attended, rollout.prompts_per_step * group * max_length))
 
 
 def plan(
     residents: ResidentsConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, parallel: ParallelConfig,
     machine: MachineConfig, shapes: ModelShapes, max_length: int, rollout_precision: str, folder: Path,
-    reward_model: ModelShapes | None = None, critic: bool = False, reference: bool = False, follows: bool = False,
+    reward_model: ModelShapes | None = None, critic: ModelShapes | None = None, reference: bool = False, follows: bool = False,
     teacher: ModelShapes | None = None,
 ) -> PodPlan:
     """Returns the plan of the residents with its predicted bytes, over all ranks. ``rollout_precision``: what the engine multiplies in. ``folder``: on
-    the disk of residents. ``reward_model``: its shapes, if there is one; ``critic``: there is one of its own; ``reference``: and a reference model, which
-    ``follows`` the actor or has the shapes of a ``teacher``, if they are not the actor's. Raises ``RunError`` where nothing fits."""
+    the disk of residents. ``reward_model``: its shapes, if there is one; ``critic``: those of one of its own; ``reference``: there is a reference model,
+    which ``follows`` the actor or has the shapes of a ``teacher``, if they are not the actor's. Raises ``RunError`` where nothing fits."""
     engine = rollout.engine
     engine.check_length(max_length)
     sequences = algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step) * algorithm.group_size
@@ -155,7 +172,7 @@ def plan(
             f"the samples of one step need {batch / GIB:.2f} GiB and {available / GIB:.2f} GiB are available; lower rollout.prompts_per_step or "
             "rollout.max_tokens"
         )
-    tokens = largest_micro_batch(rollout, algorithm, trainer, max_length)
+    tokens, attended = largest_micro_batch(rollout, algorithm, trainer, max_length)
     cache_tokens = kv_cache_tokens(rollout, algorithm, max_length)
     models: dict[str, Any] = {"reference": reference, "critic": critic, "reward_model": reward_model, "follows": follows, "teacher": teacher}
     swap, on_gpu = int(engine.swap_space * GIB), pod_device(machine) != "cpu"
@@ -165,7 +182,8 @@ def plan(
         disk = saved_bytes_on_disk(shapes, trainer, parallel, residency, **models)
         if not on_gpu:
             host = predict(
-                shapes, trainer, parallel, tokens=tokens, kv_cache_tokens=cache_tokens, kv_cache_dtype=engine.kv_cache_dtype, swap_bytes=swap,
+                shapes, trainer, parallel, tokens=tokens, attended=attended, kv_cache_tokens=cache_tokens, kv_cache_dtype=engine.kv_cache_dtype,
+                swap_bytes=swap,
                 engine_ranks=engine.tensor_parallel_size, engines=rollout.workers, **models, residency=residency,
             )  # fmt: skip
             return Candidate(residency, host, None, disk)
@@ -174,7 +192,7 @@ def plan(
             engines=rollout.workers, residency=residency,
         )  # fmt: skip
         gpu = predict_gpu(
-            shapes, trainer, parallel, engine, tokens=tokens, kv_cache_tokens=cache_tokens, **models, precision=rollout_precision,
+            shapes, trainer, parallel, engine, tokens=tokens, attended=attended, kv_cache_tokens=cache_tokens, **models, precision=rollout_precision,
             residency=residency,
         )  # fmt: skip
         return Candidate(residency, host, gpu, disk)
