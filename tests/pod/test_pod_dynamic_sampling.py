@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pod_runs import RECIPE, PodRun, difference, finish
+from pod_runs import HERE, RECIPE, PodRun, difference, finish
 from reward_models import write_reward_model
 
 from tandem.config.recipe import load_config
@@ -154,8 +154,8 @@ def scored_by_models(folder: Path) -> PodRun:
     """A run whose rewards need the reward model and the reference: hardly two of them are equal, so that every group is useful."""
     (folder / "surprise.py").write_text(SURPRISE)
     content = yaml.safe_load(RECIPE.read_text())
-    functions = [{"function": "rewards.py:digits"}, {"function": f"{folder}/surprise.py:surprise", "needs": ["reference", "reward_model"], "weight": 0.01}]
-    content["rewards"] = {"functions": functions}
+    surprise = {"function": f"{folder}/surprise.py:surprise", "needs": ["reference", "reward_model"], "weight": 0.01}
+    content["rewards"] = {"functions": [{"function": f"{HERE}/rewards.py:digits"}, surprise]}
     content["reward_model"] = {"path": str(write_reward_model(folder / "reward")), "weight": 0.5}
     content["sft"] |= {"steps": 6}
     content["evaluation"] |= {"every_steps": 9}
@@ -188,8 +188,8 @@ def test_rounds_that_a_reward_model_scores_one_by_one_train_as_one_round_of_the_
     """Samples depend on seed, step and prompt, so that two rounds of two prompts have those of one round of four."""
     whole, divided = scored_by_models(tmp_path), PodRun(tmp_path, tmp_path / "scored.yaml", name="divided")
     for run, more in ((whole, ()), (divided, IN_ROUNDS)):
-        done = run.train("--run.max_steps=2", "--inline", *more)
-        assert done.returncode == 0, done.stdout + done.stderr
+        settings = [f"--run.directory={tmp_path}", f"--run.name={run.name}", "--run.max_steps=2", "--evaluation.final_prompts=4", *more]
+        train(load_config(run.recipe, settings), inline=True, progress=False)
     assert [row["rollout/rounds"] for row in divided.rows()] == [2.0, 2.0]
     assert_same_training(divided, whole)
 
