@@ -1,9 +1,10 @@
 """``EngineArgs``: every option of the inference engine, for ``LLM``, ``tandem serve``, ``tandem generate`` and section ``rollout.engine``."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tandem.config.arguments import explained
 from tandem.config.limits import MOST_GIB, MOST_SECONDS
@@ -14,6 +15,7 @@ from tandem.types.kv_cache import KVCacheDtype
 
 AttentionBackend = Literal["auto", "torch", "flash3", "flash4", "xformers"]
 QUANTIZATIONS = tuple(name + head for name in ("int8", "fp8", "int4", "bf16", "fp16") for head in ("", "+head"))
+MOST_SPEC_FACTOR = 1000.0
 ModelDtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
 
@@ -22,21 +24,33 @@ class SpeculativeConfig:
     """Speculative decoding: how draft tokens are proposed, which the model then verifies in one forward pass. Tokens and log-probabilities
     keep their bits."""
 
-    method: Literal["ngram", "draft"]
+    method: Literal["ngram", "suffix", "draft"]
     """`draft` proposes tokens with a small model; `ngram` proposes what followed the last few tokens at an earlier occurrence (Saxena,
-    2023)."""
+    2023); `suffix` proposes what followed the longest match in the sequence and in all completions of its prompt, finished and running (SuffixDecoding,
+    Oliaro et al., 2024): in a rollout, the group's other answers."""
     model: str | None = None
     """For `draft`: the folder, or the name on the Hub, of the small model, which has the same vocabulary."""
-    num_speculative_tokens: int = 4
-    """Maximum number of draft tokens per step."""
+    num_speculative_tokens: int | None = None
+    """Maximum number of draft tokens per step. Empty: 4, for `suffix` 24."""
     prompt_lookup_max: int = 4
     """For `ngram`: the longest run of tokens to look up."""
     prompt_lookup_min: int = 2
     """For `ngram`: the shortest run of tokens to look up."""
+    suffix_decoding_max_cached_requests: int = 10000
+    """For `suffix`: completions that are kept for later ones of the same prompt, oldest prompts out first. 0: a request has its own completions only."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """For `suffix`: maximum number of draft tokens for each token of the match."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """For `suffix`: a draft ends where its tokens followed the match in less than this share of the occurrences."""
     adaptive: bool = True
     """Adapt the number of draft tokens of a sequence to its recent acceptance rate."""
     disable_by_batch_size: int | None = None
-    """Maximum number of decoding sequences in a step with draft tokens. Empty: 4 on a CPU, 64 on a GPU."""
+    """Maximum number of decoding sequences in a step with draft tokens. Empty: 4 on a CPU, 64 on a GPU; for adaptive `suffix`, draft tokens are fed
+    where the measured time of steps says that they pay."""
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "suffix_decoding_max_tree_depth": "matches have no maximum length, and num_speculative_tokens limits the draft",
+    }
 
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
@@ -44,23 +58,45 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"speculative_config {name} is {value}; it must be at least 1")
+        if self.suffix_decoding_max_cached_requests < 0:
+            raise UserError(f"speculative_config suffix_decoding_max_cached_requests is {self.suffix_decoding_max_cached_requests}; it must be at least 0")
+        if not 0 < self.suffix_decoding_max_spec_factor <= MOST_SPEC_FACTOR:
+            raise UserError(
+                f"speculative_config suffix_decoding_max_spec_factor is {self.suffix_decoding_max_spec_factor}; it must be above 0, at most {MOST_SPEC_FACTOR}"
+            )
+        if not 0 <= self.suffix_decoding_min_token_prob <= 1:
+            raise UserError(f"speculative_config suffix_decoding_min_token_prob is {self.suffix_decoding_min_token_prob}; it must be from 0 to 1")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise UserError(
                 f"speculative_config prompt_lookup_min is {self.prompt_lookup_min}; it must be at most prompt_lookup_max ({self.prompt_lookup_max})"
             )
         if self.method == "draft" and self.model is None:
             raise UserError("speculative_config method is 'draft' and no model is given; name the folder of a small model of the same vocabulary")
-        if self.method == "ngram" and self.model is not None:
-            raise UserError(f"speculative_config model is '{self.model}' and method 'ngram' uses none; leave it out or choose method 'draft'")
-        if self.method == "draft":
-            fix = "choose method 'ngram'"
-            refuse_unread("speculative_config", self, "method is 'draft'", "prompt_lookup_max", "prompt_lookup_min", fix=fix)
+        if self.method != "draft" and self.model is not None:
+            raise UserError(f"speculative_config model is '{self.model}' and method '{self.method}' uses none; leave it out or choose method 'draft'")
+        reason = f"method is '{self.method}'"
+        if self.method != "ngram":
+            refuse_unread("speculative_config", self, reason, "prompt_lookup_max", "prompt_lookup_min", fix="choose method 'ngram'")
+        if self.method != "suffix":
+            names = [field.name for field in dataclasses.fields(self) if field.name.startswith("suffix_decoding_")]
+            refuse_unread("speculative_config", self, reason, *names, fix="choose method 'suffix'")
 
-    def batch_limit(self, device: str) -> int:
-        """Returns the largest number of decoding sequences in a step that uses draft tokens, on a device of type ``device``."""
+    @property
+    def draft_tokens(self) -> int:
+        """The maximum number of draft tokens of a sequence in a step."""
+        return self.num_speculative_tokens or (24 if self.method == "suffix" else 4)
+
+    @property
+    def measures_costs(self) -> bool:
+        """Whether the measured time of steps decides how many draft tokens are fed."""
+        return self.method == "suffix" and self.adaptive and self.disable_by_batch_size is None
+
+    def batch_limit(self, device: str, max_num_seqs: int) -> int:
+        """Returns the largest number of decoding sequences in a step that uses draft tokens, on a device of type ``device``; ``max_num_seqs`` where the
+        measured time of steps decides."""
         if self.disable_by_batch_size is not None:
             return self.disable_by_batch_size
-        return 4 if device == "cpu" else 64
+        return max_num_seqs if self.measures_costs else 4 if device == "cpu" else 64
 
     @property
     def worth(self) -> float:
@@ -195,9 +231,9 @@ class EngineArgs:
             )
         if self.speculative_config is not None:
             self.speculative_config.check()
-            if self.speculative_config.num_speculative_tokens >= self.max_num_batched_tokens:
+            if self.speculative_config.draft_tokens >= self.max_num_batched_tokens:
                 raise UserError(
-                    f"speculative_config num_speculative_tokens is {self.speculative_config.num_speculative_tokens}; a step verifies them with the token "
+                    f"speculative_config num_speculative_tokens is {self.speculative_config.draft_tokens}; a step verifies them with the token "
                     f"before them, so it must be below max_num_batched_tokens ({self.max_num_batched_tokens})"
                 )
         self._check_async_scheduling()

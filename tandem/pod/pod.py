@@ -45,8 +45,8 @@ class Pod:
     is there. ``infers``: a rollout is followed by passes of frozen models. ``residency``: what is where in which phase; at the end of the phases
     ``prefetch`` the next one's residents are read. ``moves``: their moves; ``engine_bytes``: of the engine's residents.
 
-    ``memory``: resident bytes by phase; ``device_metrics``: rank 0's speed and peak memory in the last update; ``rollout_metrics``: how
-    several rollout workers were used in the last rollout. ``records`` times and shows
+    ``memory``: resident bytes by phase; ``device_metrics``: rank 0's speed and peak memory in the last update; ``rollout_metrics``: of
+    the last rollout, how several rollout workers were used and how many draft tokens were accepted. ``records`` times and shows
     each phase; ``journal`` is theirs.
     """
 
@@ -214,8 +214,10 @@ class Pod:
             samples, facts = self.rollout.rollout(
                 step, prompts, settings, unfinished=unfinished, expected=expected, restarts_left=self.restarts.left, on_progress=report, on_samples=on_samples
             )
-        if "busy_share" in facts:
-            self.rollout_metrics = {"perf/rollout_busy_share": float(facts["busy_share"])}
+        self.rollout_metrics = {"perf/rollout_busy_share": float(facts["busy_share"])} if "busy_share" in facts else {}
+        proposals, proposed, accepted = facts["drafts"]
+        if proposals:
+            self.rollout_metrics |= {"perf/spec_accept_rate": accepted / proposed, "perf/spec_accept_length": 1 + accepted / proposals}
         self._measure("rollout", self.rollout.memory())
         self._measure("wait_rollout", self.trainer.memory())
         return samples

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -110,8 +110,9 @@ class RolloutWorker:
         """Draws samples of the prompts under the weights that the engine holds. Where the call ``adds`` its prompts, the groups that earlier calls left
         unfinished go on beside them; else they are dropped. With ``wait: any`` the call returns when a group is finished, else when all are. The reply has
         the samples of the ``finished`` prompts; of those that have ``unfinished`` samples, only these, continued. With ``stream`` each sample is also sent, as
-        soon as it is finished, in ``samples`` of a progress."""
+        soon as it is finished, in ``samples`` of a progress. ``drafts``: the number of proposals of draft tokens, and of tokens proposed and accepted."""
         llm, step = self._engine(), int(meta["step"])
+        before = llm.engine.cumulative_stats().speculation
         if llm.weight_version.step != step:
             raise RunError(f"the engine holds the weights of step {llm.weight_version.step} and was asked for samples of step {step}")
         if self.groups is None or not meta.get("adds"):
@@ -122,7 +123,8 @@ class RolloutWorker:
         self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"], unfinished)
         on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
         samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)
-        return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples))}, {"samples": encode_samples(samples)}
+        drafts = [now - then for now, then in zip(astuple(llm.engine.cumulative_stats().speculation), astuple(before), strict=True)]
+        return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples)), "drafts": drafts}, {"samples": encode_samples(samples)}
 
     def _no_groups(self, llm: LLM) -> InFlightGroups | InFlightEpisodes | InFlightAgents:
         if self.agents is not None:

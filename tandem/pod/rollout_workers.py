@@ -67,7 +67,8 @@ class RolloutWorkers:
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Samples of the prompts, in one blob for each answer of a worker. ``expected``: tokens of the longest sample of each prompt. ``restarts_left``:
-        how many workers may be replaced; each replacement is reported as progress. The reply has the ``busy_share`` of the workers' time."""
+        how many workers may be replaced; each replacement is reported as progress. The reply has the ``busy_share`` of the workers' time and the ``drafts``
+        of all."""
         prompts, unfinished = decode_prompts(blobs["prompts"]), defaultdict[str, list[Sample]](list)
         for sample in decode_samples(blobs["unfinished"]):
             unfinished[sample.prompt_id].append(sample)
@@ -112,6 +113,7 @@ class _Rollout:
         self._samples: list[Buffer] = []
         self._done = 0
         self._busy_s = [0.0] * len(owner.workers)
+        self._drafts = [0, 0, 0]
         self._error: BaseException | None = None
 
     def run(self) -> Reply:
@@ -121,7 +123,7 @@ class _Rollout:
         if self._error is not None:
             raise self._error
         share = sum(self._busy_s) / (count * max(monotonic() - began, 1e-9))
-        return {"busy_share": share}, {f"samples-{i}": blob for i, blob in enumerate(self._samples)}
+        return {"busy_share": share, "drafts": self._drafts}, {f"samples-{i}": blob for i, blob in enumerate(self._samples)}
 
     def _drive(self, number: int) -> None:
         """Keeps worker ``number`` busy until every group is finished."""
@@ -157,6 +159,7 @@ class _Rollout:
         with self._changed:
             self._busy_s[number] += monotonic() - began
             self._samples.append(frame.blobs["samples"])
+            self._drafts = [total + own for total, own in zip(self._drafts, frame.meta["drafts"], strict=True)]
             for name in frame.meta["finished"]:
                 self._dispatcher.finish(number, self._place[name])
             self._done += len(frame.meta["finished"])

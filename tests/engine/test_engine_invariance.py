@@ -137,6 +137,7 @@ MEMORY: dict[str, dict[str, Any]] = {
 }
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "alone": None, "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5}, "draft": {"method": "draft", "model": 0},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 5},
 }
 
 

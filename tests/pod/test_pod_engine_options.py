@@ -95,6 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "guesses looked up": {
         "speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "disable_by_batch_size": 64, "adaptive": False}
     },
+    "drafts of the group": {"speculative_config": {"method": "suffix", "disable_by_batch_size": 64}},
 }
 
 

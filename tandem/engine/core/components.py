@@ -16,6 +16,7 @@ from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.lora.adapters import Adapters
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.proposers import make_proposer
+from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.kernels.api import KVLayer
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
@@ -64,7 +65,8 @@ def make_components(
         weight_version=version,
         adapter_key=adapters.key,
     )
-    proposer = make_proposer(speculative, draft, shapes, settings, batch)
+    step_costs = StepCosts() if speculative is not None and speculative.measures_costs else None
+    proposer = make_proposer(speculative, draft, shapes, settings, batch, step_costs)
     if ranks is not None:
         sizes = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}
         ranks.run("allocate", sizes, lambda: None)
@@ -79,10 +81,10 @@ def make_components(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         batching=settings.admission,
         watermark_blocks=int(settings.watermark * settings.num_blocks),
-        speculative_batch_limit=0 if speculative is None else speculative.batch_limit(weights.device.type),
+        speculative_batch_limit=0 if speculative is None else speculative.batch_limit(weights.device.type, settings.max_num_seqs),
     )
     policy = PreemptionPolicy(settings.preemption_mode if settings.swap_blocks else "recompute", meter.costs)
-    scheduler = Scheduler(config, kv_cache, lambda sequences: batch.read_back(sequences, kv_cache.weight_version), policy)
+    scheduler = Scheduler(config, kv_cache, lambda sequences: batch.read_back(sequences, kv_cache.weight_version), policy, step_costs)
     return EngineComponents(scheduler, runner, launches_ahead, meter)
 
 

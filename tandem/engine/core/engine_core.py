@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence as Series
 
+from torch import Tensor
+
 from tandem.engine.core.components import EngineComponents, allocate_kv_cache
 from tandem.engine.core.integrity import check_scheduler
 from tandem.engine.core.lifecycle import Transition
@@ -81,6 +83,8 @@ class EngineCore:
             self.num_tokens += num_proposed
         self._logger.record_step(self._scheduler, output, drafts, seconds)
         num_decoded, num_tokens = len(output.decode_rows), output.total_num_scheduled_tokens
+        if self._scheduler.step_costs is not None and num_decoded and num_tokens == num_decoded:
+            self._scheduler.step_costs.observe(num_decoded + sum(draft.num_proposed for draft in drafts), seconds)
         if num_tokens > 2 * num_decoded:
             self._cost_meter.observe_prefill(num_tokens, seconds)
         self._outputs.record_first_tokens(output.prefills)
@@ -94,14 +98,15 @@ class EngineCore:
         self._scheduler.preemption.preempt_all(Transition.FAIL)
         self._scheduler.kv_cache.reset_prefix_cache()
 
-    def _stopped(self, rows: Series[int]) -> list[int]:
-        """Returns those of ``rows``, each of which has just drawn a token, whose stop text the token completes or that repeat themselves."""
+    def _stopped(self, rows: Series[int], tokens: Tensor) -> list[int]:
+        """Returns those of ``rows``, each of which has just drawn its token of ``tokens[R]``, whose stop text the token completes or that repeat
+        themselves."""
         watched = self._batch.with_stop_checker | self._batch.with_repetition
-        checked = [(row, watched[row]) for row in rows if row in watched] if watched else []
+        checked = [(place, watched[row]) for place, row in enumerate(rows) if row in watched] if watched else []
         if not checked:
             return []
-        tokens = self._batch.host.last_token[[row for row, _ in checked]].tolist()
-        return [row for (row, sequence), token in zip(checked, tokens, strict=True) if _ends_with(sequence, token)]
+        drawn = tokens.tolist()
+        return [rows[place] for place, sequence in checked if _ends_with(sequence, drawn[place])]
 
     def _end(self, rows: list[int]) -> None:
         if rows:

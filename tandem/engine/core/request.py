@@ -95,6 +95,8 @@ class Sequence:
     draft: DraftLength | None = None
     ngrams: Any = None
     """The index of its tokens (``tandem.engine.spec_decode.ngram_proposer``)."""
+    indexed: Any = None
+    """Its place in the index of its prompt (``tandem.engine.spec_decode.suffix_proposer``)."""
     draft_computed: int = 0
     """How many of its tokens are in the cache of the draft model."""
 

@@ -58,9 +58,9 @@ class BatchingPolicy:
 class RunningSequences:
     """Up to ``max_num_seqs`` sequences by row.
 
-    ``prefilling``: the group whose prompt is being computed. ``speculating``: the decoding sequences that may feed draft tokens; each may need
-    a block in any step. The other sequences are indexed by the step before which they need a block, so that a step examines only those that
-    are due. ``read_back`` moves the new tokens of sequences from their rows to their lists.
+    ``prefilling``: the group whose prompt is being computed. ``speculating``: the decoding sequences that may feed draft tokens.
+    Sequences are indexed by the step before which they need a block, so that a step examines only those that are due. ``read_back``
+    moves the new tokens of sequences from their rows to their lists.
     """
 
     def __init__(
@@ -157,15 +157,13 @@ class RunningSequences:
 
     def take_due(self, step: int) -> list[Sequence]:
         """Removes and returns the sequences that may need a block in ``step``."""
-        due = [sequence for sequence in self._due.pop(step, ()) if sequence.row >= 0 and sequence.due == step]
-        return list(dict.fromkeys([*due, *self.speculating.values()])) if self.speculating else due
+        return [sequence for sequence in dict.fromkeys(self._due.pop(step, ())) if sequence.row >= 0 and sequence.due == step]
 
     def set_due(self, sequence: Sequence, step: int) -> None:
         """Records when ``sequence``, which has a slot for ``step``, needs its next block."""
-        if sequence.row not in self.speculating:
-            sequence.due = step + BLOCK_TOKENS - (sequence.offset + step) % BLOCK_TOKENS
-            self._due.setdefault(sequence.due, []).append(sequence)
+        sequence.due = step + BLOCK_TOKENS - (sequence.offset + step) % BLOCK_TOKENS
+        self._due.setdefault(sequence.due, []).append(sequence)
 
     def num_due(self, step: int) -> int:
         """Returns an upper bound of the number of sequences that need a block in ``step``."""
-        return len(self._due.get(step, ())) + len(self.speculating)
+        return len(self._due.get(step, ()))

@@ -12,6 +12,7 @@ from tandem.engine.core.running import BatchingPolicy, RunningSequences
 from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutput, SequenceId
 from tandem.engine.kv_cache.block_pool import BlockChange, BlockCopy, blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
+from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.kernels.api import BLOCK_TOKENS
 
 
@@ -41,14 +42,15 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Schedules sequences over ``kv_cache``. ``read_back`` moves the new tokens of sequences from their rows to their lists. ``counts``:
-    transitions so far."""
+    """Schedules sequences over ``kv_cache``. ``read_back`` moves the new tokens of sequences from their rows to their lists. ``step_costs``: what draft
+    tokens cost, if that decides how many are fed. ``counts``: transitions so far."""
 
     def __init__(
         self, config: SchedulerConfig, kv_cache: KVCacheManager, read_back: Callable[[list[Sequence]], None],
-        preemption: PreemptionPolicy | None = None,
+        preemption: PreemptionPolicy | None = None, step_costs: StepCosts | None = None,
     ) -> None:
         self.config = config
+        self.step_costs = step_costs
         self.kv_cache = kv_cache
         self.batching = BatchingPolicy(config.batching)
         self.waiting = RequestQueue()
@@ -126,7 +128,9 @@ class Scheduler:
         """Advances ``row`` by ``num_accepted`` draft tokens, in addition to the one token of the step."""
         sequence = self.running.speculating.get(row)
         if sequence is not None and sequence.draft is not None:
-            sequence.offset += num_accepted
+            if num_accepted:
+                sequence.offset += num_accepted
+                self.running.set_due(sequence, self.step)
             sequence.draft.learn(num_proposed, num_accepted)
 
     def may_preempt(self) -> bool:
@@ -179,6 +183,8 @@ class Scheduler:
         blocks beyond one per running sequence, so they never cause a preemption. Adds new blocks to ``changes``."""
         speculating = self.running.speculating
         if not speculating or len(rows) > self.config.speculative_batch_limit:
+            return ()
+        if self.step_costs is not None and self.step_costs.worth(len(rows)) >= 1:
             return ()
         scheduled = []
         for row in rows:

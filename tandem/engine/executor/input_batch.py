@@ -227,6 +227,30 @@ class InputBatch:
         ended: Tensor = (length >= selected.limit) | (tokens.unsqueeze(1) == selected.stop_tokens).any(1)
         return ended
 
+    def record_spans(self, selected: SelectedRows, spans: Series[Series[int]], first: Series[int], sampled: SampledRows) -> None:
+        """Records ``spans[i]``, the tokens that row i of ``selected`` has drawn in one step. ``sampled``: of all positions; those of row i begin at
+        ``first[i]``."""
+        index = selected.index
+        length = self.host.length.index_select(0, index)
+        counts = [len(span) for span in spans]
+        source = torch.tensor([at + i for at, count in zip(first, counts, strict=True) for i in range(count)])
+        begin = (index * self.drawn_tokens.shape[1] + length - selected.start).tolist()
+        place = torch.tensor([at + i for at, count in zip(begin, counts, strict=True) for i in range(count)])
+        self.drawn_tokens.put_(place, sampled.tokens.index_select(0, source))
+        self._drawn_raw.put_(place, sampled.raw.index_select(0, source))
+        self._drawn_sampling.put_(place, sampled.sampling.index_select(0, source))
+        last, length = torch.tensor([span[-1] for span in spans]), length + torch.tensor(counts)
+        self.host.last_token.put_(index, last)
+        if self.is_mirrored:
+            device = self.on_device.device
+            self.on_device.set_ends(selected.device_index, to_device(last, device), to_device(length, device))
+        # The length is written last, so that an interrupted step leaves the rows unchanged.
+        self.host.length.put_(index, length)
+
+    def shorten(self, row: int, count: int) -> None:
+        """Removes the last ``count`` tokens of ``row``, which has ended before them."""
+        self.host.length[row] -= count
+
     def read_back(self, sequences: Series[Sequence], version: WeightVersion) -> None:
         """Moves the tokens that the rows have drawn since they joined, all with the weights ``version``, to the sequences' lists. The rows have
         no sequence afterwards."""
@@ -257,22 +281,32 @@ class InputBatch:
     ) -> list[tuple[list[int], list[float], list[float]]]:
         """Returns the tokens, raw and sampling log-probabilities of ``sequences``, which have rows, from completion token ``first[i]`` on,
         without reading them back."""
-        index = torch.tensor([sequence.row for sequence in sequences])
-        counts = (self.host.length[index] - self.start[index]).tolist()
-        columns = [max(0, at - len(sequence.token_ids)) for sequence, at in zip(sequences, first, strict=True)]
-        width = max(count - column for count, column in zip(counts, columns, strict=True))
-        last = self.drawn_tokens.shape[1] - 1
-        place = (torch.tensor(columns).unsqueeze(1) + torch.arange(width)).clamp_(max=last)
-        tokens = self.drawn_tokens[index.unsqueeze(1), place].tolist()
-        raw, sampling = self.drawn_logprobs[:, index.unsqueeze(1), place].tolist()
-        drawn = []
-        for i, (sequence, at) in enumerate(zip(sequences, first, strict=True)):
-            new = counts[i] - columns[i]
-            drawn.append(
-                (
-                    sequence.token_ids[at:] + tokens[i][:new],
-                    sequence.raw_logprobs[at:] + raw[i][:new],
-                    sequence.sampling_logprobs[at:] + sampling[i][:new],
-                )
+        index, place, counts = self._unread(sequences, first)
+        tokens = self.drawn_tokens[index, place].tolist()
+        raw, sampling = self.drawn_logprobs[:, index, place].tolist()
+        return [
+            (
+                sequence.token_ids[at:] + tokens[i][: counts[i]],
+                sequence.raw_logprobs[at:] + raw[i][: counts[i]],
+                sequence.sampling_logprobs[at:] + sampling[i][: counts[i]],
             )
-        return drawn
+            for i, (sequence, at) in enumerate(zip(sequences, first, strict=True))
+        ]
+
+    def tokens_since(self, sequences: Series[Sequence], first: Series[int]) -> list[list[int]]:
+        """Returns the tokens of ``drawn_since``."""
+        if not sequences:
+            return []
+        index, place, counts = self._unread(sequences, first)
+        tokens = self.drawn_tokens[index, place].tolist()
+        return [sequence.token_ids[at:] + tokens[i][: counts[i]] for i, (sequence, at) in enumerate(zip(sequences, first, strict=True))]
+
+    def _unread(self, sequences: Series[Sequence], first: Series[int]) -> tuple[Tensor, Tensor, list[int]]:
+        """Returns where the tokens of ``sequences`` from completion token ``first[i]`` on are in ``drawn_tokens``: rows [R, 1] and columns [R, W], of which
+        the first ``counts[i]`` are valid."""
+        index = torch.tensor([sequence.row for sequence in sequences])
+        columns = [max(0, at - len(sequence.token_ids)) for sequence, at in zip(sequences, first, strict=True)]
+        starts = torch.tensor(columns)
+        counts: list[int] = (self.host.length[index] - self.start[index] - starts).tolist()
+        place = (starts.unsqueeze(1) + torch.arange(max(counts))).clamp_(max=self.drawn_tokens.shape[1] - 1)
+        return index.unsqueeze(1), place, counts

@@ -1,5 +1,6 @@
 """The model runner: executes a scheduler output and samples one token for every row that draws."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tandem.engine.executor.in_flight_step import DraftOutput, InFlightStep, to_
 from tandem.engine.executor.input_batch import InputBatch, SelectedRows
 from tandem.engine.executor.model_input import ModelInput, add_prefills, advance, decode_input, empty_input, span_input
 from tandem.engine.executor.ranks import Ranks
+from tandem.engine.executor.row_tensors import to_device
 from tandem.engine.executor.step_message import encode_step
 from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.engine.kv_cache.cache_tensors import Moves, apply_moves, host_pool
@@ -28,8 +30,8 @@ from tandem.model.decoder import Decoder
 from tandem.model.lora import LoraBatch
 from tandem.types import RunError
 
-StopCheck = Callable[[tuple[int, ...]], list[int]]
-"""Maps rows that have just drawn a token to those that end for a reason other than length or a stop token."""
+StopCheck = Callable[[tuple[int, ...], Tensor], list[int]]
+"""Maps rows that have just drawn a token, and these tokens [R] on the CPU, to those that end for a reason other than length or a stop token."""
 
 
 class ModelRunner:
@@ -102,7 +104,9 @@ class ModelRunner:
         if selected is None:
             return []
         if step.drafts is not None and step.logits is not None:
-            return self._verify_drafts(step.logits, selected, step.drafts, ended, stopped)
+            is_stepwise = any(row in special for special in (self.batch.with_logits_processors, self.batch.with_top_logprobs) for row in selected.rows)
+            verify = self._verify_stepwise if is_stepwise else self._verify_drafts
+            return verify(step.logits, selected, step.drafts, ended, stopped)
         assert sampled is not None
         if step.done is not None:
             step.done.synchronize()
@@ -205,22 +209,62 @@ class ModelRunner:
 
     def _record(self, selected: SelectedRows, sampled: SampledRows, ended: list[int], stopped: StopCheck) -> None:
         """Records the drawn tokens of the selected rows, which are on the CPU. Adds rows that end to ``ended``."""
-        if not math.isfinite(float(sampled.raw.sum())):
-            raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
+        self._check_finite(sampled)
         has_ended = self.batch.record(selected, *sampled)
         if has_ended.any():
             ended += selected.index[has_ended].tolist()
-        ended += stopped(selected.rows)
+        ended += stopped(selected.rows, sampled.tokens)
+
+    def _check_finite(self, sampled: SampledRows) -> None:
+        if not math.isfinite(float(sampled.raw.sum())):
+            raise RunError("the model's logits are not finite numbers; check the weights that were loaded last")
 
     def _verify_drafts(
         self, logits: Tensor, selected: SelectedRows, drafts: list[list[int]], ended: list[int], stopped: StopCheck
     ) -> list[DraftOutput]:
-        """Verifies draft tokens: draws a token for every selected row, then again for the rows whose draft token equals the drawn one, until
-        there are none.
+        """Verifies draft tokens: draws a token at every position at once, and keeps those of each row up to the first that its draft did not have.
 
-        Row r's ``len(drafts[r]) + 1`` positions are contiguous in ``logits``. Each round draws the same tokens as a separate step would, so
-        stop conditions, logits processors and streams see one token at a time.
+        Row r's ``len(drafts[r]) + 1`` positions are contiguous in ``logits``. A position's number and settings do not depend on the other positions, so
+        the tokens are those of separate steps. ``stopped`` is told of one token of a row at a time.
         """
+        counts = [len(draft) + 1 for draft in drafts]
+        first = list(itertools.accumulate(counts[:-1], initial=0))
+        owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        offsets = to_device(torch.arange(len(owner)) - torch.tensor(first)[owner], self.device)
+        owner = to_device(owner, self.device)
+        lengths = self.batch.on_device.length.index_select(0, selected.device_index)[owner] + offsets
+        keys, *settings = (x[owner] for x in (selected.random_key, selected.temperature, selected.top_k, selected.top_p, selected.min_p))
+        sampled = self.sampler(logits, SamplingMetadata(*settings, uniforms(keys, lengths)))
+        # Rows advance by several positions, so the numbers that were computed ahead are no longer theirs.
+        self._uniforms = (None, [])
+        sampled = SampledRows(*(values.to("cpu") for values in sampled))
+        self._check_finite(sampled)
+        tokens = sampled.tokens.tolist()
+        limits = (selected.limit - self.batch.host.length.index_select(0, selected.index)).tolist()
+        stops, spans, at_end = selected.stop_tokens.tolist(), list[list[int]](), list[int]()
+        for row, at, draft, limit, stop in zip(selected.rows, first, drafts, limits, stops, strict=True):
+            drawn = tokens[at : at + len(draft) + 1]
+            kept = next((i for i, token in enumerate(draft) if token != drawn[i]), len(draft)) + 1
+            end = next((i + 1 for i, token in enumerate(drawn[:kept]) if token in stop or i + 1 == limit), 0)
+            spans.append(drawn[: end or kept])
+            at_end += [row] if end else []
+        self.batch.record_spans(selected, spans, first, sampled)
+        ended += at_end
+        watched = self.batch.with_stop_checker.keys() | self.batch.with_repetition.keys()
+        for place, row in enumerate(selected.rows):
+            if row in watched:
+                end = next((i + 1 for i in range(len(spans[place])) if stopped((row,), sampled.tokens[first[place] + i : first[place] + i + 1])), 0)
+                if end:
+                    self.batch.shorten(row, len(spans[place]) - end)
+                    spans[place] = spans[place][:end]
+                    ended.append(row)
+        return [DraftOutput(row, len(draft), len(span) - 1) for row, draft, span in zip(selected.rows, drafts, spans, strict=True) if draft]
+
+    def _verify_stepwise(
+        self, logits: Tensor, selected: SelectedRows, drafts: list[list[int]], ended: list[int], stopped: StopCheck
+    ) -> list[DraftOutput]:
+        """As ``_verify_drafts``, where a position's logits or output depend on the token before: draws a token for every selected row, then again for the
+        rows whose draft token equals the drawn one, until there are none."""
         starts, at = [], 0
         for draft in drafts:
             starts.append(at)

@@ -81,6 +81,11 @@ class RowTensors:
         self.last_token.index_copy_(0, index, tokens)
         self.length.index_copy_(0, index, self.length.index_select(0, index) + (index != self.padding))
 
+    def set_ends(self, index: Tensor, last_token: Tensor, length: Tensor) -> None:
+        """Sets the last token and the length of the rows ``index[R]``."""
+        self.last_token.index_copy_(0, index, last_token)
+        self.length.index_copy_(0, index, length)
+
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Returns ``x`` on ``device`` without waiting for the device: the copy to a GPU goes through page-locked memory."""

@@ -73,7 +73,9 @@ class InputProcessor:
                 sequence.repetition = RepetitionDetector(params.repetition_detection)
         if request.draft_tokens and self._speculative is not None:
             for sequence in sequences:
-                sequence.draft = DraftLength(request.draft_tokens, self._speculative.worth, self._speculative.adaptive)
+                # A match bounds the drafts of method 'suffix'.
+                adapts_length = self._speculative.method != "suffix"
+                sequence.draft = DraftLength(request.draft_tokens, self._speculative.worth, self._speculative.adaptive, adapts_length)
         if continues is not None:
             _continue(sequences[0], continues)
         return sequences
@@ -118,7 +120,7 @@ class InputProcessor:
 
     def _draft_tokens(self, asked: int | None) -> int:
         """Returns the maximum number of draft tokens in one step for a request that asks for ``asked`` of them."""
-        most = 0 if self._speculative is None else self._speculative.num_speculative_tokens
+        most = 0 if self._speculative is None else self._speculative.draft_tokens
         if asked is not None and not 0 <= asked <= most:
             raise UserError(
                 f"num_draft_tokens is {asked}; this engine proposes at most {most} tokens a step, give 0 to {most}"

@@ -11,12 +11,14 @@ _LONGEST_REST = 64
 @dataclass(slots=True)
 class DraftLength:
     """The draft length of one sequence. ``most``: maximum tokens to propose. ``worth``: the fraction of proposals whose first token must be
-    accepted to pay for them; below it each proposal is followed by a rest twice as long as the one before. ``length``: tokens to propose
-    next. ``hits``: moving average of that fraction. ``rests``: consecutive rests. ``rest``: remaining steps of the current rest."""
+    accepted to pay for them; below it each proposal is followed by a rest twice as long as the one before. ``adapts_length``: whether the
+    number of tokens follows what is accepted, beside the rests. ``length``: tokens to propose next. ``hits``: moving
+    average of that fraction. ``rests``: consecutive rests. ``rest``: remaining steps of the current rest."""
 
     most: int
     worth: float
     is_adaptive: bool = True
+    adapts_length: bool = True
     length: int = 0
     hits: float = 1.0
     rests: int = 0
@@ -36,7 +38,8 @@ class DraftLength:
         """Adapts to a proposal of ``proposed`` tokens, of which ``accepted`` were accepted."""
         if not self.is_adaptive or not proposed:
             return
-        self.length = max(1, min(self.most, max(self.length, proposed + 1) if accepted == proposed else accepted + 1))
+        if self.adapts_length:
+            self.length = max(1, min(self.most, max(self.length, proposed + 1) if accepted == proposed else accepted + 1))
         self.hits = _MEMORY * self.hits + (1 - _MEMORY) * (accepted > 0)
         if self.hits >= self.worth:
             self.rests = 0

@@ -40,7 +40,7 @@ class DraftModel:
             sequence.draft_computed = min(sequence.draft_computed, length - 1)
         prompts = [len(sequence.request.prompt_token_ids) for sequence in sequences]
         first = [max(0, s.draft_computed - prompt) for s, prompt in zip(sequences, prompts, strict=True)]
-        drawn = [tokens for tokens, _, _ in input_batch.drawn_since(sequences, first)]
+        drawn = input_batch.tokens_since(sequences, first)
         feed = [s.request.prompt_token_ids[s.draft_computed :] + tokens for s, tokens in zip(sequences, drawn, strict=True)]
         drafts: list[list[int]] = [[] for _ in sequences]
         starts = [sequence.draft_computed for sequence in sequences]

@@ -52,7 +52,7 @@ class NgramProposer:
         indices = [self._index(sequence) for sequence in sequences]
         prompts = [len(sequence.request.prompt_token_ids) for sequence in sequences]
         first = [len(index.tokens) - prompt for index, prompt in zip(indices, prompts, strict=True)]
-        for index, (tokens, _, _) in zip(indices, self._batch.drawn_since(sequences, first), strict=True):
+        for index, tokens in zip(indices, self._batch.tokens_since(sequences, first), strict=True):
             index.extend(tokens)
         return [index.propose(count) for index, count in zip(indices, counts, strict=True)]
 

@@ -11,6 +11,8 @@ from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.draft_model import DraftModel
 from tandem.engine.spec_decode.ngram_proposer import NgramProposer
 from tandem.engine.spec_decode.speculative import Proposer
+from tandem.engine.spec_decode.step_costs import StepCosts
+from tandem.engine.spec_decode.suffix_proposer import SuffixProposer
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_tensors
@@ -18,14 +20,17 @@ from tandem.types import UserError
 
 
 def make_proposer(
-    speculative: SpeculativeConfig | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, batch: InputBatch
+    speculative: SpeculativeConfig | None, draft: Decoder | None, shapes: ModelShapes, settings: EngineSettings, batch: InputBatch,
+    step_costs: StepCosts | None = None,
 ) -> Proposer | None:
-    """Returns the proposer of ``speculative`` for a model of ``shapes`` and the sequences in ``batch``; packs ``draft``. Raises ``UserError`` if
-    the draft model does not fit the model."""
+    """Returns the proposer of ``speculative`` for a model of ``shapes`` and the sequences in ``batch``; packs ``draft``. ``step_costs``: as in
+    ``SuffixProposer``. Raises ``UserError`` if the draft model does not fit the model."""
     if (draft is not None) != (speculative is not None and speculative.method == "draft"):
         raise UserError("a draft model and speculative method 'draft' belong together; give both or neither")
     if speculative is None:
         return None
+    if speculative.method == "suffix":
+        return SuffixProposer(batch, speculative, step_costs)
     if draft is None:
         return NgramProposer(batch, speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     if draft.shapes.vocab_size != shapes.vocab_size:
