@@ -96,7 +96,11 @@ class SpeculativeConfig:
         measured time of steps decides."""
         if self.disable_by_batch_size is not None:
             return self.disable_by_batch_size
-        return max_num_seqs if self.measures_costs else 4 if device == "cpu" else 64
+        return max_num_seqs if self.measures_costs else self.default_limit(device)
+
+    def default_limit(self, device: str) -> int:
+        """Returns that number where nothing was given or measured."""
+        return 4 if device == "cpu" else 64
 
     @property
     def worth(self) -> float:

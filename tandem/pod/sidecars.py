@@ -108,8 +108,8 @@ class RolloutSidecar:
     ) -> tuple[list[Sample], dict[str, Any]]:
         """Samples of ``prompts``, group by group in their order, the counts of ``drafts`` and with several workers their ``busy_share``. ``settings``
         are sampling settings, the group size and the purpose. Of a prompt that has ``unfinished`` samples only these are continued. ``expected``: tokens that
-        the longest sample of each prompt may have, as far as its past says so. ``restarts_left``: how many of several workers may be replaced. ``on_samples`` receives each sample as
-        soon as it is finished, and again if it is drawn again."""
+        the longest sample of each prompt may have, as far as its past says so. ``restarts_left``: how many of several workers may be replaced.
+        ``on_samples`` receives each sample as soon as it is finished, and again if it is drawn again."""
 
         def heard(progress: dict[str, Any]) -> None:
             if "samples" in progress and on_samples is not None:

@@ -40,7 +40,10 @@ def check_random_load(make_llm: Callable[..., LLM], seed: int, requests: int, **
         kv_cache_tokens=rng.choice((128, 192, 2048)), enable_prefix_caching=rng.random() < 0.7,
         swap_space=rng.choice((0.0, 2**-15, 2**-12)),
         speculative_config=rng.choice(
-            (None, {"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft", "model": rng.randrange(2)}, {"method": "suffix"})
+            (
+                None, {"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft", "model": rng.randrange(2)},
+                {"method": "suffix", "num_speculative_tokens": 5},
+            )
         ), **settings,
     ).engine
     stem = [rng.randrange(3, 40) for _ in range(40)]

@@ -86,17 +86,19 @@ def test_a_text_that_another_has_begun_is_drafted_from_it() -> None:
 
 
 def test_a_draft_token_pays_where_its_share_of_the_tokens_is_above_its_share_of_the_time() -> None:
-    costs = StepCosts()
-    assert costs.worth(4) == 0.0
+    costs = StepCosts(4)
+    assert costs.worth(4) == 0.0 and costs.worth(5) == 1.0, "before anything is measured, a limit decides"
     for _ in range(20):
         for tokens in (4, 8, 64, 128):
             costs.observe(tokens, 1e-3 + 1e-5 * tokens)
     # A token costs 10 us: 4 / (1 ms + 40 us) of it are gained at worst in a step of 4 sequences, and 64 / (1 ms + 640 us) in one of 64.
     assert costs.worth(4) == pytest.approx(4 * 1e-5 / 1.04e-3, rel=1e-6) and costs.worth(64) == pytest.approx(64 * 1e-5 / 1.64e-3, rel=1e-6)
+    # Where nothing larger is known, the nearest smaller size says what a token costs.
+    assert costs.worth(128) == pytest.approx(128 * 1e-5 / 2.28e-3, rel=1e-6)
     # What was not measured for long is unknown again.
     for _ in range(300):
         costs.observe(4, 1e-3)
-    assert costs.worth(4) == 0.0 and costs.worth(2) == 0.0
+    assert costs.worth(4) == 0.0 and costs.worth(8) == costs.worth(64) == 1.0
 
 
 # -- the engine ----------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def make_components(
         weight_version=version,
         adapter_key=adapters.key,
     )
-    step_costs = StepCosts() if speculative is not None and speculative.measures_costs else None
+    step_costs = StepCosts(speculative.default_limit(weights.device.type)) if speculative is not None and speculative.measures_costs else None
     proposer = make_proposer(speculative, draft, shapes, settings, batch, step_costs)
     if ranks is not None:
         sizes = {"num_blocks": settings.num_blocks, "swap_blocks": settings.swap_blocks, "kv_cache_dtype": settings.kv_cache_dtype}

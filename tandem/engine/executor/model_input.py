@@ -1,5 +1,6 @@
 """The model input of one step: decoding rows first, then prefill chunks."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -44,21 +45,17 @@ def advance(last: ModelInput, tokens: Tensor) -> ModelInput:
 
 def span_input(rows: RowTensors, index: Tensor, tokens: list[list[int]], starts: list[int]) -> ModelInput:
     """Returns ``tokens[i]`` of row ``index[i]`` (on the CPU) at its positions from ``starts[i]`` on. All logits are needed."""
-    counts = torch.tensor([len(span) for span in tokens])
-    first = torch.tensor(starts)
-    ends = counts.cumsum(0)
-    owner = torch.repeat_interleave(torch.arange(len(index)), counts)
-    positions = torch.arange(len(owner)) - (ends - counts)[owner] + first[owner]
-    lengths = first + counts
-    width = (int(lengths.max()) - 1) // BLOCK_TOKENS + 1
-    query_start = torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int()
-    flat = torch.tensor([token for span in tokens for token in span])
+    # Lists, because small operations on tensors take longer.
+    lengths = [start + len(span) for start, span in zip(starts, tokens, strict=True)]
+    flat = [(token, i, start + offset) for i, (start, span) in enumerate(zip(starts, tokens, strict=True)) for offset, token in enumerate(span)]
+    width = (max(lengths) - 1) // BLOCK_TOKENS + 1
+    query_start = list(itertools.accumulate(map(len, tokens), initial=0))
     device = rows.device
     tables = rows.block_tables[:, :width].index_select(0, to_device(index, device))
-    owner, positions = to_device(owner, device), to_device(positions, device)
+    fed, owner, positions = to_device(torch.tensor(flat).t().contiguous(), device).unbind(0)
     slots = tables[owner, positions // BLOCK_TOKENS].long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
-    paged = PagedBatch(to_device(query_start, device), to_device(lengths.int(), device), tables, slots)
-    return ModelInput(to_device(flat, device), positions, paged, None)
+    ends, contexts = (to_device(torch.tensor(values, dtype=torch.int32), device) for values in (query_start, lengths))
+    return ModelInput(fed, positions, PagedBatch(ends, contexts, tables, slots), None)
 
 
 def add_prefills(batch: ModelInput, chunks: tuple[ScheduledPrefill, ...]) -> ModelInput:

@@ -229,12 +229,10 @@ class ModelRunner:
         """
         counts = [len(draft) + 1 for draft in drafts]
         first = list(itertools.accumulate(counts[:-1], initial=0))
-        owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        offsets = to_device(torch.arange(len(owner)) - torch.tensor(first)[owner], self.device)
-        owner = to_device(owner, self.device)
-        lengths = self.batch.on_device.length.index_select(0, selected.device_index)[owner] + offsets
-        keys, *settings = (x[owner] for x in (selected.random_key, selected.temperature, selected.top_k, selected.top_p, selected.min_p))
-        sampled = self.sampler(logits, SamplingMetadata(*settings, uniforms(keys, lengths)))
+        rows = torch.tensor([row for row, count in zip(selected.rows, counts, strict=True) for _ in range(count)])
+        offsets = torch.tensor([offset for count in counts for offset in range(count)])
+        metadata = self.batch.on_device.sampling_metadata(to_device(rows, self.device), to_device(offsets, self.device))
+        sampled = self.sampler(logits, metadata)
         # Rows advance by several positions, so the numbers that were computed ahead are no longer theirs.
         self._uniforms = (None, [])
         sampled = SampledRows(*(values.to("cpu") for values in sampled))

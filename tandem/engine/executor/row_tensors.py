@@ -70,10 +70,10 @@ class RowTensors:
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=self.device)
         return self.last_token.index_select(0, index), positions, PagedBatch(starts, lengths.int(), tables, slots)
 
-    def sampling_metadata(self, index: Tensor) -> SamplingMetadata:
-        """Returns the sampling settings of the rows ``index[R]``, with the random number of each row's position."""
+    def sampling_metadata(self, index: Tensor, offsets: Tensor | int = 0) -> SamplingMetadata:
+        """Returns the sampling settings of the rows ``index[R]``, with the random number of each row's position, or of the one ``offsets[R]`` further."""
         temperature, top_p, min_p = self._numbers.index_select(1, index)
-        uniform = uniforms(self.random_key.index_select(0, index), self.length.index_select(0, index))
+        uniform = uniforms(self.random_key.index_select(0, index), self.length.index_select(0, index) + offsets)
         return SamplingMetadata(temperature, self.top_k.index_select(0, index), top_p, min_p, uniform)
 
     def append(self, index: Tensor, tokens: Tensor) -> None:

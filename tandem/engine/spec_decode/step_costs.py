@@ -10,10 +10,12 @@ class StepCosts:
     """The seconds of steps without prefills, as a moving mean for each power of two of the tokens that they feed.
 
     A draft token costs what it makes the step longer, and gains a token as often as it is accepted. It pays where the gain's share of the tokens that the step
-    draws is above the cost's share of its time. The costs decide how many draft tokens are fed, never which tokens are drawn.
+    draws is above the cost's share of its time. The costs decide how many draft tokens are fed, never which tokens are drawn. Before steps of several sizes
+    were measured, draft tokens pay in steps of at most ``limit`` sequences.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._sizes: dict[int, tuple[float, float, int]] = {}
         """Mean tokens and seconds, and the newest step, by the bits of the number of tokens."""
         self._step = 0
@@ -28,25 +30,22 @@ class StepCosts:
         self._worth.clear()
 
     def worth(self, sequences: int) -> float:
-        """Returns the probability of acceptance above which a draft token pays in a step of ``sequences`` decoding sequences; 0 where the cost is unknown,
-        so that it is measured."""
+        """Returns the probability of acceptance above which a draft token pays in a step of ``sequences`` decoding sequences: 1 or more,
+        if none does."""
         if sequences not in self._worth:
             self._worth[sequences] = self._measured_worth(sequences)
         return self._worth[sequences]
 
     def _measured_worth(self, sequences: int) -> float:
-        own = self._sizes.get(sequences.bit_length())
-        above = self._above(sequences)
-        if own is None or above is None or above[0] <= own[0]:
-            return 0.0
-        slope = max(0.0, above[1] - own[1]) / (above[0] - own[0])
+        bits = sequences.bit_length()
+        own, other = self._sizes.get(bits), self._lately(bits + 1, bits + 2) or self._lately(bits - 1, bits - 2)
+        if own is None or other is None:
+            return 0.0 if sequences <= self._limit else 1.0
+        slope = max(0.0, (other[1] - own[1]) / (other[0] - own[0]))
         step_s = own[1] + slope * (sequences - own[0])
-        return min(1.0, sequences * slope / step_s) if step_s > 0 else 1.0
+        return sequences * slope / step_s if step_s > 0 else 1.0
 
-    def _above(self, sequences: int) -> tuple[float, float, int] | None:
-        """Returns the next larger size that was measured lately, of at most four times the tokens."""
-        for bits in (sequences.bit_length() + 1, sequences.bit_length() + 2):
-            size = self._sizes.get(bits)
-            if size is not None and self._step - size[2] <= _REMEMBERED:
-                return size
-        return None
+    def _lately(self, *sizes: int) -> tuple[float, float, int] | None:
+        """Returns the first of ``sizes`` that was measured lately."""
+        known = (self._sizes.get(bits) for bits in sizes)
+        return next((size for size in known if size is not None and self._step - size[2] <= _REMEMBERED), None)
