@@ -206,10 +206,8 @@ class Recipe:
         if not rollout.budget_tokens:
             return
         if algorithm.filter_groups is not None:
-            raise UserError(
-                "'rollout.budget_tokens' with algorithm.filter_groups: groups that wait for their longest sample cannot be dropped and refilled in the "
-                "step that began them; remove one of the two"
-            )
+            reason = "with rollout.budget_tokens a round begins as many groups as the step lacks"
+            refuse_unread("algorithm.filter_groups", algorithm.filter_groups, reason, "gen_batch_size")
         if rollout.multi_turn is not None:
             raise UserError(
                 "'rollout.budget_tokens' with rollout.multi_turn: an episode cannot wait in the replay buffer between two turns; remove one of the two"
@@ -218,11 +216,6 @@ class Recipe:
             raise UserError(
                 "'rollout.budget_tokens' with section 'reward_model', which scores all samples of a step at once; partial rollouts may take several "
                 "rounds: remove one of the two"
-            )
-        if rollout.prompt_order.by == "success_rate":
-            raise UserError(
-                "'rollout.budget_tokens' with rollout.prompt_order.by success_rate: prompts are drawn while others wait for their samples, and so for their "
-                "success; set by to shuffle, file or difficulty"
             )
         if algorithm.learns_from_pairs:
             reason = "algorithm.name is 'online_dpo', whose loss does not depend on the policy that drew the tokens"

@@ -28,10 +28,13 @@ class PromptOrder:
             return weighted_indices(draw, self.count, self._seed, self.weights(success_rates or {}), taken)
         return ordered_indices(draw, self.count, self._order, taken)
 
-    def after(self, passed: int, count: int, taken: Collection[int]) -> tuple[list[int], int]:
-        """Returns the next ``count`` indices after the first ``passed`` places of the order, without those ``taken``, and how many places are passed then. Not
-        for ``success_rate``, which has no order."""
-        assert self.config.by != "success_rate", "the recipe's checks refuse it"
+    def after(
+        self, passed: int, count: int, taken: Collection[int], success_rates: Mapping[int, float] | None = None
+    ) -> tuple[list[int], int]:
+        """Returns the next ``count`` indices after the first ``passed`` places of the order, without those ``taken``, and how many places are passed then.
+        ``success_rate`` has no order: ``passed`` is the number of the draw."""
+        if self.config.by == "success_rate":
+            return weighted_indices(passed, count, self._seed, self.weights(success_rates or {}), taken), passed + count
         order = None if self.config.by == "shuffle" else self._order
         return indices_after(passed, count, self._seed, self._size, taken, order)
 

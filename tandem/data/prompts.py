@@ -1,7 +1,7 @@
 """The prompts of a run from a task's instances: rendered, tokenized once, and refused before work begins if they do not fit the context."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tandem.config.prompt_order import PromptOrderConfig
@@ -79,10 +79,12 @@ class PromptSource:
         """Returns the training prompts of ``step`` where each step draws once, before anything was solved."""
         return self.at(self.order.indices(step))
 
-    def after(self, passed: int, count: int, taken: Collection[str]) -> tuple[list[Prompt], int]:
+    def after(
+        self, passed: int, count: int, taken: Collection[str], success_rates: Mapping[int, float] | None = None
+    ) -> tuple[list[Prompt], int]:
         """Returns the next ``count`` training prompts after the first ``passed`` places of their order, without those whose ids are ``taken``, and how many
-        places are passed then."""
-        indices, passed = self.order.after(passed, count, {_index(name) for name in taken})
+        places are passed then. ``success_rates``: as in ``PromptOrder.indices``."""
+        indices, passed = self.order.after(passed, count, {_index(name) for name in taken}, success_rates)
         return self.at(indices), passed
 
     def named(self, ids: Sequence[str]) -> list[Prompt]:

@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from tandem.pod.pod import Pod
 from tandem.pod.sidecars import OnSamples
 from tandem.rl.rollout.dispatch import sampling_settings
+from tandem.rl.rollout.filter_groups import groups_lacking
 from tandem.rl.rollout.partial import groups_to_begin, taken, with_drawn
 from tandem.rl.rollout.round_prompts import RoundPrompts
 from tandem.types import Prompt, ReplayBuffer, Sample
+from tandem.types.round import joined
 
 Expected = Callable[[int, Sequence[Prompt]], Sequence[float]]
 """Takes a step and prompts, and returns the expected length of the longest sample of each; empty if nothing is known."""
@@ -33,12 +35,12 @@ def _draw_partial(
     pod: Pod, prompts: RoundPrompts, step: int, number: int, expected: Expected, settings: dict[str, object]
 ) -> tuple[list[Sample], ReplayBuffer]:
     journal, source, budget = prompts.journal, prompts.source, prompts.recipe.rollout.budget_tokens
-    buffer = journal.replay_buffer(step, number)
-    in_step = {sample.prompt_id for earlier in range(number) for sample in journal.samples(step, earlier) or ()}
-    wanted = prompts.recipe.rollout.prompts_per_step - len(in_step)
+    buffer, earlier = journal.replay_buffer(step, number), journal.rounds(step)[:number]
+    in_step = {sample.prompt_id for sample in joined(earlier).samples}
+    wanted = groups_lacking(earlier, prompts.recipe.algorithm.filter_groups, prompts.recipe.rollout.prompts_per_step)
     in_use = in_step | {sample.prompt_id for sample in buffer.samples}
     count = groups_to_begin(buffer, wanted, in_use, source.task.size)
-    begun, started = source.after(buffer.started, count, in_use)
+    begun, started = prompts.after(step, buffer.started, count, in_use)
     chosen = [*prompts.of_samples(buffer.unfinished), *begun]
     drawn = list[Sample]()
     if chosen:

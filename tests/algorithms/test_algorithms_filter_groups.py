@@ -93,8 +93,9 @@ def test_metrics_count_every_group_that_was_drawn() -> None:
 
 
 def test_selection_favours_neither_long_nor_short_completions() -> None:
-    """Lengths, and with them the order in which groups finish, change nothing; what a step takes has the mean length of what it may take."""
-    draws, seen, taken = random.Random(3), list[int](), list[int]()
+    """Lengths, and with them the order in which groups finish, change nothing; what a step takes has the mean length of what it may take. A selection that
+    takes the useful groups that finish first does not pass."""
+    draws, seen, taken, first_finished = random.Random(3), list[int](), list[int](), list[int]()
     for trial in range(400):
         rounds, again = [], []
         for number in range(6):
@@ -105,9 +106,14 @@ def test_selection_favours_neither_long_nor_short_completions() -> None:
         batch = trained_on(rounds, REWARD, 8)
         assert [s.id for s in batch.samples] == [s.id for s in trained_on(again, REWARD, 8).samples]
         taken += [len(s.token_ids) for s in batch.samples]
+        useful = [group for group in groups_of(rounds) if group_state(group, REWARD) is GroupState.USEFUL]
+        useful.sort(key=lambda group: max(len(s.token_ids) for s, _ in group))
+        first_finished += [len(s.token_ids) for group in useful[:8] for s, _ in group]
         seen += [len(s.token_ids) for each in rounds for s in each.samples]
     # Lengths are uniform on 1 to 500 whatever the rewards: standard deviation 144.3, 12,800 samples taken.
-    assert abs(np.mean(taken) - 250.5) < 4 * 144.3 / np.sqrt(len(taken)) and len(taken) == 400 * 8 * 4
+    error = 4 * 144.3 / np.sqrt(len(taken))
+    assert abs(np.mean(taken) - 250.5) < error and len(taken) == 400 * 8 * 4
+    assert abs(np.mean(first_finished) - 250.5) > error
     assert abs(np.mean(seen) - 250.5) < 4 * 144.3 / np.sqrt(len(seen))
 
 

@@ -1,12 +1,14 @@
 """Partial rollouts: which groups a round begins, continues and hands to its step, and what of their tokens is off-policy."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.filter_groups import FilterGroupsConfig
 from tandem.config.load import build
 from tandem.config.recipe import Recipe
 from tandem.data.order import indices_after, prompt_indices
@@ -15,12 +17,14 @@ from tandem.model.head_outputs import HeadOutputs
 from tandem.rl.algorithms.batch import make_batch
 from tandem.rl.algorithms.loss import make_policy_loss
 from tandem.rl.algorithms.update import counts_of
+from tandem.rl.rollout.filter_groups import groups_lacking, is_complete, trained_on
 from tandem.rl.rollout.partial import cut_by_budget, groups_to_begin, taken, with_drawn
 from tandem.rl.step_metrics import partial_metrics, rollout_metrics
 from tandem.trainer.micro_batch import collate
 from tandem.types import FinishReason, ReplayBuffer, Round, Sample, Score, ScoreState, UserError, WeightVersion
 
 PROMPTS, GROUP, BUDGET, MOST = 4, 3, 5, 30
+Take = Callable[[ReplayBuffer, int], tuple[list[Sample], ReplayBuffer]]
 
 
 def sample(prompt: str, index: int, steps: list[int], reason: FinishReason = FinishReason.STOP, begun: int = 0) -> Sample:
@@ -74,6 +78,46 @@ def test_every_step_has_its_groups_oldest_first_and_every_group_that_was_begun_i
         # The mean length of what is trained is that of what was begun: neither short nor long samples are favoured.
         early = [name for name, step in begun_at.items() if step < 40]
         assert set(early) <= set(trained)
+
+
+def trained_in_steps(steps: int, take: Take, config: FilterGroupsConfig | None) -> tuple[list[int], list[int]]:
+    """Simulates ``steps`` steps, killed in every round and resumed from what the journal keeps: the rounds and the buffer. A group is useful or not whatever
+    its lengths. Returns the lengths of the samples that were begun in the first two thirds of the steps, and of those that were handed over."""
+    buffer, begun_lengths, handed_over = ReplayBuffer(), dict[str, int](), dict[str, int]()
+    for step in range(steps):
+        rounds: list[Round] = []
+        while not is_complete(rounds, config, PROMPTS):
+            buffer = ReplayBuffer(tuple(buffer.samples), buffer.started)
+            wanted = groups_lacking(rounds, config, PROMPTS)
+            count = groups_to_begin(buffer, wanted, (), None)
+            names = [str(buffer.started + number) for number in range(count)]
+            drawn = drawn_by(buffer, names, step)
+            begun_lengths |= {each.id: length_of(each) for each in drawn if each.id.startswith(f"{step}/") and step < 2 * steps // 3}
+            samples, buffer = take(with_drawn(buffer, drawn, buffer.started + count), wanted)
+            handed_over |= {each.id: len(each.token_ids) for each in samples}
+            useful = {each.prompt_id: random.Random(f"useful {each.prompt_id}").random() < 0.5 for each in samples}
+            scores = [Score(each.id, ScoreState.NUMBER, float(useful[each.prompt_id] and each.index == 0)) for each in samples]
+            rounds.append(Round(samples, scores))
+        # A partial rollout hands over no more than the step lacks, so nothing is in surplus.
+        assert len({each.prompt_id for each in trained_on(rounds, config, PROMPTS).samples}) == PROMPTS
+    return list(begun_lengths.values()), [length for name, length in handed_over.items() if name in begun_lengths]
+
+
+def taken_and_dropped(buffer: ReplayBuffer, wanted: int) -> tuple[list[Sample], ReplayBuffer]:
+    """Drops what is unfinished when a step has its groups, as a synchronous run that begins too many groups does."""
+    samples, rest = taken(buffer, wanted)
+    is_enough = len({each.prompt_id for each in samples}) == wanted
+    kept = tuple(each for group in rest.complete_groups for each in group) if is_enough else rest.samples
+    return samples, replace(rest, samples=kept)
+
+
+@pytest.mark.parametrize("config", [None, FilterGroupsConfig(max_num_gen_batches=1000)], ids=["all groups", "dynamic sampling"])
+@pytest.mark.parametrize(("take", "is_fair"), [(taken, True), (taken_and_dropped, False)], ids=["oldest", "unfinished dropped"])
+def test_resume_and_refill_favour_neither_long_nor_short_samples(take: Take, is_fair: bool, config: FilterGroupsConfig | None) -> None:
+    """Every sample that is begun is judged, so both have the same lengths. A refill that drops unfinished groups fails: it judges short samples."""
+    begun, judged = trained_in_steps(60, take, config)
+    assert (sorted(begun) == sorted(judged)) is is_fair
+    assert is_fair or sum(judged) / len(judged) < sum(begun) / len(begun)
 
 
 def test_oldest_complete_groups_are_taken_and_the_others_wait() -> None:
@@ -142,8 +186,7 @@ def recipe(rollout: dict[str, object], algorithm: dict[str, object]) -> Recipe:
         ({"budget_tokens": 32}, {}, "budget_tokens' is 32.*less than rollout.max_tokens"),
         ({"budget_tokens": -1}, {}, "budget_tokens' is -1"),
         ({"mask_off_policy": True}, {}, "mask_off_policy' is true, which is not read"),
-        ({"budget_tokens": 8}, {"filter_groups": {}}, "budget_tokens' with algorithm.filter_groups"),
-        ({"budget_tokens": 8, "prompt_order": {"by": "success_rate"}}, {}, "budget_tokens' with rollout.prompt_order.by success_rate"),
+        ({"budget_tokens": 8}, {"filter_groups": {"gen_batch_size": 9}}, "gen_batch_size' is 9, which is not read: with rollout.budget_tokens a round begins"),
         ({"budget_tokens": 8}, {"old_logprobs": "recompute"}, "budget_tokens' with algorithm.old_logprobs recompute.*tis_cap"),
     ],
 )

@@ -93,7 +93,7 @@ class FakeWorker:
             self.held = ([] if not meta["adds"] else self.held) + decode_prompts(blobs["prompts"])
             prompt = self.held.pop(0)
             drawn = [sample(prompt, index) for index in range(meta["settings"]["n"])]
-            return Frame({"finished": [prompt.id]}, {"samples": encode_samples(drawn)})
+            return Frame({"finished": [prompt.id], "drafts": [3, 8, 5]}, {"samples": encode_samples(drawn)})
 
 
 PROMPTS = [Prompt(f"p{number}", "", (1, number)) for number in range(7)]
@@ -118,6 +118,7 @@ def test_a_worker_that_dies_is_replaced_and_only_its_unfinished_groups_are_drawn
     assert (replaced["replaced"], replaced["groups"]) == (1, 2) and "died" in replaced["reason"]
     assert third.asked[:2] == ["start_engine", "update_weight"] and first.calls + second.calls + third.calls == 7 + 1
     assert max(each.get("done", 0) for each in progress) == 7 and 0 < reply["busy_share"] <= 1
+    assert reply["drafts"] == [21, 56, 35], "the counts of the seven groups that were drawn"
 
 
 def test_a_death_beyond_the_allowed_restarts_ends_the_rollout() -> None:

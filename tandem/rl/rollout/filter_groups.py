@@ -56,12 +56,17 @@ def group_state(group: Group, config: FilterGroupsConfig) -> GroupState:
 
 
 def is_complete(rounds: Sequence[Round], config: FilterGroupsConfig | None, prompts_per_step: int) -> bool:
-    """Returns whether a step needs no further round: without dynamic sampling, one suffices unless partial rollouts leave groups unfinished."""
-    if config is None:
-        return len(groups_of(rounds)) >= prompts_per_step
-    if len(rounds) >= config.max_num_gen_batches:
-        return len(rounds) > 0
-    return len(_useful(rounds, config)) >= prompts_per_step
+    """Returns whether a step needs no further round: without dynamic sampling, one suffices unless partial rollouts leave groups unfinished. Rounds in which
+    they finished no group do not count as one of ``max_num_gen_batches``."""
+    if config is not None and sum(bool(each.samples) for each in rounds) >= config.max_num_gen_batches:
+        return True
+    return not groups_lacking(rounds, config, prompts_per_step)
+
+
+def groups_lacking(rounds: Sequence[Round], config: FilterGroupsConfig | None, prompts_per_step: int) -> int:
+    """Returns how many groups a step with ``rounds`` still lacks: with dynamic sampling, of useful ones."""
+    groups = groups_of(rounds) if config is None else _useful(rounds, config)
+    return max(prompts_per_step - len(groups), 0)
 
 
 def trained_on(rounds: Sequence[Round], config: FilterGroupsConfig | None, prompts_per_step: int) -> Round:

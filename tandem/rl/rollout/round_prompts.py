@@ -1,7 +1,7 @@
 """The prompts of each round of a step: a function of the seed, the step and the journal, the same after a resume and in a replay."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tandem.config.recipe import Recipe
@@ -28,9 +28,7 @@ class RoundPrompts:
     def of(self, step: int, number: int) -> list[Prompt]:
         """Returns the prompts of round ``number`` of ``step``, none of which is in an earlier round of the step."""
         order, first, taken, chosen = self.source.order, self._first_draw(step), list[int](), list[int]()
-        rates = None
-        if order.config.by == "success_rate":
-            rates = {int(prompt.removeprefix(TRAIN)): rate for prompt, rate in self._success_rates.before(step).items()}
+        rates = self._rates(step)
         for draw in range(first, first + number + 1):
             chosen = order.indices(draw, taken, rates)
             taken += chosen
@@ -53,6 +51,16 @@ class RoundPrompts:
             "curriculum/seen_share": len(rates) / size,
             "curriculum/solved_share": sum(rate == 1 for rate in rates) / size,
         }
+
+    def after(self, step: int, passed: int, count: int, taken: Collection[str]) -> tuple[list[Prompt], int]:
+        """Returns the ``count`` prompts that a round of partial rollouts begins in ``step``, and how many places are passed then; as ``PromptSource.after``."""
+        return self.source.after(passed, count, taken, self._rates(step))
+
+    def _rates(self, step: int) -> Mapping[int, float] | None:
+        """Returns the success rates before ``step`` by index, where prompts are drawn by them."""
+        if self.source.order.config.by != "success_rate":
+            return None
+        return {int(prompt.removeprefix(TRAIN)): rate for prompt, rate in self._success_rates.before(step).items()}
 
     def of_samples(self, samples: Sequence[Sample]) -> list[Prompt]:
         """Returns the prompts of ``samples``, in the order of their groups."""
