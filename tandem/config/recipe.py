@@ -158,10 +158,6 @@ class Recipe:
                 raise UserError(f"{what} the reference model, and algorithm.kl_coef is 0, so there is none; set it above 0, or remove 'needs'")
             if "reward_model" in function.needs and not self.reward_model.path:
                 raise UserError(f"{what} the reward model, and section 'reward_model' names none; set 'reward_model.path', or remove 'needs'")
-            if function.needs and self.rollout.budget_tokens:
-                raise UserError(
-                    f"{what} the output of a model, which follows the rollout, and rollout.budget_tokens may draw further rounds; remove one of the two"
-                )
 
     def _check_reference(self) -> None:
         """Checks that a reference that follows the actor is there, changes, and holds what it is given."""
@@ -208,15 +204,6 @@ class Recipe:
         if algorithm.filter_groups is not None:
             reason = "with rollout.budget_tokens a round begins as many groups as the step lacks"
             refuse_unread("algorithm.filter_groups", algorithm.filter_groups, reason, "gen_batch_size")
-        if rollout.multi_turn is not None:
-            raise UserError(
-                "'rollout.budget_tokens' with rollout.multi_turn: an episode cannot wait in the replay buffer between two turns; remove one of the two"
-            )
-        if self.reward_model.path:
-            raise UserError(
-                "'rollout.budget_tokens' with section 'reward_model', which scores all samples of a step at once; partial rollouts may take several "
-                "rounds: remove one of the two"
-            )
         if algorithm.learns_from_pairs:
             reason = "algorithm.name is 'online_dpo', whose loss does not depend on the policy that drew the tokens"
             refuse_unread("rollout", rollout, reason, "mask_off_policy")
@@ -287,8 +274,8 @@ class Recipe:
 
     @property
     def has_rounds(self) -> bool:
-        """Whether a step may need several rounds of rollout: with dynamic sampling or partial rollouts."""
-        return self.algorithm.filter_groups is not None or self.rollout.budget_tokens > 0
+        """Whether a step may need several rounds of rollout: with dynamic sampling."""
+        return self.algorithm.filter_groups is not None
 
     @property
     def is_exact(self) -> bool:

@@ -34,16 +34,21 @@ def draw_round(
 def _draw_partial(
     pod: Pod, prompts: RoundPrompts, step: int, number: int, expected: Expected, settings: dict[str, object]
 ) -> tuple[list[Sample], ReplayBuffer]:
+    """Draws budgets until as many groups are finished as the step lacks: one, but in the first steps of a run, whose buffer has too few."""
     journal, source, budget = prompts.journal, prompts.source, prompts.recipe.rollout.budget_tokens
     buffer, earlier = journal.replay_buffer(step, number), journal.rounds(step)[:number]
     in_step = {sample.prompt_id for sample in joined(earlier).samples}
     wanted = groups_lacking(earlier, prompts.recipe.algorithm.filter_groups, prompts.recipe.rollout.prompts_per_step)
-    in_use = in_step | {sample.prompt_id for sample in buffer.samples}
-    count = groups_to_begin(buffer, wanted, in_use, source.task.size)
-    begun, started = prompts.after(step, buffer.started, count, in_use)
-    chosen = [*prompts.of_samples(buffer.unfinished), *begun]
-    drawn = list[Sample]()
-    if chosen:
-        lengths = [min(length, float(budget)) for length in expected(step, chosen)]
-        drawn = pod.roll_out(step, chosen, settings, unfinished=buffer.unfinished, expected=lengths)
-    return taken(with_drawn(buffer, drawn, started), wanted)
+    samples = list[Sample]()
+    while wanted:
+        in_use = in_step | {sample.prompt_id for sample in (*buffer.samples, *samples)}
+        count = groups_to_begin(buffer, wanted, in_use, source.task.size)
+        begun, started = prompts.after(step, buffer.started, count, in_use)
+        chosen, drawn = [*prompts.of_samples(buffer.unfinished), *begun], list[Sample]()
+        if chosen:
+            lengths = [min(length, float(budget)) for length in expected(step, chosen)]
+            drawn = pod.roll_out(step, chosen, settings, unfinished=buffer.unfinished, expected=lengths)
+        new, buffer = taken(with_drawn(buffer, drawn, started), wanted)
+        samples += new
+        wanted -= len({sample.prompt_id for sample in new})
+    return samples, buffer

@@ -24,9 +24,14 @@ class ReplayBuffer:
     @property
     def unfinished(self) -> list[Sample]:
         """The samples that are to be continued."""
-        return [sample for sample in self.samples if sample.finish_reason is FinishReason.ABORT]
+        return [sample for sample in self.samples if _is_unfinished(sample)]
 
     @property
     def complete_groups(self) -> list[list[Sample]]:
         """The groups of which every sample is finished, oldest first."""
-        return [group for group in self.groups if all(sample.finish_reason is not FinishReason.ABORT for sample in group)]
+        return [group for group in self.groups if not any(map(_is_unfinished, group))]
+
+
+def _is_unfinished(sample: Sample) -> bool:
+    """Returns whether ``sample`` is to be continued. An episode that a fault has ended has the same finish reason."""
+    return sample.finish_reason is FinishReason.ABORT and not sample.fault

@@ -87,13 +87,15 @@ def trained_in_steps(steps: int, take: Take, config: FilterGroupsConfig | None) 
     for step in range(steps):
         rounds: list[Round] = []
         while not is_complete(rounds, config, PROMPTS):
-            buffer = ReplayBuffer(tuple(buffer.samples), buffer.started)
-            wanted = groups_lacking(rounds, config, PROMPTS)
-            count = groups_to_begin(buffer, wanted, (), None)
-            names = [str(buffer.started + number) for number in range(count)]
-            drawn = drawn_by(buffer, names, step)
-            begun_lengths |= {each.id: length_of(each) for each in drawn if each.id.startswith(f"{step}/") and step < 2 * steps // 3}
-            samples, buffer = take(with_drawn(buffer, drawn, buffer.started + count), wanted)
+            wanted, samples = groups_lacking(rounds, config, PROMPTS), list[Sample]()
+            while wanted:
+                buffer = ReplayBuffer(tuple(buffer.samples), buffer.started)
+                count = groups_to_begin(buffer, wanted, (), None)
+                drawn = drawn_by(buffer, [str(buffer.started + number) for number in range(count)], step)
+                begun_lengths |= {each.id: length_of(each) for each in drawn if each.id.startswith(f"{step}/") and step < 2 * steps // 3}
+                new, buffer = take(with_drawn(buffer, drawn, buffer.started + count), wanted)
+                samples += new
+                wanted -= len({each.prompt_id for each in new})
             handed_over |= {each.id: len(each.token_ids) for each in samples}
             useful = {each.prompt_id: random.Random(f"useful {each.prompt_id}").random() < 0.5 for each in samples}
             scores = [Score(each.id, ScoreState.NUMBER, float(useful[each.prompt_id] and each.index == 0)) for each in samples]

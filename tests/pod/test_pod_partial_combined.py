@@ -1,18 +1,18 @@
-"""Partial rollouts together with dynamic sampling and prompts by success rate: a killed run has the bits of a quiet one, and a replay those of the run."""
+"""Partial rollouts together with dynamic sampling, prompts by success rate and episodes: a killed run has the bits of a quiet
+one, and a replay those of the run."""
 
 import json
 from pathlib import Path
 
 import pytest
 import yaml
-from pod_runs import RECIPE, PodRun, difference, finish
+from pod_runs import HERE, RECIPE, PodRun, difference, finish
 
-from tandem.config.filter_groups import FilterGroupsConfig
 from tandem.config.recipe import load_config
 from tandem.jobs.start import train
-from tandem.rl.rollout.filter_groups import GroupState, group_state, groups_of, is_complete
+from tandem.rl.rollout.filter_groups import GroupState, group_state, groups_of
 from tandem.runtime.records.journal import Journal
-from tandem.types import FinishReason, Round
+from tandem.types import FinishReason
 
 STEPS = 5
 REWARD = '''
@@ -61,14 +61,14 @@ def test_useful_groups_are_trained_oldest_first_and_every_group_is_judged_once_o
             assert len(rounds) == row["rollout/rounds"]
             for number, (samples, _) in enumerate(rounds):
                 useful = [group for group in groups_of(rounds[:number]) if group_state(group, config) is GroupState.USEFUL]
-                # A round hands over at most as many groups as the step lacks.
-                assert len({sample.prompt_id for sample in samples}) <= wanted - len(useful)
+                # A round hands over as many groups as the step lacks.
+                assert len({sample.prompt_id for sample in samples}) == wanted - len(useful)
                 assert all(sample.finish_reason is not FinishReason.ABORT for sample in samples)
                 for name in dict.fromkeys(sample.id.rpartition("/")[0] for sample in samples):
                     assert name not in judged
                     judged[name] = step
         waiting = {sample.id.rpartition("/")[0] for sample in journal.replay_buffer(STEPS).samples}
-        refilled = [len([each for each in journal.rounds(step) if each.samples]) for step in range(STEPS)]
+        refilled = [len(journal.rounds(step)) for step in range(STEPS)]
     assert waiting and not waiting & judged.keys()
     assert max(refilled) > 1, "no step was refilled, so that this test says nothing"
     # Groups are handed over in the order in which they were begun, as far as they are finished: none that was begun early is left behind.
@@ -77,7 +77,7 @@ def test_useful_groups_are_trained_oldest_first_and_every_group_is_judged_once_o
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "fault", ["pod:before:commit_samples:2", "pod:after:commit_scores_1:3", "rollout_worker:after:rollout:3", "trainer_worker:after:train:2"]
+    "fault", ["pod:before:commit_samples:2", "pod:after:commit_scores:3", "rollout_worker:after:rollout:3", "trainer_worker:after:train:2"]
 )
 def test_kill_and_resume_give_the_bits_of_the_quiet_run(quiet: PodRun, fault: str, tmp_path: Path) -> None:
     run = PodRun(tmp_path, recipe=quiet.recipe)
@@ -96,6 +96,22 @@ def test_a_replay_draws_every_round_again(quiet: PodRun, step: int) -> None:
     assert done.stdout.count(" equal") >= 2
 
 
-def test_rounds_that_finish_no_group_are_not_counted() -> None:
-    two = FilterGroupsConfig(max_num_gen_batches=2)
-    assert not is_complete([Round([], [])] * 5, two, 4)
+@pytest.mark.full
+def test_episodes_wait_between_steps_and_a_killed_run_has_the_bits_of_a_quiet_one(tmp_path: Path) -> None:
+    budget = ("--rollout.budget_tokens=12", "--run.max_steps=4")
+    quiet, run = (PodRun(tmp_path / name, recipe=HERE / "calculator.yaml") for name in ("quiet", "killed"))
+    done = quiet.train(*budget)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = quiet.rows()
+    assert [row["mismatch_kl"] for row in rows] == [0.0] * 4 and any(row["rollout/off_policy_share"] > 0 for row in rows)
+    with Journal(quiet.directory / "journal.sqlite", read_only=True) as journal:
+        trained = [sample for step in range(4) for sample in journal.samples(step) or ()]
+    # Some episodes have several turns, drawn by the weights of several steps.
+    assert any(len({version.step for version in sample.sampled_weight_versions}) > 1 and sample.response_mask for sample in trained)
+    done = run.train(*budget, "--fault", "pod:before:commit_samples:2")
+    assert done.returncode == -9, done.stdout + done.stderr
+    done = run.resume()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, quiet) == [] and run.left_behind() == []
+    done = finish(quiet.begin("replay", str(quiet.directory), "--step", "2", "--inline"))
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from tandem.model.create_model import create_model
 from tandem.rl.rollout.dispatch import request_key, sampling_settings
 from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.rl.rollout.episodes import InFlightEpisodes
+from tandem.rl.rollout.partial import with_drawn
 from tandem.rl.rollout.tool_pool import ToolPool
 from tandem.text.tool_calls import ToolCall
-from tandem.types import FinishReason, Prompt, WeightVersion
+from tandem.types import FinishReason, Prompt, ReplayBuffer, Sample, WeightVersion
+from tandem.types.wire_records import decode_samples, encode_samples
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "text"))
 from template_tokenizers import HERE, make_tokenizer
@@ -292,6 +295,43 @@ def model(tmp_path_factory):
     create_model(NewModelConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64, chat=True,
                                 initializer_range=0.2), 0, folder)  # fmt: skip
     return folder
+
+
+@pytest.mark.parametrize("budget", [1, 7, 20])
+def test_episodes_that_wait_between_rounds_are_those_that_were_drawn_at_once(model, monkeypatch, budget):
+    # As below: every turn that stops at a letter is a call of the calculator.
+    monkeypatch.setattr("tandem.rl.rollout.episodes.parse_tool_calls", lambda parser, text: [ToolCall("calculator", {"expression": "6*7"})])
+    settings = {**SETTINGS, "n": 3, "max_tokens": 60, "stop": ["a", "b", "c", "d", "e", "1", "2", "3"]}
+    with LLM(model, max_num_seqs=8) as llm:
+        tools = EpisodeTools.open(MultiTurnConfig(tool_call_parser="pythonic", max_turns=4), ["calculator"], model)
+        prompts = [Prompt(f"p{i}", "", tuple(tools.turns.tokenizer.encode(f"<user>{i}<end><assistant>"))) for i in range(3)]
+
+        def draw(step, chosen, unfinished=(), **more):
+            episodes = InFlightEpisodes(llm.engine, tools)
+            episodes.add(step, chosen, {**settings, **more}, unfinished)
+            return episodes.draw("all", lambda done, total: None)
+
+        whole = {sample.id: sample for sample in draw(0, prompts)}
+        buffer, rounds, between_turns = with_drawn(ReplayBuffer(), draw(0, prompts, budget_tokens=budget), 3), 1, 0
+        while buffer.unfinished:
+            before = {sample.id: sample for sample in buffer.unfinished}
+            between_turns += sum(not sample.is_sampled[-1] for sample in buffer.unfinished)
+            waiting = [prompt for prompt in prompts if any(sample.prompt_id == prompt.id for sample in buffer.unfinished)]
+            # A later step continues with the keys of the step that began the episode.
+            after = draw(rounds, waiting, decode_samples(encode_samples(buffer.unfinished)), budget_tokens=budget)
+            assert all(0 < sample.sampled_tokens - before[sample.id].sampled_tokens <= budget for sample in after)
+            buffer, rounds = with_drawn(buffer, after, 3), rounds + 1
+        llm.engine.check_integrity()
+        tools.pool.close()
+    assert {sample.id: sample for sample in buffer.samples} == whole
+    assert rounds > 1 and (between_turns > 0 or budget > 1)
+    assert max(len(sample.messages) for sample in whole.values()) > 3
+
+
+def test_an_episode_that_a_fault_has_ended_is_not_continued():
+    faulty = Sample("0/p/0", "p", 0, (1,), (), (), (), (), FinishReason.ABORT, "", fault="tool 't': down")
+    buffer = ReplayBuffer((faulty, replace(faulty, id="0/p/1", index=1, finish_reason=FinishReason.STOP, fault="")), 1)
+    assert buffer.unfinished == [] and len(buffer.complete_groups) == 1
 
 
 def test_episodes_of_the_engine_draw_the_same_tokens_whatever_runs_beside_them(model, monkeypatch):

@@ -7,13 +7,13 @@ fault draws the same tokens where its tools return the same results.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tandem.engine.engine import Engine
-from tandem.engine.processing.outputs import CompletionOutput
+from tandem.engine.processing.outputs import CompletionOutput, Continuation
 from tandem.engine.sample.sampling_params import SamplingParams
-from tandem.rl.rollout.dispatch import request_key, sample_id
+from tandem.rl.rollout.dispatch import request_key, sample_id, step_of
 from tandem.rl.rollout.episode_tools import Answer, EpisodeTools
 from tandem.rl.rollout.groups import sampling_params
 from tandem.rl.rollout.tool_worker import ToolAnswer
@@ -40,6 +40,28 @@ class Episode:
     text: str = ""
     finish_reason: FinishReason | None = None
     fault: str = ""
+    budget_left: int | None = None
+    """How many tokens the model may still sample in this round of a partial rollout; ``None``: any number."""
+
+    @classmethod
+    def begin(cls, step: int, prompt: Prompt, settings: Mapping[str, Any], index: int) -> "Episode":
+        return cls(step, prompt, settings, index, budget_left=int(settings["budget_tokens"]) or None)
+
+    @classmethod
+    def resumed(cls, sample: Sample, prompt: Prompt, settings: Mapping[str, Any]) -> tuple["Episode", Continuation | None]:
+        """Returns the unfinished episode ``sample`` without the tokens of a turn that is not ended, and those (``None``: its next turn begins)."""
+        episode = cls.begin(step_of(sample.id), prompt, settings, sample.index)
+        # Two turns have an observation between them.
+        sampled = list(sample.is_sampled)
+        end = next((place + 1 for place in range(len(sampled) - 1, -1, -1) if not sampled[place]), 0)
+        episode.tokens, episode.mask = list(sample.token_ids[:end]), sampled[:end]
+        episode.logprobs, episode.sampling_logprobs = list(sample.logprobs[:end]), list(sample.sampling_logprobs[:end])
+        episode.versions = list(sample.weight_versions[:end])
+        episode.messages = [dict(message) for message in sample.messages]
+        episode.turns = sum(message["role"] == "assistant" for message in episode.messages)
+        drawn_by = [version for version in sample.weight_versions[end:] if version is not None]
+        begun = Continuation(sample.token_ids[end:], sample.logprobs[end:], sample.sampling_logprobs[end:], drawn_by)
+        return episode, begun if drawn_by else None
 
     def add(self, turn: CompletionOutput) -> None:
         """Adds a turn that the model sampled."""
@@ -60,7 +82,7 @@ class Episode:
         self.mask += [False] * len(tokens)
 
     def sample(self) -> Sample:
-        """Returns the finished episode; its text is that of the last turn."""
+        """Returns the finished episode, or one that waits for the next round; its text is that of the last turn."""
         assert self.finish_reason is not None
         return Sample(
             id=sample_id(self.step, self.prompt.id, self.index),
@@ -100,22 +122,28 @@ class InFlightEpisodes:
         self._groups: dict[int, list[Episode]] = {}
         """The unfinished groups, by the order in which they were added."""
         self._requests: dict[str, list[Episode]] = {}
+        self._begun: dict[str, int] = {}
+        """The tokens of the turn that an earlier round has drawn, by request."""
         self._waiting: list[_Calls] = []
         self._ended: list[Episode] = []
         self._added = 0
 
     def add(self, step: int, prompts: Sequence[Prompt], settings: Mapping[str, Any], unfinished: Sequence[Sample] = ()) -> None:
-        """Queues a group of ``settings["n"]`` episodes for each of ``prompts``. Raises ``UserError`` for one that the engine cannot serve, before any is
-        queued."""
-        assert not unfinished, "a recipe of episodes has no partial rollouts"
+        """Queues a group of ``settings["n"]`` episodes for each of ``prompts``; of a prompt that has ``unfinished`` episodes, only those, which are continued.
+        With a ``budget_tokens`` above 0 the model samples at most as many tokens of each. Raises ``UserError`` for one that the engine cannot serve, before
+        any is queued."""
         params = sampling_params(settings)
         for prompt in prompts:
             self._engine.check_request(prompt.token_ids, params)
         for prompt in prompts:
+            rest = [Episode.resumed(sample, prompt, settings) for sample in unfinished if sample.prompt_id == prompt.id]
             # The first turns are one request, which computes the prompt once.
-            group = [Episode(step, prompt, settings, index) for index in range(settings["n"])]
+            group = [episode for episode, _ in rest] or [Episode.begin(step, prompt, settings, index) for index in range(settings["n"])]
             self._groups[self._added] = group
-            self._ask(group, prompt.token_ids, params, turn=0)
+            for episode, begun in rest:
+                self._ask_alone(episode, settings["max_tokens"] - len(episode.tokens), begun)
+            if not rest:
+                self._ask(group, prompt.token_ids, replace(params, max_tokens=_within(settings["max_tokens"], group[0].budget_left)), turn=0)
 
     def draw(
         self, waits_for: Literal["any", "all"], on_progress: Callable[[int, int], None], on_samples: Callable[[Sequence[Sample]], None] | None = None
@@ -128,10 +156,10 @@ class InFlightEpisodes:
             if self._requests:
                 outputs = self._engine.step()
                 for name, turn in turns:
-                    self._end_turn(self._requests[name][turn.index], turn)
+                    self._end_turn(self._requests[name][turn.index], turn, self._begun[name])
                 turns.clear()
                 for output in outputs:
-                    del self._requests[output.request_id]
+                    del self._requests[output.request_id], self._begun[output.request_id]
             else:
                 wait([answer for calls in self._waiting for answer in calls.running()], return_when=FIRST_COMPLETED)
             ready = [calls for calls in self._waiting if not calls.running()]
@@ -153,24 +181,41 @@ class InFlightEpisodes:
         for name in self._requests:
             self._engine.abort(name)
         self._engine.take_outputs()
-        self._groups, self._requests, self._waiting, self._ended = {}, {}, [], []
+        self._groups, self._requests, self._begun, self._waiting, self._ended = {}, {}, {}, [], []
 
-    def _ask(self, episodes: list[Episode], tokens: Sequence[int], params: SamplingParams, turn: int) -> None:
+    def _ask_alone(self, episode: Episode, room: int, begun: Continuation | None = None) -> None:
+        """Asks for the next turn of ``episode``, of at most ``room`` tokens, or for the rest of the one that was ``begun``."""
+        known = len(begun.token_ids) if begun is not None else 0
+        budget = None if episode.budget_left is None else episode.budget_left + known
+        params = sampling_params({**episode.settings, "n": 1, "max_tokens": _within(room, budget)})
+        self._ask([episode], [*episode.prompt.token_ids, *episode.tokens], params, episode.turns, begun)
+
+    def _ask(
+        self, episodes: list[Episode], tokens: Sequence[int], params: SamplingParams, turn: int, continues: Continuation | None = None
+    ) -> None:
         first = episodes[0]
         name = f"episode-{self._added}"
         self._added += 1
         key = request_key(first.step, first.prompt.id, first.settings["purpose"], turn)
-        self._engine.add_request(name, tokens, params, key=key, first_index=first.index)
+        more = {} if continues is None else {"continues": continues}
+        self._engine.add_request(name, tokens, params, key=key, first_index=first.index, **more)
         self._requests[name] = episodes
+        self._begun[name] = len(continues.token_ids) if continues is not None else 0
 
     def _end(self, episode: Episode, reason: FinishReason) -> None:
         episode.finish_reason = reason
         self._ended.append(episode)
 
-    def _end_turn(self, episode: Episode, turn: CompletionOutput) -> None:
-        """Adds ``turn`` to ``episode``, which has ended with it, or whose calls begin."""
+    def _end_turn(self, episode: Episode, turn: CompletionOutput, begun: int) -> None:
+        """Adds ``turn`` to ``episode``, which has ended with it, whose calls begin, or whose budget is used up. ``begun``: its tokens of earlier rounds."""
         episode.add(turn)
         tools, parser, reason = self._tools, self._tools.config.tool_call_parser, FinishReason(str(turn.finish_reason))
+        if episode.budget_left is not None:
+            episode.budget_left -= len(turn.token_ids) - begun
+            if reason is FinishReason.LENGTH and len(episode.tokens) < episode.settings["max_tokens"]:
+                episode.turns -= 1
+                self._end(episode, FinishReason.ABORT)
+                return
         last = turn.token_ids[-1] if turn.token_ids else None
         written = turn.token_ids[:-1] if last in tools.turns.ends else turn.token_ids
         tokenizer = tools.turns.tokenizer
@@ -208,8 +253,14 @@ class InFlightEpisodes:
         episode.observe(observation)
         for call, result in zip(waited.calls, results, strict=True):
             episode.messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result})
-        params = sampling_params({**episode.settings, "n": 1, "max_tokens": room})
-        self._ask([episode], [*episode.prompt.token_ids, *episode.tokens], params, episode.turns)
+        if episode.budget_left == 0:
+            self._end(episode, FinishReason.ABORT)
+        else:
+            self._ask_alone(episode, room)
+
+
+def _within(room: int, budget: int | None) -> int:
+    return room if budget is None else min(room, budget)
 
 
 def _calling_message(content: str, calls: Sequence[ToolCall], known: Sequence[Call]) -> dict[str, Any]:

@@ -56,10 +56,9 @@ def group_state(group: Group, config: FilterGroupsConfig) -> GroupState:
 
 
 def is_complete(rounds: Sequence[Round], config: FilterGroupsConfig | None, prompts_per_step: int) -> bool:
-    """Returns whether a step needs no further round: without dynamic sampling, one suffices unless partial rollouts leave groups unfinished. Rounds in which
-    they finished no group do not count as one of ``max_num_gen_batches``."""
-    if config is not None and sum(bool(each.samples) for each in rounds) >= config.max_num_gen_batches:
-        return True
+    """Returns whether a step needs no further round: without dynamic sampling, one suffices."""
+    if config is None or len(rounds) >= config.max_num_gen_batches:
+        return len(rounds) > 0
     return not groups_lacking(rounds, config, prompts_per_step)
 
 
