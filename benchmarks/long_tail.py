@@ -12,9 +12,9 @@ Qwen2.5-7B in bf16 (7.62e9 parameters, 28 layers, 4 heads of keys and values of 
 the peak. Training, inference and the update of the weights are left out.
 
 *Drafts* (``speculative_config: {method: suffix}``) need answers of a model that has learned something: with ``--run``, the folder of a run of reinforcement
-learning, its model draws groups of its training prompts at temperature 1, in turns with and without drafts. What was accepted there, and the time of proposing,
-enter the simulation: a sample draws as many tokens a step as it did in that run, with its siblings still running and after they have ended, and a step verifies as
-many draft tokens more. Whether answers of 2,048 tokens of a large model resemble each other as much is not known from it.
+learning, its model draws groups of its training prompts at temperature 1, in turns with and without drafts. What was accepted there, and the time of
+proposing, enter the simulation: a sample draws as many tokens a step as it did in that run, with its siblings still running and after they have ended, and
+a step verifies as many draft tokens more. Whether answers of 2,048 tokens of a large model resemble each other as much is not known from it.
 
 *Measured*: the engine on one thread of this CPU, with the same lengths over 4 and a model of random weights: tokens a CPU second of the synchronous rollout
 and of partial ones, the speed by batch, and the bound that follows: every step as fast as its batch allows.

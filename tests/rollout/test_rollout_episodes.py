@@ -45,7 +45,7 @@ class ScriptedEngine:
     def check_request(self, tokens, params):
         pass
 
-    def add_request(self, name, tokens, params, *, key, first_index):
+    def add_request(self, name, tokens, params, *, key, first_index, continues=None):
         self.asked.append((list(tokens), params, key, first_index))
         completions = []
         for index in range(params.n):

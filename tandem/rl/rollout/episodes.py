@@ -197,8 +197,7 @@ class InFlightEpisodes:
         name = f"episode-{self._added}"
         self._added += 1
         key = request_key(first.step, first.prompt.id, first.settings["purpose"], turn)
-        more = {} if continues is None else {"continues": continues}
-        self._engine.add_request(name, tokens, params, key=key, first_index=first.index, **more)
+        self._engine.add_request(name, tokens, params, key=key, first_index=first.index, continues=continues)
         self._requests[name] = episodes
         self._begun[name] = len(continues.token_ids) if continues is not None else 0
 
