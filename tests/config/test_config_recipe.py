@@ -162,7 +162,6 @@ def test_a_pod_in_float64_is_corrected_and_one_in_16_bits_is_not() -> None:
     [
         (["reference"], {"algorithm": {"kl_coef": 0.0}}, "needs the reference model, and algorithm.kl_coef is 0"),
         (["reward_model"], {"algorithm": {"kl_coef": 0.1}}, "needs the reward model, and section 'reward_model' names none"),
-        (["reference"], {"algorithm": {"kl_coef": 0.1}, "rollout": {"budget_tokens": 8}}, "may draw further rounds"),
     ],
 )
 def test_a_reward_function_that_needs_a_model_that_is_not_there_is_refused(needs: list[str], overrides: dict[str, Any], problem: str) -> None:
