@@ -14,6 +14,7 @@ from tandem.engine.processing.outputs import CompletionOutput, Continuation
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.engine.spec_decode.suffix_automaton import ROOT, SuffixAutomaton
+from tandem.engine.spec_decode.suffix_proposer import MatchAcceptance, PathChance
 from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.types import UserError, WeightVersion
@@ -93,12 +94,28 @@ def test_a_draft_token_pays_where_its_share_of_the_tokens_is_above_its_share_of_
             costs.observe(tokens, 1e-3 + 1e-5 * tokens)
     # A token costs 10 us: 4 / (1 ms + 40 us) of it are gained at worst in a step of 4 sequences, and 64 / (1 ms + 640 us) in one of 64.
     assert costs.worth(4) == pytest.approx(4 * 1e-5 / 1.04e-3, rel=1e-6) and costs.worth(64) == pytest.approx(64 * 1e-5 / 1.64e-3, rel=1e-6)
+    assert costs.pays(4) and not costs.pays(64)
+    costs.best_acceptance = 0.01
+    assert not costs.pays(4)
     # Where nothing larger is known, the nearest smaller size says what a token costs.
     assert costs.worth(128) == pytest.approx(128 * 1e-5 / 2.28e-3, rel=1e-6)
     # What was not measured for long is unknown again.
     for _ in range(300):
         costs.observe(4, 1e-3)
     assert costs.worth(4) == 0.0 and costs.worth(64) == 1.0
+
+
+def test_the_acceptance_of_a_match_is_learned_from_what_was_drawn_and_cuts_a_draft() -> None:
+    acceptance = MatchAcceptance()
+    for _ in range(400):
+        # After 1 matching token the first is accepted and the second, after 2, never is; what follows says nothing.
+        acceptance.learn(1, [5, 6, 7], [5, 9, 7])
+    assert acceptance.rate(1) > 0.99 and acceptance.rate(2) < 0.01 and acceptance.rate(4) == acceptance.rate(1000) == 0.5
+    assert acceptance.best == acceptance.rate(1)
+    automaton = SuffixAutomaton()
+    state = automaton.extend(automaton.extend(ROOT, [1, 2, 3, 4, 5, 6]), [1])
+    assert automaton.propose(state, 4, 4.0, 0.0, PathChance(acceptance, 0.9)) == [2]
+    assert automaton.propose(state, 4, 4.0, 0.0, PathChance(acceptance, 0.0)) == [2, 3, 4, 5]
 
 
 # -- the engine ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from pod_runs import HERE, RECIPE, PodRun, difference, finish
+from reward_models import write_reward_model
 
 from tandem.config.recipe import load_config
 from tandem.jobs.start import train
@@ -115,3 +116,33 @@ def test_episodes_wait_between_steps_and_a_killed_run_has_the_bits_of_a_quiet_on
     assert difference(run, quiet) == [] and run.left_behind() == []
     done = finish(quiet.begin("replay", str(quiet.directory), "--step", "2", "--inline"))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_a_reward_model_scores_the_groups_that_a_step_takes(tmp_path: Path) -> None:
+    """Also reward functions that need its score; a killed run has the bits of a quiet one."""
+    (tmp_path / "shifted.py").write_text("def shifted(completions, reward_model_score, **_):\n    return [score + 1 for score in reward_model_score]\n")
+    content = yaml.safe_load(RECIPE.read_text())
+    needing = {"function": f"{tmp_path}/shifted.py:shifted", "needs": ["reward_model"], "weight": 0.25}
+    content["rewards"] = {"functions": [{"function": f"{HERE}/rewards.py:digits"}, needing]}
+    content["reward_model"] = {"path": str(write_reward_model(tmp_path / "reward")), "weight": 0.5}
+    content["rollout"] |= {"budget_tokens": 4}
+    content["run"] |= {"max_steps": 4}
+    path = tmp_path / "scored.yaml"
+    path.write_text(yaml.safe_dump(content))
+    quiet, run = (PodRun(tmp_path / name, recipe=path) for name in ("quiet", "killed"))
+    done = quiet.train()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert any(row["rollout/off_policy_share"] > 0 for row in quiet.rows())
+    with Journal(quiet.directory / "journal.sqlite", read_only=True) as journal:
+        for step in range(4):
+            samples, scores = journal.samples(step), journal.scores(step)
+            assert samples is not None and scores is not None and len(samples) == 16
+            for score in scores:
+                digits, shifted, model = (score.components[name] for name in ("digits", "shifted", "reward_model"))
+                assert shifted == pytest.approx(model + 1) and score.value == pytest.approx(digits + 0.25 * shifted + 0.5 * model)
+    done = run.train("--fault", "pod:before:commit_scores:2,trainer_worker:after:inference:3")
+    while done.returncode == -9:
+        done = run.resume()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, quiet) == [] and run.left_behind() == []

@@ -184,7 +184,7 @@ class Scheduler:
         speculating = self.running.speculating
         if not speculating or len(rows) > self.config.speculative_batch_limit:
             return ()
-        if self.step_costs is not None and self.step_costs.worth(len(rows)) >= 1:
+        if self.step_costs is not None and not self.step_costs.pays(len(rows)):
             return ()
         scheduled = []
         for row in rows:

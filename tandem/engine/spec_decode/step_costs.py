@@ -2,6 +2,8 @@
 
 _DECAY = 0.8
 """The factor by which a step reduces the weight of earlier ones of about the same size."""
+_MARGIN = 0.7
+"""Drafts are not looked for where their cost is above this share of what the best are worth, because looking takes time too."""
 _REMEMBERED = 256
 """Steps after which the seconds of a size are measured again."""
 
@@ -15,6 +17,8 @@ class StepCosts:
     """
 
     def __init__(self, limit: int) -> None:
+        self.best_acceptance = 0.5
+        """The rate at which the best draft tokens are accepted."""
         self._limit = limit
         self._sizes: dict[int, tuple[float, float, int]] = {}
         """Mean tokens and seconds, and the newest step, by the bits of the number of tokens."""
@@ -28,6 +32,10 @@ class StepCosts:
         mean_tokens, mean_s, _ = self._sizes.get(size, (float(tokens), seconds, 0))
         self._sizes[size] = (_DECAY * mean_tokens + (1 - _DECAY) * tokens, _DECAY * mean_s + (1 - _DECAY) * seconds, self._step)
         self._worth.clear()
+
+    def pays(self, sequences: int) -> bool:
+        """Returns whether a step of ``sequences`` decoding sequences gains enough with the best draft tokens that drafts are looked for at all."""
+        return self.worth(sequences) < _MARGIN * self.best_acceptance
 
     def worth(self, sequences: int) -> float:
         """Returns the probability of acceptance above which a draft token pays in a step of ``sequences`` decoding sequences: 1 or more,

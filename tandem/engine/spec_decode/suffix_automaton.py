@@ -1,9 +1,10 @@
 """An index of all substrings of several growing texts, for drafts from the longest earlier occurrence of a text's end."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 ROOT = 0
+Pays = Callable[[int, float], bool]
 _MOST_COUNTED = 32
 """Contexts of a token whose number of occurrences is kept exact; only a text that repeats one short pattern has more."""
 
@@ -38,19 +39,20 @@ class SuffixAutomaton:
                 left -= 1
         return state
 
-    def propose(self, state: int, most: int, factor: float, least: float) -> list[int]:
+    def propose(self, state: int, most: int, factor: float, least: float, pays: Pays = lambda length, frequency: True) -> list[int]:
         """Returns the tokens that followed the longest end of the text of ``state`` that another token follows elsewhere: at each place the most frequent
-        one, at most ``factor`` tokens for each one that matches, and ``most``, until the frequency of all of them together falls below ``least``. Beyond
-        the end of a text they go on as after its own longest match, so that loops are predicted."""
+        one, at most ``factor`` tokens for each one that matches, and ``most``, until the frequency of all of them together falls below ``least`` or the next
+        one, after so many matching tokens and with this frequency of its own, does not pay. Beyond the end of a text they go on as after its own longest match, so that loops are predicted."""
         # Where a token follows the whole text, it is another text's, which begins in the same way.
         state = self._followed(state)
-        most = min(most, int(factor * self._length[state]))
+        match = self._length[state]
+        most = min(most, int(factor * match))
         drafts: list[int] = []
         probability = 1.0
         while len(drafts) < most and state > ROOT:
             token, child, share = self._likeliest(state)
             probability *= share
-            if probability < least:
+            if probability < least or not pays(match + len(drafts), share):
                 break
             drafts.append(token)
             state = self._followed(child)

@@ -16,8 +16,46 @@ from tandem.engine.spec_decode.step_costs import StepCosts
 from tandem.engine.spec_decode.suffix_automaton import ROOT, SuffixAutomaton
 from tandem.kernels.api import KVLayer
 
-_LEAST_HITS = 0.25
-"""The acceptance rate below which that of a sequence is not trusted, so that it is measured again."""
+_FIRST_RATE = 0.5
+"""The acceptance rate before anything was measured."""
+_LEARNING_RATE = 0.02
+"""The weight of a verified token in the moving average of its match."""
+_SIZES = 8
+"""Powers of two that are told apart."""
+class MatchAcceptance:
+    """How often a draft token is accepted, by the number of tokens that match before it, in powers of two; relative to its frequency after the match."""
+
+    def __init__(self) -> None:
+        self._rates = [_FIRST_RATE] * _SIZES
+
+    def rate(self, match: int) -> float:
+        """Returns the rate after ``match`` matching tokens."""
+        return self._rates[min(match.bit_length(), _SIZES) - 1]
+
+    @property
+    def best(self) -> float:
+        """The highest rate after any match."""
+        return max(self._rates)
+
+    def learn(self, match: int, draft: Series[int], tokens: Series[int]) -> None:
+        """Records that ``tokens`` were drawn where ``draft`` was proposed: the first that differs was rejected, and nothing is known of those after it."""
+        for place, (proposed, token) in enumerate(zip(draft, tokens, strict=False)):
+            size = min((match + place).bit_length(), _SIZES) - 1
+            self._rates[size] += _LEARNING_RATE * ((proposed == token) - self._rates[size])
+            if proposed != token:
+                return
+
+
+class PathChance:
+    """The probability that all draft tokens of one proposal up to the next are accepted, which must be at least ``worth``. ``match``: of the first."""
+
+    def __init__(self, acceptance: MatchAcceptance, worth: float) -> None:
+        self._acceptance, self._worth, self._chance, self.match = acceptance, worth, 1.0, 0
+
+    def __call__(self, match: int, frequency: float) -> bool:
+        self.match = self.match or match
+        self._chance *= frequency * self._acceptance.rate(match)
+        return self._chance >= self._worth
 
 
 @dataclass(slots=True, eq=False)
@@ -34,12 +72,14 @@ class PromptIndex:
 @dataclass(slots=True, eq=False)
 class IndexedCompletion:
     """A completion in its prompt's ``index``, which has its first ``count`` tokens, up to ``state``. ``token_ids``: the list of its sequence, which has all
-    tokens once the sequence has no row."""
+    tokens once the sequence has no row. ``draft``: what was proposed last, after ``match`` matching tokens."""
 
     index: PromptIndex
     token_ids: list[int]
     count: int = 0
     state: int = ROOT
+    match: int = 0
+    draft: list[int] = field(default_factory=list)
 
     def extend(self, tokens: Series[int]) -> None:
         """Appends the tokens after the first ``count``."""
@@ -65,6 +105,7 @@ class SuffixProposer:
         """By adapter, salt of the prefix cache, and prompt; the oldest first."""
         self.completions = 0
         self._batch, self._config, self._costs = batch, config, costs
+        self._acceptance = MatchAcceptance()
 
     def read(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
         """Adds the completions that begin to decode to the index of their prompt, and forgets the oldest prompts."""
@@ -86,9 +127,13 @@ class SuffixProposer:
         worth = self._costs.worth(len(self._batch.sequences)) if self._costs is not None else 0.0
         drafts = []
         for sequence, count in zip(sequences, counts, strict=True):
-            completion, hits = sequence.indexed, sequence.draft.hits if sequence.draft is not None else 1.0
-            pays = max(least, worth / max(hits, _LEAST_HITS))
-            drafts.append(completion.index.automaton.propose(completion.state, count, factor, pays) if count and pays <= 1 else [])
+            completion = sequence.indexed
+            chance = PathChance(self._acceptance, worth)
+            completion.draft = completion.index.automaton.propose(completion.state, count, factor, least, chance)
+            completion.match = chance.match
+            drafts.append(completion.draft)
+        if self._costs is not None:
+            self._costs.best_acceptance = self._acceptance.best
         return drafts
 
     def _catch_up(self, sequences: list[Sequence]) -> None:
@@ -102,7 +147,11 @@ class SuffixProposer:
                 completion.extend(completion.token_ids[completion.count :])
         new = self._batch.tokens_since(running, [sequence.indexed.count for sequence in running])
         for sequence, tokens in zip(running, new, strict=True):
-            sequence.indexed.extend(tokens)
+            completion = sequence.indexed
+            if completion.draft:
+                self._acceptance.learn(completion.match, completion.draft, tokens)
+                completion.draft = []
+            completion.extend(tokens)
             # Tokens that it draws after this are indexed with the next proposal, also if it ends before.
             sequence.indexed.index.behind.append(sequence.indexed)
 
