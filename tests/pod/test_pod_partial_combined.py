@@ -104,7 +104,9 @@ def test_episodes_wait_between_steps_and_a_killed_run_has_the_bits_of_a_quiet_on
     done = quiet.train(*budget)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = quiet.rows()
-    assert [row["mismatch_kl"] for row in rows] == [0.0] * 4 and any(row["rollout/off_policy_share"] > 0 for row in rows)
+    # A step that takes groups of earlier steps alone has no token of the newest weights, and so nothing to compare.
+    compared = [row["mismatch_kl"] for row in rows if "mismatch_kl" in row]
+    assert len(compared) > 1 and set(compared) == {0.0} and any(row["rollout/off_policy_share"] > 0 for row in rows)
     with Journal(quiet.directory / "journal.sqlite", read_only=True) as journal:
         trained = [sample for step in range(4) for sample in journal.samples(step) or ()]
     # Some episodes have several turns, drawn by the weights of several steps.

@@ -1,7 +1,9 @@
 """Measures how long a step takes by the tokens that it feeds, and what a further draft token costs."""
 
-_DECAY = 0.8
-"""The factor by which a step reduces the weight of earlier ones of about the same size."""
+_FASTER, _SLOWER = 0.5, 0.02
+"""The weight of a step that was faster than the estimate of its size, and of one that was slower: what other programs take is not the step's."""
+_APART = 1.5
+"""The ratio of two sizes from which their difference says what a token costs."""
 _MARGIN = 0.7
 """Drafts are not looked for where their cost is above this share of what the best are worth, because looking takes time too."""
 _REMEMBERED = 256
@@ -9,7 +11,7 @@ _REMEMBERED = 256
 
 
 class StepCosts:
-    """The seconds of steps without prefills, as a moving mean for each power of two of the tokens that they feed.
+    """The seconds of undisturbed steps without prefills, for each power of two of the tokens that they feed.
 
     A draft token costs what it makes the step longer, and gains a token as often as it is accepted. It pays where the gain's share of the tokens that the step
     draws is above the cost's share of its time. The costs decide how many draft tokens are fed, never which tokens are drawn. Before steps of several sizes
@@ -21,7 +23,7 @@ class StepCosts:
         """The rate at which the best draft tokens are accepted."""
         self._limit = limit
         self._sizes: dict[int, tuple[float, float, int]] = {}
-        """Mean tokens and seconds, and the newest step, by the bits of the number of tokens."""
+        """Tokens and seconds, and the newest step, by the bits of the number of tokens."""
         self._step = 0
         self._worth: dict[int, float] = {}
 
@@ -30,7 +32,8 @@ class StepCosts:
         self._step += 1
         size = tokens.bit_length()
         mean_tokens, mean_s, _ = self._sizes.get(size, (float(tokens), seconds, 0))
-        self._sizes[size] = (_DECAY * mean_tokens + (1 - _DECAY) * tokens, _DECAY * mean_s + (1 - _DECAY) * seconds, self._step)
+        weight = _FASTER if seconds * mean_tokens < mean_s * tokens else _SLOWER
+        self._sizes[size] = (mean_tokens + weight * (tokens - mean_tokens), mean_s + weight * (seconds - mean_s), self._step)
         self._worth.clear()
 
     def pays(self, sequences: int) -> bool:
@@ -46,14 +49,15 @@ class StepCosts:
 
     def _measured_worth(self, sequences: int) -> float:
         bits = sequences.bit_length()
-        own, other = self._sizes.get(bits), self._lately(bits + 1, bits + 2) or self._lately(bits - 1, bits - 2)
+        own = self._sizes.get(bits)
+        other = None if own is None else self._apart(own[0], bits + 1, bits + 2, bits - 1, bits - 2)
         if own is None or other is None:
             return 0.0 if sequences <= self._limit else 1.0
         slope = max(0.0, (other[1] - own[1]) / (other[0] - own[0]))
         step_s = own[1] + slope * (sequences - own[0])
         return sequences * slope / step_s if step_s > 0 else 1.0
 
-    def _lately(self, *sizes: int) -> tuple[float, float, int] | None:
-        """Returns the first of ``sizes`` that was measured lately."""
-        known = (self._sizes.get(bits) for bits in sizes)
-        return next((size for size in known if size is not None and self._step - size[2] <= _REMEMBERED), None)
+    def _apart(self, tokens: float, *sizes: int) -> tuple[float, float, int] | None:
+        """Returns the first of ``sizes`` that was measured lately and is not nearly ``tokens``."""
+        known = (self._sizes[bits] for bits in sizes if bits in self._sizes)
+        return next((size for size in known if self._step - size[2] <= _REMEMBERED and not tokens / _APART < size[0] < tokens * _APART), None)

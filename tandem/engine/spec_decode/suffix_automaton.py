@@ -41,8 +41,9 @@ class SuffixAutomaton:
 
     def propose(self, state: int, most: int, factor: float, least: float, pays: Pays = lambda length, frequency: True) -> list[int]:
         """Returns the tokens that followed the longest end of the text of ``state`` that another token follows elsewhere: at each place the most frequent
-        one, at most ``factor`` tokens for each one that matches, and ``most``, until the frequency of all of them together falls below ``least`` or the next
-        one, after so many matching tokens and with this frequency of its own, does not pay. Beyond the end of a text they go on as after its own longest match, so that loops are predicted."""
+        one, at most ``factor`` tokens for each one that matches, and ``most``, until the frequency of all of them together falls below ``least`` or the
+        next one, after so many matching tokens and with this frequency of its own, does not pay. Beyond the end of a text they go on as after its own
+        longest match, so that loops are predicted."""
         # Where a token follows the whole text, it is another text's, which begins in the same way.
         state = self._followed(state)
         match = self._length[state]
