@@ -83,9 +83,10 @@ class FakeWorker:
         with self.lock:
             self.asked.append(name)
             if name == "update_weight":
-                return Frame({"version": list(self.version or (meta or {})["version"]), "rereads": [], "kv_cache_bytes": 5, "seconds": 0.5}, {})
+                version = list(self.version or (meta or {})["version"])
+                return Frame({"version": version, "rereads": [], "kv_cache_bytes": 5, "base_bytes": 0, "seconds": 0.5}, {})
             if name == "start_engine":
-                return Frame({"kv_cache_bytes": 5}, {})
+                return Frame({"kv_cache_bytes": 5, "base_bytes": 0}, {})
             self.calls += 1
             if self.calls == self.dies_at:
                 raise WorkerDied("a worker", name, "a worker died")
