@@ -18,7 +18,7 @@ WIDE = (
     [
         "", "parallel.data=2 parallel.zero=3", "parallel.tensor=2", "residents.plan=offload", "rollout.engine.tensor_parallel_size=2",
         "rollout.workers=2", "reference.update=ema", "reference.update=ema residents.plan=terminate",
-        "algorithm.name=ppo", "trainer.share_prompts=true trainer.micro_batch_tokens=100000 rollout.prompts_per_step=32",
+        "algorithm.name=ppo", "trainer.share_prompts=true",
     ],
 )
 def test_phases_of_a_pod_take_what_was_predicted_for_all_ranks_of_its_mesh(choice: str, tmp_path: Path) -> None:
