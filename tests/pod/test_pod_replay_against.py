@@ -94,7 +94,7 @@ def test_what_is_no_environment_and_a_python_without_tandem_are_refused_in_one_l
 
 @pytest.mark.full
 def test_a_tandem_that_cannot_record_and_a_replay_that_fails_there_are_named(run: PodRun, version_of: MakeVersion) -> None:
-    old = version_of("cli/replay.py", '"--record", metavar', '"--recorded", metavar')
+    old = version_of("cli/replay.py", '"--record", metavar', '"--kept", metavar')
     done = against(run, "--inline", "--only", "rewards", "--against", str(old))
     assert done.returncode != 0 and "has no 'replay --record'" in done.stderr and len(done.stderr.splitlines()) == 1
     broken = version_of("jobs/replay/replay_rl.py", 'say(f"loaded the checkpoint of step {at}")', 'raise RunError("it is broken")')
