@@ -57,6 +57,8 @@ def main() -> None:
     versions = [subprocess.run([name, "--version"], capture_output=True, text=True, check=False).stdout.split("\n")[0] for name in ("bwrap", "runsc")]
     account = "root" if os.geteuid() == 0 else "an ordinary user"
     lines = ["# Hostile programs in the sandboxes of the code executor", "", machine(), "", f"{', '.join(versions)}. Run by {account}; `user` is `nobody`."]
+    if len(options.report) > 1:
+        lines[-1] += f" From the reports of {len(options.report)} runs; a program that is in several counts as in the last."
     lines += ["", "Memory is limited by RLIMIT_AS of each process, not by a cgroup.", ""]
     lines += ["| program | bubblewrap | bubblewrap, user | gVisor | gVisor, user |", "| --- | --- | --- | --- | --- |"]
     for test, cells in ended.items():
