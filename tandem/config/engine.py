@@ -14,7 +14,7 @@ from tandem.types.errors import UserError
 from tandem.types.kv_cache import KVCacheDtype
 
 AttentionBackend = Literal["auto", "torch", "flash3", "flash4", "xformers"]
-QUANTIZATIONS = tuple(name + head for name in ("int8", "fp8", "int4", "bf16", "fp16") for head in ("", "+head"))
+QUANTIZATIONS = tuple(name + head for name in ("int8", "fp8", "int4", "nf4", "bf16", "fp16") for head in ("", "+head"))
 MOST_SPEC_FACTOR = 1000.0
 ModelDtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
@@ -139,7 +139,7 @@ class EngineArgs:
     dtype: ModelDtype = "float32"
     """Dtype of weights and activations: `float32`, `float64`, `bfloat16` or `float16`; `auto` is `float32`."""
     quantization: str | None = None
-    """Quantize unquantized weights as they are loaded, including later updates: `int8`, `fp8`, `int4`, `bf16` or `fp16`; with `+head` the
+    """Quantize unquantized weights as they are loaded, including later updates: `int8`, `fp8`, `int4`, `nf4`, `bf16` or `fp16`; with `+head` the
     output head as well. A quantized folder is recognised without this option."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from tandem.config.limits import check_at_least_one, check_float32
 from tandem.types.errors import UserError
@@ -25,6 +26,10 @@ class LoraConfig:
     target_modules: tuple[str, ...] = LINEAR_MODULES
     """The matrices with an adapter, of `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj` and `down_proj`; by default all of them. Those of
     experts have none."""
+    quantization: Literal["none", "nf4", "int4"] = "none"
+    """Keep the matrices of the layers that stay as they are in 4 bits, in the trainer and in the engine, and decode them where they are multiplied
+    (QLoRA; Dettmers et al., 2023). `nf4`: 4-bit NormalFloat with a scale for every 64 weights; `int4`: whole numbers with a scale and a zero for every 128.
+    The embedding, the head, norms, biases, experts and the adapter keep `trainer.dtype`."""
     use_rslora: bool = False
     """Multiply by `alpha` / sqrt(`rank`) instead (Kalajdzievski, 2023)."""
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.limits import check_at_least_one, check_seconds
+from tandem.config.lora import LoraConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
@@ -123,10 +124,15 @@ def check_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
             "forwards or wait for all of them: set parallel.schedule to 1f1b, or trainer.offload_activations to none"
         )
     if trainer.lora is not None:
-        _check_lora_mesh(parallel)
+        _check_lora_mesh(parallel, trainer.lora)
 
 
-def _check_lora_mesh(parallel: ParallelConfig) -> None:
+def _check_lora_mesh(parallel: ParallelConfig, lora: LoraConfig) -> None:
     """Raises ``UserError`` for a mesh that an adapter (``trainer.lora``) cannot be trained on."""
+    if lora.quantization != "none" and parallel.tensor > 1 and not parallel.deterministic:
+        raise UserError(
+            f"'parallel.deterministic' is false and trainer.lora.quantization '{lora.quantization}', whose groups of columns would be divided between "
+            "tensor-parallel ranks; set parallel.deterministic to true"
+        )
     if parallel.zero == 3:
         raise UserError("'parallel.zero' is 3, which would shard the adapter of trainer.lora and not the weights beside it; set it to 2")

@@ -121,6 +121,11 @@ class Recipe:
             return
         if self.has_shared_critic:
             raise UserError("'critic.shared' is true, which trains the actor's trunk for the critic too, and trainer.lora leaves it as it is; set it to false")
+        if self.trainer.lora.quantization != "none" and self.rollout.engine.quantization is not None:
+            raise UserError(
+                f"'rollout.engine.quantization' is '{self.rollout.engine.quantization}', and the engine quantizes as trainer.lora.quantization "
+                f"'{self.trainer.lora.quantization}' says; remove the key"
+            )
         if self.reference.follows:
             raise UserError(
                 f"'reference.update' is '{self.reference.update}' and with trainer.lora the reference is the model without its adapter, which nothing changes; "

@@ -153,6 +153,13 @@ class TrainerConfig:
                 raise UserError(f"'trainer.{name}' is '{getattr(self, name)}', which trainer.lora does not support; set trainer.{name} to {allowed}")
         if self.offload == "nvme":
             raise UserError("'trainer.offload' is 'nvme', and the moments of trainer.lora are small; set trainer.offload to none")
+        if self.lora.quantization != "none":
+            for name, allowed in (("dtype", "float32"), ("precision", "fp32")):
+                if getattr(self, name) != allowed:
+                    raise UserError(
+                        f"'trainer.{name}' is '{getattr(self, name)}' and trainer.lora.quantization '{self.lora.quantization}', whose products are in fp32; "
+                        f"set trainer.{name} to {allowed}"
+                    )
         for name in ("router_balance_loss", "router_bias_rate"):
             if getattr(self, name):
                 raise UserError(f"'trainer.{name}' is {getattr(self, name)} and trainer.lora leaves routers as they are; set trainer.{name} to 0")

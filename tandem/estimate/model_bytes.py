@@ -1,18 +1,32 @@
 """Bytes of a model's parts, as plain arithmetic. Imports no torch."""
 
-from tandem.layout.shapes import ModelShapes, is_of_adapter, parameter_count
+from typing import Literal
+
+from tandem.layout.shapes import ModelShapes, is_of_adapter, linear_matrices, parameter_count
 from tandem.layout.sharding import ShardSpec, local_parameters
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.kv_cache import KVCacheDtype
 
 _CODED_BLOCK, _FEWEST_CODED = 256, 4096
+_GROUPS = {"nf4": (64, 1), "int4": (128, 2)}
+"""Columns of a group of a quantized matrix, and the numbers that describe the group."""
 
 
 def weight_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1, rank: int = 0) -> int:
-    """Bytes of the parameters that one tensor-parallel rank holds."""
+    """Bytes of the parameters that one tensor-parallel rank holds; those beside an adapter may be quantized."""
+    if shapes.lora is not None and shapes.lora.quantization != "none":
+        kind, matrices = shapes.lora.quantization, {f"{matrix}.weight" for matrix in linear_matrices(shapes)}
+        local = local_parameters(shapes, ShardSpec(rank, tensor_parallel))
+        return sum(quantized_bytes(p.shape, kind) if p.name in matrices else p.numel * DTYPE_BYTES[dtype] for p in local)
     if tensor_parallel == 1:
         return parameter_count(shapes) * DTYPE_BYTES[dtype]
     return sum(p.numel for p in local_parameters(shapes, ShardSpec(rank, tensor_parallel))) * DTYPE_BYTES[dtype]
+
+
+def quantized_bytes(shape: tuple[int, ...], kind: Literal["nf4", "int4"]) -> int:
+    """Bytes of a matrix in 4 bits, with an fp32 scale for each group of a row's columns, and with ``int4`` an fp32 zero."""
+    (rows, columns), (group, values) = shape, _GROUPS[kind]
+    return rows * columns // 2 + 4 * values * rows * -(-columns // group)
 
 
 def trained_bytes(shapes: ModelShapes, dtype: str, tensor_parallel: int = 1) -> int:

@@ -1,5 +1,7 @@
 """Bytes of a training process and of its files, by optimizer, precision and offload. Imports no torch."""
 
+from dataclasses import replace
+
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import DataConfig
 from tandem.config.trainer import TrainerConfig
@@ -158,7 +160,7 @@ def offloaded_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, pa
 def run_bytes_on_disk(shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, models: int) -> int:
     """Returns the largest size of a run's files without what is offloaded: the checkpoints that are kept, one more while it is committed, and
     ``models``, initial and exported ones."""
-    return (checkpoints_kept + 1) * checkpoint_bytes(shapes, trainer) + models * weight_bytes(shapes, trainer.dtype)
+    return (checkpoints_kept + 1) * checkpoint_bytes(shapes, trainer) + models * weight_bytes(replace(shapes, lora=None), trainer.dtype)
 
 
 def _rounded_bytes_per_token(shapes: ModelShapes, trainer: TrainerConfig) -> int:

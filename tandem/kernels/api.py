@@ -122,6 +122,10 @@ class Kernels(Protocol):
         """Converts a quantized weight to the kernel's own layout, for ``linear_packed``."""
         ...
 
+    def unpack_quantized(self, weight: PackedQuantized) -> Tensor:
+        """Returns the fp32 weight [N, K] that ``linear_packed`` multiplies with; not of a product in integers."""
+        ...
+
     def linear_packed(
         self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
     ) -> Tensor:

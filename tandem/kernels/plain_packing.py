@@ -11,6 +11,7 @@ from tandem.kernels.quantized import (
     dequantize,
     int8_linear,
     keep_codes,
+    plain_weight,
     round_inputs,
     with_parts,
 )
@@ -33,6 +34,9 @@ class PlainPacking:
 
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
         return keep_codes(weight)
+
+    def unpack_quantized(self, weight: PackedQuantized) -> Tensor:
+        return plain_weight(weight)
 
     def linear_packed(
         self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None

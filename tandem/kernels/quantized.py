@@ -4,6 +4,8 @@ A weight of N output channels and K inputs is ``codes[N, K]``; runs of ``group_s
 
     weight[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g],  g = the group of column k
 
+or, for nf4, ``NORMAL_FLOATS[codes[n, k]] * scales[n, g]``.
+
 ``inputs`` says what happens to the other operand: nothing (weight-only, "W4A16"), or a rounding to 8 bits under a scale
 of each row ("W8A8"; Dettmers et al., 2022, section 2.1: vector-wise scales). An int8 weight with one scale a channel and
 int8 inputs is multiplied in integers, exactly; everything else is decoded to fp32 and multiplied as ``linear`` does. That
@@ -16,20 +18,25 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-CodeKind = Literal["int4", "int8", "float8_e4m3", "bfloat16", "float16"]
+CodeKind = Literal["int4", "nf4", "int8", "float8_e4m3", "bfloat16", "float16"]
 InputKind = Literal["plain", "int8", "float8_e4m3"]
 
 CODE_DTYPES = {
-    "int4": torch.uint8, "int8": torch.int8, "float8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16,
+    "int4": torch.uint8, "nf4": torch.uint8, "int8": torch.int8, "float8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }  # fmt: skip
 INT8_MAX, FP8_MAX = 127.0, 448.0
+NORMAL_FLOATS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The 4-bit NormalFloat (Dettmers et al., 2023, "QLoRA", appendix E): quantiles of the normal distribution, with an exact 0."""
 MOST_COLUMNS = 1 << 17
 """Inputs of an integer product: 127 * 127 times this number still fits an int32."""
 
 
 class QuantizedWeight(NamedTuple):
-    """``codes[N, K]``: uint8 0..15 (int4), int8, e4m3, bf16 or fp16. ``scales[N, G]`` fp32, ``zeros[N, G]`` fp32 whole numbers or ``None``
+    """``codes[N, K]``: uint8 0..15 (int4, nf4), int8, e4m3, bf16 or fp16. ``scales[N, G]`` fp32, ``zeros[N, G]`` fp32 whole numbers or ``None``
     (both ``None`` for bf16 and fp16), G = ceil(K / ``group_size``).
 
     ``order[K]`` int64 (``None``: identity): column i of ``codes`` belongs to input ``order[i]``, so that the columns of groups chosen by
@@ -112,7 +119,7 @@ def dequantize(weight: QuantizedWeight | PackedQuantized) -> Tensor:
     """Returns the dequantised weight [N, K] in fp32, with columns in the order of the codes. A packed weight must come
     from ``keep_codes``."""
     codes = weight.codes if isinstance(weight, QuantizedWeight) else weight.data
-    wide = codes.float()
+    wide = codes.new_tensor(NORMAL_FLOATS, dtype=torch.float32)[codes.long()] if weight.kind == "nf4" else codes.float()
     if weight.scales is None:
         return wide
     group = torch.arange(wide.shape[1], device=wide.device) // weight.group_size
@@ -121,8 +128,8 @@ def dequantize(weight: QuantizedWeight | PackedQuantized) -> Tensor:
     return wide * weight.scales[:, group]
 
 
-def plain_weight(weight: QuantizedWeight) -> Tensor:
-    """Returns the weight [N, K] in fp32 with columns in the order of the inputs."""
+def plain_weight(weight: QuantizedWeight | PackedQuantized) -> Tensor:
+    """Returns the weight [N, K] in fp32 with columns in the order of the inputs. A packed weight must come from ``keep_codes``."""
     wide = dequantize(weight)
     return wide if weight.order is None else torch.empty_like(wide).index_copy_(1, weight.order, wide)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from tandem.config.lora import ATTENTION_MODULES, MLP_MODULES, LoraConfig
+from tandem.config.lora import ATTENTION_MODULES, LINEAR_MODULES, MLP_MODULES, LoraConfig
 from tandem.types.errors import UserError
 
 
@@ -264,6 +264,11 @@ def published_parameters(shapes: ModelShapes) -> Iterator[Parameter]:
 def matrix_name(layer: int, module: str) -> str:
     """Returns the name, without ``.weight``, of a layer's matrix ``module``, such as ``q_proj``."""
     return f"model.layers.{layer}.{'self_attn' if module in ATTENTION_MODULES else 'mlp'}.{module}"
+
+
+def linear_matrices(shapes: ModelShapes) -> set[str]:
+    """Returns the names, without ``.weight``, of the layers' matrices; experts have none."""
+    return {matrix_name(layer, module) for layer in range(shapes.num_hidden_layers) for module in LINEAR_MODULES}
 
 
 def is_of_adapter(name: str) -> bool:

@@ -26,7 +26,8 @@ from tandem.model.parallel.context_parallel import SharedContext
 from tandem.model.parallel.model_parallel import Collectives, ModelParallel, training_collectives
 from tandem.model.parallel.tensor_parallel import RankGroup, collectives
 from tandem.model.parallel.vocabulary_parallel import Head, shared_logits, shared_logprobs
-from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight
+from tandem.model.quantization.frozen import frozen_linear
+from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight, scheme_named
 from tandem.model.recompute import Recompute, around_layers
 from tandem.model.rotary import rotary_table
 from tandem.model.router_balance import RouterBalance
@@ -90,14 +91,14 @@ class Decoder(nn.Module):
         self._cos_sin = rotary_table(shapes).to(device)
         self._collectives = collectives(group)
         self.kv_cache_dtype: KVCacheDtype = "auto"
-        self.quantization: Scheme | None = None
+        self.quantization: Scheme | None = None if shapes.lora is None or shapes.lora.quantization == "none" else scheme_named(shapes.lora.quantization)
         self.around_layer: AroundLayer | None = None
         self.recompute: Recompute = "none"
         self.router_balance: RouterBalance | None = None
         self._packed: list[LayerWeights] | None = None
         self._packed_head: Any = None
         self._packed_matrices: list[tuple[Any, ...]] = []
-        self._has_adapter = shapes.lora is not None
+        self.is_frozen, self._has_adapter = False, shapes.lora is not None
         if self._has_adapter:
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(is_adapter_parameter(name))
@@ -150,6 +151,8 @@ class Decoder(nn.Module):
         router_logits: list[Tensor] | None, lora: LoraBatch | None = None, span: Span | None = None, received: Tensor | None = None,
     ) -> Tensor:
         wanted = context.wanted if isinstance(context, PagedContext) else None
+        if self.is_frozen:
+            linear = partial(frozen_linear, self.kernels, linear)
         linear = partial(adapted_linear, linear) if self._has_adapter else linear
         assert wanted is None or lora is None, "rows with an adapter are indices of the whole batch"
         shared: AttentionContext | SharedContext = context
@@ -288,11 +291,30 @@ class Decoder(nn.Module):
         elif was_plain:
             self._packed_head = self._pack_linear(self.lm_head, self._head_quantization)
 
+    @torch.no_grad()
+    def freeze(self, fill: Callable[[int], None]) -> None:
+        """Quantizes the plain matrices of every layer as ``quantization`` says, for training an adapter beside them: they have no gradient, and no plain
+        form any more. ``fill``: as of ``pack``."""
+        assert self.quantization is not None and self._packed is None
+        for index, layer in zip(self.layer_numbers, self._layers(), strict=True):
+            fill(index)
+            for linear in layer.linears():
+                assert linear.weight is not None
+                linear.frozen = pack_weight(self.kernels, linear.weight, self.quantization)
+            for linear in layer.linears():
+                linear.weight = None
+        self.is_frozen = True
+
+    def frozen_tensors(self) -> list[Tensor]:
+        """Returns the tensors of the matrices that ``freeze`` has quantized."""
+        held = [linear.frozen for layer in self._layers() for linear in layer.linears() if linear.frozen is not None]
+        return [tensor for packed in held for tensor in (packed.data, packed.scales, packed.zeros) if tensor is not None]
+
     def unpack(self, in_one_layer: bool = False) -> None:
         """Drops the packed weights and allocates plain, uninitialised ones. ``in_one_layer``: the matrices of all layers share the memory
         of one layer, for a ``pack`` that fills one layer at a time; this avoids a second copy of the model and its page faults."""
         self._packed = self._packed_head = None
-        self._packed_matrices = []
+        self._packed_matrices, self.is_frozen = [], False
         held: dict[tuple[int, ...], nn.Parameter] = {}
         for index, layer in enumerate(self._layers()):
             if layer.experts is not None and not layer.experts.is_plain:
@@ -303,7 +325,7 @@ class Decoder(nn.Module):
                 if key not in held:
                     is_shared = any(linear.weight is other for other in held.values())
                     held[key] = self._plain(linear, None if is_shared else linear.weight)
-                linear.weight = held[key]
+                linear.weight, linear.frozen = held[key], None
         if self.lm_head is not None:
             self.lm_head.weight = self._plain(self.lm_head, self.lm_head.weight)
 
@@ -347,7 +369,8 @@ class Decoder(nn.Module):
         )
 
     def _plain_weight(self, linear: Linear) -> Any:
-        return linear.adapter.around(linear.weight) if linear.adapter is not None and self._has_adapter else linear.weight
+        weight = linear.weight if linear.frozen is None else linear.frozen
+        return linear.adapter.around(weight) if linear.adapter is not None and self._has_adapter else weight
 
     @property
     def layer_numbers(self) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from tandem.kernels.quantized import PackedQuantized
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, ShardSpec, local_shapes
 from tandem.model.moe import Experts
@@ -18,7 +19,8 @@ STACKED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj")
 class Linear(nn.Module):
     """The parameters of a linear layer, ``weight[N, K]`` and optionally ``bias[N]``; kernels do the arithmetic. ``stored``: until the
     decoder is packed, the weights as a quantized checkpoint stores them, one for each stacked projection. ``adapter``: what is trained beside the
-    weights (``None``: nothing)."""
+    weights (``None``: nothing). ``frozen``: the packed weights in the place of ``weight`` if they are quantized and never trained (``None``: they are
+    plain)."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -31,6 +33,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
         self.adapter = None
+        self.frozen: PackedQuantized | None = None
 
     def adapt(self, rows: tuple[int, ...], ranks: Sequence[int], scale: float) -> None:
         """Adds an uninitialised adapter to those of the stacked matrices of ``rows`` whose rank in ``ranks`` is not 0."""

@@ -10,11 +10,11 @@ from tandem.kernels import Kernels, QuantizedWeight, select
 from tandem.kernels.cpu import build
 from tandem.kernels.cpu.kernels import CpuKernels
 from tandem.kernels.cpu.library import Library
-from tandem.kernels.quantized import CodeKind, PackedParts, plain_weight, round_rows
+from tandem.kernels.quantized import NORMAL_FLOATS, CodeKind, PackedParts, plain_weight, round_rows
 
 SHAPES = [(512, 128), (99, 128), (128, 513), (33, 30), (1, 64), (80, 1100)]
 COUNTS = [1, 2, 3, 5, 6, 7, 13, 16, 63, 64, 65, 96, 97, 193, 300]
-KINDS = ["int8", "fp8", "fp8 by blocks", "int4", "int4 in order of importance", "int8 weight only", "bfloat16", "float16"]
+KINDS = ["int8", "fp8", "fp8 by blocks", "int4", "int4 in order of importance", "int8 weight only", "nf4", "bfloat16", "float16"]
 BIG = 333
 
 
@@ -23,13 +23,15 @@ def weight_of(kind: str, rows: int, columns: int) -> QuantizedWeight:
     if kind in ("bfloat16", "float16"):
         name: CodeKind = "bfloat16" if kind == "bfloat16" else "float16"
         return QuantizedWeight(name, plain.to(torch.bfloat16 if kind == "bfloat16" else torch.float16), None, None, columns)
-    group = 32 if kind.startswith("int4") or "blocks" in kind or "only" in kind else columns
+    group = 32 if kind.startswith(("int4", "nf4")) or "blocks" in kind or "only" in kind else columns
     groups = -(-columns // group)
     scales = torch.rand(rows, groups) / 50 + 1e-3
     if kind.startswith("int4"):
         codes, zeros = torch.randint(0, 16, (rows, columns), dtype=torch.uint8), torch.randint(0, 17, (rows, groups)).float()
         order = torch.randperm(columns) if "order" in kind else None
         return QuantizedWeight("int4", codes, scales, zeros, group, order)
+    if kind == "nf4":
+        return QuantizedWeight("nf4", torch.randint(0, 16, (rows, columns), dtype=torch.uint8), scales, None, group)
     if kind.startswith("fp8"):
         codes = (plain * 60).to(torch.float8_e4m3fn)
         return QuantizedWeight("float8_e4m3", codes, scales, None, group, None, "float8_e4m3", 32 if "blocks" in kind else 0)
@@ -58,7 +60,7 @@ def test_an_int8_product_is_the_exact_integer_sum_scaled(kernels: Kernels, colum
             assert product(kernels, x, weight, bias)[row, column] == expected
 
 
-@pytest.mark.parametrize("kind", ["int4", "int4 in order of importance", "int8 weight only", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["int4", "int4 in order of importance", "int8 weight only", "nf4", "bfloat16", "float16"])
 @pytest.mark.parametrize(("columns", "width"), SHAPES)
 def test_a_weight_only_product_is_that_of_the_decoded_weight(kernels: Kernels, kind: str, columns: int, width: int) -> None:
     weight, x, bias = weight_of(kind, columns, width), torch.randn(70, width), torch.randn(columns)
@@ -67,6 +69,15 @@ def test_a_weight_only_product_is_that_of_the_decoded_weight(kernels: Kernels, k
     torch.testing.assert_close(got.double(), truth, rtol=1e-4, atol=1e-4)
     if weight.order is None:
         assert torch.equal(got, kernels.linear(x, plain_weight(weight), bias))
+    assert torch.equal(kernels.unpack_quantized(kernels.pack_quantized(weight)), plain_weight(weight))
+
+
+def test_the_numbers_of_nf4_are_the_quantiles_of_the_published_construction() -> None:
+    """QLoRA (Dettmers et al., 2023), section 3 and ``create_normal_map``: quantiles of N(0, 1), eight above 0 and seven below, scaled to [-1, 1]."""
+    above = torch.special.ndtri(torch.linspace(0.9677083, 0.5, 9, dtype=torch.float64)[:-1])
+    below = -torch.special.ndtri(torch.linspace(0.9677083, 0.5, 8, dtype=torch.float64)[:-1])
+    numbers = torch.cat([above, below, torch.zeros(1)]).sort().values
+    torch.testing.assert_close(torch.tensor(NORMAL_FLOATS, dtype=torch.float64), numbers / numbers.max(), rtol=0, atol=2e-7)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8 by blocks"])
@@ -97,12 +108,14 @@ def test_every_code_is_decoded_as_torch_does(cpu_kernels: Kernels) -> None:
     weights = [
         QuantizedWeight("float8_e4m3", finite(byte, torch.float8_e4m3fn), torch.ones(3, 1), None, 256),
         QuantizedWeight("int8", byte.view(torch.int8), torch.ones(3, 1), None, 256),
+        QuantizedWeight("nf4", byte % 16, torch.ones(3, 4), None, 64),
         QuantizedWeight("bfloat16", finite(halves, torch.bfloat16), None, None, 1024),
         QuantizedWeight("float16", finite(halves, torch.float16), None, None, 1024),
     ]
     for weight in weights:
         got = product(cpu_kernels, torch.eye(weight.columns), weight)
-        assert torch.equal(got, weight.codes.float().t()), weight.kind
+        numbers = torch.tensor(NORMAL_FLOATS)[weight.codes.long()] if weight.kind == "nf4" else weight.codes.float()
+        assert torch.equal(got, numbers.t()), weight.kind
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,6 +37,9 @@ class CpuKernels:
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
         return self._quantized.pack(weight)
 
+    def unpack_quantized(self, weight: PackedQuantized) -> Tensor:
+        return self._quantized.unpack(weight)
+
     def linear_packed(
         self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None
     ) -> Tensor:

@@ -5,9 +5,17 @@ from torch import Tensor, empty
 
 from tandem.kernels.cpu.calls import dense, shape_error
 from tandem.kernels.cpu.library import Library
-from tandem.kernels.quantized import PackedQuantized, QuantizedWeight, check_integer_columns, keep_codes, round_inputs
+from tandem.kernels.quantized import (
+    CODE_DTYPES,
+    PackedQuantized,
+    QuantizedWeight,
+    check_integer_columns,
+    keep_codes,
+    plain_weight,
+    round_inputs,
+)
 
-_KINDS = {"int4": 0, "int8": 1, "float8_e4m3": 2, "bfloat16": 3, "float16": 4}
+_KINDS = {"int4": 0, "int8": 1, "float8_e4m3": 2, "bfloat16": 3, "float16": 4, "nf4": 5}
 _PANEL = 64
 
 
@@ -61,6 +69,26 @@ class QuantizedCalls:
         group = weight.input_group or x.shape[1]
         self._c.round_fp8(x.data_ptr(), *x.shape, group, out.data_ptr())
         return out
+
+
+    def unpack(self, weight: PackedQuantized) -> Tensor:
+        """Returns the weight [N, K] in fp32, as ``linear`` decodes it; not of a product in integers."""
+        assert not weight.is_integer_product
+        panels = -(-weight.rows // _PANEL)
+        data = weight.data.view(panels, weight.columns, -1)
+        if weight.kind in ("int4", "nf4"):
+            codes = torch.cat([data & 15, data >> 4], dim=2)
+        else:
+            codes = data.view(CODE_DTYPES[weight.kind])
+
+        def by_row(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.transpose(1, 2).reshape(panels * _PANEL, -1)[: weight.rows]
+
+        plain = by_row(codes)
+        assert plain is not None
+        return plain_weight(
+            QuantizedWeight(weight.kind, plain, by_row(weight.scales), by_row(weight.zeros), weight.group_size, weight.order)
+        )
 
 
 def _by_panel(x: Tensor | None) -> Tensor | None:

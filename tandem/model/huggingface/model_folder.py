@@ -69,7 +69,7 @@ def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = N
 
 def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
     """Returns a view of every parameter by its Hugging Face name, in the order of ``layout.shapes.parameters``."""
-    if decoder.is_packed:
+    if decoder.is_packed or decoder.is_frozen:
         raise RuntimeError("a packed decoder has no plain weights; call unpack() and load weights first")
     shapes = decoder.local
     held = [name for name, _ in local_parameters(decoder.shapes, decoder.shard_spec) if decoder.holds(name)]
@@ -142,11 +142,14 @@ def load_tensors(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], *, pac
 
 
 def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = False) -> None:
-    """Does ``load_tensors`` for the results of ``part_of``, without checks. Parts of an adapter alone change nothing else."""
+    """Does ``load_tensors`` for the results of ``part_of``, without checks. Parts of an adapter alone change nothing else. A decoder that trains an
+    adapter beside quantized weights keeps them quantized."""
     if decoder.shapes.lora is not None and all(map(is_of_adapter, parts)):
         load_adapter_tensors(decoder, parts)
         return
-    decoder.unpack(in_one_layer=pack)
+    lora = decoder.shapes.lora
+    freezes = not pack and lora is not None and lora.quantization != "none"
+    decoder.unpack(in_one_layer=pack or freezes)
     by_layer: dict[int | None, dict[str, Tensor]] = {}
     for name, parameter in _parameters_of(decoder).items():
         by_layer.setdefault(_layer_of(name), {})[name] = parameter
@@ -159,6 +162,8 @@ def load_parts(decoder: Decoder, parts: Mapping[str, Tensor], *, pack: bool = Fa
     fill(None)
     if pack:
         decoder.pack(fill)
+    elif freezes:
+        decoder.freeze(fill)
     else:
         for index in decoder.layer_numbers:
             fill(index)
@@ -244,7 +249,7 @@ def load_model(
     rounded as ``quantization`` says. ``heads``: those that it may have. ``lora``: a new adapter beside the weights, drawn from
     ``seed``. Raises ``UserError`` if the folder is not a model, is broken or is not supported."""
     decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads, lora=lora)
-    decoder.quantization = quantization
+    decoder.quantization = quantization or decoder.quantization
     try:
         load_tensors(decoder, chain(read_tensors(folder, decoder.holds), new_adapter(decoder.shapes, seed)), pack=pack)
     except UserError as error:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from tandem.config.lora import MLP_MODULES, LoraConfig
-from tandem.layout.shapes import ModelShapes, matrix_name, parameters
+from tandem.kernels.quantized import plain_weight
+from tandem.layout.shapes import ModelShapes, linear_matrices, matrix_name, parameters
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.safetensors_file import read_file, write_file
 from tandem.model.lora import Adapter
+from tandem.model.quantization.scheme import round_to_nearest, scheme_named
 from tandem.runtime.machine.available_memory import total_bytes
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.types import RunError, UserError
@@ -124,12 +126,15 @@ def save_adapter(adapter: Mapping[str, Tensor], shapes: ModelShapes, folder: Pat
 
 @torch.no_grad()
 def merged_tensors(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], shapes: ModelShapes) -> Iterator[tuple[str, Tensor]]:
-    """Yields every weight of the ``base`` of ``shapes``, by its Hugging Face name and in their order, with the ``adapter`` added, W + scale B A; one merged
-    matrix is in memory at a time."""
+    """Yields every weight of the ``base`` of ``shapes``, by its Hugging Face name and in their order, with the ``adapter`` added, W + scale B A, to the
+    quantized matrix where it was trained beside one; one merged matrix is in memory at a time."""
     lora = shapes.lora
     assert lora is not None
+    matrices = linear_matrices(shapes)
     for name, _ in parameters(shapes.exported):
         weight, matrix = base[name], name.removesuffix(".weight")
+        if lora.quantization != "none" and matrix in matrices:
+            weight = plain_weight(round_to_nearest(weight, scheme_named(lora.quantization))).to(weight.dtype)
         if f"{matrix}.lora_A.weight" in adapter:
             # Rounded once, from fp32 at least.
             a, b = (adapter[f"{matrix}.lora_{side}.weight"].to(weight.device, torch.float32) for side in "AB")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels
-from tandem.kernels.quantized import CODE_DTYPES, FP8_MAX, INT8_MAX, CodeKind, InputKind, PackedParts, QuantizedWeight
+from tandem.kernels.quantized import CODE_DTYPES, FP8_MAX, INT8_MAX, NORMAL_FLOATS, CodeKind, InputKind, PackedParts, QuantizedWeight
 from tandem.types import UserError
 
 Stored = QuantizedWeight | Tensor
@@ -36,6 +36,7 @@ SCHEMES = {
     "int8": Scheme("int8", inputs="int8"),
     "fp8": Scheme("float8_e4m3", inputs="float8_e4m3"),
     "int4": Scheme("int4", 128, symmetric=False),
+    "nf4": Scheme("nf4", 64),
     "bf16": Scheme("bfloat16"),
     "fp16": Scheme("float16"),
 }
@@ -71,7 +72,7 @@ def group_scales(run: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         low, high = run.amin(1).clamp_max(0.0), run.amax(1).clamp_min(0.0)
         scale = _usable((high - low) / INT4_MAX, scheme)
         return scale, (-low / scale).round().clamp(0.0, INT4_MAX)
-    most = {"int4": INT4_MAX / 2, "int8": INT8_MAX, "float8_e4m3": FP8_MAX}[scheme.kind]
+    most = {"int4": INT4_MAX / 2, "nf4": 1.0, "int8": INT8_MAX, "float8_e4m3": FP8_MAX}[scheme.kind]
     return _usable(run.abs().amax(1) / most, scheme), torch.full((len(run),), 8.0, device=run.device)
 
 
@@ -87,6 +88,9 @@ def codes_of(run: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor
     ratio = run / scale.unsqueeze(1)
     if scheme.kind == "int4":
         return (ratio.round() + zero.unsqueeze(1)).clamp(0.0, INT4_MAX).to(torch.uint8)
+    if scheme.kind == "nf4":
+        numbers = ratio.new_tensor(NORMAL_FLOATS)
+        return torch.bucketize(ratio, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
     if scheme.kind == "int8":
         return ratio.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
     return ratio.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

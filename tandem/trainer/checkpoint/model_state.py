@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import is_of_adapter, parameters, trained_parameters
+from tandem.layout.shapes import parameters, trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.layout.sharding import shard_slices
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface.model_folder import to_huggingface
+from tandem.model.huggingface.model_folder import adapter_of, to_huggingface
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.format.shard import Key, Shard, flat_shards
 from tandem.trainer.checkpoint.read import Contents
@@ -26,11 +26,12 @@ WEIGHTS = "weights"
 
 
 def parts_of(decoder: Decoder) -> list[Part]:
-    """Returns where the decoder's parameters hold the tensors of the whole model, in the order of ``layout.shapes.parameters``."""
-    shapes = dict(parameters(decoder.shapes))
+    """Returns where the decoder's parameters hold the tensors of the whole model that training changes, in the order of
+    ``layout.shapes.trained_parameters``: all, or with an adapter only the adapter's."""
+    shapes = dict(trained_parameters(decoder.shapes))
     memory = sorted((p.data_ptr(), p.numel() * p.element_size(), name) for name, p in decoder.named_parameters())
     parts = []
-    for name, view in to_huggingface(decoder):
+    for name, view in to_huggingface(decoder) if decoder.shapes.lora is None else adapter_of(decoder).items():
         start, _, owner = next(entry for entry in reversed(memory) if entry[0] <= view.data_ptr())
         assert view.is_contiguous()
         slices = shard_slices(decoder.shapes, name, shapes[name], decoder.shard_spec)
@@ -39,14 +40,9 @@ def parts_of(decoder: Decoder) -> list[Part]:
     return parts
 
 
-def trained_parts(decoder: Decoder) -> list[Part]:
-    """Returns those of ``parts_of`` that training changes: all, or with an adapter only the adapter's."""
-    return [part for part in parts_of(decoder) if decoder.shapes.lora is None or is_of_adapter(part.name)]
-
-
 def state_shards(decoder: Decoder, optimizer: Optimizer) -> list[Shard]:
     """Returns trained weights and moments as live views."""
-    parts = trained_parts(decoder)
+    parts = parts_of(decoder)
     held = {WEIGHTS: {name: p.detach() for name, p in decoder.named_parameters()}, **_by_kind(optimizer.state().moments)}
     return [shard for kind, tensors in held.items() for shard in named_shards(parts, kind, tensors, decoder)]
 
@@ -105,7 +101,7 @@ def run_shards(parts: list[Part], kind: str, parameter: str, first: int, values:
 def load_state(contents: Contents, decoder: Decoder, optimizer: Optimizer, updates: int) -> None:
     """Loads the weights and moments of which this rank holds a part. Raises ``UserError`` for a checkpoint of another model; nothing is
     changed then."""
-    parts = trained_parts(decoder)
+    parts = parts_of(decoder)
     trained, names = {part.parameter for part in parts}, {name for name, _ in trained_parameters(decoder.shapes)}
     for key in contents.held:
         if key.state == WEIGHTS and key.name not in names:

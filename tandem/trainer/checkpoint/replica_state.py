@@ -13,7 +13,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import checked_tensors
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.format.shard import Key, Shard
-from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, run_shards, state_shards, trained_parts
+from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.optimizers.blockwise import CODES, SCALES, is_coded
 from tandem.trainer.parallel.placement import is_tied_copy
@@ -42,7 +42,7 @@ class ReplicaState:
         self.replica = replica
         with replica.addresses():
             # Sharded parameters have no memory outside this context.
-            self._parts: list[Part] = trained_parts(replica.model)
+            self._parts: list[Part] = parts_of(replica.model)
 
     def shards(self) -> list[Shard]:
         """Returns weights and moments as live views."""

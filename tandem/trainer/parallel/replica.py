@@ -93,7 +93,7 @@ class Replica:
         optimizer = self.optimizer
         self.reshard()
         own = optimizer.parts() if isinstance(optimizer, ShardedOptimizer) and self.paged is None else ()
-        return [*self.model.parameters(), *(part.values for part in own if part.kind == WEIGHTS)]
+        return [*self.model.parameters(), *self.model.frozen_tensors(), *(part.values for part in own if part.kind == WEIGHTS)]
 
     def each_parameter(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter of this rank's part of the model by name. Under ZeRO 3 one layer is gathered at a time, and every rank must take all."""

@@ -1,4 +1,4 @@
-// Linear layers whose weights are stored in few bits and multiplied in fp32: int4 and int8 with a scale (and zero) a group, fp8,
+// Linear layers whose weights are stored in few bits and multiplied in fp32: int4, nf4 and int8 with a scale (and zero) a group, fp8,
 // bf16 and fp16.
 //
 // A panel's block of k is decoded to fp32 and then multiplied as a plain one; few rows use each number as it is decoded. Either way
@@ -14,10 +14,18 @@
 
 namespace {
 
-enum Kind : int { INT4 = 0, INT8 = 1, FP8 = 2, BF16 = 3, FP16 = 4 };
+enum Kind : int { INT4 = 0, INT8 = 1, FP8 = 2, BF16 = 3, FP16 = 4, NF4 = 5 };
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-int64_t bytes_a_row(int kind) { return kind == INT4 ? PANEL / 2 : kind == BF16 || kind == FP16 ? PANEL * 2 : PANEL; }
+constexpr bool has_nibbles(int kind) { return kind == INT4 || kind == NF4; }
+constexpr bool has_scales(int kind) { return kind != BF16 && kind != FP16; }
+constexpr int64_t bytes_a_row(int kind) { return has_nibbles(kind) ? PANEL / 2 : kind == BF16 || kind == FP16 ? PANEL * 2 : PANEL; }
+
+// The numbers of the 4-bit NormalFloat (Dettmers et al., 2023, appendix E).
+alignas(64) constexpr float NORMAL_FLOATS[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+    0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f,
+    1.0f};
 
 float from_bits(uint32_t bits) {
   float out;
@@ -33,6 +41,9 @@ INLINE V low_nibbles(const uint8_t* p) { return ints(_mm512_cvtepu8_epi32(_mm_an
 INLINE V high_nibbles(const uint8_t* p) {
   return ints(_mm512_cvtepu8_epi32(_mm_and_si128(_mm_srli_epi16(bytes_at(p), 4), _mm_set1_epi8(15))));
 }
+INLINE V normal_floats(__m128i codes) { return {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), _mm512_load_ps(NORMAL_FLOATS))}; }
+INLINE V low_normal_floats(const uint8_t* p) { return normal_floats(_mm_and_si128(bytes_at(p), _mm_set1_epi8(15))); }
+INLINE V high_normal_floats(const uint8_t* p) { return normal_floats(_mm_and_si128(_mm_srli_epi16(bytes_at(p), 4), _mm_set1_epi8(15))); }
 INLINE V signed_bytes(const uint8_t* p) { return ints(_mm512_cvtepi8_epi32(bytes_at(p))); }
 INLINE V fp8(const uint8_t* p) {
   const __m512i code = _mm512_cvtepi8_epi32(bytes_at(p));
@@ -63,6 +74,8 @@ float from_fp16(uint16_t half) {
   return load(out)
 INLINE V low_nibbles(const uint8_t* p) { EACH(static_cast<float>(p[i] & 15)); }
 INLINE V high_nibbles(const uint8_t* p) { EACH(static_cast<float>(p[i] >> 4)); }
+INLINE V low_normal_floats(const uint8_t* p) { EACH(NORMAL_FLOATS[p[i] & 15]); }
+INLINE V high_normal_floats(const uint8_t* p) { EACH(NORMAL_FLOATS[p[i] >> 4]); }
 INLINE V signed_bytes(const uint8_t* p) { EACH(static_cast<float>(static_cast<int8_t>(p[i]))); }
 INLINE V fp8(const uint8_t* p) {
   EACH(from_bits(static_cast<uint32_t>(p[i] & 0x80) << 24 | static_cast<uint32_t>(p[i] & 0x7f) << 20) * 0x1p120f);
@@ -85,6 +98,7 @@ INLINE V fp16(const uint8_t* p) {
 template <int KIND>
 INLINE V codes_at(const uint8_t* from, int v) {
   if constexpr (KIND == INT4) return v < 2 ? low_nibbles(from + v * LANES) : high_nibbles(from + (v - 2) * LANES);
+  if constexpr (KIND == NF4) return v < 2 ? low_normal_floats(from + v * LANES) : high_normal_floats(from + (v - 2) * LANES);
   if constexpr (KIND == INT8) return signed_bytes(from + v * LANES);
   if constexpr (KIND == FP8) return fp8(from + v * LANES);
   if constexpr (KIND == BF16) return bf16(from + v * LANES * 2);
@@ -94,8 +108,8 @@ INLINE V codes_at(const uint8_t* from, int v) {
 // `k` rows of one group: (code - zero) scale, the zero and the scale where there are any.
 template <int KIND, bool HAS_ZEROS>
 void decode_rows(const uint8_t* from, const float* scales, const float* zeros, int64_t k, int64_t width, float* to) {
-  constexpr bool HAS_SCALES = KIND == INT4 || KIND == INT8 || KIND == FP8;
-  constexpr int64_t BYTES = KIND == INT4 ? PANEL / 2 : HAS_SCALES ? PANEL : PANEL * 2;
+  constexpr bool HAS_SCALES = has_scales(KIND);
+  constexpr int64_t BYTES = bytes_a_row(KIND);
   const int vectors = static_cast<int>(width / LANES);
   V scale[PANEL / LANES], zero_of[PANEL / LANES];
   for (int v = 0; v < PANEL / LANES; ++v) {
@@ -114,11 +128,12 @@ void decode_rows(const uint8_t* from, const float* scales, const float* zeros, i
 }
 
 using Decode = void (*)(const uint8_t*, const float*, const float*, int64_t, int64_t, float*);
-constexpr Decode DECODE[5][2] = {{decode_rows<INT4, false>, decode_rows<INT4, true>},
+constexpr Decode DECODE[6][2] = {{decode_rows<INT4, false>, decode_rows<INT4, true>},
                                  {decode_rows<INT8, false>, decode_rows<INT8, true>},
                                  {decode_rows<FP8, false>, decode_rows<FP8, true>},
                                  {decode_rows<BF16, false>, decode_rows<BF16, false>},
-                                 {decode_rows<FP16, false>, decode_rows<FP16, false>}};
+                                 {decode_rows<FP16, false>, decode_rows<FP16, false>},
+                                 {decode_rows<NF4, false>, decode_rows<NF4, false>}};
 
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6;      // as many sums as the registers hold
@@ -139,9 +154,9 @@ struct Few {
 // ROWS rows and one panel, each number used as it is decoded: the same chains of multiply-adds as a plain product's.
 template <int KIND, bool HAS_ZEROS, int ROWS>
 void multiply_few(const Few& t) {
-  constexpr bool HAS_SCALES = KIND == INT4 || KIND == INT8 || KIND == FP8;
+  constexpr bool HAS_SCALES = has_scales(KIND);
   constexpr int VECTORS = PANEL / LANES;
-  constexpr int64_t BYTES = KIND == INT4 ? PANEL / 2 : HAS_SCALES ? PANEL : PANEL * 2;
+  constexpr int64_t BYTES = bytes_a_row(KIND);
   const uint8_t* from = t.packed;
   V scale[VECTORS], zero_of[VECTORS];
   for (int64_t k0 = 0; k0 < t.k; k0 += K_BLOCK) {
@@ -188,7 +203,7 @@ constexpr void fill(MultiplyFew* table, std::integer_sequence<int, ROWS...>) {
   ((table[ROWS] = multiply_few<KIND, HAS_ZEROS, ROWS + 1>), ...);
 }
 struct FewFunctions {
-  MultiplyFew of[5][2][TILE_ROWS] = {};
+  MultiplyFew of[6][2][TILE_ROWS] = {};
   template <int KIND, bool HAS_ZEROS>
   constexpr void fill_kind() {
     fill<KIND, HAS_ZEROS>(of[KIND][HAS_ZEROS], std::make_integer_sequence<int, TILE_ROWS>{});
@@ -202,6 +217,7 @@ struct FewFunctions {
     fill_kind<FP8, true>();
     fill_kind<BF16, false>();
     fill_kind<FP16, false>();
+    fill_kind<NF4, false>();
   }
 };
 constexpr FewFunctions FEW;
@@ -236,7 +252,7 @@ extern "C" {
 
 int64_t tandem_coded_bytes(int kind, int64_t n, int64_t k) { return round_up(n, PANEL) / PANEL * k * bytes_a_row(kind); }
 
-// codes[n, k], of one byte (int4, int8, fp8) or two, to panels of 64 output channels, each [k][64]; int4 has columns i and i + 32
+// codes[n, k], of one byte (int4, nf4, int8, fp8) or two, to panels of 64 output channels, each [k][64]; 4 bits have columns i and i + 32
 // in one byte.
 void tandem_coded_pack(int kind, const uint8_t* codes, int64_t n, int64_t k, uint8_t* packed) {
   const int64_t panels = (n + PANEL - 1) / PANEL, bytes = bytes_a_row(kind), wide = kind == BF16 || kind == FP16 ? 2 : 1;
@@ -248,7 +264,7 @@ void tandem_coded_pack(int kind, const uint8_t* codes, int64_t n, int64_t k, uin
     for (int64_t column = 0; column < std::min(PANEL, n - panel * PANEL); ++column) {
       const uint8_t* from = codes + (panel * PANEL + column) * k * wide;
       for (int64_t i = 0; i < k; ++i) {
-        if (kind == INT4)
+        if (has_nibbles(kind))
           to[i * bytes + column % 32] |= static_cast<uint8_t>((from[i] & 15) << (column / 32 * 4));
         else
           std::memcpy(to + i * bytes + column * wide, from + i * wide, static_cast<size_t>(wide));
