@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from data_runs import command
@@ -130,8 +131,9 @@ def test_rollouts_in_int8_learn_and_are_weighed_by_how_far_they_are_from_the_tra
 
 
 @pytest.mark.full
-def test_a_low_rank_adapter_learns_and_leaves_the_model_that_it_began_with_as_it_is(tmp_path: Path) -> None:
-    recipe = load_config(RECIPES / "sort_lora.yaml", [f"run.directory={tmp_path}"])
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_a_low_rank_adapter_learns_and_leaves_the_model_that_it_began_with_as_it_is(quantization: Literal["none", "nf4"], tmp_path: Path) -> None:
+    recipe = load_config(RECIPES / "sort_lora.yaml", [f"run.directory={tmp_path}", f"trainer.lora.quantization={quantization}"])
     result = train(recipe, recipe_path="sort_lora.yaml")
     assert before(result) <= 0.55
     assert result.reached and after(result, "accuracy") >= 0.90 - 0.019
@@ -140,7 +142,8 @@ def test_a_low_rank_adapter_learns_and_leaves_the_model_that_it_began_with_as_it
     digits = random.Random(0)
     prompts = ["".join(digits.choices("0123456789", k=digits.randint(3, 6))) for _ in range(1024)]
     accuracies = []
-    with LLM(result.directory / "sft" / "model", enable_lora=True, max_lora_rank=8) as llm:
+    served = {} if quantization == "none" else {"quantization": quantization}
+    with LLM(result.directory / "sft" / "model", enable_lora=True, max_lora_rank=8, **served) as llm:
         for adapter in (None, LoRARequest("sort", 1, str(result.directory / "adapter"))):
             outputs = llm.generate([f"{prompt}=" for prompt in prompts], SamplingParams(temperature=0, max_tokens=12), lora_request=adapter)
             answers = [output.outputs[0].text.strip() for output in outputs]

@@ -65,6 +65,10 @@ def test_pod_trains_sends_and_saves_the_adapter_alone(tmp_path: Path) -> None:
         ([LORA, "--parallel.data=2", "--parallel.zero=3"], "parallel.zero"),
         ([LORA, "--algorithm.name=ppo", "--critic.shared=true"], "critic.shared"),
         ([LORA, "--reference.update=ema"], "reference.update"),
+        (["--trainer.lora={quantization: nf3}"], "quantization"),
+        (["--trainer.lora={quantization: nf4}", "--trainer.precision=bf16"], "trainer.precision"),
+        (["--trainer.lora={quantization: nf4}", "--rollout.engine.quantization=int8"], "rollout.engine.quantization"),
+        (["--trainer.lora={quantization: nf4}", "--parallel.tensor=2", "--parallel.deterministic=false"], "parallel.deterministic"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -118,6 +122,24 @@ def test_run_that_was_killed_whole_resumes_bit_for_bit_and_is_verified_and_repla
     weights.write_bytes(content)
     damaged = finish(run.begin("verify", str(run.directory)))
     assert damaged.returncode != 0 and "an adapter" in damaged.stdout + damaged.stderr
+
+
+@pytest.mark.full
+def test_quantized_weights_beside_the_adapter_have_the_same_bits_in_trainer_and_engine_and_after_a_kill(tmp_path: Path) -> None:
+    lora = "--trainer.lora={rank: 4, quantization: nf4}"
+    run, killed = PodRun(tmp_path / "whole"), PodRun(tmp_path / "killed")
+    done = run.train(lora, "--residents.plan=sleep")
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(run.directory)
+    assert {(row["mismatch_kl"], row["mismatch_max_abs"]) for row in rows} == {(0.0, 0.0)}
+    # The reference is the quantized model without its adapter, which is 0 at the start.
+    assert rows[0]["kl"] == 0.0 < rows[1]["kl"]
+    assert killed.train(lora, "--residents.plan=sleep", "--fault", "pod:after:commit_scores:5").returncode == -9
+    done = killed.resume()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(killed, run) == []
+    replayed = finish(run.begin("replay", str(run.directory), "--step", "3"))
+    assert replayed.returncode == 0 and "equal bit for bit" in replayed.stdout, replayed.stdout
 
 
 @pytest.mark.full
