@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from tandem.config.lora import LoraConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import PROCESS_BYTES, predict, saved_bytes_on_disk
@@ -36,6 +37,22 @@ def test_trainer_without_its_turn_has_weights_moments_reference_and_a_staged_che
             plan = predict(LLAMA, TrainerConfig(), parallel, tokens=50, kv_cache_tokens=0, reference=True, residency=residency)
             wanted = parallel.world * TRAINING_PROCESS_BYTES + 1.1 * in_memory + staged
             assert abs(plan.trainer_idle - wanted) < 64, (parallel, residency)
+
+
+def test_adapter_is_all_that_has_gradients_moments_and_a_place_in_updates_and_the_weights_beside_it_may_have_4_bits() -> None:
+    lora = LoraConfig(rank=4, target_modules=("q_proj", "down_proj"))
+    adapter = 3 * 4 * 4 * ((32 + 32) + (48 + 32))
+    # 64 columns or fewer are one group: 4 bits a weight and a scale a row.
+    rows = (32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)
+    matrices = 3 * sum(n * k for n, k in rows)
+    quantized = WEIGHTS - 4 * matrices + matrices // 2 + 3 * 4 * sum(n for n, _ in rows)
+    for kind, weights in (("none", WEIGHTS), ("nf4", quantized)):
+        shapes = replace(LLAMA, lora=replace(lora, quantization=kind))
+        plan = predict(shapes, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=0, reference=False, reads_base=True)
+        assert plan.segments == 2 * adapter
+        # A staged checkpoint has the adapter and its moments.
+        assert abs(plan.trainer_idle - TRAINING_PROCESS_BYTES - 1.1 * (weights + 3 * adapter) - 3 * adapter) < 64, kind
+        assert plan.inference - plan.trainer_idle == forward_bytes(shapes, 50, ParallelConfig()), "the reference's pass, of the actor"
 
 
 def test_every_phase_holds_what_its_plan_says() -> None:

@@ -185,6 +185,7 @@ def plan(
                 shapes, trainer, parallel, tokens=tokens, attended=attended, kv_cache_tokens=cache_tokens, kv_cache_dtype=engine.kv_cache_dtype,
                 swap_bytes=swap,
                 engine_ranks=engine.tensor_parallel_size, engines=rollout.workers, **models, residency=residency,
+                reads_base=algorithm.needs_reference and not reference,
             )  # fmt: skip
             return Candidate(residency, host, None, disk)
         host = predict_beside_gpus(
