@@ -99,7 +99,10 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(command, arguments, sa
         ("--trainer.dtype=float64", "tis_cap"),
         ("--trainer.dtype=float16", "bfloat16"),
         ("--rollout.engine.device=cuda", "machine.device"),
-        ("--algorithm.name=gpro", "must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, online_dpo, pretrain, sft, dpo"),
+        (
+            "--algorithm.name=gpro",
+            "must be one of grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, online_dpo, distillation, pretrain, sft, dpo",
+        ),
         # Numbers that are numbers, and more than a clock or a count of bytes can hold.
         ("--rewards.start_deadline_s=1e308", "at most 2000000"),
         ("--parallel.collective_timeout_s=1000000000000", "at most 2000000"),
