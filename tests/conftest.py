@@ -1,6 +1,7 @@
 """Fixtures and settings for all tests. Triton decides at its first import in a process whether its programs run on a device or in its
 interpreter, so the environment is set here."""
 
+import gc
 import os
 import signal
 import socket
@@ -22,11 +23,26 @@ if "avx512f" in Path("/proc/cpuinfo").read_text():
 import torch
 from hub_server import Hub, hub_server
 
+# Collecting thousands of tests makes a million objects that live as long as the process. The garbage collector need not visit them, neither
+# now nor in each full collection of a test.
+gc.disable()
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts background jobs so, and the commands that tests interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    # Triton's libraries report objects that still exist at the end.
+    gc.unfreeze()
 
 
 @pytest.fixture

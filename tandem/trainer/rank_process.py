@@ -24,7 +24,7 @@ from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
 from tandem.runtime.process.heartbeat_table import Heartbeat, HeartbeatTable
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.process.stacks import answer_with_stacks
-from tandem.runtime.process.worker import serve
+from tandem.runtime.process.worker import end_of_imports, serve
 from tandem.runtime.records.logs import log_uncaught, setup
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.parallel.ranks import Ranks, alone
@@ -88,6 +88,7 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
 def make_methods(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
     """Returns the calls made by the module ``settings.target``; if that fails, calls that all raise its error."""
     target: Any = import_module(settings.target)
+    end_of_imports()
     try:
         made: tuple[Mapping[str, Method], FaultPoint] = target.make(settings)
         return made

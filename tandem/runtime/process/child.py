@@ -1,10 +1,11 @@
 """The first thing that runs in a process started by ``tandem.runtime.process.processes.spawn``.
 
-``python -m tandem.runtime.process.child PARENT_PID module NAME [ARG...]`` runs a Python module, ``... exec PROGRAM [ARG...]`` a
-program, after asking the kernel to kill this process when its parent ends, also by ``kill -9``. The request is made here and not between
-fork and exec, where a parent with threads must not run Python.
+``python -m tandem.runtime.process.child PARENT_PID module NAME [ARG...]`` runs a Python module, ``... worker NAME [ARG...]`` one that calls
+``tandem.runtime.process.worker.serve``, ``... exec PROGRAM [ARG...]`` a program, after asking the kernel to kill this process when its parent
+ends, also by ``kill -9``. The request is made here and not between fork and exec, where a parent with threads must not run Python.
 """
 
+import gc
 import os
 import runpy
 import signal
@@ -35,6 +36,10 @@ def main() -> None:
     from tandem.runtime.process.temporary import choose_temporary_folder
 
     choose_temporary_folder()
+    if kind == "worker":
+        # What its imports make lives as long as the process, and to visit it again and again takes a tenth of the start. ``serve`` turns the
+        # garbage collector on.
+        gc.disable()
     runpy.run_module(target, run_name="__main__", alter_sys=True)
 
 

@@ -60,6 +60,7 @@ def spawn(
     program: str | None = None,
     new_session: bool = False,
     pass_fds: Sequence[int] = (),
+    worker: bool = False,
     stdin: int | IO[bytes] | None = subprocess.DEVNULL,
     output: Path | None = None,
     capture: bool = False,
@@ -70,9 +71,9 @@ def spawn(
 
     ``output``: a file to which standard output and error are appended (``None``: those of this process). ``capture``: standard output is
     read from ``.stdout`` instead. ``new_session``: gives the child a session and process group of its own, so that ``kill_group`` also kills
-    what it starts and a terminal's Ctrl-C does not reach it.
+    what it starts and a terminal's Ctrl-C does not reach it. ``worker``: the module calls ``worker.serve``, before which it collects no garbage.
     """
-    kind, target = ("module", module) if module is not None else ("exec", program)
+    kind, target = ("worker" if worker else "module", module) if module is not None else ("exec", program)
     assert target is not None, "spawn needs a module or a program"
     command = [sys.executable, "-m", "tandem.runtime.process.child", str(os.getpid()), kind, target, *arguments]
 

@@ -7,6 +7,7 @@ every thread to its log and is killed.
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -57,7 +58,7 @@ class Worker:
             channel = ("--channel", str(theirs.fileno()))
             self.process: subprocess.Popen[bytes] = spawn(
                 module, [*arguments, *channel], threads=threads, output=output, environment=environment,
-                pass_fds=[theirs.fileno()], new_session=new_session,
+                pass_fds=[theirs.fileno()], new_session=new_session, worker=True,
             )  # fmt: skip
         self._pidfd = os.pidfd_open(self.process.pid) if hasattr(os, "pidfd_open") else None
         self._channel = Channel(ours, watch=self._pidfd)
@@ -187,6 +188,7 @@ def serve(methods: Mapping[str, Method], channel: int, *, fault_point: FaultPoin
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     owner = Channel(connection)
+    gc.enable()
     with contextlib.closing(owner):
         while True:
             try:
@@ -194,6 +196,12 @@ def serve(methods: Mapping[str, Method], channel: int, *, fault_point: FaultPoin
             except (EOFError, OSError, BrokenFrame, _OwnerClosed):
                 logger.info("the owner closed the channel")
                 return
+
+
+def end_of_imports() -> None:
+    """Leaves what exists, modules above all, out of all later collections. A worker calls it before it makes what it may give up again."""
+    gc.freeze()
+    gc.enable()
 
 
 class _OwnerClosed(BaseException):
