@@ -1,6 +1,7 @@
 """The order of training data: a function of (seed, index), the same for any number of ranks, no token lost or repeated."""
 
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -133,10 +134,13 @@ def test_loader_counts_the_seconds_in_which_compute_waits() -> None:
         batches = iter(loader)
         for _ in range(3):
             next(batches)
-        assert loader.idle_s < 0.2
-        threading.Timer(0.3, released.set).start()
+        before = loader.idle_s
+        time.sleep(0.3)
+        assert loader.idle_s == before, "the time between two batches is compute's"
+        threading.Timer(1.0, released.set).start()
+        began = time.monotonic()
         next(batches)
-        assert 0.2 < loader.idle_s < 5
+        assert 0.2 < loader.idle_s - before <= time.monotonic() - began
 
 
 def test_loader_ends_in_the_middle_of_a_batch_that_would_never_be_whole() -> None:

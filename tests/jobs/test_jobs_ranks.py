@@ -44,7 +44,7 @@ def write_ranks_recipe(folder: Path, data: Path) -> None:
         folder, data,
         data={"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "global_batch_size": 7},
         trainer={"warmup_steps": 5, "weight_decay": 0.1, "micro_batch_tokens": 100}, evaluation={"every_steps": STEPS, "sequences": 5},
-        checkpoint={"every_steps": 5, "keep": 2}, run={"max_steps": STEPS}, parallel={"heartbeat_timeout_s": 2.0},
+        checkpoint={"every_steps": 5, "keep": 2}, run={"max_steps": STEPS}, parallel={"heartbeat_timeout_s": 2.0, "collective_timeout_s": 60.0},
     )  # fmt: skip
 
 

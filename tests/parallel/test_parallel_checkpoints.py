@@ -161,7 +161,7 @@ def save_while_training(here: RankContext, folder: Path) -> dict[str, Any]:
     assert checkpointer.take_committed() is None
     assert not (folder / "step-1").exists()
     memory = checkpointer._staging
-    threading.Timer(0.2, going_on.set).start()
+    threading.Timer(1.0, going_on.set).start()
     began = time.perf_counter()
     stall = checkpointer.save(2, held, {})
     assert stall >= 0.1 and stall <= time.perf_counter() - began, "the wait for the first is part of the second's stall"

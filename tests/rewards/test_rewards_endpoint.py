@@ -1,6 +1,8 @@
 """A reward behind HTTP: a server in the form of OpenRLHF's, one that is busy, slow, wrong or gone."""
 
 import asyncio
+import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -83,15 +85,15 @@ def test_other_forms_of_the_same_answer_are_read_and_null_does_not_apply(serve: 
 
 
 def test_a_server_that_is_busy_is_asked_again_and_batches_are_sent_at_once(serve: Callable[[Answer], Server]) -> None:
+    two, asked = threading.Barrier(2), itertools.count(1)
+
     def busy(body: dict[str, Any], number: int) -> tuple[int, Any]:
-        time.sleep(0.3)
-        return lengths(body, number) if number > 2 else (503, b"loading")
+        two.wait(30)  # A request alone would have no answer.
+        return lengths(body, number) if next(asked) > 2 else (503, b"loading")
 
     server = serve(busy)
-    began = time.monotonic()
     scores = score(config(server, endpoint={"batch_size": 1}), *["a"] * 6)
     assert [each.value for each in scores] == [3.0] * 6 and len(server.bodies) == 8
-    assert time.monotonic() - began < 4.0
 
 
 @pytest.mark.parametrize(
@@ -113,10 +115,17 @@ def test_a_fault_of_the_server_masks_samples_and_says_why(serve: Callable[[Answe
 
 
 def test_a_server_that_never_answers_ends_within_the_batchs_deadline_without_a_request_for_each_sample(serve: Callable[[Answer], Server]) -> None:
-    server = serve(lambda body, number: time.sleep(30) or (200, []))  # type: ignore[func-returns-value]
-    began = time.monotonic()
+    ended, answered = threading.Event(), []
+
+    def never(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        ended.wait(120)
+        answered.append(number)
+        return 200, []
+
+    server = serve(never)
     scores = score_in_workers(config(server, deadline_s=2, sample_deadline_s=1), *["a"] * 50)
-    assert time.monotonic() - began < 6.0 and len(server.bodies) < 5
+    assert not answered and len(server.bodies) < 5
+    ended.set()
     assert all(each.state is ScoreState.INFRASTRUCTURE_FAULT and "does not answer" in each.reason for each in scores)
 
 
@@ -133,10 +142,8 @@ def test_a_token_comes_from_the_environment_and_its_variable_must_be_set(serve: 
 def test_an_address_at_which_nothing_answers_is_told_before_the_run(serve: Callable[[Answer], Server]) -> None:
     server = serve(lengths)
     server.close()
-    began = time.monotonic()
     with pytest.raises(UserError, match=r"reward function 'get_reward': nothing answers at 'http://127.0.0.1:\d+/get_reward' \(Connection refused\); start it"):
         RewardPool(config(server))
-    assert time.monotonic() - began < 3.0
 
 
 @pytest.mark.parametrize(
