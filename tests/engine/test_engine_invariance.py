@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_cases import REFERENCE_IS_SLOW, named, with_kernels
 
 from tandem.engine.core.lifecycle import Transition
 from tandem.engine.llm import LLM
@@ -47,6 +48,8 @@ def kernels(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=KV_CACHE_DTYPES)
 def kv_cache_dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def known() -> dict[str, list[list[CompletionOutput]]]:
     return {}
@@ -62,42 +65,48 @@ def expected(
     return known[kernels]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_num_batched_tokens": 16},
-        {"max_num_batched_tokens": 23},
-        {"max_num_batched_tokens": 4096, "max_num_seqs": 64},
-        {"max_num_seqs": 2, "max_num_batched_tokens": 5},
-        {"enable_prefix_caching": False},
-        {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
-        {"kv_cache_tokens": 128},
-        {"kv_cache_tokens": 128, "enable_prefix_caching": False, "max_num_batched_tokens": 17},
-        {"kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
-        {"kv_cache_tokens": 128, "swap_space": 2**-15, "preemption_mode": "swap", "enable_prefix_caching": False, "max_num_batched_tokens": 17},
-        {"kv_cache_tokens": 128, "swap_space": 2**-12, "enable_chunked_prefill": False, "max_num_batched_tokens": 128},
-        {"batching": "dynamic", "max_num_batched_tokens": 128, "max_num_seqs": 4},
-        {"batching": "static", "max_num_batched_tokens": 128, "max_num_seqs": 4},
-        {"batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 192},
-        {"cache_implementation": "static", "kv_cache_tokens": 512},
-        {"cache_implementation": "static", "batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 384},
-        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
-        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 7}, "kv_cache_tokens": 128},
-        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}, "kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
-        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}, "max_num_batched_tokens": 16},
-        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}, "cache_implementation": "static", "enable_prefix_caching": False},
-        {"speculative_config": {"method": "draft", "model": 0}},
-        {"speculative_config": {"method": "draft", "model": 1}, "max_num_batched_tokens": 16, "kv_cache_tokens": 128},
-        {"speculative_config": {"method": "draft", "model": 0}, "kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
-    ],
-    ids=lambda settings: ",".join(f"{name.replace('enable_', '')}={value}" for name, value in settings.items()),
+SETTINGS = named(
+    {"max_num_batched_tokens": 16},
+    {"max_num_batched_tokens": 23},
+    {"max_num_batched_tokens": 4096, "max_num_seqs": 64},
+    {"max_num_seqs": 2, "max_num_batched_tokens": 5},
+    {"enable_prefix_caching": False},
+    {"max_num_batched_tokens": 128, "enable_chunked_prefill": False},
+    {"kv_cache_tokens": 128},
+    {"kv_cache_tokens": 128, "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+    {"kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
+    {"kv_cache_tokens": 128, "swap_space": 2**-15, "preemption_mode": "swap", "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+    {"kv_cache_tokens": 128, "swap_space": 2**-12, "enable_chunked_prefill": False, "max_num_batched_tokens": 128},
+    {"batching": "dynamic", "max_num_batched_tokens": 128, "max_num_seqs": 4},
+    {"batching": "static", "max_num_batched_tokens": 128, "max_num_seqs": 4},
+    {"batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 192},
+    {"cache_implementation": "static", "kv_cache_tokens": 512},
+    {"cache_implementation": "static", "batching": "static", "max_num_batched_tokens": 128, "kv_cache_tokens": 384},
+    {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
+    {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 7}, "kv_cache_tokens": 128},
+    {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}, "kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
+    {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}, "max_num_batched_tokens": 16},
+    {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}, "cache_implementation": "static", "enable_prefix_caching": False},
+    {"speculative_config": {"method": "draft", "model": 0}},
+    {"speculative_config": {"method": "draft", "model": 1}, "max_num_batched_tokens": 16, "kv_cache_tokens": 128},
+    {"speculative_config": {"method": "draft", "model": 0}, "kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
 )
+WITH_THE_REFERENCE = named(
+    {"max_num_batched_tokens": 23},
+    {"kv_cache_tokens": 128, "enable_prefix_caching": False, "max_num_batched_tokens": 17},
+    {"cache_implementation": "static", "kv_cache_tokens": 512},
+    {"speculative_config": {"method": "draft", "model": 0}, "kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap"},
+)
+
+
+@with_kernels(SETTINGS, quick=WITH_THE_REFERENCE)
 def test_settings_change_no_bit(
     make_llm: Callable[..., LLM], kernels: str, expected: list[list[CompletionOutput]], settings: dict[str, Any]
 ) -> None:
     assert generate(make_llm(kernels=kernels, **settings)) == expected
 
 
+@pytest.mark.parametrize("kernels", REFERENCE_IS_SLOW)
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_settings_change_no_bit_of_a_mixture_of_experts(
     make_llm: Callable[..., LLM], kernels: str, architecture: str
@@ -107,6 +116,7 @@ def test_settings_change_no_bit_of_a_mixture_of_experts(
         assert generate(make_llm(architecture, kernels=kernels, **settings)) == expected
 
 
+@pytest.mark.parametrize("kernels", REFERENCE_IS_SLOW)
 def test_settings_change_no_bit_of_an_engine_that_keeps_keys_and_values_in_less(
     make_llm: Callable[..., LLM], kernels: str, kv_cache_dtype: str
 ) -> None:

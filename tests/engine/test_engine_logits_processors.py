@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import with_kernels
 
 from tandem.engine.llm import LLM
 from tandem.engine.sample.logits_processors import Position, apply_logits_processors, make_logits_processors
@@ -134,10 +135,10 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-@pytest.mark.parametrize(
-    "settings", [{"max_num_batched_tokens": 23}, {"kv_cache_tokens": 128}, {"max_num_seqs": 2}], ids=["chunks", "preemption", "two rows"]
-)
+SETTINGS = {"chunks": {"max_num_batched_tokens": 23}, "preemption": {"kv_cache_tokens": 128}, "two rows": {"max_num_seqs": 2}}
+
+
+@with_kernels(SETTINGS, quick=["preemption"])
 def test_rules_draw_the_same_tokens_in_any_batch_chunk_and_after_preemption(
     make_llm: Callable[..., LLM], settings: dict[str, Any], kernels: str
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernel_cases import named, with_kernels
 from lora_adapters import write_adapter, write_merged
 
 from tandem import LLM, LoRARequest, SamplingParams
@@ -58,15 +59,13 @@ def test_an_adapter_does_what_merged_weights_do(lora_llm, make_folder, adapters,
         expect_alike(ours, run(merged(make_folder(), adapter, tmp_path / f"m{adapter.lora_int_id}"), PROMPTS, None, GREEDY))
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {}, {"max_num_batched_tokens": 16}, {"kv_cache_tokens": 128}, {"max_num_seqs": 3, "enable_prefix_caching": False},
-        {"kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap", "speculative_config": {"method": "draft", "model": 0}},
-    ],
-    ids=str,
+MIXED = named(
+    {}, {"max_num_batched_tokens": 16}, {"kv_cache_tokens": 128}, {"max_num_seqs": 3, "enable_prefix_caching": False},
+    {"kv_cache_tokens": 128, "swap_space": 2**-12, "preemption_mode": "swap", "speculative_config": {"method": "draft", "model": 0}},
 )
+
+
+@with_kernels(MIXED, quick=["max_num_batched_tokens=16"])
 def test_a_mixed_batch_has_the_bits_of_each_request_alone(lora_llm, make_llm, adapters, kernels, settings) -> None:
     asked = [adapters[0], None, adapters[1], adapters[0]]
     mixed = run(lora_llm(kernels=kernels, **settings), PROMPTS, asked)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import with_kernels
 
 from tandem.engine.llm import LLM
 from tandem.engine.processing.outputs import RequestOutput
@@ -70,12 +71,12 @@ def test_scores_and_top_entries_are_those_of_transformers(make_folder: Callable[
             assert found.rank == int((row > row[other]).sum()) + 1
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-@pytest.mark.parametrize(
-    "settings",
-    [{"max_num_batched_tokens": 16}, {"max_num_seqs": 2, "max_num_batched_tokens": 5}, {"kv_cache_tokens": 128}],
-    ids=["chunks", "two rows", "preemption"],
-)
+SETTINGS = {
+    "chunks": {"max_num_batched_tokens": 16}, "two rows": {"max_num_seqs": 2, "max_num_batched_tokens": 5}, "preemption": {"kv_cache_tokens": 128},
+}
+
+
+@with_kernels(SETTINGS, quick=["chunks"])
 def test_neither_chunks_nor_preemption_nor_a_warm_cache_change_a_bit(
     make_llm: Callable[..., LLM], settings: dict[str, Any], kernels: str
 ) -> None:

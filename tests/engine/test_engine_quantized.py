@@ -50,8 +50,7 @@ def generate(llm: LLM, prompts: list[str] = PROMPTS, keys: list[int] | None = No
 
 
 @pytest.mark.parametrize(("kind", "kernels"), [
-    *((kind, "auto") for kind in KINDS), ("int8+head", "reference"), ("int4", "reference"),
-    *(pytest.param(kind, "reference", marks=pytest.mark.full) for kind in ("int8", "fp8", "awq", "gptq")),
+    *((kind, "auto") for kind in KINDS), *(pytest.param(kind, "reference", marks=pytest.mark.full) for kind in KINDS),
 ])
 def test_batches_chunks_cache_and_preemption_change_no_bit(make_quantised: Make, kind: str, kernels: str) -> None:
     llm = make_quantised(kind, kernels=kernels)

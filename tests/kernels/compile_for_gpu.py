@@ -1,4 +1,4 @@
-"""Compiles every Triton program, with the arguments of its launch, to the machine code of a Hopper GPU: ``python compile_for_gpu.py``.
+"""Compiles every Triton program, with the arguments of its launch, to the machine code of a Hopper GPU: ``python compile_for_gpu.py bfloat16``.
 
 It needs no device and launches nothing. Prints a JSON line for each compiled program: its name, bytes of shared memory, and the number of
 matrix instructions in its PTX."""
@@ -52,11 +52,8 @@ class Always:
         return (self.tile,)
 
 
-CURRENT = [""]
-"""The name of the dtype that is being compiled."""
 
-
-def main() -> None:
+def main(dtype: str) -> None:
     triton.runtime.driver.set_active(Absent())
     # Launches expect tensors on a device, of which compilation only uses the alignment of the address.
     launch.IS_INTERPRETED = False
@@ -72,7 +69,7 @@ def main() -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         ptx = kernel.asm["ptx"]
         found = {
-            "program": self.fn.__name__, "dtype": CURRENT[0], "rows": options.get("BLOCK_M"), "shared": kernel.metadata.shared,
+            "program": self.fn.__name__, "dtype": dtype, "rows": options.get("BLOCK_M"), "shared": kernel.metadata.shared,
             "cubin": len(kernel.asm["cubin"]), "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)), "mma": len(re.findall(r"\bmma\.sync", ptx)),
             "warps": kernel.metadata.num_warps,
         }  # fmt: skip
@@ -80,9 +77,7 @@ def main() -> None:
         return kernel
 
     JITFunction.run = compile_only
-    for name, dtype in DTYPES.items():
-        CURRENT[0] = name
-        every_program(TritonKernels(), dtype)
+    every_program(TritonKernels(), DTYPES[dtype])
 
 
 def every_program(kernels: Any, dtype: torch.dtype) -> None:
@@ -117,4 +112,4 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -92,14 +92,24 @@ def disagreements(trained: Sequence[Tensor], runs: dict[str, Sequence[Tensor]]) 
     ]
 
 
+CASES = [
+    *((name, "auto") for name in SHAPES),
+    *(("qwen3", name) for name in KV_CACHE_DTYPES[1:]),
+    ("qwen2 with windows", "int8"),
+    ("llama, one key head, yarn", "fp8_e4m3"),
+]
+SLOW_IN_THE_REFERENCE = [*(("qwen3", name) for name in KV_CACHE_DTYPES[1:]), ("qwen3_moe, one dense layer", "auto")]
+"""The reference kernels take about six seconds for each, and prove the like with other models."""
+
+
 @pytest.mark.parametrize(
-    ("architecture", "kv_cache_dtype"),
+    ("kernels", "architecture", "kv_cache_dtype"),
     [
-        *((name, "auto") for name in SHAPES),
-        *(("qwen3", name) for name in KV_CACHE_DTYPES[1:]),
-        ("qwen2 with windows", "int8"),
-        ("llama, one key head, yarn", "fp8_e4m3"),
+        pytest.param(kernels, *case, marks=pytest.mark.full if kernels == "reference" and case in SLOW_IN_THE_REFERENCE else ())
+        for kernels in ("reference", "cpu")
+        for case in CASES
     ],
+    indirect=["kernels"],
 )
 def test_engine_and_trainer_agree_bit_for_bit_however_the_tokens_come(
     architecture: str,

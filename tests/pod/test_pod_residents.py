@@ -41,13 +41,14 @@ def model_bytes(run: PodRun) -> int:
 
 def test_the_figures_own_order_changes_no_bit_and_the_journal_has_every_move(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
-    done = run.train("--residents.plan=figure", "--residents.prefetch=false")
+    done = run.train("--residents.plan=figure", "--residents.prefetch=false", "--run.max_steps=3")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert difference(run, undisturbed) == [] and run.events("residue") == [] and run.left_behind() == []
-    weights, cache = model_bytes(run), moves(run, 3)[4][2]
+    # All six steps and every file are compared for each plan by ``test_every_plan_has_the_same_curve_bit_for_bit``.
+    assert run.rows() == undisturbed.rows()[:3] and run.events("residue") == [] and run.left_behind() == []
+    weights, cache = model_bytes(run), moves(run, 2)[4][2]
     # Workers and actor are instantiated (the actor has been since the update before); saved and offloaded; workers are destroyed; the reference is
     # reloaded, and given up for its saved copy; the actor is reloaded.
-    assert moves(run, 3) == [
+    assert moves(run, 2) == [
         ("gradients", "destroy", weights), ("optimizer", "offload", 2 * weights), ("actor", "offload", weights),
         ("engine_weights", "instantiate", weights), ("kv_cache", "instantiate", cache),
         ("engine_weights", "destroy", weights), ("kv_cache", "destroy", cache),
@@ -60,10 +61,10 @@ def test_the_figures_own_order_changes_no_bit_and_the_journal_has_every_move(und
     assert made == [("reference", "instantiate"), ("reference", "offload")], "made for the first inference and saved once"
     disk = saved_bytes_on_disk(read_shapes(run.directory / "model"), TrainerConfig(), ParallelConfig(), Residency("figure"), reference=True)
     assert disk == 4 * weights and list((run.directory / "offload").iterdir()) == [], "the file has no name"
-    row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[3])
+    row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[2])
     assert row["memory/moved/optimizer/reload/bytes"] == 2 * weights and row["memory/moved/optimizer/reload/seconds"] > 0
     report = (run.directory / "report.html").read_text(encoding="utf-8")
-    assert "<td>optimizer</td><td class='number'>reload</td><td class='number'>5</td>" in report, "in every step but the first"
+    assert "<td>optimizer</td><td class='number'>reload</td><td class='number'>2</td>" in report, "in every step but the first"
 
 
 def test_a_move_to_the_memory_that_the_state_is_in_moves_nothing_and_the_dry_run_says_so(tmp_path: Path) -> None:
