@@ -20,13 +20,17 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: run test test-full lint docs bench dist lock clean
+.PHONY: run test pytest test-full lint docs bench dist lock clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
 	$(BIN)/tandem train $(RECIPE) $(ARGS)
 
-test: .venv/.test lint
+# Beside each other, because the tests do not always keep two cores busy.
+test: .venv/.test
+	@$(MAKE) --no-print-directory --jobs=2 lint pytest
+
+pytest: .venv/.test
 	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-full: .venv/.test
