@@ -20,6 +20,7 @@ OPTIONAL = {
     "huggingface_hub": "models of the Hugging Face Hub (pip install tandem-rl[hub])",
     "fastapi": "tandem serve (pip install tandem-rl[serve])",
     "reasoning_gym": "tasks by name (pip install tandem-rl[reasoning-gym])",
+    "verifiers": "environments by name (pip install tandem-rl[verifiers])",
     "math_verify": "comparing mathematical answers (pip install tandem-rl[math])",
     "triton": "kernels on CUDA devices (pip install tandem-rl[gpu])",
 }

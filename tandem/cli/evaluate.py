@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--data is for --task perplexity; the data of a task is set in its recipe")
     from tandem.engine.llm import LLM
     from tandem.evaluation.tasks import evaluate
-    from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns
+    from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns, check_episodes
     from tandem.jobs.checks.check_counts import check_prompts
     from tandem.pod.prompts import prompt_source
     from tandem.rl.agents.in_flight import Agents, InFlightAgents
@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
         source = stack.enter_context(closing(prompt_source(recipe, Path(options.model))))
         rewards = stack.enter_context(RewardPool(recipe.rewards))
         check_answers(source, recipe.rewards)
+        check_episodes(source, recipe.rollout.agent is not None)
         check_columns(source.task.train_prompt(0).columns, rewards.columns)
         check_prompts("--prompts", options.prompts, recipe.rollout, available_bytes(recipe.machine.memory_gib), source.task.size)
         prompts = source.fresh(options.prompts)

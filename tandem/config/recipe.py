@@ -24,7 +24,7 @@ from tandem.config.rewards import COMPARING, RewardsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
-from tandem.config.task import TaskConfig
+from tandem.config.task import VERIFIERS, TaskConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
@@ -135,6 +135,7 @@ class Recipe:
     def _check_agent(self) -> None:
         """Checks what episodes of an agent cannot be combined with."""
         rollout = self.rollout
+        self._check_environment()
         if rollout.agent is None:
             if any(function.function == "agent" for function in self.rewards.functions):
                 raise UserError("reward function 'agent' is the number that an agent returned, and section 'rollout.agent' is not given; name another function")
@@ -154,6 +155,17 @@ class Recipe:
             )
         if self.reward_model.path:
             raise UserError("'rollout.agent' with section 'reward_model', which reads one token sequence, and an episode may have several; remove one of them")
+
+    def _check_environment(self) -> None:
+        """Checks that a ``verifiers`` environment, and nothing else, is scored by its own functions."""
+        is_environment, functions = self.task.name.startswith(VERIFIERS), [function.function for function in self.rewards.composition]
+        if "verifiers" in functions and not is_environment:
+            raise UserError(f"reward function 'verifiers' is that of a task verifiers:NAME, and 'task.name' is '{self.task.name}'; name another function")
+        if "verifiers" in functions and self.rollout.agent is not None:
+            raise UserError("reward function 'verifiers' reads a completion, and 'rollout.agent' plays episodes; name 'agent', which reads what they are worth")
+        if is_environment and "task" in functions:
+            own = "agent" if self.rollout.agent is not None else "verifiers"
+            raise UserError(f"task '{self.task.name}' is scored by its environment, not by 'task'; set rewards.functions to [{{function: {own}}}]")
 
     def _check_needs(self) -> None:
         """Checks that the models that reward functions need are there."""

@@ -14,7 +14,7 @@ from tandem.config.limits import check_at_least_one, check_float32, check_second
 from tandem.types.errors import UserError
 
 SCORED_AS_PUBLISHED = ("gsm8k", "math", "multiple_choice")
-BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", "code_executor", "length", "judge", "agent", *SCORED_AS_PUBLISHED)
+BUILT_IN_REWARDS = ("task", "answer_matcher", "format_checker", "code_executor", "length", "judge", "agent", "verifiers", *SCORED_AS_PUBLISHED)
 COMPARING = ("task", "answer_matcher", *SCORED_AS_PUBLISHED)
 """Built-in functions that compare a completion with the ground truth."""
 INFERRED_COLUMNS = {"reference": "reference_logprobs", "reward_model": "reward_model_score"}
@@ -126,7 +126,7 @@ class RewardFunctionConfig:
 
     function: str
     """`task` (the task's own), `answer_matcher`, `format_checker`, `code_executor`, `length`, `judge`, `agent` (the number that the agent of
-    `rollout.agent` returned); `gsm8k`, `math` or `multiple_choice`, which score as
+    `rollout.agent` returned), `verifiers` (the environment of a task `verifiers:NAME`); `gsm8k`, `math` or `multiple_choice`, which score as
     the benchmark's authors do; your own as `module:function` or `path/to/file.py:function`; or the address of an HTTP endpoint, `http://host:port/path`."""
     name: str = ""
     """Name of its value in metrics. Empty: the function's name."""

@@ -19,8 +19,9 @@ class TaskConfig:
     """The task that the model learns."""
 
     name: str
-    """`sort`, `addition`, `programs` (Python functions, judged by `code_executor`), `dataset` (your own prompts), or `reasoning_gym:NAME` (needs
-    `pip install 'tandem-rl[reasoning-gym]'`)."""
+    """`sort`, `addition`, `programs` (Python functions, judged by `code_executor`), `dataset` (your own prompts), `reasoning_gym:NAME` (needs
+    `pip install 'tandem-rl[reasoning-gym]'`), or `verifiers:NAME`, an environment of Prime Intellect's package (needs `pip install 'tandem-rl[verifiers]'` and
+    the environment)."""
     min_digits: int | None = None
     """For `sort`: minimum digits of a list (default 3). For `addition`: minimum digits of an operand (default 1)."""
     max_digits: int | None = None
@@ -54,7 +55,8 @@ class TaskConfig:
     """Without `eval_path` and `eval_split`, the share of all instances held out for evaluations, and as many again for the final accuracy, by a hash of the
     instance. Default 0.1, or 1/3 for a `reasoning_gym` dataset."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """For `reasoning_gym`: the dataset's own settings."""
+    """For `reasoning_gym`: the dataset's own settings. For `verifiers`: those of the environment (`taskset`, its seats, ...) and `select`, which of its tasks
+    are used, under the package's names."""
     prompt_template: str = "{prompt}"
     """The text that the model reads, with `{prompt}` in place of the task's text. With `chat` it is the text of the user's message."""
     chat: bool | None = None
@@ -70,9 +72,11 @@ class TaskConfig:
         """Raises ``UserError`` for an unknown task, a value out of range or a key that belongs to another task."""
         if self.name not in BUILT_IN_TASKS and not self.name.removeprefix(REASONING_GYM).strip():
             raise UserError(f"'task.name' is '{self.name}'; name the dataset behind it, for example reasoning_gym:chain_sum")
-        if self.name not in BUILT_IN_TASKS and not self.name.startswith(REASONING_GYM):
+        if self.name not in BUILT_IN_TASKS and not self.name.removeprefix(VERIFIERS).strip():
+            raise UserError(f"'task.name' is '{self.name}'; name the environment behind it, for example verifiers:gsm8k-v1")
+        if self.name not in BUILT_IN_TASKS and not self.name.startswith((REASONING_GYM, VERIFIERS)):
             near = difflib.get_close_matches(self.name, BUILT_IN_TASKS, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else "use sort, addition, programs, dataset or reasoning_gym:NAME"
+            hint = f"did you mean '{near[0]}'?" if near else "use sort, addition, programs, dataset, reasoning_gym:NAME or verifiers:NAME"
             raise UserError(f"'task.name' is '{self.name}'; {hint}")
         self._check_foreign_keys()
         self._check_digits()
@@ -130,7 +134,7 @@ class TaskConfig:
             "max_operations": (self.name == "programs", "programs"),
             "path": (self.name == "dataset", "dataset"),
             "eval_path": (self.name == "dataset", "dataset"),
-            "settings": (self.name.startswith(REASONING_GYM), "reasoning_gym"),
+            "settings": (self.name.startswith((REASONING_GYM, VERIFIERS)), "reasoning_gym and verifiers"),
         }
         for key, (belongs, owner) in owners.items():
             if getattr(self, key) and not belongs:

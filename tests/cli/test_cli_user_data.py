@@ -106,7 +106,7 @@ def test_a_mistake_in_a_table_is_one_line(command: Run, recipe: Path, rows: Path
         (("--rewards.functions=[{function: examples/rewards.py:exact_symbol}]",), "'exact_symbol' has the parameter 'answer', which is neither a column"),
         (("--rewards.functions=[{function: gsm8}]",), "reward function 'gsm8' is neither one of task, answer_matcher"),
         (("--rewards.functions=[{function: 'http://127.0.0.1:9/score'}]",), "nothing answers at 'http://127.0.0.1:9/score' (Connection refused); start it"),
-        (("--task.name=jsonl",), "'task.name' is 'jsonl'; use sort, addition, programs, dataset or reasoning_gym:NAME"),
+        (("--task.name=jsonl",), "'task.name' is 'jsonl'; use sort, addition, programs, dataset, reasoning_gym:NAME or verifiers:NAME"),
         (("--task.path=openai/gsm8k", "--task.eval_path=null"), "run 'hf download --repo-type dataset openai/gsm8k --local-dir gsm8k'"),
     ],
 )

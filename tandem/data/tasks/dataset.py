@@ -80,7 +80,8 @@ def dataset_task(config: TaskConfig, seed: int) -> DatasetTask:
             logger.warning("%d prompts are in both %s and %s: accuracy on them is not held out", len(shared), rows.name, eval_rows.name)
         splits: dict[Split, tuple[TaskItem, ...]] = {"train": tuple(items), "held_out": tuple(held_out), "final": tuple(held_out)}
         return DatasetTask("dataset", f"dataset {rows.digest} {eval_rows.digest} {seed}", splits, _files(rows, eval_rows))
-    return DatasetTask("dataset", f"dataset {rows.digest} {config.share_held_out} {seed}", _divide(items, config), _files(rows))
+    splits = divided(items, config.share_held_out, str(config.path), "add prompts or give 'task.eval_path'")
+    return DatasetTask("dataset", f"dataset {rows.digest} {config.share_held_out} {seed}", splits, _files(rows))
 
 
 def items_of(rows: Rows, config: TaskConfig) -> list[TaskItem]:
@@ -110,13 +111,12 @@ def _files(*sources: Rows) -> dict[str, str]:
     return {rows.name: rows.digest for rows in sources if rows.is_file}
 
 
-def _divide(items: list[TaskItem], config: TaskConfig) -> dict[Split, tuple[TaskItem, ...]]:
+def divided(items: list[TaskItem], held_out_share: float, name: str, fix: str) -> dict[Split, tuple[TaskItem, ...]]:
+    """Returns the splits of ``items``, which ``name`` has: prompts are held out in the order of their hash. Raises ``UserError``, with ``fix``, for too few."""
     texts = sorted({item.text for item in items}, key=split_position)
-    held_out = max(round(len(texts) * config.share_held_out), 1)
+    held_out = max(round(len(texts) * held_out_share), 1)
     if len(texts) < 3:
-        raise UserError(
-            f"'{config.path}' has {len(texts)} distinct prompts, too few to hold some out; add prompts or give 'task.eval_path'"
-        )
+        raise UserError(f"'{name}' has {len(texts)} distinct prompts, too few to hold some out; {fix}")
     side: dict[str, Split] = dict.fromkeys(texts, "train")
     side.update(dict.fromkeys(texts[:held_out], "held_out"))
     side.update(dict.fromkeys(texts[held_out : 2 * held_out], "final"))

@@ -7,6 +7,7 @@ from tandem.config.rewards import COMPARING, RewardsConfig
 from tandem.data.prompts import PromptSource
 from tandem.data.split import Split
 from tandem.data.tasks import TaskItem
+from tandem.data.tasks.verifiers_task import VerifiersTask
 from tandem.types import UserError
 
 
@@ -29,6 +30,15 @@ def check_answers(source: PromptSource, rewards: RewardsConfig) -> None:
                 f"{item.where}: the answer is {str(item.ground_truth)[:60]!r}, and reward function '{comparing.label}' compares with a text, a number or a "
                 "list of them; name another key in task.answer_key, for example a.b for the key b inside a"
             )
+
+
+def check_episodes(source: PromptSource, has_agent: bool) -> None:
+    """Raises ``UserError`` for an environment that plays episodes of its own, unless the recipe ``has_agent``, which plays them."""
+    if isinstance(source.task, VerifiersTask) and source.task.episodes and not has_agent:
+        raise UserError(
+            f"environment '{source.task.name}' {source.task.episodes}, so a completion alone cannot be scored: set rollout.agent.function to "
+            "tandem.rl.agents.verifiers_agent:episode"
+        )
 
 
 def check_columns(columns: Collection[str], needed: Mapping[str, Sequence[str]]) -> None:

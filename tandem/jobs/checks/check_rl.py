@@ -10,7 +10,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
 from tandem.estimate.training_bytes import offloaded_bytes, run_bytes_on_disk
-from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns
+from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns, check_episodes
 from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
 from tandem.jobs.checks.check_examples import check_shown
 from tandem.jobs.checks.check_run import (
@@ -104,6 +104,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         if agent is not None:
             of_agent = check_agent(agent, folder)
         check_answers(source, recipe.rewards)
+        check_episodes(source, recipe.rollout.agent is not None)
         prompts = source.for_step(0)
         if agent is not None:
             check_agent_columns(prompts[0].columns, agent.function, of_agent)

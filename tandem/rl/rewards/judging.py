@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tandem.config.rewards import RewardsConfig
-from tandem.config.task import VERIFIERS
 from tandem.rl.rewards.judgement import Item, Judgement, Scope, TrainerState, infrastructure_fault, not_applicable
 from tandem.rl.rewards.rule_based import compose, is_correct
 from tandem.runtime.process.deadline import Deadline
@@ -107,13 +106,9 @@ class Judging:
         self._passed[sample.id], self._queued[sample.id], self._said[sample.id] = 0, -1, {}
         if sample.fault:
             self._said[sample.id] = {self.config.composition[0].label: infrastructure_fault(f"sample '{sample.id}': {sample.fault}")}
-        elif sample.outcome and not self._reads_outcome(sample):
+        elif sample.outcome and not any(function.function == "agent" for function in self.config.composition):
             unread = "its agent returned a number, which no reward function reads; name 'agent' in rewards.functions"
             self._said[sample.id] = {self.config.composition[0].label: infrastructure_fault(f"sample '{sample.id}': {unread}")}
-
-    def _reads_outcome(self, sample: Sample) -> bool:
-        by_task = self.prompts[sample.prompt_id].task.startswith(VERIFIERS)
-        return any(function.function == "agent" or (by_task and function.function == "task") for function in self.config.composition)
 
     def complete(self, samples: Sequence[Sample]) -> None:
         """Says which samples the step has, in order. Those that were added are not judged again, unless they have changed; those that are not in it

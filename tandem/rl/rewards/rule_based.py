@@ -5,6 +5,7 @@ from typing import Any
 
 from tandem.config.rewards import AnswerMatcherConfig, RewardFunctionConfig, RewardsConfig
 from tandem.config.task import REASONING_GYM
+from tandem.data.tasks.verifiers_package import import_verifiers
 from tandem.rl.rewards.answer_matcher import check_installed, extract_answer, match_answer
 from tandem.rl.rewards.code.executor import code_judge
 from tandem.rl.rewards.endpoint import endpoint_judge
@@ -14,6 +15,7 @@ from tandem.rl.rewards.judge_model import judge_of_model
 from tandem.rl.rewards.judgement import Item, Judge, JudgeCall, Judgement, checked_number, infrastructure_fault, model_fault, number
 from tandem.rl.rewards.length_reward import length_judge
 from tandem.rl.rewards.scorers import SCORERS, scorer_of
+from tandem.rl.rewards.verifiers_score import judge_by_environment
 from tandem.types import Score, ScoreState
 from tandem.types.sample import REWARD
 
@@ -38,6 +40,9 @@ def make_judge(function: RewardFunctionConfig, config: RewardsConfig) -> Judge:
         return length_judge(function)
     if function.function == "code_executor":
         return code_judge(function, fault_value)
+    if function.function == "verifiers":
+        import_verifiers()  # Before the first sample, whose time is limited.
+        return _each(function, judge_by_environment)
     if function.function == "agent":
         return _each(function, judge_by_agent)
     if function.function == "task":
