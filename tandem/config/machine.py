@@ -17,8 +17,8 @@ class MachineConfig:
     """The resources that a run may use on this machine."""
 
     threads: int = 0
-    """Threads of each worker. 0: all cores available to this process (the workers take turns). The ranks of a run in several processes
-    share them."""
+    """Threads of each worker. 0: all cores available to this process (the workers take turns), and half of them with `rollout.max_staleness`, where
+    they do not. The ranks of a run in several processes share them."""
     memory_gib: float = 0.0
     """Memory limit of the run on this machine, in GiB. 0: 80 % of the free memory at the start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -106,6 +106,7 @@ class Recipe:
             )
         self._check_reference()
         self._check_partial()
+        self._check_one_step_off()
         if create and self.sft is None:
             raise UserError("the model of 'model.create' is untrained; add a section 'sft' (an empty one uses the defaults)")
         self._check_attention()
@@ -213,6 +214,37 @@ class Recipe:
                 "have them; set it to 0, or reference.update to never"
             )
 
+    def _check_one_step_off(self) -> None:
+        """Checks what a rollout beside the training cannot be combined with."""
+        given = f"'rollout.max_staleness' is {self.rollout.max_staleness}"
+        if not self.rollout.max_staleness:
+            return
+        if self.rollout.budget_tokens:
+            raise UserError(
+                f"{given} with rollout.budget_tokens: the tokens of a sample that waits in the replay buffer grow older than that; remove one of the two"
+            )
+        if self.residents.plan not in ("auto", "keep"):
+            raise UserError(
+                f"{given} and residents.plan is '{self.residents.plan}': trainer and rollout work at the same time, so both stay in memory; set "
+                "residents.plan to keep or auto, or rollout.max_staleness to 0"
+            )
+        if self.has_rounds and self.rewards_need_models:
+            raise UserError(
+                f"{given} with algorithm.filter_groups and rewards that other models give (section 'reward_model', or 'needs' of a reward function): a round that "
+                "is drawn beside the training cannot wait for the trainer's models; remove one of the three"
+            )
+        self._check_old_tokens("rollout.max_staleness")
+
+    def _check_old_tokens(self, key: str) -> None:
+        """Checks that tokens of older weights, which setting ``key`` brings, count with the probability that they were drawn with."""
+        algorithm = self.algorithm
+        if algorithm.old_logprobs == "recompute" and algorithm.tis_cap is None and not self.rollout.mask_off_policy:
+            mask = ", rollout.mask_off_policy to true," if self.rollout.budget_tokens else ""
+            raise UserError(
+                f"'{key}' with algorithm.old_logprobs recompute: tokens of older weights would count as if the newest had drawn them; set "
+                f"algorithm.tis_cap (2.0 is usual){mask} or algorithm.old_logprobs to rollout"
+            )
+
     def _check_partial(self) -> None:
         """Checks what partial rollouts cannot be combined with."""
         rollout, algorithm = self.rollout, self.algorithm
@@ -224,11 +256,7 @@ class Recipe:
         if algorithm.learns_from_pairs:
             reason = "algorithm.name is 'online_dpo', whose loss does not depend on the policy that drew the tokens"
             refuse_unread("rollout", rollout, reason, "mask_off_policy")
-        if algorithm.old_logprobs == "recompute" and algorithm.tis_cap is None and not rollout.mask_off_policy:
-            raise UserError(
-                "'rollout.budget_tokens' with algorithm.old_logprobs recompute: tokens of older weights would count as if the newest had drawn them; set "
-                "algorithm.tis_cap (2.0 is usual), rollout.mask_off_policy to true, or algorithm.old_logprobs to rollout"
-            )
+        self._check_old_tokens("rollout.budget_tokens")
 
     @property
     def has_critic(self) -> bool:

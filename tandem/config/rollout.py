@@ -27,6 +27,9 @@ class RolloutConfig:
     steps, with their weights; its group is trained when all of its samples are finished. 0: off."""
     mask_off_policy: bool = False
     """Exclude from the loss the tokens that older weights drew. Otherwise they count, with the importance ratio to the weights that drew them."""
+    max_staleness: int = 0
+    """The most optimizer steps that the weights which draw a sample may be behind those that learn from it. 0: synchronous. 1: one step off; the samples of the
+    next step are drawn while a step trains. Trainer and rollout then divide the cores, and `residents.plan` is `keep`."""
     temperature: float = 1.0
     """Sampling temperature; must be above 0."""
     top_k: int = 0
@@ -91,6 +94,8 @@ class RolloutConfig:
             )
         if not self.budget_tokens:
             refuse_unread("rollout", self, "rollout.budget_tokens is 0, so no token is older than its step", "mask_off_policy", fix="set rollout.budget_tokens")
+        if self.max_staleness not in (0, 1):
+            raise UserError(f"'rollout.max_staleness' is {self.max_staleness}; it must be 0 (synchronous) or 1 (one step off)")
         if not 0 < self.temperature <= 100:
             raise UserError(f"'rollout.temperature' is {self.temperature}; training needs samples, so it must be above 0 (and at most 100)")
         if not 0 < self.top_p <= 1:

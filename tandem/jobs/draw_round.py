@@ -18,17 +18,29 @@ Listen = Callable[[Sequence[Prompt]], OnSamples]
 
 
 def draw_round(
-    pod: Pod, prompts: RoundPrompts, step: int, number: int, expected: Expected, listen: Listen | None = None
+    pod: Pod, prompts: RoundPrompts, step: int, number: int, expected: Expected, listen: Listen | None = None, weights: int | None = None
 ) -> tuple[list[Sample], ReplayBuffer | None]:
     """Returns the samples that round ``number`` of ``step`` adds to the step, and with partial rollouts the replay buffer that it leaves. The journal of
-    ``prompts`` has all earlier rounds. ``listen`` is not called with partial rollouts, where a sample that is finished may wait for its group."""
-    recipe = prompts.recipe
-    settings = sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed)
-    if recipe.rollout.budget_tokens:
+    ``prompts`` has all earlier rounds. ``listen`` is not called with partial rollouts, where a sample that is finished may wait for its group. ``weights``: the
+    step of those that draw (``None``: ``step``)."""
+    settings = _settings(prompts)
+    if prompts.recipe.rollout.budget_tokens:
         return _draw_partial(pod, prompts, step, number, expected, settings)
     chosen = prompts.of(step, number)
     on_samples = listen(chosen) if listen is not None else None
-    return pod.roll_out(step, chosen, settings, expected=expected(step, chosen), on_samples=on_samples), None
+    return pod.roll_out(step, chosen, settings, weights=weights, expected=expected(step, chosen), on_samples=on_samples), None
+
+
+def begin_round(pod: Pod, prompts: RoundPrompts, step: int, expected: Expected, listen: Listen, weights: int) -> None:
+    """Begins the first round of ``step`` beside the trainer's work; ``pod.end_rollout`` returns its samples. Arguments as of ``draw_round``; what ``listen``
+    returns is called in another thread."""
+    chosen = prompts.of(step, 0)
+    pod.begin_rollout(step, chosen, _settings(prompts), weights=weights, expected=expected(step, chosen), on_samples=listen(chosen))
+
+
+def _settings(prompts: RoundPrompts) -> dict[str, object]:
+    recipe = prompts.recipe
+    return sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed)
 
 
 def _draw_partial(

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from tandem.config.recipe import Recipe
 from tandem.estimate.memory import PodMemory
 from tandem.evaluation.tasks import EvaluationResult, summarize
-from tandem.jobs.draw_round import draw_round
+from tandem.jobs.draw_round import Listen, begin_round, draw_round
 from tandem.jobs.finished import target_reached
 from tandem.jobs.run import Run
 from tandem.layout.residents import Phase
 from tandem.pod.pod import Pod
+from tandem.pod.recovery import go_back
 from tandem.pod.states import RolloutState
 from tandem.rl.rewards.judging import Judging, RewardTime
 from tandem.rl.rewards.model_scores import with_model_scores
@@ -21,7 +22,8 @@ from tandem.rl.rollout.dispatch import evaluation_settings
 from tandem.rl.rollout.filter_groups import is_complete, trained_on
 from tandem.rl.rollout.past_lengths import PastLengths
 from tandem.rl.rollout.round_prompts import RoundPrompts
-from tandem.rl.step_metrics import partial_metrics, rollout_metrics, staleness
+from tandem.rl.rollout.staleness import check_staleness, weights_of
+from tandem.rl.step_metrics import partial_metrics, rollout_metrics, staleness, staleness_max
 from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.types import Prompt, Round, RunError, Sample, Score, ScoreState
@@ -50,8 +52,8 @@ class RLRun(Run):
     steps_measured: int = 0
     reward_times: dict[str, RewardTime] = field(default_factory=dict)
     """Of the functions, by label, since the newest row."""
-    judging: tuple[tuple[int, int], Judging] | None = None
-    """The judgement that is under way, and the step and round of its samples."""
+    judgements: dict[tuple[int, int | str], Judging] = field(default_factory=dict)
+    """Those that are under way, by the step and the round of their samples, or the kind of an evaluation."""
 
     # -- samples and scores: those in the journal are used and never computed again ------------------------------------
 
@@ -64,32 +66,94 @@ class RLRun(Run):
         recorded = self.journal.samples(step, number)
         if recorded is not None:
             return recorded
-        begin = lambda prompts: self.judge(step, number, prompts, self.recipe.algorithm.group_size).add
-        drawn, buffer = draw_round(pod, self.prompts, step, number, self._expected_lengths, begin)
-        if self.judging is not None and self.judging[0] == (step, number):
-            self.judging[1].complete(drawn)
+        if pod.ahead is not None and (pod.ahead.step, number) == (step, 0):
+            drawn, buffer = pod.end_rollout(), None
+        else:
+            listen, weights = self._listen(step, number), self._weights_of(step)
+            drawn, buffer = draw_round(pod, self.prompts, step, number, self._expected_lengths, listen, weights)
+        if self.recipe.rollout.max_staleness:
+            check_staleness(drawn, step, self.recipe.rollout.max_staleness)
+        if (judging := self.judgements.get((step, number))) is not None:
+            judging.complete(drawn)
         self.journal.commit_samples(step, drawn, number, buffer)
         return drawn
+
+    def _listen(self, step: int, number: int) -> Listen:
+        return lambda prompts: self.judge((step, number), prompts, self.recipe.algorithm.group_size).add
 
     def _expected_lengths(self, step: int, prompts: Sequence[Prompt]) -> list[float]:
         """Returns how long the samples of ``prompts`` are expected to be, from those of the steps before ``step``. A task that generates prompts repeats
         none."""
         if self.prompts.source.task.size is None:
             return []
-        earlier = [each for each in self.journal.journalled_steps() if each < step]
+        earlier = [each for each in self.journal.journalled_steps() if each < step - self.recipe.rollout.max_staleness]
         for each in earlier[max(self.steps_measured, len(earlier) - MOST_STEPS_MEASURED) :]:
             self.lengths.add(joined(self.journal.rounds(each)).samples)
         self.steps_measured = len(earlier)
         return self.lengths.expected(prompts)
 
-    def judge(self, step: int, number: int, prompts: Sequence[Prompt], group_size: int, *, has_inference: bool = True) -> Judging:
-        """Begins to judge samples of ``prompts``, those of round ``number``, as they finish; ends a judgement that a fault has left behind. ``has_inference``:
-        whether the inference phase follows."""
-        if self.judging is not None:
-            self.judging[1].fail(RunError("the rollout was repeated"))
-        judging = self.rewards.open(prompts, self.prompts.trainer_state(step), group_size=group_size, has_inference=has_inference)
-        self.judging = (step, number), judging
-        return judging
+    # -- one step off: the samples of a step are drawn while the step before trains ------------------------------------
+
+    def draw_ahead(self, pod: Pod, step: int) -> None:
+        """Begins to draw the samples of the step after ``step`` under the weights after ``step`` steps, once those of ``step`` are there."""
+        following = step + 1
+        if not self.recipe.rollout.max_staleness or following >= self.recipe.run.max_steps:
+            return
+        self._collect(pod, step)
+        if pod.ahead is not None or self._is_collected(following):
+            return
+        if self.journal.samples(following) is not None:
+            pod.serve_weights(step)  # For its further rounds.
+            return
+        begin_round(pod, self.prompts, following, self._expected_lengths, self._listen(following, 0), weights=step)
+
+    def collect_ahead(self, pod: Pod, step: int) -> None:
+        """Waits for the samples of ``step`` that are drawn under the weights of the step before, and journals them before the weights change. A checkpoint of
+        ``step`` follows, so that a resume has no need of the weights before it; a run that is prolonged after its end has, and goes back to them."""
+        weights = self._weights_of(step)
+        if weights < step < self.recipe.run.max_steps and not self._is_collected(step):
+            if pod.ahead is None and not pod.has_weights(weights):
+                go_back(pod, weights)
+            self._collect(pod, step)
+
+    def keep_drawn(self, pod: Pod) -> None:
+        """Waits for what is drawn ahead when a sidecar has died, and journals it. If the rollout has died too, it is begun again."""
+        if pod.ahead is not None and pod.ahead.has_samples():
+            self.samples(pod, step := pod.ahead.step, 0)
+            pod.rest_engine(step)  # It lives, and need not start again.
+        pod.ahead = None
+
+    def state_needed(self, step: int) -> int:
+        """Returns how many optimizer steps the trainer must have taken for ``step`` to go on: those before the weights that draw its samples, if it lacks
+        some."""
+        weights = self._weights_of(step)
+        return weights if weights < step < self.recipe.run.max_steps and not self._is_collected(step) else step
+
+    def _collect(self, pod: Pod, step: int) -> None:
+        """Journals the samples of ``step``; if it may have several rounds, also their scores, which say whether another follows."""
+        rounds = list[Round]()
+        while not self.is_complete(rounds):
+            samples = self.samples(pod, step, len(rounds))
+            if not self.recipe.has_rounds:
+                return
+            rounds.append(Round(samples, self.scores(pod, step, len(rounds), samples)))
+
+    def _is_collected(self, step: int) -> bool:
+        """Returns whether the journal has what ``_collect`` journals."""
+        return self.is_complete(self.journal.rounds(step)) if self.recipe.has_rounds else self.journal.samples(step) is not None
+
+    def _weights_of(self, step: int) -> int:
+        return weights_of(step, self.recipe.rollout.max_staleness)
+
+    # -- scores --------------------------------------------------------------------------------------------------------
+
+    def judge(self, of: tuple[int, int | str], prompts: Sequence[Prompt], group_size: int, *, has_inference: bool = True) -> Judging:
+        """Begins to judge samples of ``prompts`` as they finish: those ``of`` a step and its round or an evaluation; ends a judgement of them that a fault has
+        left behind. ``has_inference``: whether the inference phase follows."""
+        if (left := self.judgements.pop(of, None)) is not None:
+            left.fail(RunError("the rollout was repeated"))
+        self.judgements[of] = self.rewards.open(prompts, self.prompts.trainer_state(of[0]), group_size=group_size, has_inference=has_inference)
+        return self.judgements[of]
 
     def scores(self, pod: Pod, step: int, number: int, samples: Sequence[Sample]) -> list[Score]:
         """Returns the scores of ``samples``, those of round ``number``, from the journal, or those of the judgement that began during the rollout, which goes
@@ -97,10 +161,9 @@ class RLRun(Run):
         recorded = self.journal.scores(step, number)
         if recorded is not None:
             return recorded
-        if self.judging is None or self.judging[0] != (step, number):  # The samples are the journal's, or were drawn in several rounds.
-            self.judge(step, number, self.prompts.of_samples(samples), 0).complete(samples)
-        assert self.judging is not None
-        judging, may_repeat, model_scores = self.judging[1], self.recipe.has_rounds, None
+        if (step, number) not in self.judgements:  # The samples are the journal's, or were drawn in several rounds.
+            self.judge((step, number), self.prompts.of_samples(samples), 0).complete(samples)
+        judging, may_repeat, model_scores = self.judgements[step, number], self.recipe.has_rounds, None
         if self.recipe.rewards_need_models if may_repeat else self.recipe.has_inference:
             model_scores, columns = pod.infer(step, samples, self.recipe.rewards.needs, "rewards" if may_repeat else "all")
             if columns:
@@ -111,7 +174,7 @@ class RLRun(Run):
         judged = judging.result()
         if model_scores is not None:
             judged = with_model_scores(judged, model_scores, self.recipe.reward_model.weight)
-        self.judging = None
+        del self.judgements[step, number]
         for label, took in judging.times().items():
             self.reward_times[label] = self.reward_times.get(label, RewardTime(0.0, 0.0, 0.0)).plus(took)
         self.records.add_time("reward", perf_counter() - began)
@@ -176,11 +239,11 @@ class RLRun(Run):
     def evaluate(self, pod: Pod, step: int, kind: str, prompts: Sequence[Prompt]) -> EvaluationResult:
         """Draws and judges one completion for each of ``prompts``, and journals the evaluation as ``kind``."""
         settings = evaluation_settings(self.recipe.rollout, self.recipe.run.seed, greedy=kind.endswith("greedy"), purpose=kind)
-        judging = self.judge(step, 0, prompts, 1, has_inference=False)
+        judging = self.judge((step, kind), prompts, 1, has_inference=False)
         samples = pod.roll_out(step, prompts, settings, RolloutState.EVALUATE, on_samples=judging.add)
         judging.complete(samples)
         result = summarize(prompts, samples, judging.result(), examples=self.recipe.evaluation.examples)
-        self.judging = None
+        del self.judgements[step, kind]
         self.journal.commit_evaluation(step, kind, result.to_json())
         self.records.callback.evaluated(step, result.accuracy, result.count, kind)
         return result
@@ -218,6 +281,8 @@ class RLRun(Run):
         samples = joined(rounds).samples
         row: dict[str, Any] = {"step": step, "weight_version": step, "rollout/staleness": staleness(samples, step)}
         row.update(rollout_metrics(rounds, self.recipe))
+        if self.recipe.rollout.max_staleness:
+            row["rollout/staleness_max"] = staleness_max(samples, step)
         buffer = self.journal.replay_buffer(step + 1)
         if self.recipe.rollout.budget_tokens:
             row.update(partial_metrics(samples, buffer, step))
@@ -228,8 +293,11 @@ class RLRun(Run):
             row["evaluation/accuracy"] = held_out["accuracy"]
         if rollout_s := self.records.timings.get("rollout"):
             sequences = [each for sample in (*samples, *buffer.samples) for each in sample.sequences]
-            drawn = [version for each in sequences for version in each.sampled_weight_versions]
-            row["perf/rollout_tokens_per_s"] = sum(version.step == step for version in drawn) / rollout_s
+            drawn, newest = [version for each in sequences for version in each.sampled_weight_versions], self._weights_of(step)
+            row["perf/rollout_tokens_per_s"] = sum(version.step == newest for version in drawn) / rollout_s
+            if self.recipe.rollout.max_staleness:
+                row["perf/rollout_hidden_share"] = pod.hidden_s / rollout_s
+                pod.hidden_s = 0.0
         predicted = {"train": self.memory.trainer, "rollout": self.memory.rollout, "wait_rollout": self.memory.trainer_idle, "inference": self.memory.inference}
         for phase, measured in sorted(pod.memory.items()):
             row[f"memory/{phase}/measured"] = measured

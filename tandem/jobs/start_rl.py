@@ -118,7 +118,7 @@ def execute_rl(
             check_inputs=check_inputs,
         )
         step = _bring_up(pod, journal)
-        numerics = numerics_record(rank_threads(recipe.machine, recipe.parallel), pod.kernels)
+        numerics = numerics_record(rank_threads(recipe), pod.kernels)
         continue_from(
             step, journal, metrics, callback, numerics=numerics, shape=mesh_of(recipe.parallel),
             device=device, journal_loaded=pod.journal_loaded, resumed=resumed,

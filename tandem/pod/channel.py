@@ -34,6 +34,11 @@ class Channel(Protocol):
     """A sidecar's life and its calls. Everything but ``close`` and ``discard`` raises ``SidecarDied`` where the sidecar is
     gone or gives no sign of life."""
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the worker has processes of its own, so that a call can last while others are made of another sidecar."""
+        ...
+
     def start(self) -> None:
         """Bring up what is not running: the shim, then its worker."""
         ...
@@ -80,6 +85,7 @@ class RemoteChannel:
     shim: "subprocess.Popen[bytes] | None" = None
     client: RpcClient | None = None
     starts: int = 0
+    is_remote: bool = field(default=True, init=False)
 
     def start(self) -> None:
         if self.client is None:
@@ -174,6 +180,7 @@ class InlineChannel:
     make: Callable[[], Mapping[str, Method]]
     methods: Mapping[str, Method] = field(default_factory=dict)
     buffers: WeightBuffers | None = None
+    is_remote: bool = field(default=False, init=False)
 
     def start(self) -> None:
         if not self.methods:

@@ -1,7 +1,7 @@
-"""The hybrid deployment: two sidecars that take turns, and the weights between them.
+"""The hybrid deployment: two sidecars and the weights between them.
 
-The pod knows the figure's states and the journal, no algorithm and no task. Every transition is checked, timed, journalled
-and announced. ``recovery`` replaces a sidecar that dies.
+They take turns, or one step off the rollout of the next step lasts while the trainer works. The pod knows the figure's states and the journal, no
+algorithm and no task. Every transition is checked, timed, journalled and announced. ``recovery`` replaces a sidecar that dies.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from tandem.pod.calls import InferencePart
 from tandem.pod.failures import SidecarDied
 from tandem.pod.residents.moves import ResidentMoves, engine_moves
 from tandem.pod.restarts import Restarts
+from tandem.pod.rollout_ahead import Drawn, RolloutAhead
 from tandem.pod.sidecars import OnSamples, RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState
 from tandem.pod.transitions import Transitions
@@ -40,8 +41,10 @@ class Pod:
     ``trained_on``: what the journal has that a step was trained on.
     ``check_inputs`` verifies what a trainer reads besides checkpoints, whenever one starts, and raises ``RunError``.
 
-    ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``engine_step``: the step
-    of the weights that the engine holds (``None``: dummy weights, or no engine). ``online``: the trainer's working memory
+    ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``published``: the version of the weights in the buffers
+    (``None``: none, or those of a dead trainer). ``engine_step``: the step
+    of the weights that the engine holds (``None``: dummy weights, or no engine). ``ahead``: a rollout that lasts while the trainer works;
+    ``hidden_s``: seconds of such rollouts for which nobody waited. ``online``: the trainer's working memory
     is there. ``infers``: a rollout is followed by passes of frozen models. ``residency``: what is where in which phase; at the end of the phases
     ``prefetch`` the next one's residents are read. ``moves``: their moves; ``engine_bytes``: of the engine's residents.
 
@@ -66,7 +69,10 @@ class Pod:
     buffers: tuple[str, ...] = ()
     base_bytes: int = 0
     trainer_step: int | None = None
+    published: WeightVersion | None = None
     engine_step: int | None = None
+    ahead: RolloutAhead | None = None
+    hidden_s: float = 0.0
     online: bool = False
     loaded: tuple[int, str] | None = None
     all_damaged: bool = False
@@ -136,12 +142,19 @@ class Pod:
 
     # -- the cycle ---------------------------------------------------------------------------------------------------
 
+    def has_weights(self, step: int) -> bool:
+        """Returns whether ``serve_weights`` can be asked for ``step``."""
+        return step in (self.engine_step, self.trainer_step, None if self.published is None else self.published.step)
+
     def serve_weights(self, step: int) -> None:
         """The engine holds the weights after ``step`` optimizer steps and the trainer is out of its way:
         offload -> convert -> register -> update weight."""
-        if self.engine_step == step and not self.online:
+        if self.engine_step == step and not (self.online and self.trainer_step == step):
             return
-        assert self.trainer_step == step, (self.trainer_step, step)
+        self.rest_engine(step)
+        if self.trainer_step != step:
+            self._serve_published(step)
+            return
         with self.transitions.trainer_does(TrainerState.OFFLOAD, step) as detail:
             detail.update(self.moves.note(step, self.trainer.offload(step, release=self.residency.rule.engine != "stays")))
             self.online = False
@@ -159,19 +172,31 @@ class Pod:
             self._update_weight(version)
         self.transitions.trainer_enters(TrainerState.WAIT_ROLLOUT, step)
 
+    def _serve_published(self, step: int) -> None:
+        """The engine holds again the weights that were published before the trainer took its newest step."""
+        assert self.published is not None and self.published.step == step, (self.published, self.trainer_step, step)
+        if self.transitions.rollout is RolloutState.DOWN:
+            self.start_engine(step)
+        try:
+            self._update_weight(self.published, trainer_waits=False)
+        except DamagedWeights as damage:
+            self._tell_of_damage(step, str(damage), "the trainer returns to them")
+            raise SidecarDied("trainer", "worker", f"the weights after {step} steps were damaged after they were published") from None
+
     def _register(self, version: WeightVersion) -> None:
         with self.transitions.trainer_does(TrainerState.REGISTER, version.step) as detail:
             detail.update(self.moves.note(version.step, self.trainer.register(version, self.buffers)))
-            self.engine_bytes["engine_weights"] = self.base_bytes + int(detail["bytes"])
+            self.engine_bytes["engine_weights"], self.published = self.base_bytes + int(detail["bytes"]), version
 
     def _note_base(self, reply: dict[str, Any], detail: dict[str, Any]) -> None:
         """Journals what engines have read of the weights that no update holds."""
         if reply["base_bytes"]:
             self.base_bytes = detail["base_bytes"] = int(reply["base_bytes"])
 
-    def _update_weight(self, version: WeightVersion) -> None:
+    def _update_weight(self, version: WeightVersion, *, trainer_waits: bool = True) -> None:
         step = version.step
-        with self.transitions.trainer_does(TrainerState.UPDATE_WEIGHT, step), self.transitions.rollout_does(RolloutState.UPDATE_WEIGHT, step) as detail:
+        waits = self.transitions.trainer_does(TrainerState.UPDATE_WEIGHT, step) if trainer_waits else contextlib.nullcontext()
+        with waits, self.transitions.rollout_does(RolloutState.UPDATE_WEIGHT, step) as detail:
             began, was_empty = monotonic(), self.engine_step is None
             updated = self.rollout.update_weight(version)
             rereads, self.engine_step = updated["rereads"], step
@@ -193,11 +218,13 @@ class Pod:
         self.records.callback.message(f"step {step}: {what}; {repair}")
 
     def roll_out(
-        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT, *,
+        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], state: RolloutState = RolloutState.ROLLOUT, *, weights: int | None = None,
         unfinished: Sequence[Sample] = (), expected: Sequence[float] = (), on_samples: OnSamples | None = None,
     ) -> list[Sample]:  # fmt: skip
-        """Samples of ``prompts`` under the weights after ``step`` steps. ``unfinished``, ``expected``, ``on_samples``: as of ``RolloutSidecar.rollout``."""
-        self.serve_weights(step)
+        """Samples of ``prompts`` for ``step`` under the weights after ``weights`` steps (``None``: ``step``). ``unfinished``, ``expected``, ``on_samples``:
+        as of ``RolloutSidecar.rollout``."""
+        weights = step if weights is None else weights
+        self.serve_weights(weights)
         ahead = state is RolloutState.ROLLOUT and Phase.ROLLOUT in self.prefetch
 
         def report(progress: dict[str, Any]) -> None:
@@ -212,15 +239,56 @@ class Pod:
 
         with self.transitions.rollout_does(state, step):
             samples, facts = self.rollout.rollout(
-                step, prompts, settings, unfinished=unfinished, expected=expected, restarts_left=self.restarts.left, on_progress=report, on_samples=on_samples
+                step, prompts, settings, weights=weights, unfinished=unfinished, expected=expected, restarts_left=self.restarts.left, on_progress=report,
+                on_samples=on_samples,
             )
+        self._note_rollout(facts, self.rollout.memory())
+        self._measure("wait_rollout", self.trainer.memory())
+        return samples
+
+    def begin_rollout(
+        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], *, weights: int, expected: Sequence[float] = (),
+        on_samples: OnSamples | None = None,
+    ) -> None:
+        """Begins to draw samples of ``prompts`` for ``step`` under the weights after ``weights`` steps, while the trainer goes on. Arguments as of
+        ``roll_out``; ``on_samples`` is called in another thread."""
+        self.serve_weights(weights)
+        transition, replaced, left = self.transitions.rollout_begins(RolloutState.ROLLOUT, step), list[dict[str, Any]](), self.restarts.left
+
+        def draw() -> Drawn:
+            note = lambda progress: replaced.append(progress) if "replaced" in progress else None
+            with transition:
+                samples, facts = self.rollout.rollout(
+                    step, prompts, settings, weights=weights, expected=expected, restarts_left=left, on_progress=note, on_samples=on_samples
+                )
+            return samples, {**facts, "replaced": replaced, "memory": self.rollout.memory()}
+
+        self.ahead = RolloutAhead(step, draw, in_thread=self.rollout.channel.is_remote)
+
+    def end_rollout(self) -> list[Sample]:
+        """Waits for the rollout that was begun, and returns its samples. Raises ``SidecarDied`` if the sidecar died in it."""
+        assert self.ahead is not None
+        ahead, self.ahead = self.ahead, None
+        samples, facts = ahead.result()
+        for each in facts["replaced"]:
+            self.restarts.note_worker(ahead.step, each)
+        self.records.add_time("rollout", ahead.seconds)
+        self.records.add_time("rollout_tail", ahead.waited_s)
+        self.hidden_s += ahead.seconds - ahead.waited_s
+        self._note_rollout(facts, facts["memory"])
+        return samples
+
+    def rest_engine(self, step: int) -> None:
+        """The engine draws no more, and keeps what it holds."""
+        if self.transitions.rollout in (RolloutState.ROLLOUT, RolloutState.EVALUATE):
+            self.transitions.rollout_enters(RolloutState.KEEP_ENGINE, step)
+
+    def _note_rollout(self, facts: dict[str, Any], memory: dict[str, int]) -> None:
         self.rollout_metrics = {"perf/rollout_busy_share": float(facts["busy_share"])} if "busy_share" in facts else {}
         proposals, proposed, accepted = facts["drafts"]
         if proposals:
             self.rollout_metrics |= {"perf/spec_accept_rate": accepted / proposed, "perf/spec_accept_length": 1 + accepted / proposals}
-        self._measure("rollout", self.rollout.memory())
-        self._measure("wait_rollout", self.trainer.memory())
-        return samples
+        self._measure("rollout", memory)
 
     def _prefetch(self, step: int) -> None:
         """Begins to bring back what follows the rollout. A trainer that dies of it is seen by the next call."""
@@ -239,8 +307,8 @@ class Pod:
         elif rule.engine == "sleeps":
             with self.transitions.rollout_does(RolloutState.SLEEP_ENGINE, step) as detail:
                 detail.update(self._engine_frees(step, self.rollout.sleep_engine))
-        elif self.transitions.rollout is not RolloutState.KEEP_ENGINE:
-            self.transitions.rollout_enters(RolloutState.KEEP_ENGINE, step)
+        elif self.ahead is None:
+            self.rest_engine(step)
         self.onload(step, phase)
 
     def onload(self, step: int, phase: Phase) -> None:
@@ -263,6 +331,12 @@ class Pod:
             detail.update(self.moves.note(step, inferred))
         self._measure("inference", self.trainer.memory())
         return scores, {INFERRED_COLUMNS[model]: values for model in needs if (values := outputs[model]) is not None}
+
+    def compare(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """Returns the mismatch of ``samples``, which the weights after ``step`` steps drew."""
+        self.hand_over(step, Phase.TRAIN)
+        with self.transitions.trainer_does(TrainerState.INFERENCE, step):
+            return self.trainer.compare(samples)
 
     def train(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
         """One optimizer step; returns its metrics."""

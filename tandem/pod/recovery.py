@@ -1,4 +1,4 @@
-"""What happens when a sidecar dies: it is replaced and brought back to the run's current step."""
+"""What happens when a sidecar dies: it is replaced and brought back to the state that the run needs."""
 
 from time import monotonic
 
@@ -11,7 +11,7 @@ _AT_REST = (RolloutState.DOWN, RolloutState.TERMINATE_ENGINE, RolloutState.KEEP_
 
 
 def recover(pod: Pod, death: SidecarDied, step: int) -> None:
-    """Replaces what died and brings the pod back to ``step``. Raises ``RunError`` past ``run.max_restarts``."""
+    """Replaces what died; a trainer is brought back to the state after ``step`` steps. Raises ``RunError`` past ``run.max_restarts``."""
     began = monotonic()
     while True:
         pod.restarts.begin(death, step)
@@ -32,6 +32,21 @@ def clear(pod: Pod, death: SidecarDied, step: int) -> None:
     pod.restarts.ended(death, step)
 
 
+def catch_up(pod: Pod, step: int) -> None:
+    """Takes the optimizer steps up to ``step`` that the trainer has not taken, from the journal."""
+    assert pod.trainer_step is not None
+    for replayed in range(pod.trainer_step, step):
+        batch = pod.trained_on(replayed)
+        pod.train(replayed, batch.samples, batch.scores)
+
+
+def go_back(pod: Pod, step: int) -> None:
+    """Brings the trainer back to the state after ``step`` steps, which it has passed, from the newest checkpoint before."""
+    _discard_trainer(pod, step)
+    pod.start_trainer(step)
+    catch_up(pod, step)
+
+
 def _replace(pod: Pod, death: SidecarDied, step: int) -> None:
     if death.role == "rollout":
         _discard_rollout(pod, step)
@@ -40,17 +55,19 @@ def _replace(pod: Pod, death: SidecarDied, step: int) -> None:
             # The trainer's segments still hold the weights; publishing them again keeps one path through the cycle.
             pod.onload(step, Phase.TRAIN)
         return
-    pod.trainer.channel.discard()
-    pod.transitions.trainer_enters(TrainerState.DOWN, step)
-    pod.online, pod.engine_step, pod.trainer_step = False, None, None
+    _discard_trainer(pod, step)
     if pod.transitions.rollout not in _AT_REST:
         # It may be reading weights that ended with the trainer.
         _discard_rollout(pod, step)
-    at = pod.start_trainer()
+    pod.start_trainer()
     pod.journal_loaded()
-    for replayed in range(at, step):
-        batch = pod.trained_on(replayed)
-        pod.train(replayed, batch.samples, batch.scores)
+    catch_up(pod, step)
+
+
+def _discard_trainer(pod: Pod, step: int) -> None:
+    pod.trainer.channel.discard()
+    pod.transitions.trainer_enters(TrainerState.DOWN, step)
+    pod.online, pod.engine_step, pod.trainer_step, pod.published = False, None, None, None
 
 
 def _discard_rollout(pod: Pod, step: int) -> None:

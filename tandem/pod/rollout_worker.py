@@ -107,14 +107,15 @@ class RolloutWorker:
         }, {}  # fmt: skip
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Draws samples of the prompts under the weights that the engine holds. Where the call ``adds`` its prompts, the groups that earlier calls left
-        unfinished go on beside them; else they are dropped. With ``wait: any`` the call returns when a group is finished, else when all are. The reply has
-        the samples of the ``finished`` prompts; of those that have ``unfinished`` samples, only these, continued. With ``stream`` each sample is also sent, as
-        soon as it is finished, in ``samples`` of a progress. ``drafts``: the number of proposals of draft tokens, and of tokens proposed and accepted."""
-        llm, step = self._engine(), int(meta["step"])
+        """Draws samples of the prompts for ``step`` under the weights that the engine holds, which must be those after ``weights`` steps.
+        Where the call ``adds`` its prompts, the groups that earlier calls left unfinished go on beside them; else they are dropped. With ``wait: any`` the
+        call returns when a group is finished, else when all are. The reply has the samples of the ``finished`` prompts; of those that have ``unfinished``
+        samples, only these, continued. With ``stream`` each sample is also sent, as soon as it is finished, in ``samples`` of a progress. ``drafts``: the
+        number of proposals of draft tokens, and of tokens proposed and accepted."""
+        llm, step, weights = self._engine(), int(meta["step"]), int(meta["weights"])
         before = llm.engine.cumulative_stats().speculation
-        if llm.weight_version.step != step:
-            raise RunError(f"the engine holds the weights of step {llm.weight_version.step} and was asked for samples of step {step}")
+        if llm.weight_version.step != weights:
+            raise RunError(f"the engine holds the weights of step {llm.weight_version.step} and was asked for samples of those of step {weights}")
         if self.groups is None or not meta.get("adds"):
             if self.groups is not None:
                 self.groups.drop()

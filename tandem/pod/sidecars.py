@@ -40,6 +40,11 @@ class TrainerSidecar:
         meta = {"step": step, "part": part, "returns_reference": returns_reference}
         return self.channel.call("inference", meta, {"samples": encode_samples(samples)}).meta
 
+    def compare(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """``mismatch_kl`` and ``mismatch_max_abs`` of ``samples``, which the weights that the actor has now drew."""
+        metrics: dict[str, float] = self.channel.call("compare", {}, {"samples": encode_samples(samples)}).meta["metrics"]
+        return metrics
+
     def train(
         self, step: int, samples: Sequence[Sample], scores: Sequence[Score], on_progress: Progress | None = None
     ) -> dict[str, Any]:
@@ -103,13 +108,14 @@ class RolloutSidecar:
         return self.channel.call("update_weight", {"version": list(version)}).meta
 
     def rollout(
-        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], *, unfinished: Sequence[Sample] = (), expected: Sequence[float] = (),
-        restarts_left: int = 0, on_progress: Progress | None = None, on_samples: OnSamples | None = None,
+        self, step: int, prompts: Sequence[Prompt], settings: dict[str, Any], *, weights: int, unfinished: Sequence[Sample] = (),
+        expected: Sequence[float] = (), restarts_left: int = 0, on_progress: Progress | None = None, on_samples: OnSamples | None = None,
     ) -> tuple[list[Sample], dict[str, Any]]:
-        """Samples of ``prompts``, group by group in their order, the counts of ``drafts`` and with several workers their ``busy_share``. ``settings``
-        are sampling settings, the group size and the purpose. Of a prompt that has ``unfinished`` samples only these are continued. ``expected``: tokens that
-        the longest sample of each prompt may have, as far as its past says so. ``restarts_left``: how many of several workers may be replaced.
-        ``on_samples`` receives each sample as soon as it is finished, and again if it is drawn again."""
+        """Samples of ``prompts`` for ``step``, group by group in their order, the counts of ``drafts`` and with several workers their ``busy_share``.
+        ``settings`` are sampling settings, the group size and the purpose. ``weights``: the step of those that the engine holds. Of a prompt that has
+        ``unfinished`` samples only these are continued. ``expected``: tokens that the longest sample of each prompt may have, as far as its past says so.
+        ``restarts_left``: how many of several workers may be replaced. ``on_samples`` receives each sample as soon as it is finished, and again if it is
+        drawn again."""
 
         def heard(progress: dict[str, Any]) -> None:
             if "samples" in progress and on_samples is not None:
@@ -117,7 +123,7 @@ class RolloutSidecar:
             elif "samples" not in progress and on_progress is not None:
                 on_progress(progress)
 
-        meta = {"step": step, "settings": settings, "expected": list(expected) or [0.0] * len(prompts), "restarts_left": restarts_left}
+        meta = {"step": step, "weights": weights, "settings": settings, "expected": list(expected) or [0.0] * len(prompts), "restarts_left": restarts_left}
         blobs = {"prompts": encode_prompts(prompts), "unfinished": encode_samples(unfinished)}
         reply = self.channel.call("rollout", {**meta, "stream": on_samples is not None}, blobs, on_progress=heard)
         place = {prompt.id: number for number, prompt in enumerate(prompts)}

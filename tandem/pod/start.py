@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 from tandem.config.machine import MachineConfig
-from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.pod.channel import Channel, InlineChannel, RemoteChannel
 from tandem.pod.failures import Role
@@ -16,20 +15,25 @@ from tandem.runtime.rpc.credentials import new_credential, write_credential
 from tandem.types import UserError
 
 
-def threads_of(machine: MachineConfig) -> int:
-    """Returns the threads of each worker: as configured, or every core this process may use (the workers take turns)."""
-    return machine.threads or available_cores()
+def threads_of(machine: MachineConfig, at_once: int = 1) -> int:
+    """Returns the threads of each worker: as configured, or the cores that this process may use, which as many workers as work ``at_once`` divide."""
+    return machine.threads or max(1, available_cores() // at_once)
 
 
-def rank_threads(machine: MachineConfig, parallel: ParallelConfig) -> int:
+def pod_threads(recipe: Recipe) -> int:
+    """Returns the threads of a pod's trainer and of its rollout, which take turns unless the rollout is one step ahead."""
+    return threads_of(recipe.machine, at_once=2 if recipe.rollout.max_staleness else 1)
+
+
+def rank_threads(recipe: Recipe) -> int:
     """Returns the threads of each rank of the trainer, which divide those of a worker."""
-    return max(1, threads_of(machine) // parallel.world)
+    return max(1, pod_threads(recipe) // recipe.parallel.world)
 
 
 def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPlan | None) -> tuple[Channel, Channel]:
     """Channels to the trainer's and to the rollout's sidecar; nothing runs yet. ``directory`` has the recipe's
     ``config.yaml``."""
-    pod_id, folder, threads = secrets.token_hex(6), directory / "pod", threads_of(recipe.machine)
+    pod_id, folder, threads = secrets.token_hex(6), directory / "pod", pod_threads(recipe)
     # It has what the processes of a pod share while they live; those of an earlier start are dead, and so may be its bytes.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(0o700)

@@ -3,6 +3,8 @@
 Trainer: ``train -> offload -> convert -> register -> update_weight -> wait_rollout -> onload -> train``.
 Rollout: ``start_engine -> update_weight -> rollout -> terminate_engine -> start_engine``, or ``keep_engine -> update_weight``, or ``sleep_engine ->
 update_weight``.
+One step off (``rollout.max_staleness``), the rollout is in ``rollout`` while the trainer goes on to ``onload``, ``inference`` and ``train``; an engine that
+dies meanwhile is started and updated again without the trainer.
 If a step's samples are in the journal already, ``inference`` or ``train`` follows without a rollout between. Where a reward model scores each of several
 rounds of rollout, ``offload`` and the next round follow ``inference``. Weights that arrive damaged are registered again. When the rollout sidecar
 dies, the trainer goes from ``register`` or ``update_weight`` straight to ``onload``.

@@ -250,6 +250,14 @@ class TrainerWorker:
             logprobs = [list(known[sample.id][len(sample.prompt_token_ids) :]) for sample in samples]
         return {"scores": scores, "reference_logprobs": logprobs, "moves": self._moves(), "residue": self._residue(Phase.INFERENCE)}, {}
 
+    def compare(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Compares the recorded log-probabilities of samples that the actor's weights drew with the actor's own. The reply has the ``metrics``."""
+        actor, recipe = self._in_phase(Phase.TRAIN), self.recipe
+        sequences = tuple(train_sequence(each) for sample in decode_samples(blobs["samples"]) for each in sample.sequences)
+        batch = Batch(self.steps, sequences, recipe.rollout.max_tokens)
+        result = update_policy(actor.replica, batch, recipe.algorithm, recipe.trainer, temperature=recipe.rollout.temperature, is_frozen=True)
+        return {"metrics": {name: value for name, value in result.metrics.items() if name.startswith("mismatch")}}, {}
+
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The optimizer step (or steps, with several mini-batches) of ``step``."""
         step, recipe, actor = int(meta["step"]), self.recipe, self._actor()

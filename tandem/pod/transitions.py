@@ -1,7 +1,7 @@
 """The states of a pod's two sidecars: every transition is checked, timed, journalled and announced."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,13 @@ class Transitions:
         self.rollout = state
         with self.records.phase(state, step, "rollout") as detail:
             yield detail
+
+    def rollout_begins(self, state: RolloutState, step: int) -> AbstractContextManager[dict[str, Any]]:
+        """The rollout enters ``state`` beside the trainer's work. Returns what the thread that does it is to enter, and journals the transition."""
+        check_rollout(self.rollout, state)
+        self.rollout = state
+        self.records.callback.phase(state, step)
+        return nullcontext({}) if self.records.journal is None else self.records.journal.transition(step, "rollout", state)
 
     def trainer_enters(self, state: TrainerState, step: int) -> None:
         """The trainer enters ``state``, in which nothing is done."""

@@ -63,13 +63,19 @@ def staleness(samples: Sequence[Sample], step: int) -> float:
     return _mean(ages)
 
 
+def staleness_max(samples: Sequence[Sample], step: int) -> float:
+    """Returns the largest age, in optimizer steps, of the weights that drew a token."""
+    sequences = [each for sample in samples for each in sample.sequences]
+    return float(max((step - version.step for each in sequences for version in each.sampled_weight_versions), default=0))
+
+
 def partial_metrics(samples: Sequence[Sample], buffer: ReplayBuffer, step: int) -> dict[str, float]:
     """Returns the metrics of a partial rollout: the share of the step's tokens that older weights drew, the largest age of a token in optimizer steps, and
     what is in the replay ``buffer`` after the step."""
     ages = [step - version.step for sample in samples for version in sample.sampled_weight_versions]
     return {
         "rollout/off_policy_share": _mean([float(age > 0) for age in ages]),
-        "rollout/staleness_max": float(max(ages, default=0)),
+        "rollout/staleness_max": staleness_max(samples, step),
         "rollout/buffer_groups": float(len(buffer.groups)),
         "rollout/buffer_complete_groups": float(len(buffer.complete_groups)),
         "rollout/buffer_tokens": float(sum(sample.sampled_tokens for sample in buffer.samples)),

@@ -27,6 +27,7 @@ from tandem.pod.start import open_channels, rank_threads
 from tandem.rl.rewards.model_scores import with_model_scores
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
+from tandem.rl.rollout.staleness import weights_of
 from tandem.rl.step_metrics import rollout_metrics
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.gpus import check_pod_device
@@ -56,27 +57,33 @@ def replay_rl_step(
         recipe = replace(recipe, machine=same_device(recipe.machine, directory, journal.get("device")))
         check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks)
         numerics = journal.get("numerics", {})
-        check_numerics(numerics, numerics_record(rank_threads(recipe.machine, recipe.parallel), str(numerics.get("kernels"))))
+        check_numerics(numerics, numerics_record(rank_threads(recipe), str(numerics.get("kernels"))))
         pod = stack.enter_context(_scratch_pod(recipe, directory, journal, inline, callback, record))
         prompts = RoundPrompts(stack.enter_context(closing(prompt_source(recipe, pod.start))), recipe, journal)
         comparisons, digests = [], None if record is None else TensorDigests(record / "controller.jsonl")
+        weights = weights_of(step, recipe.rollout.max_staleness)
         try:
-            at = pod.start_trainer(step)
+            at = pod.start_trainer(weights if "rollout" in parts else step)
             say(f"loaded the checkpoint of step {at}")
-            for between in range(at, step):
-                say(f"replaying step {between} from its recorded samples and scores")
-                pod.train(between, *pod.trained_on(between))
             if "rollout" in parts:
+                _take_steps(pod, weights, say)
                 drawn, recorded = list[Sample](), list[Sample]()
                 for number, found in enumerate(rolled_out):
                     say(f"rollout of step {step}, round {number}")
-                    new, buffer = draw_round(pod, prompts, step, number, lambda step, chosen: ())
+                    new, buffer = draw_round(pod, prompts, step, number, lambda step, chosen: (), weights=weights)
                     drawn += [*new, *(buffer.samples if buffer is not None else ())]
                     recorded += [*found, *(journal.replay_buffer(step, number + 1).samples if buffer is not None else ())]
                 comparisons.append(_compare_samples(drawn, recorded))
+                if weights < step:
+                    mismatch = pod.compare(weights, recorded)
+                    say(f"the trainer's log-probabilities under the weights that drew them: mismatch_kl {mismatch['mismatch_kl']:g}")
+                    if recipe.is_exact and any(mismatch.values()):
+                        what = f"the trainer's log-probabilities of the recorded samples: {mismatch}, and must be 0"
+                        comparisons[-1] = replace(comparisons[-1], differences=(*comparisons[-1].differences, what))
                 for sample in drawn:
                     _add(digests, step, "rollout", f"sample {sample.id}, token_ids", sample.token_ids)
                     _add(digests, step, "rollout", f"sample {sample.id}, logprobs", sample.logprobs)
+            _take_steps(pod, step, say)
             if "rewards" in parts and judged:
                 again, state = list[Score](), prompts.trainer_state(step)
                 with RewardPool(recipe.rewards) as rewards:
@@ -101,6 +108,14 @@ def replay_rl_step(
         return comparisons
 
 
+def _take_steps(pod: Pod, step: int, say: Callable[[str], None]) -> None:
+    """Takes the recorded optimizer steps before ``step``."""
+    assert pod.trainer_step is not None
+    for between in range(pod.trainer_step, step):
+        say(f"replaying step {between} from its recorded samples and scores")
+        pod.train(between, *pod.trained_on(between))
+
+
 def _add(digests: TensorDigests | None, step: int, stage: Stage, name: str, values: Sequence[float]) -> None:
     if digests is not None:
         digests.add(step, stage, name, bytes_digest(json.dumps(list(values)).encode()), math.hypot(*values))
@@ -108,9 +123,7 @@ def _add(digests: TensorDigests | None, step: int, stage: Stage, name: str, valu
 
 def _recorded(directory: Path, journal: Journal, step: int) -> tuple[list[list[Sample]], list[Round], dict[str, Any] | None]:
     """Returns the samples of each round of ``step``, the rounds that were judged, and its row, ``None`` where the run ended in the middle of the step."""
-    rolled_out: list[list[Sample]] = []
-    while (samples := journal.samples(step, len(rolled_out))) is not None:
-        rolled_out.append(samples)
+    rolled_out = journal.drawn(step)
     if not rolled_out:
         steps = journal.journalled_steps()
         recorded = f"the steps {steps[0]} to {steps[-1]}" if steps else "no step"

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import Recipe
 from tandem.data.shard_files import ShardFiles
 from tandem.jobs.data_run.train_data import dataset_paths
 from tandem.jobs.run_files import CRITIC_FOLDER, SFT_FOLDER
@@ -16,6 +17,7 @@ from tandem.jobs.verify.input_files import verify_input_files
 from tandem.jobs.verify.reference_files import reference_files, verify_reference_files
 from tandem.jobs.verify.start_model import Key, start_model_of
 from tandem.jobs.verify.verify_records import RESTORE, steps_on_disk, verify_records
+from tandem.rl.rollout.staleness import too_old
 from tandem.runtime.records.journal import Journal
 from tandem.storage.files import open_storage
 from tandem.storage.folder_manifest import Files, damaged_files, read_manifest
@@ -89,10 +91,23 @@ def _verify_all_records(directory: Path, needs_journal: bool, is_stage: bool) ->
         return findings
     with Journal(path, read_only=True) as journal:
         newest = max(steps_on_disk(directory), default=0)
+        recipe = read_recipe(directory) if needs_journal else None
+        if isinstance(recipe, Recipe) and not recipe.rollout.budget_tokens:
+            findings += _verify_staleness(path, journal, recipe.rollout.max_staleness, newest)
         for step in journal.damaged_batches():
             depends = "the step would be trained on them" if step >= newest else "'tandem replay' of that step depends on them"
             what, fix = f"'{path}': the samples or scores of step {step} do not have their digest", RESTORE if step >= newest else "nothing to do"
             findings.append(Finding(what, depends, fix, stops=step >= newest))
+    return findings
+
+
+def _verify_staleness(path: Path, journal: Journal, max_staleness: int, newest: int) -> list[Finding]:
+    """Returns a finding for each step with samples that older or newer weights drew than ``rollout.max_staleness`` allows."""
+    findings, damaged = [], journal.damaged_batches()
+    for step in journal.journalled_steps():
+        if step not in damaged and (lines := too_old([sample for drawn in journal.drawn(step) for sample in drawn], step, max_staleness)):
+            depends = "the step would be trained on them" if step >= newest else "the curves depend on it"
+            findings.append(Finding(f"'{path}': {lines[0]}", depends, RESTORE, stops=step >= newest))
     return findings
 
 

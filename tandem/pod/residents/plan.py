@@ -202,13 +202,16 @@ def plan(
     if on_gpu:
         device = min([least_room(gpus)] + ([int(residents.device_gib * GIB)] if residents.device_gib else []))
     budget = Budget(device, available, int(residents.disk_gib * GIB) if residents.disk_gib else free_bytes(folder))
-    chosen, why = choose(candidates(residents, on_gpu=on_gpu, sleeps=engine.tensor_parallel_size == 1), needs, budget)
+    at_once = rollout.max_staleness > 0
+    allowed = candidates(residents, on_gpu=on_gpu, sleeps=engine.tensor_parallel_size == 1, at_once=at_once)
+    chosen, why = choose(allowed, needs, budget, "rollout.max_staleness 0 with another residents.plan" if at_once else "another residents.plan")
     return PodPlan(chosen, gpus, tuple(why), chosen.prefetches(budget) if residents.prefetch else frozenset())
 
 
-def candidates(residents: ResidentsConfig, *, on_gpu: bool, sleeps: bool) -> Iterator[Residency]:
-    """Yields what the recipe allows, from the loosest to the strictest plan. ``sleeps``: the engine can free its memory without ending."""
-    names: list[PlanName] = list(PLANS) if residents.plan == "auto" else [residents.plan]
+def candidates(residents: ResidentsConfig, *, on_gpu: bool, sleeps: bool, at_once: bool = False) -> Iterator[Residency]:
+    """Yields what the recipe allows, from the loosest to the strictest plan. ``sleeps``: the engine can free its memory without ending. ``at_once``: trainer
+    and rollout work at the same time, so that nothing moves."""
+    names: list[PlanName] = ["keep"] if at_once else list(PLANS) if residents.plan == "auto" else [residents.plan]
     to: list[Literal["memory", "disk"]] = ["memory", "disk"] if on_gpu else ["disk"]
     for name in names:
         rule = PLANS[name]
@@ -226,9 +229,11 @@ def candidates(residents: ResidentsConfig, *, on_gpu: bool, sleeps: bool) -> Ite
             yield Residency(name, place)
 
 
-def choose(allowed: Iterator[Residency], needs: Callable[[Residency], Candidate], budget: Budget) -> tuple[Candidate, list[str]]:
+def choose(
+    allowed: Iterator[Residency], needs: Callable[[Residency], Candidate], budget: Budget, instead: str = "another residents.plan"
+) -> tuple[Candidate, list[str]]:
     """Returns the first of ``allowed`` whose ``needs`` fit in ``budget``, and a line for each before it. Raises ``RunError`` where none fits, which says
-    what would."""
+    what would, or what may be set ``instead``."""
     tried: list[tuple[Candidate, str]] = []
     for residency in allowed:
         candidate = needs(residency)
@@ -244,7 +249,7 @@ def choose(allowed: Iterator[Residency], needs: Callable[[Residency], Candidate]
         wanted.append(f"{least.host.largest_phase / GIB:.2f} GiB of memory (machine.memory_gib)")
     if least.disk > budget.disk:
         wanted.append(f"{least.disk / GIB:.2f} GiB of disk (residents.disk_gib)")
-    other = " or another residents.plan" if len({each.residency.plan for each, _ in tried}) < len(PLANS) else ""
+    other = f" or {instead}" if len({each.residency.plan for each, _ in tried}) < len(PLANS) else ""
     raise RunError(
         f"this run needs {lacking}, under plan {least.name}, the one that needs least; what would fit: {' and '.join(wanted)}{other}, "
         f"or {FIX}"

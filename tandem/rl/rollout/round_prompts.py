@@ -8,6 +8,7 @@ from tandem.config.recipe import Recipe
 from tandem.data.prompts import TRAIN, PromptSource
 from tandem.rl.rewards.judgement import TrainerState
 from tandem.rl.rollout.filter_groups import is_complete, trained_on
+from tandem.rl.rollout.staleness import weights_of
 from tandem.rl.rollout.success_rates import SuccessRates
 from tandem.runtime.records.journal import Journal
 from tandem.types import Prompt, Round, RunError, Sample
@@ -57,10 +58,12 @@ class RoundPrompts:
         return self.source.after(passed, count, taken, self._rates(step))
 
     def _rates(self, step: int) -> Mapping[int, float] | None:
-        """Returns the success rates before ``step`` by index, where prompts are drawn by them."""
+        """Returns the success rates before ``step`` by index, where prompts are drawn by them; one step off, those before the step before, whose samples may
+        not be judged yet."""
         if self.source.order.config.by != "success_rate":
             return None
-        return {int(prompt.removeprefix(TRAIN)): rate for prompt, rate in self._success_rates.before(step).items()}
+        judged = weights_of(step, self.recipe.rollout.max_staleness)
+        return {int(prompt.removeprefix(TRAIN)): rate for prompt, rate in self._success_rates.before(judged).items()}
 
     def of_samples(self, samples: Sequence[Sample]) -> list[Prompt]:
         """Returns the prompts of ``samples``, in the order of their groups."""

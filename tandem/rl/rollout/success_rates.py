@@ -19,9 +19,12 @@ class SuccessRates:
     _right: Counter[str] = field(default_factory=Counter)
 
     def before(self, step: int) -> Mapping[str, float]:
-        """Returns the share of correct completions by prompt id, of the prompts that were judged before ``step``, which is not below that of an earlier
-        call. Raises ``RunError`` where no reward function says what is correct."""
-        assert self._steps <= step, (self._steps, step)
+        """Returns the share of correct completions by prompt id, of the prompts that were judged before ``step``. An earlier step than that of the last call
+        counts all again. Raises ``RunError`` where no reward function says what is correct."""
+        if step < self._steps:
+            self._steps = 0
+            self._judged.clear()
+            self._right.clear()
         for earlier in range(self._steps, step):
             self._count(earlier)
         self._steps = step

@@ -210,6 +210,13 @@ class Journal:
         committed = self._step_batch(step, round)
         return None if committed is None or committed[1] is None else decode_scores(committed[1])
 
+    def drawn(self, step: int) -> list[list[Sample]]:
+        """Returns the samples of each round of ``step``, in order, those that were not judged too."""
+        drawn: list[list[Sample]] = []
+        while (samples := self.samples(step, len(drawn))) is not None:
+            drawn.append(samples)
+        return drawn
+
     def rounds(self, step: int) -> list[Round]:
         """Returns the rounds of ``step`` that were judged, in order."""
         judged: list[Round] = []
