@@ -230,8 +230,8 @@ class Recipe:
             )
         if self.has_rounds and self.rewards_need_models:
             raise UserError(
-                f"{given} with algorithm.filter_groups and rewards that other models give (section 'reward_model', or 'needs' of a reward function): a round that "
-                "is drawn beside the training cannot wait for the trainer's models; remove one of the three"
+                f"{given} with algorithm.filter_groups and rewards that other models give (section 'reward_model', or 'needs' of a reward function): a round "
+                "that is drawn beside the training cannot wait for the trainer's models; remove one of the three"
             )
         self._check_old_tokens("rollout.max_staleness")
 

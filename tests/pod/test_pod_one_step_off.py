@@ -1,14 +1,17 @@
 """One step off: the samples of a step are drawn under the weights of the step before, while that one trains; nothing that dies changes a bit."""
 
+import json
 import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from pod_runs import HERE, RECIPE, PodRun, difference, finish
+import yaml
+from pod_runs import HERE, RECIPE, PodRun, difference, finish, recipe_with
+from reward_models import write_reward_model
 
 from tandem.config.recipe import load_config
 from tandem.jobs.start import resume, train
@@ -203,6 +206,7 @@ COMBINED = {
     "online dpo, mini-batches": ["--algorithm.name=online_dpo", "--algorithm.kl_coef=0", "--algorithm.minibatches=2"],
     "shared prompts, no inference": ["--trainer.share_prompts=true", "--algorithm.kl_coef=0"],
     "a reference that follows": ["--reference.update=copy", "--reference.every_steps=2"],
+    "lora": ["--trainer.lora={rank: 4, alpha: 8, target_modules: [q_proj, v_proj]}"],
 }
 
 
@@ -218,3 +222,60 @@ def test_together_with(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert difference(run, alone) == [] and run.left_behind() == []
     assert [row["rollout/staleness_max"] for row in run.rows()] == [0.0, 1.0, 1.0, 1.0]
+
+
+def tools(folder: Path) -> Path:
+    return HERE / "calculator.yaml"
+
+
+def agent(folder: Path) -> Path:
+    return HERE / "agent.yaml"
+
+
+def reward_model(folder: Path) -> Path:
+    return recipe_with(folder, reward_model={"path": str(write_reward_model(folder / "reward")), "weight": 0.5})
+
+
+def curriculum(folder: Path) -> Path:
+    rows = [{"prompt": f"{i * 7 % 20 + 11}=", "answer": "1"} for i in range(20)]
+    for name, chosen in (("rows", rows), ("other", [{"prompt": f"{i}=", "answer": "1"} for i in (97, 98, 99)])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    (folder / "long.py").write_text("def is_long(completions, **_):\n    return [float(len(text) > 2) for text in completions]\n")
+    content = yaml.safe_load(RECIPE.read_text())
+    return recipe_with(
+        folder,
+        task={"name": "dataset", "path": str(folder / "rows.jsonl"), "eval_path": str(folder / "other.jsonl")},
+        rewards={"functions": [{"function": f"{folder}/long.py:is_long"}]},
+        rollout=content["rollout"] | {"prompt_order": {"by": "success_rate", "solved_weight": 0.2}},
+        algorithm=content["algorithm"] | {"filter_groups": {"metric": "reward", "max_num_gen_batches": 2}},
+        sft=content["sft"] | {"corrupted_share": 0.0},
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("make", [tools, agent, reward_model, curriculum])
+def test_recipes_of_other_kinds_have_the_bits_of_one_process_when_sidecars_die(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    recipe = make(tmp_path)
+    alone, run = PodRun(tmp_path / "alone", recipe=recipe), PodRun(tmp_path / "pod", recipe=recipe)
+    done = alone.train("--inline", *AHEAD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run.train(*AHEAD, "--fault", "rollout_worker:after:rollout:2,trainer_worker:before:train:2,pod:after:train:1")
+    while done.returncode == -9:
+        done = run.resume()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, alone) == [] and run.left_behind() == []
+    assert [row["rollout/staleness_max"] for row in run.rows()] == [0.0, 1.0, 1.0, 1.0]
+    done = finish(run.begin("replay", str(run.directory), "--step", "3", "--inline"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mismatch_kl 0\n" in done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_a_mesh_has_the_bits_of_itself_when_a_rank_and_the_engine_die(tmp_path: Path) -> None:
+    mesh = (*AHEAD, "--parallel.data=2", "--machine.threads=2")
+    quiet, run = PodRun(tmp_path / "quiet"), PodRun(tmp_path / "killed")
+    for each, faults in ((quiet, ()), (run, ("--fault", "trainer_rank1:before:train:1,rollout_worker:before:rollout:3"))):
+        done = each.train(*mesh, *faults)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, quiet) == [] and run.left_behind() == []
+    assert [event.detail["role"] for event in run.events("recovery")] == ["trainer", "rollout"]
