@@ -21,8 +21,8 @@ PEERED = ("dpo_step", "grpo_step", "rollout", "time_to_accuracy", "training", "e
 DEFAULT = ("linear", "weight_update", "rollout", "grpo_step", "dpo_step", "training", "time_to_accuracy")
 """Without the engine's: it takes hours and peers that `make bench` does not install."""
 OTHERS = (
-    "attention", "batching", "channel", "checkpointing", "commits", "data_ranks", "equality", "kills", "kv_cache", "lm_head", "moe", "one_step_off", "quantization",
-    "request_features", "sampling", "serving", "shared_prompt", "speculation", "startup", "tensor_parallel", "tokenizing", "training_choices", "zero_memory",
+    "attention", "batching", "channel", "checkpointing", "commits", "data_ranks", "equality", "kills", "kv_cache", "lm_head", "moe", "one_step_off",
+    "quantization", "request_features", "sampling", "serving", "shared_prompt", "speculation", "startup", "tensor_parallel", "tokenizing", "training_choices", "zero_memory",
 )
 """Run where --only names them: their reports stand for themselves, and nothing of them is in the summary."""
 QUICK = {
