@@ -55,7 +55,7 @@ class Side:
         recipe, step = self.recipe, self.trainer.steps
         prompts = self.prompts.for_step(step)
         settings = sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed)
-        _, drawn = self.rollout.rollout({"step": step, "settings": settings}, {"prompts": encode_prompts(prompts)}, _quiet)
+        _, drawn = self.rollout.rollout({"step": step, "weights": step, "settings": settings}, {"prompts": encode_prompts(prompts)}, _quiet)
         samples = decode_samples(drawn["samples"])
         judging = self.rewards.submit(samples, prompts)
         if recipe.algorithm.kl_coef > 0:

@@ -63,7 +63,7 @@ def roll_out(engine: dict[str, Any], folder: Path, model: Decoder, directory: Pa
     settings = sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed)
     streamed: list[Sample] = []
     hear = lambda progress: streamed.extend(samples_from_text(progress.get("samples", NO_SAMPLES)))
-    _, blobs = worker.rollout({"settings": settings, "step": 0, "stream": True}, {"prompts": encode_prompts(prompts)}, hear)
+    _, blobs = worker.rollout({"settings": settings, "step": 0, "weights": 0, "stream": True}, {"prompts": encode_prompts(prompts)}, hear)
     samples = decode_samples(blobs["samples"])
     assert sorted(streamed, key=lambda sample: sample.id) == sorted(samples, key=lambda sample: sample.id), "each was streamed once, as it is"
     return samples, worker.llm
