@@ -128,7 +128,6 @@ class PretrainRecipe:
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",
         "machine.call_deadline_s": "ranks communicate by collectives, whose timeout is parallel.collective_timeout_s",
-        "trainer.share_prompts": "there are no groups that share a prompt",
     }
 
     @property
@@ -171,6 +170,9 @@ class PretrainRecipe:
     def check(self) -> None:
         """Raises ``UserError`` for invalid combinations of sections."""
         self.trainer.check_offload_folder()
+        if self.algorithm.name != "dpo":
+            refuse_unread("trainer", self.trainer, f"algorithm.name is '{self.algorithm.name}', whose passes share no prompt", "share_prompts")
+        self.trainer.check_share_prompts(self.parallel.context)
         if self.task is None and not self.data.train:
             raise UserError("'data.train' is empty; name at least one dataset that 'tandem tokenize' wrote")
         if self.task is not None and (self.data.train or self.algorithm.name not in ("sft", "reward_model")):

@@ -114,7 +114,7 @@ class Recipe:
         self.trainer.check_schedule(self.run.max_steps, self.sft.schedule if self.sft is not None else "constant")
         self.trainer.check_offload_folder(self.residents.offloads)
         check_mesh(self.parallel, self.trainer)
-        self._check_shared_prompts()
+        self.trainer.check_share_prompts(self.parallel.context)
         self._check_lora()
 
     def _check_lora(self) -> None:
@@ -288,20 +288,6 @@ class Recipe:
         """The precision of the engine's products: the trainer's, unless another option makes the engine's log-probabilities differ anyway."""
         precision = self.trainer.precision
         return "fp32" if precision == "fp8" or self.rollout.differs_from_trainer() else precision
-
-    def _check_shared_prompts(self) -> None:
-        if not self.trainer.share_prompts:
-            return
-        if self.parallel.context > 1:
-            raise UserError(
-                f"'trainer.share_prompts' is true and parallel.context is {self.parallel.context}, which divides a sequence over ranks; set "
-                "trainer.share_prompts to false or parallel.context to 1"
-            )
-        if self.trainer.router_balance_loss or self.trainer.router_bias_rate:
-            raise UserError(
-                "'trainer.share_prompts' is true, so that a prompt's tokens count once in the balance of experts; set trainer.router_balance_loss and "
-                "trainer.router_bias_rate to 0, or trainer.share_prompts to false"
-            )
 
     def _check_attention(self) -> None:
         name = self.machine.attention

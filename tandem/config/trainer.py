@@ -48,8 +48,8 @@ class TrainerConfig:
     micro_batch_tokens: int = 16384
     """Maximum number of tokens in one forward and backward pass. Loss and gradients do not depend on it."""
     share_prompts: bool = False
-    """In a pod, compute the prompt of a group once in a forward and backward pass, not once a completion. Log-probabilities keep their bits; gradients are
-    sums in another order."""
+    """Compute the prompt of a group once in a forward and backward pass, not once a completion; with `dpo`, what the two answers of a pair begin with.
+    Log-probabilities keep their bits; gradients are sums in another order."""
     recompute: Literal["none", "full", "selective"] = "none"
     """What the backward pass recomputes instead of storing: `none`, cheap operations (`selective`: norms, rotary embedding, gate), or whole
     layers (`full`). The bits of gradients do not change."""
@@ -180,6 +180,21 @@ class TrainerConfig:
             raise UserError(
                 f"'trainer.offload_folder' is '{self.offload_folder}' and trainer.offload is '{self.offload}'; set that to nvme, or "
                 "trainer.offload_activations, or in a pod residents.plan to offload"
+            )
+
+    def check_share_prompts(self, context: int) -> None:
+        """Raises ``UserError`` for what ``share_prompts`` cannot be combined with. ``context``: ``parallel.context``."""
+        if not self.share_prompts:
+            return
+        if context > 1:
+            raise UserError(
+                f"'trainer.share_prompts' is true and parallel.context is {context}, which divides a sequence over ranks; set trainer.share_prompts to false "
+                "or parallel.context to 1"
+            )
+        if self.router_balance_loss or self.router_bias_rate:
+            raise UserError(
+                "'trainer.share_prompts' is true, so that a prompt's tokens count once in the balance of experts; set trainer.router_balance_loss and "
+                "trainer.router_bias_rate to 0, or trainer.share_prompts to false"
             )
 
     def check_schedule(self, total_steps: int, sft_schedule: Schedule = "constant") -> None:

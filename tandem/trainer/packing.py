@@ -11,6 +11,7 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from tandem.trainer.micro_batch import Bin, forward_tokens, shared_part
@@ -100,16 +101,29 @@ def _shares(lengths: Sequence[int], ranks: int, micro_batch_tokens: int) -> list
     return [[tuple(share[i] for i in chosen) for chosen in bins] for share, bins in zip(shares, packed, strict=True)]
 
 
-def pack_pairs(sequences: Sequence[TrainSequence], micro_batch_tokens: int) -> list[Bin]:
-    """Returns the micro-batches of ``sequences`` by index, packed so that sequences 2i and 2i + 1, a preference pair, are side by side in one."""
-    return pack_pair_shares(sequences, 1, micro_batch_tokens)[0]
+def pack_pairs(sequences: Sequence[TrainSequence], micro_batch_tokens: int, share_prompts: bool = False) -> list[Bin]:
+    """Returns the micro-batches of ``sequences`` by index, packed so that sequences 2i and 2i + 1, a preference pair, are side by side in one.
+    ``share_prompts``: the prompt of a pair counts once."""
+    return pack_pair_shares(sequences, 1, micro_batch_tokens, share_prompts)[0]
 
 
-def pack_pair_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int) -> list[list[Bin]]:
+def pack_pair_shares(sequences: Sequence[TrainSequence], ranks: int, micro_batch_tokens: int, share_prompts: bool = False) -> list[list[Bin]]:
     """Returns the micro-batches of ``pack_pairs`` of each of ``ranks`` data-parallel ranks."""
-    lengths = [forward_tokens(chosen) + forward_tokens(rejected) for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True)]
+    lengths = [packed_tokens(pair, share_prompts) for pair in zip(sequences[::2], sequences[1::2], strict=True)]
     shares = _shares(lengths, ranks, micro_batch_tokens)
     return [[tuple(index for pair in pairs for index in (2 * pair, 2 * pair + 1)) for pairs in bins] for bins in shares]
+
+
+def with_common_beginning(pairs: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Returns ``pairs``, sequences 2i and 2i + 1 of a preference pair, with all that the two begin with as their prompt: what a token's log-probability is
+    does not depend on whether the tokens before it are learned."""
+    sequences = []
+    for pair in zip(pairs[::2], pairs[1::2], strict=True):
+        most = min(map(forward_tokens, pair))
+        columns = enumerate(zip(*(sequence.token_ids[:most] for sequence in pair), strict=True))
+        common = next((place for place, (chosen, rejected) in columns if chosen != rejected), most)
+        sequences += [replace(sequence, prompt_length=common) for sequence in pair]
+    return sequences
 
 
 def split(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:

@@ -32,7 +32,7 @@ from tandem.trainer.losses.dpo import make_dpo_loss
 from tandem.trainer.losses.reward_model import make_reward_model_loss
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import MicroBatch, forward_tokens, make_micro_batches
-from tandem.trainer.packing import pack, pack_pairs
+from tandem.trainer.packing import pack, pack_pairs, with_common_beginning
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.sequence_scores import scored_sequence
@@ -153,14 +153,16 @@ class DataRun(Run):
 
     def micro_batches(self, sequences: Sequence[TrainSequence]) -> tuple[GlobalCounts, int, list[MicroBatch]]:
         """Returns the counts of the global batch, its tokens, and this rank's micro-batches (``Replica.passes``)."""
-        bins = (pack_pairs if self.recipe.learns_from_pairs else pack)(sequences, self.recipe.trainer.micro_batch_tokens)
+        most, share = self.recipe.trainer.micro_batch_tokens, self.recipe.trainer.share_prompts
+        sequences = with_common_beginning(sequences) if share else sequences
+        bins = pack_pairs(sequences, most, share) if self.recipe.learns_from_pairs else pack(sequences, most)
         counts, tokens, passes = counts_of(sequences), sum(len(s.token_ids) for s in sequences), len(bins)
         if self.ranks.world.size > 1:
             every = self.ranks.all_values([counts.tokens, counts.sequences, len(bins)], "counts of the batch")
             counted, in_all, every_token = self.ranks.sums([counts.tokens, counts.sequences, tokens], "counts of the batch")
             counts, tokens = GlobalCounts(counted, int(in_all)), int(every_token)
             passes = self.replica.passes(len(bins), int(max(row[2] for row in every)))
-        return counts, tokens, make_micro_batches(sequences, bins, passes, self.model.dtype, self.model.device)
+        return counts, tokens, make_micro_batches(sequences, bins, passes, self.model.dtype, self.model.device, share_prompts=share)
 
     def skip(self, step: int, sequences: Sequence[TrainSequence], metrics: dict[str, float]) -> None:
         """Saves the batch of a skipped step and reports it. Raises ``RunError`` after too many in a row."""

@@ -41,7 +41,7 @@ def minibatches_of(
 
 def _share(replica: Replica, sequences: Sequence[TrainSequence], trainer: TrainerConfig, pairs: bool) -> Minibatch:
     data, most, share_prompts = replica.ranks.data, trainer.micro_batch_tokens, trainer.share_prompts
-    shares = pack_pair_shares(sequences, data.size, most) if pairs else pack_shares(sequences, data.size, most, share_prompts)
+    shares = pack_pair_shares(sequences, data.size, most, share_prompts) if pairs else pack_shares(sequences, data.size, most, share_prompts)
     own = shares[data.rank]
     tokens = sum(packed_tokens([sequences[i] for i in chosen], share_prompts) for bins in shares for chosen in bins)
     return Minibatch(sequences, own, replica.passes(len(own), max(map(len, shares))), tokens, share_prompts)
