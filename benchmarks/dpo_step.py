@@ -32,6 +32,7 @@ from tandem.config.recipe import load_config
 from tandem.jobs.data_run.train_data import open_datasets, open_stream
 from tandem.text.tokenizer import Tokenizer
 
+OURS = {"tandem": False, "tandem, share_prompts": True}
 MEMORY_STEPS = 2
 SPEED_TARGET, MEMORY_TARGET = 2.5, 0.6
 
@@ -79,13 +80,13 @@ def write_pairs(load: WorkLoad, count: int, path: Path) -> None:
             file.write(json.dumps({"prompt": f"{question}=", "chosen": chosen, "rejected": rejected}) + "\n")
 
 
-def run_recipe(load: WorkLoad, model: Path, folder: Path, steps: int, threads: int) -> PretrainRecipe:
+def run_recipe(load: WorkLoad, model: Path, folder: Path, steps: int, threads: int, share_prompts: bool) -> PretrainRecipe:
     """The recipe of our run: no evaluation and no checkpoint in the counted steps."""
     recipe = load_config(ROOT / "recipes" / "dpo.yaml", [
         f"model.path={model.resolve()}", f"data.train=[{{path: {(folder / 'pairs').resolve()}}}]", "data.held_out=", "data.sequence_length=128",
         f"data.global_batch_size={load.pairs}", f"trainer.learning_rate={load.learning_rate}", "trainer.warmup_steps=0",
         "evaluation.every_steps=1000000", "checkpoint.every_steps=1000000", f"machine.threads={threads}",
-        f"run.directory={(folder / 'runs').resolve()}", "run.name=run", f"run.max_steps={steps}",
+        f"run.directory={(folder / 'runs').resolve()}", f"run.name=run-{share_prompts}", f"run.max_steps={steps}", f"trainer.share_prompts={share_prompts}",
     ])  # fmt: skip
     assert isinstance(recipe, PretrainRecipe)
     return recipe
@@ -114,8 +115,12 @@ def measure(name: str, work: Path, peer: str, threads: int, steps: int) -> dict[
         write_pairs(load, load.pairs * (whole + 1), folder / "texts" / "pairs.jsonl")
         tokenize = [sys.executable, "-m", "tandem.cli.main", "tokenize", folder / "texts", folder / "pairs", "--pairs", "--tokenizer", model]
         subprocess.run(list(map(str, tokenize)), check=True, stdout=sys.stderr)
-        recipe = run_recipe(load, model, folder, whole + 1, threads)
-        (folder / "config.yaml").write_text(yaml.safe_dump(to_mapping(recipe), sort_keys=False), encoding="utf-8")
+        commands: dict[str, list[str | Path]] = {}
+        for side, shares in OURS.items():
+            recipe, own = run_recipe(load, model, folder, whole + 1, threads, shares), folder / f"ours-{shares}"
+            own.mkdir()
+            (own / "config.yaml").write_text(yaml.safe_dump(to_mapping(recipe), sort_keys=False), encoding="utf-8")
+            commands[side] = [sys.executable, HERE / "peers" / "tandem_run.py", own]
         write_order(recipe, model, whole, folder / "order.jsonl")
         trainer = recipe.trainer
         settings = {
@@ -124,16 +129,15 @@ def measure(name: str, work: Path, peer: str, threads: int, steps: int) -> dict[
             "max_grad_norm": trainer.max_grad_norm,
         }  # fmt: skip
         (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-        ours = [sys.executable, HERE / "peers" / "tandem_run.py", folder]
-        theirs = [peer, HERE / "peers" / "trl_dpo.py", model, folder / "order.jsonl", folder / "settings.json"]
+        commands["TRL"] = [peer, HERE / "peers" / "trl_dpo.py", model, folder / "order.jsonl", folder / "settings.json"]
         driven = {
-            side: stack.enter_context(Driven(side, command, threads, work / f"dpo-step-{side}.log"))
-            for side, command in (("tandem", ours), ("TRL", theirs))
+            side: stack.enter_context(Driven(side, command, threads, work / f"dpo-step-{number}.log"))
+            for number, (side, command) in enumerate(commands.items())
         }
         sides = {side: Side() for side in driven}
-        # Our first step was taken when the side answered.
-        sides["tandem"].losses.append(driven["tandem"].ready["loss"])
-        sides["TRL"].losses.append(driven["TRL"].ask("step")["loss"])
+        for side, process in driven.items():
+            # Our first step was taken when the side answered.
+            sides[side].losses.append((process.ready if side in OURS else process.ask("step"))["loss"])
         for step in range(steps):
             for side, process in driven.items():
                 took = process.ask("step")
@@ -154,24 +158,22 @@ def tables(name: str, threads: int, sides: dict[str, Side], promises: list[dict[
         peak = found.peak
         sizes = " | ".join(f"{size / 2**20:,.0f}" for size in (peak.total, peak.anonymous, peak.shared_files, peak.mapped_files))
         lines.append(f"| {side} | {cpu} | {wall} | {sizes} |")
-    ours, theirs = sides["tandem"], sides["TRL"]
-    ratios = {}
-    for kind in ("cpu_s", "wall_s"):
-        ratios[kind] = [b / a for a, b in zip(ours.seconds(kind), theirs.seconds(kind), strict=True)]
-    memory = ours.peak.total / theirs.peak.total
-    cells = [f"**{best:.2f}** / {median:.2f}" for best, median in ratios.values()]
-    lines.append(f"| TRL / tandem; of memory tandem / TRL | {cells[0]} | {cells[1]} | **{memory:.2f}** | | | |")
-    apart = [abs(a / b - 1) for a, b in zip(ours.losses, theirs.losses, strict=True)]
-    lines += [
-        "", f"Losses of {len(apart)} steps: at most {max(apart):.1e} apart, relative; in the first step {apart[0]:.1e}, in the last {apart[-1]:.1e}.", "",
-        "| step | " + " | ".join(map(str, range(len(apart)))) + " |", "|---|" + "---|" * len(apart),
-        *(f"| {side} | " + " | ".join(f"{loss:.6f}" for loss in found.losses) + " |" for side, found in sides.items()), "",
-    ]  # fmt: skip
-    kind = "cpu_s" if threads == 1 else "wall_s"
-    what = f"DPO step, {name}, {'CPU' if threads == 1 else 'wall'} seconds, {threads} thread{'s' if threads > 1 else ''}"
-    promises.append({"what": what, "ratio": ratios[kind][0], "median": ratios[kind][1], "target": SPEED_TARGET})
-    promises.append({"what": f"DPO step, {name}, peak memory", "ratio": memory, "target": MEMORY_TARGET, "at_most": True})
-    return lines
+    theirs, kind = sides["TRL"], "cpu_s" if threads == 1 else "wall_s"
+    lines += ["", "| TRL over ours | CPU s | wall s | peak memory, ours over TRL's | losses apart, relative: most, first step, last |", "|---|---|---|---|---|"]
+    for side in OURS:
+        ours = sides[side]
+        ratios = {clock: [b / a for a, b in zip(ours.seconds(clock), theirs.seconds(clock), strict=True)] for clock in ("cpu_s", "wall_s")}
+        memory = ours.peak.total / theirs.peak.total
+        cells = [f"**{best:.2f}** / {median:.2f}" for best, median in ratios.values()]
+        apart = [abs(a / b - 1) for a, b in zip(ours.losses, theirs.losses, strict=True)]
+        lines.append(f"| {side} | {cells[0]} | {cells[1]} | **{memory:.2f}** | {max(apart):.1e}, {apart[0]:.1e}, {apart[-1]:.1e} |")
+        what = f"DPO step, {name}, {side}, {'CPU' if threads == 1 else 'wall'} seconds, {threads} thread{'s' if threads > 1 else ''}"
+        promises.append({"what": what, "ratio": ratios[kind][0], "median": ratios[kind][1], "target": SPEED_TARGET})
+        promises.append({"what": f"DPO step, {name}, {side}, peak memory", "ratio": memory, "target": MEMORY_TARGET, "at_most": True})
+    steps = range(len(theirs.losses))
+    lines += ["", "| loss of step | " + " | ".join(map(str, steps)) + " |", "|---|" + "---|" * len(steps)]
+    lines += [f"| {side} | " + " | ".join(f"{loss:.6f}" for loss in found.losses) + " |" for side, found in sides.items()]
+    return [*lines, ""]
 
 
 def main() -> None:

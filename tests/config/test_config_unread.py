@@ -39,6 +39,7 @@ UNREAD: list[tuple[dict[str, Any], str, Any, str, dict[str, Any]]] = [
     (RL, "algorithm.tis_level", "sequence", "algorithm.tis_cap is empty", {"algorithm.tis_cap": 2.0}),
     (RL, "parallel.schedule", "gpipe", "parallel.pipeline is 1", {"parallel.pipeline": 2}),
     (RL, "parallel.sequence_parallel", False, "parallel.tensor is 1", {"parallel.tensor": 2}),
+    (DATA, "trainer.share_prompts", True, "algorithm.name is 'pretrain'", {"algorithm.name": "dpo"}),
     (DATA, "parallel.deterministic", True, "parallel.tensor is 1", {"parallel.tensor": 2}),
     (RL, "parallel.across_nodes", True, "all ranks (1) are on one machine", {"parallel.data": 2, "parallel.ranks_per_node": 1}),
     (RL, "registry.name", "small", "there is no registry", {"registry.path": "registry"}),

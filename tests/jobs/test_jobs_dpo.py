@@ -88,6 +88,14 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.fixture(scope="module")
+def sharing(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, in which what the answers of a pair begin with is computed once."""
+    folder = tmp_path_factory.mktemp("sharing")
+    train(load_config(write_recipe(folder, data, trainer={"share_prompts": True})), progress=False)
+    return folder / "run"
+
+
 def answers(model: Any, data: Path, lines: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the summed log-probabilities of the chosen and of the rejected answers, by transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(data / "model")
@@ -105,8 +113,10 @@ def plain_model(data: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(data / "model", dtype=torch.float32, attn_implementation="eager")
 
 
-def test_curve_is_that_of_a_plain_loop_over_transformers_and_the_published_loss(undisturbed: Path, data: Path) -> None:
-    model, found = plain_model(data), rows(undisturbed)
+@pytest.mark.parametrize("kind", ["undisturbed", "sharing"])
+def test_curve_is_that_of_a_plain_loop_over_transformers_and_the_published_loss(kind: str, data: Path, request: pytest.FixtureRequest) -> None:
+    run: Path = request.getfixturevalue(kind)
+    model, found = plain_model(data), rows(run)
     with torch.no_grad():
         reference = answers(model, data, PAIRS)
         reference_held_out = answers(model, data, HELD_OUT)
@@ -132,11 +142,20 @@ def test_curve_is_that_of_a_plain_loop_over_transformers_and_the_published_loss(
     assert found[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6) and found[-1]["train/loss"] < 0.5, "it learns, so equal curves mean something"
     with torch.no_grad():
         chosen, rejected = (BETA * (ours - theirs) for ours, theirs in zip(answers(model, data, HELD_OUT), reference_held_out, strict=True))
-    with Journal(undisturbed / "journal.sqlite", read_only=True) as journal:
+    with Journal(run / "journal.sqlite", read_only=True) as journal:
         measured = {step: result for step, kind, result in journal.evaluations() if kind == "held_out_pairs"}
     assert list(measured) == [0, 5, STEPS] and measured[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert measured[STEPS]["loss"] == pytest.approx(-F.logsigmoid(chosen - rejected).mean().item(), abs=2e-5)
     assert measured[STEPS]["accuracy"] == (chosen > rejected).float().mean().item() and measured[STEPS]["pairs"] == 2
+
+
+def test_a_shared_prompt_changes_no_bit_of_a_log_probability(undisturbed: Path, sharing: Path) -> None:
+    one, other = rows(undisturbed)[0], rows(sharing)[0]
+    names = ("train/loss", "logps/chosen", "logps/rejected", "train/learned_tokens")
+    # Pairs are packed in another way, so that means are sums in another order.
+    assert [one[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-14)
+    (comparison,) = replay(sharing, STEPS - 1)
+    assert not comparison.differences and comparison.count > 8
 
 
 def is_same_run(run: Path, other: Path) -> bool:

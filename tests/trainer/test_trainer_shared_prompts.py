@@ -176,7 +176,7 @@ def test_reference_pass_with_shared_prompts_has_the_same_bits() -> None:
     [
         ({"parallel": {"context": 2}}, "parallel.context is 2"),
         ({"trainer": {"share_prompts": True, "router_balance_loss": 0.1}}, "a prompt's tokens count once in the balance of experts"),
-        ({"algorithm": {"name": "sft"}, "data": {"train": []}}, "no groups that share a prompt"),
+        ({"algorithm": {"name": "sft"}, "data": {"train": []}}, "whose passes share no prompt"),
     ],
 )
 def test_what_shared_prompts_cannot_be_combined_with_is_refused(change: dict[str, object], said: str) -> None:
