@@ -2,7 +2,8 @@
 
     python benchmarks/time_to_accuracy.py [--peer-python .venv-peer/bin/python] [--threads 1] [--tasks sort addition spell_backward] [--seeds 0 1 2]
 
-The tasks are those of recipes/sort.yaml, arithmetic.yaml and reasoning_gym.yaml. On sort each side has the best settings known for it: ours the recipe's,
+The tasks are those of recipes/sort.yaml, arithmetic.yaml and reasoning_gym.yaml; the accuracy to reach is 0.90, and 0.75 on spell_backward, where both sides
+were between 0.78 and 0.83 from step 50 to step 85 of a longer race. On sort each side has the best settings known for it: ours the recipe's,
 TRL's a learning rate of 5e-4 with 10 warm-up steps, KL 0.02 and beta2 0.99; on the others both have the recipe's. Ours computes a group's prompt once in
 training (``trainer.share_prompts``). A task has one start model; a seed has its own prompts and samples. The batch (32 prompts x 8 samples) and the
 prompts of every step are the same.
@@ -56,7 +57,7 @@ TASKS = {
         ("trainer.learning_rate=5e-4", "trainer.warmup_steps=10", "trainer.beta2=0.99", "algorithm.kl_coef=0.02"),
     ),
     "addition": Race(ROOT / "recipes" / "arithmetic.yaml", 0.90),
-    "spell_backward": Race(ROOT / "recipes" / "reasoning_gym.yaml", 0.90),
+    "spell_backward": Race(ROOT / "recipes" / "reasoning_gym.yaml", 0.75),
 }  # fmt: skip
 
 

@@ -77,7 +77,8 @@ def main() -> None:
         answer(ready=True)
         while (words := command())[0] != "quit":
             if words[0] == "save":
-                side.trainer.export({"folder": str(Path(words[1]).resolve())}, {}, _quiet)
+                folder = Path(words[1]).resolve()
+                side.trainer.export({"folder": str(folder), "critic": str(folder / "critic")}, {}, _quiet)
                 answer(saved=words[1])
                 continue
             if profile_file is not None and side.trainer.steps:
