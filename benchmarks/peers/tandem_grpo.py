@@ -10,7 +10,6 @@ import cProfile
 import sys
 import time
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 
 from clock import Stopwatch
@@ -18,56 +17,59 @@ from lines import answer, command
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
-from tandem.layout.residents import KEEP
-from tandem.model.huggingface.model_folder import to_huggingface
+from tandem.layout.residents import KEEP, Phase
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.prompts import prompt_source
-from tandem.pod.rollout_worker import RolloutWorker
-from tandem.pod.trainer_worker import Progress, TrainerWorker
+from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
+from tandem.pod.start import open_channels
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
-from tandem.trainer.rank_process import rank_alone
 from tandem.types import WeightVersion
-from tandem.types.wire_records import decode_samples, encode_prompts, encode_scores
+from tandem.weight_transfer.manifest import segment_bytes
 
 
 class Side:
-    """The two workers, the prompts and the judges of one run."""
+    """The two sidecars, inline, the prompts and the judges of one run."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         import torch
 
-        self.recipe = build(Recipe, read_yaml(directory / "config.yaml"))
-        torch.set_num_threads(self.recipe.machine.threads)
-        (directory / "pod").mkdir(exist_ok=True)
-        rank = rank_alone(directory, threads=self.recipe.machine.threads)
-        self.trainer, self.rollout = TrainerWorker(self.recipe, rank), RolloutWorker(self.recipe, directory)
-        loaded, _ = self.trainer.load({"start": str(model), "step": None, **asdict(KEEP), "prefetch": []}, {}, _quiet)
-        self.rollout.start_engine({"folder": str(model), "kernels": loaded["kernels"]}, {}, _quiet)
-        self.prompts, self.rewards = prompt_source(self.recipe, model), RewardPool(self.recipe.rewards)
+        self.recipe = recipe = build(Recipe, read_yaml(directory / "config.yaml"))
+        torch.set_num_threads(recipe.machine.threads)
+        trainer, rollout = open_channels(recipe, directory, True, None)
+        self.trainer, self.rollout = TrainerSidecar(trainer), RolloutSidecar(rollout)
+        trainer.start()
+        rollout.start()
+        loaded = self.trainer.load(model, None, KEEP, ())
+        self.rollout.start_engine(model, loaded["kernels"])
+        self.buffers = trainer.allocate(segment_bytes(read_shapes(model), recipe.trainer.dtype))
+        self.prompts, self.rewards = prompt_source(recipe, model), RewardPool(recipe.rewards)
+        self.steps = 0
         self.serve_weights()
 
     def serve_weights(self) -> None:
-        assert self.trainer.actor is not None and self.rollout.llm is not None
-        self.rollout.llm.update_weights(to_huggingface(self.trainer.actor.replica.model), WeightVersion(1, self.trainer.steps))
+        version = WeightVersion(1, self.steps)
+        self.trainer.offload(self.steps, release=False)
+        self.trainer.convert(self.steps)
+        self.trainer.register(version, self.buffers)
+        self.rollout.update_weight(version)
 
     def step(self) -> tuple[float, float]:
         """(mean reward, mean tokens of a completion) of one step."""
-        recipe, step = self.recipe, self.trainer.steps
+        recipe, step = self.recipe, self.steps
         prompts = self.prompts.for_step(step)
         settings = sampling_settings(recipe.rollout, recipe.algorithm.group_size, recipe.run.seed)
-        _, drawn = self.rollout.rollout({"step": step, "weights": step, "settings": settings}, {"prompts": encode_prompts(prompts)}, _quiet)
-        samples = decode_samples(drawn["samples"])
+        samples, _ = self.rollout.rollout(step, prompts, settings, weights=step)
         judging = self.rewards.submit(samples, prompts)
-        if recipe.algorithm.kl_coef > 0:
-            self.trainer.inference({"step": step}, drawn, _quiet)
+        self.trainer.onload(step, Phase.INFERENCE if recipe.has_inference else Phase.TRAIN)
+        if recipe.has_inference:
+            self.trainer.inference(step, samples)
         scores = judging.result()
-        self.trainer.train({"step": step}, {**drawn, "scores": encode_scores(scores)}, _quiet)
+        self.trainer.train(step, samples, scores)
+        self.steps += 1
         self.serve_weights()
         reward = sum(score.value or 0.0 for score in scores) / len(scores)
         return reward, sum(len(sample.token_ids) for sample in samples) / len(samples)
-
-
-_quiet: Progress = lambda _: None
 
 
 def main() -> None:
@@ -78,16 +80,16 @@ def main() -> None:
         while (words := command())[0] != "quit":
             if words[0] == "save":
                 folder = Path(words[1]).resolve()
-                side.trainer.export({"folder": str(folder), "critic": str(folder / "critic")}, {}, _quiet)
+                side.trainer.export(folder, folder.with_name(f"{folder.name}-critic"))
                 answer(saved=words[1])
                 continue
-            if profile_file is not None and side.trainer.steps:
+            if profile_file is not None and side.steps:
                 profile.enable()
             watch.start()
             reward, length = side.step()
             took = watch.stop()
             profile.disable()
-            answer(step=side.trainer.steps, reward=reward, mean_length=length, **took)
+            answer(step=side.steps, reward=reward, mean_length=length, **took)
         if profile_file is not None:
             profile.dump_stats(profile_file)
 
