@@ -151,7 +151,7 @@ def test_a_task_with_too_few_instances_to_hold_some_out_is_refused() -> None:
     ("data", "problem"),
     [
         ({"name": "sorting"}, "'task.name' is 'sorting'; did you mean 'sort'?"),
-        ({"name": "chess"}, "use sort, addition, programs, dataset or reasoning_gym:NAME"),
+        ({"name": "chess"}, "use sort, addition, programs, dataset, reasoning_gym:NAME or verifiers:NAME"),
         ({"name": "reasoning_gym:"}, "name the dataset behind it"),
         ({"name": "sort", "min_digits": 5, "max_digits": 4}, "'task.max_digits' is 4"),
         ({"name": "sort", "min_digits": 1}, "'task.min_digits' is 1"),

@@ -264,7 +264,7 @@ def drawn_edges() -> set[tuple[str, State, State]]:
     return {(name, State(source.strip()), State(target)) for name, sources, target in lines for source in sources.split(",")}
 
 
-@pytest.mark.parametrize("operations", [20_000, pytest.param(100_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("operations", [40_000, pytest.param(100_000, marks=pytest.mark.full)])
 def test_random_operations_break_no_invariant_and_follow_the_drawn_life_cycle(operations: int) -> None:
     Watched.changes.clear()
     walk(0, operations)
