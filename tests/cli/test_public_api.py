@@ -77,7 +77,7 @@ def test_a_name_of_vllm_or_trl_is_answered_with_what_has_its_place() -> None:
         (lambda: tandem.EngineArgs("x", pipeline_parallel_size=2), "EngineArgs has no 'pipeline_parallel_size': use tensor_parallel_size"),
         (lambda: tandem.LLM("x", trust_remote_code=True), "LLM has no 'trust_remote_code': no code of a model's folder is ever run"),
         (lambda: tandem.LLM("x", speculative_model="y"), "LLM has no 'speculative_model': use speculative_config={'method': 'ngram'}"),
-        (lambda: tandem.LLM("x", speculative_config={"method": "eagle"}), "'engine.speculative_config.method' is 'eagle'; it must be one of ngram, suffix, draft"),
+        (lambda: tandem.LLM("x", speculative_config={"method": "eagle"}), "'engine.speculative_config.method' is 'eagle'; it must be one of ngram, suffix"),
         (lambda: tandem.LLM("x", max_num_seq=3), "LLM has no 'max_num_seq'; did you mean 'max_num_seqs'?"),
         (lambda: tandem.LLM("x", quantization="awq"), "LLM quantization is 'awq', which is the format of a folder and recognised without it"),
         (lambda: tandem.LLM("x", dtype="halve"), "'engine.dtype' is 'halve'; it must be one of"),

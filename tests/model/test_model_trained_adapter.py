@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from lora_adapters import adapt
@@ -135,7 +136,6 @@ def test_exported_adapter_is_served_with_the_bits_of_the_trainer_and_the_merged_
 
 @pytest.mark.parametrize("lora", CASES.values(), ids=CASES.keys())
 def test_peft_loads_the_exported_adapter_and_has_the_logits_of_the_trainer(lora: LoraConfig, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
     decoder = decoder_of(lora)
     save_model(decoder, tmp_path / "base", tensors=[(name, x) for name, x in to_huggingface(decoder) if ".lora_" not in name])
     save_adapter(adapter_of(decoder), decoder.shapes, tmp_path / "adapter", tmp_path / "base")
