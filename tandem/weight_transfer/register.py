@@ -13,7 +13,7 @@ from tandem.weight_transfer.convert import ConvertedWeights
 from tandem.weight_transfer.copying import Threads, address_of, copy_and_digest
 from tandem.weight_transfer.manifest import make_manifest
 from tandem.weight_transfer.publication import Replaceable, check_newer, describe, publish, replaceable
-from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
+from tandem.weight_transfer.shared_memory import Segment, WeightBuffers, contents_of
 
 
 class WeightWriter:
@@ -43,6 +43,7 @@ class WeightWriter:
             chosen = self.buffers.other(published)
             if weights.size_bytes > chosen.size_bytes:
                 raise RunError(f"they need {weights.size_bytes} bytes and the shared memory has {chosen.size_bytes}; their shapes have changed")
+            chosen.contents = None
             return self.buffers.segments.index(chosen)
 
         place, *_ = _together(ranks, what, choose if ranks.rank == 0 else lambda: None)
@@ -51,6 +52,7 @@ class WeightWriter:
         manifest = _manifest(weights, segment.name, digests, version)
 
         def move_on() -> None:
+            segment.contents = contents_of(manifest)
             self._published = (manifest, publish(self.store, manifest, self._published))
 
         _together(ranks, what, move_on if ranks.rank == 0 else lambda: None)

@@ -2,6 +2,9 @@
 
 A segment is an unnamed file of ``/dev/shm`` (``O_TMPFILE``). Other processes of the user open it by the descriptor of its owner, which its name
 has: ``tandem-POD-PID-NAME-DESCRIPTOR-INODE``. The inode tells it from what has the descriptor's number later. Imports no torch.
+
+Behind its bytes a segment has a label: which weights it holds. A writer takes the label away before it changes the first byte and puts the new one
+there after the last, so that a reader of this process or of another pod that finds the same label before and after knows whose bytes it read.
 """
 
 import errno
@@ -9,11 +12,17 @@ import logging
 import mmap
 import os
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
 
 from tandem.types.errors import RunError
+from tandem.types.sample import WeightVersion
+from tandem.types.weights import WeightManifest
 from tandem.weight_transfer.manifest import aligned
 
 logger = logging.getLogger(__name__)
@@ -25,6 +34,38 @@ FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"tandem-(?P<pod>[\w.]+)-(?P<pid>\d+)-(?P<name>[\w.-]+)-(?P<descriptor>\d+)-(?P<inode>\d+)")
 
 
+_LABEL = struct.Struct("<4sIqq16s")
+_LABEL_MAGIC, _DIGEST = b"TDMW", struct.Struct("<Q")
+LABEL_BYTES = _LABEL.size + _DIGEST.size
+_NO_LABEL = bytes(LABEL_BYTES)
+
+
+class Contents(NamedTuple):
+    """Which weights a segment holds: their version and the digest of their manifest."""
+
+    version: WeightVersion
+    digest: str
+
+
+def contents_of(manifest: WeightManifest) -> Contents:
+    return Contents(manifest.version, manifest.digest)
+
+
+def encode_label(contents: Contents) -> bytes:
+    """Returns the label of a segment that holds ``contents``."""
+    fields = _LABEL.pack(_LABEL_MAGIC, 1, *contents.version, bytes.fromhex(contents.digest))
+    return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def decode_label(label: bytes) -> Contents | None:
+    """Returns what a segment with ``label`` holds; ``None`` while it is written, and where the label was read while it changed."""
+    fields, (digest,) = label[: _LABEL.size], _DIGEST.unpack_from(label, _LABEL.size)
+    magic, layout, incarnation, step, manifest = _LABEL.unpack(fields)
+    if (magic, layout) != (_LABEL_MAGIC, 1) or xxhash.xxh3_64_intdigest(fields) != digest:
+        return None
+    return Contents(WeightVersion(incarnation, step), manifest.hex())
+
+
 class Segment:
     """A mapped segment. ``name``: by which ``open`` finds it; ``memory``: its bytes, shared with every process that has it open."""
 
@@ -32,20 +73,20 @@ class Segment:
         self.name, self.size_bytes = name, size_bytes
         self._file, self._writable = file, writable
         # A reader's mapping is copy-on-write: it sees the writer's changes, and its own changes are not written to the segment.
-        self._map = mmap.mmap(file, size_bytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY)
-        self.memory = memoryview(self._map)
+        self._map = mmap.mmap(file, file_bytes(size_bytes), access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY)
+        self.memory = memoryview(self._map)[:size_bytes]
 
     @classmethod
     def create(cls, pod_id: str, name: str, size_bytes: int, folder: Path = FOLDER) -> "Segment":
         """Creates a segment that lives until the caller closes it or ends, with every page allocated, so that a full folder raises ``RunError``
         here and never causes a bus error later."""
-        size_bytes = max(aligned(size_bytes), mmap.PAGESIZE)
+        size_bytes = _pages(max(aligned(size_bytes), 1))
         try:
             file = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
         except OSError as error:
             raise RunError(f"shared memory in {folder} cannot be created: {error.strerror}") from None
         try:
-            os.posix_fallocate(file, 0, size_bytes)
+            os.posix_fallocate(file, 0, file_bytes(size_bytes))
             label = f"tandem-{pod_id}-{os.getpid()}-{name}-{file}-{os.fstat(file).st_ino}"
             assert _NAME.fullmatch(label), f"pod id '{pod_id}' and name '{name}' are not valid in a segment's name"
             return cls(label, file, size_bytes, writable=True)
@@ -74,7 +115,21 @@ class Segment:
             raise FileNotFoundError(f"segment {name} has ended with its owner") from None
         except OSError as error:
             raise RunError(f"shared memory {name} cannot be opened: {error.strerror}") from None
-        return cls(name, file, os.fstat(file).st_size, writable=writable)
+        return cls(name, file, os.fstat(file).st_size - mmap.PAGESIZE, writable=writable)
+
+    def fileno(self) -> int:
+        """Returns the descriptor of the segment's file, whose first ``size_bytes`` are ``memory``."""
+        return self._file
+
+    @property
+    def contents(self) -> Contents | None:
+        """Which weights the segment holds now; ``None``: none, or some are being written."""
+        return decode_label(self._map[self.size_bytes : self.size_bytes + LABEL_BYTES])
+
+    @contents.setter
+    def contents(self, contents: Contents | None) -> None:
+        """Called by the one that directs the writers: with ``None`` before any of them writes, and with the contents after all have written."""
+        self._map[self.size_bytes : self.size_bytes + LABEL_BYTES] = _NO_LABEL if contents is None else encode_label(contents)
 
     def touch(self, runs: Sequence[tuple[int, int]] | None = None) -> None:
         """Maps every page, or those of ``runs`` (offset, bytes), into this process: the first access to a page costs ten times as much as
@@ -166,6 +221,15 @@ def _pages_of(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             ranges.append((start, stop))
     return ranges
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def file_bytes(size_bytes: int) -> int:
+    """Returns the bytes of the file of a segment of ``size_bytes``, a multiple of the page size, with the page of its label."""
+    return size_bytes + mmap.PAGESIZE
 
 
 def check_free(size_bytes: int, folder: Path = FOLDER) -> None:

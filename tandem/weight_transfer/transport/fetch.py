@@ -1,0 +1,82 @@
+"""Reads the weights of a version from another pod, whatever carries them: goes on after broken connections, verifies every part, and reads a part
+again whose bytes were altered on the way. No torch."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.rpc.calls import PeerDied
+from tandem.types.errors import DamagedWeights
+from tandem.types.weights import WeightManifest
+from tandem.weight_transfer.publication import describe
+from tandem.weight_transfer.shared_memory import Segment, contents_of
+from tandem.weight_transfer.transport.pieces import Piece, Source, SourceLost, pieces_of
+
+logger = logging.getLogger(__name__)
+
+_PAUSES_S = 0.05, 1.0
+"""Between two attempts that bring no byte: at first, and at most."""
+_MOST_MISMATCHES = 2
+
+
+class Fetched(NamedTuple):
+    """What a transfer needed: the parts that were read again because their bytes had been altered, and how often a connection broke."""
+
+    rereads: tuple[str, ...]
+    breaks: int
+
+
+def fetch(
+    source: Source, manifest: WeightManifest, segment: str, into: Segment, *, peer: str, deadline: Deadline, patience_s: float = 10.0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Fetched:  # fmt: skip
+    """Reads every part of ``manifest`` from ``segment`` of the pod ``peer`` to the same offsets of ``into``, whose label it sets when all are verified.
+
+    ``patience_s``: how long attempts may bring no byte before the other pod counts as dead. ``on_progress``: receives the verified and all bytes,
+    after each attempt.
+
+    Raises:
+        VersionMoved: the other pod holds another version now; ``into`` holds nothing.
+        DamagedWeights: a part had another digest than the manifest's each time it was read.
+        PeerDied: no byte came for ``patience_s``, however often the connection was made again.
+        TimeoutError: past ``deadline``.
+    """
+    into.contents = None
+    left, breaks, rereads = pieces_of(manifest), 0, list[str]()
+    patience, pause_s = Deadline(patience_s, deadline), _PAUSES_S[0]
+    while left:
+        before = sum(piece.done_bytes for piece in left)
+        try:
+            source.read(segment, contents_of(manifest), left, into.memory, deadline)
+        except SourceLost as loss:
+            breaks += 1
+            if sum(piece.done_bytes for piece in left) > before:
+                patience, pause_s = Deadline(patience_s, deadline), _PAUSES_S[0]
+            elif patience.passed:
+                raise PeerDied(peer, "receive_weights", f"{loss}, and nothing came for {patience_s:g} s") from None
+            logger.warning("%s; reading on (%d bytes are missing)", loss, sum(piece.missing[1] for piece in left))
+            time.sleep(pause_s)
+            pause_s = min(_PAUSES_S[1], 2 * pause_s)
+        rereads += [piece.name for piece in left if _is_altered(piece, manifest)]
+        left = [piece for piece in left if not piece.is_verified]
+        on_progress(manifest.size_bytes - sum(piece.size_bytes for piece in left), manifest.size_bytes)
+    into.contents = contents_of(manifest)
+    return Fetched(tuple(rereads), breaks)
+
+
+def _is_altered(piece: Piece, manifest: WeightManifest) -> bool:
+    """Returns whether all of ``piece`` has arrived with another digest than the manifest's, and begins it again. Raises ``DamagedWeights`` the second
+    time: then the other pod's memory is damaged and not the connection."""
+    if not piece.is_complete or piece.is_verified:
+        return False
+    piece.mismatches += 1
+    if piece.mismatches == _MOST_MISMATCHES:
+        raise DamagedWeights(
+            f"tensor {piece.name} of weights {describe(manifest.version)} was received twice and does not have its digest {piece.expected}; "
+            "the weights of the other pod are damaged"
+        )
+    logger.warning("tensor %s of weights %s arrived without its digest; it is read again", piece.name, describe(manifest.version))
+    piece.restart()
+    return True

@@ -1,0 +1,105 @@
+"""Brings the published weights of another pod to the shared memory of this one, and publishes them to the engines here. No torch."""
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from tandem.runtime.coordination.store import Store
+from tandem.runtime.process.deadline import Deadline
+from tandem.types.errors import RunError
+from tandem.types.sample import WeightVersion
+from tandem.types.weights import WeightManifest
+from tandem.weight_transfer.publication import current, describe, publish, replaceable
+from tandem.weight_transfer.shared_memory import WeightBuffers, check_free
+from tandem.weight_transfer.transport.endpoints import Offer, Protocol, choose, endpoint_of
+from tandem.weight_transfer.transport.fetch import Fetched, fetch
+from tandem.weight_transfer.transport.pieces import Source
+
+logger = logging.getLogger(__name__)
+
+OpenSource = Callable[[str, Offer], Source]
+"""(name of the other pod, its offer) -> what reads from it."""
+NOTHING_FETCHED = Fetched((), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """A version that this pod's engines can read now. ``protocol``: what carried it, empty if it was here before."""
+
+    manifest: WeightManifest
+    protocol: str
+    fetched: Fetched
+
+
+class WeightMirror:
+    """``shared``: the store of the run, in which the trainer's pod publishes; ``own``: the store of this pod, which its engines read.
+
+    Two buffers take turns, as in the trainer's pod: what the engines may be reading is not written to. They are made by ``create`` for the first
+    version, of its size, and live as long as the mirror.
+    """
+
+    def __init__(self, shared: Store, own: Store, create: Callable[[int], WeightBuffers], open_source: OpenSource) -> None:
+        self.shared, self.own = shared, own
+        self._create, self._open_source = create, open_source
+        self.buffers: WeightBuffers | None = None
+
+    def bring(
+        self, version: WeightVersion | None, protocols: Collection[Protocol], deadline: Deadline,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Mirrored:  # fmt: skip
+        """Reads, verifies and publishes ``version`` (``None``: the one that is published now); at once if it is here already.
+
+        Raises ``RunError`` if nothing or another version is published, no pod serves it, or the shared memory of this machine is too small; and
+        what ``fetch`` raises. The engines' published version stays as it was then.
+        """
+        published = current(self.shared)
+        if published is None:
+            raise RunError("no weights are published; the trainer registers them before other pods receive them")
+        manifest = published[0]
+        if version is not None and manifest.version != version:
+            raise RunError(f"weights {describe(version)} were requested, but {describe(manifest.version)} are published")
+        before = replaceable(self.own)
+        held = before[0] if before else None
+        if held is not None and (held.version, held.digest) == (manifest.version, manifest.digest) and self._owns(held):
+            return Mirrored(held, "", NOTHING_FETCHED)
+        segment = _segment_of(manifest)
+        endpoint = endpoint_of(self.shared, segment)
+        offer = choose(endpoint, protocols)
+        into = self._buffers(manifest).other(None if held is None else held.tensors[0].segment)
+        source = self._open_source(f"pod {endpoint.pod}", offer)
+        try:
+            fetched = fetch(source, manifest, segment, into, peer=endpoint.pod, deadline=deadline, on_progress=on_progress)
+        finally:
+            source.close()
+        ours = replace(manifest, tensors=tuple(replace(entry, segment=into.name) for entry in manifest.tensors))
+        publish(self.own, ours, before)
+        logger.info("weights %s came from pod %s over %s", describe(manifest.version), endpoint.pod, offer.protocol)
+        return Mirrored(ours, offer.protocol, fetched)
+
+    def close(self) -> None:
+        """Removes the buffers."""
+        if self.buffers is not None:
+            self.buffers.close()
+
+    def _owns(self, manifest: WeightManifest) -> bool:
+        return self.buffers is not None and _segment_of(manifest) in self.buffers.names
+
+    def _buffers(self, manifest: WeightManifest) -> WeightBuffers:
+        needed = max((entry.offset_bytes + entry.size_bytes for entry in manifest.tensors), default=0)
+        if self.buffers is None:
+            check_free(2 * needed)
+            self.buffers = self._create(needed)
+        if needed > self.buffers.size_bytes:
+            raise RunError(
+                f"weights {describe(manifest.version)} need {needed} bytes and this pod's shared memory has {self.buffers.size_bytes}; their shapes "
+                "have changed, so the pod must be started again"
+            )
+        return self.buffers
+
+
+def _segment_of(manifest: WeightManifest) -> str:
+    """Returns the segment of all tensors. Raises ``RunError`` if there are none, or several segments."""
+    names = {entry.segment for entry in manifest.tensors}
+    if len(names) != 1:
+        raise RunError(f"weights {describe(manifest.version)} are in {len(names)} segments of shared memory; other pods can receive those in one")
+    return names.pop()

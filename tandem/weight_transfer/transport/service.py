@@ -1,0 +1,40 @@
+"""Serves the segments of a pod to other pods, over the protocols that it is asked for, and says where in the coordination store. No torch."""
+
+import logging
+from collections.abc import Sequence
+
+from tandem.runtime.coordination.store import Store
+from tandem.types.errors import UserError
+from tandem.weight_transfer.shared_memory import Segment
+from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, publish_endpoint, withdraw_endpoint
+from tandem.weight_transfer.transport.tcp_server import WeightServer
+
+logger = logging.getLogger(__name__)
+
+
+class WeightService:
+    """``host``: the address that is listened on; ``advertised``: the one that other pods connect to, ``host`` if empty. ``port``: that of plain TCP, 0
+    for any free one. Raises ``UserError`` if a port cannot be taken, or a protocol is not there."""
+
+    def __init__(
+        self, pod: str, segments: Sequence[Segment], store: Store, credential: str, protocols: Sequence[Protocol], *,
+        host: str = "127.0.0.1", port: int = 0, advertised: str = "",
+    ) -> None:  # fmt: skip
+        if not advertised and host in ("0.0.0.0", "::", ""):
+            raise UserError(f"weights are served on every address ('{host}'); say which one other pods connect to (advertised)")
+        self.pod, self._store = pod, store
+        self._server: WeightServer | None = None
+        offers = []
+        if "tcp" in protocols:
+            self._server = WeightServer(segments, credential, name=f"the weights of pod {pod}", host=host, port=port)
+            self._server.start()
+            offers.append(Offer("tcp", advertised or host, self._server.port))
+        self.endpoint = Endpoint(pod, tuple(segment.name for segment in segments), tuple(offers))
+        publish_endpoint(store, self.endpoint)
+        logger.info("weights are served at %s", ", ".join(f"{offer.protocol} {offer.host}:{offer.port}" for offer in offers))
+
+    def close(self) -> None:
+        """Takes the endpoint from the store and ends the server."""
+        withdraw_endpoint(self._store, self.pod)
+        if self._server is not None:
+            self._server.close()

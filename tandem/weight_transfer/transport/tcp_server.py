@@ -1,0 +1,111 @@
+"""Plain TCP, the side that has the weights: sends ranges of its segments from their pages, without a copy by this process. No torch.
+
+After the handshake a client sends ``read`` frames with the segment, the version and manifest digest that it must hold, and ranges ``[offset, bytes]``.
+Each is answered by a frame ``bytes`` with the same version and digest, and the bytes behind it; or by ``refused``. A segment whose label changes while it
+is sent is not sent on: the connection is closed, and the client's next request is refused.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+
+from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.rpc.channel import BrokenFrame, Channel
+from tandem.runtime.rpc.rpc_server import RpcServer
+from tandem.types.sample import WeightVersion
+from tandem.types.wire import Frame
+from tandem.weight_transfer.publication import describe
+from tandem.weight_transfer.shared_memory import Contents, Segment
+from tandem.weight_transfer.transport.handshake import admits
+
+logger = logging.getLogger(__name__)
+
+SLICE_BYTES = 4 * 2**20
+"""The label of a segment is looked at again after as many bytes."""
+_REQUEST_BYTES = 2**20
+_LOOK_S = 0.25
+
+
+class WeightServer(RpcServer):
+    """Serves ``segments`` to clients with the ``credential``. ``silent_s``: how long a client may take nothing of what is sent, or ask nothing."""
+
+    def __init__(
+        self, segments: Sequence[Segment], credential: str, *, name: str, host: str = "127.0.0.1", port: int = 0, silent_s: float = 60.0
+    ) -> None:
+        self._segments: Mapping[str, Segment] = {segment.name: segment for segment in segments}
+        self._secret, self._silent_s = credential, silent_s
+        super().__init__({}, credential, name=name, host=host, port=port)
+
+    def _converse(self, channel: Channel, connection: socket.socket) -> None:
+        limit_sends(connection)
+        if not admits(channel, self._secret, Deadline(self.request_s)):
+            logger.warning("%s: a connection without the credential was refused", self.name)
+            return self._refuse(channel, connection, "wrong credential")
+        channel.send({}, kind="welcome", deadline=Deadline(self.request_s))
+        with contextlib.suppress(EOFError):
+            while True:
+                self._answer_read(channel, connection, channel.receive(Deadline(self._silent_s), _REQUEST_BYTES))
+        return None
+
+    def _answer_read(self, channel: Channel, connection: socket.socket, request: Frame) -> None:
+        segment, contents, ranges = self._asked(request)
+        held = None if segment is None else segment.contents
+        deadline = Deadline(self._silent_s)
+        if segment is None or held != contents:
+            what = "nothing" if held is None else f"the weights {describe(held.version)}"
+            text = f"it holds {what} in the place of the weights {describe(contents.version)}"
+            return channel.send({"message": text, "moved": True}, kind="refused", deadline=deadline)
+        if any(offset < 0 or size < 0 or offset + size > segment.size_bytes for offset, size in ranges):
+            text = f"a range lies outside the {segment.size_bytes} bytes of segment {segment.name}"
+            return channel.send({"message": text, "moved": False}, kind="refused", deadline=deadline)
+        meta = {"version": list(held.version), "digest": held.digest, "size_bytes": sum(size for _, size in ranges)}
+        with corked(connection):
+            channel.send(meta, kind="bytes", deadline=deadline)
+            for offset, size in ranges:
+                self._send(connection, segment, contents, offset, size)
+        return None
+
+    def _asked(self, request: Frame) -> tuple[Segment | None, Contents, list[tuple[int, int]]]:
+        """Returns the segment (``None``: another owner's), what it must hold, and the ranges. Raises ``BrokenFrame``."""
+        meta = request.meta
+        try:
+            incarnation, step = meta["version"]
+            contents = Contents(WeightVersion(int(incarnation), int(step)), str(meta["digest"]))
+            ranges = [(int(offset), int(size)) for offset, size in meta["ranges"]]
+        except (KeyError, TypeError, ValueError):
+            raise BrokenFrame(f"a frame '{request.kind}' is not a request for ranges") from None
+        return self._segments.get(str(meta.get("segment"))), contents, ranges
+
+    def _send(self, connection: socket.socket, segment: Segment, contents: Contents, offset: int, size: int) -> None:
+        silent = Deadline(self._silent_s)
+        while size:
+            if segment.contents != contents:
+                raise BrokenFrame(f"the weights {describe(contents.version)} were replaced while they were sent")
+            try:
+                sent = os.sendfile(connection.fileno(), segment.fileno(), offset, min(size, SLICE_BYTES))
+            except BlockingIOError:
+                silent.nap_s()
+                continue
+            silent = Deadline(self._silent_s)
+            offset, size = offset + sent, size - sent
+
+
+def limit_sends(connection: socket.socket) -> None:
+    """Makes a send to a peer that takes nothing return after ``_LOOK_S``, so that its deadline is looked at."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, time_value(_LOOK_S))
+
+
+def time_value(seconds: float) -> bytes:
+    """Returns the C ``struct timeval`` of ``seconds``."""
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+@contextlib.contextmanager
+def corked(connection: socket.socket):  # type: ignore[no-untyped-def]
+    """Fills every packet while small ranges follow each other."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+    yield
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)

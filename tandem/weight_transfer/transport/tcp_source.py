@@ -1,0 +1,159 @@
+"""Plain TCP, the side that needs the weights: receives into its own segment, over several connections, and digests what has arrived. No torch."""
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tandem.runtime.process.deadline import LOOK_S, Deadline
+from tandem.runtime.rpc.channel import BrokenFrame, Channel
+from tandem.types.errors import RunError
+from tandem.types.wire import PREFIX, Frame, decode_body, frame_sizes
+from tandem.weight_transfer.shared_memory import Contents
+from tandem.weight_transfer.transport.handshake import introduce
+from tandem.weight_transfer.transport.pieces import Piece, SourceLost, VersionMoved, buckets_of
+from tandem.weight_transfer.transport.tcp_server import time_value
+
+CHUNK_BYTES = 2**20
+"""Received and then digested at once, while it is in the processor's cache."""
+_AHEAD = 2
+"""The number of requests in flight on a connection, so that the server always has the next one."""
+_HEADER_BYTES = 2**16
+
+
+class TcpSource:
+    """The weights' server at ``host`` and ``port``, named ``peer`` in messages. ``connections``: as many threads receive. ``silent_s``: the longest
+    time without a byte before a connection counts as broken."""
+
+    def __init__(self, peer: str, host: str, port: int, credential: str, *, connections: int = 2, silent_s: float = 10.0) -> None:
+        self.peer, self._address, self._credential = f"{peer} at {host}:{port}", (host, port), credential
+        self._silent_s = silent_s
+        self._count = connections
+
+    def read(self, segment: str, contents: Contents, pieces: Sequence[Piece], into: memoryview, deadline: Deadline) -> None:
+        """See ``Source.read``. A connection that breaks leaves its pieces to the others."""
+        queue = _Buckets(pieces)
+        with ThreadPoolExecutor(self._count, thread_name_prefix="weights") as pool:
+            ended = [pool.submit(self._drain, queue, segment, contents, into, deadline) for _ in range(min(self._count, len(queue)))]
+        errors = [error for future in ended if (error := future.exception()) is not None]
+        if errors and not all(piece.is_complete for piece in pieces):
+            # The connection that was refused knows more than one that broke.
+            raise min(errors, key=lambda error: isinstance(error, SourceLost))
+
+    def close(self) -> None:
+        """Connections end with each ``read``."""
+
+    def _drain(self, queue: "_Buckets", segment: str, contents: Contents, into: memoryview, deadline: Deadline) -> None:
+        asked: deque[list[Piece]] = deque()
+        try:
+            with _Connection(self._address, self.peer, self._credential, self._silent_s, deadline) as connection:
+                while True:
+                    while len(asked) < _AHEAD and (bucket := queue.take()):
+                        asked.append(bucket)
+                        connection.ask(segment, contents, bucket)
+                    if not asked:
+                        return
+                    connection.receive(contents, asked[0], into)
+                    asked.popleft()
+        except (OSError, EOFError, BrokenFrame) as error:
+            if deadline.passed:
+                raise TimeoutError(f"{self.peer} did not send the weights within {deadline.seconds:g} s") from None
+            raise SourceLost(f"the connection to {self.peer} broke: {describe_loss(error)}") from None
+        finally:
+            queue.give_back(asked)
+
+
+def describe_loss(error: BaseException) -> str:
+    """Returns why a connection broke, in a few words."""
+    if isinstance(error, TimeoutError):
+        return str(error) or "it was silent for too long"
+    return "it was closed" if isinstance(error, EOFError) else str(error) or type(error).__name__
+
+
+class _Buckets:
+    """The buckets that no connection has yet."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._left = deque(buckets_of(pieces))
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def take(self) -> list[Piece] | None:
+        with self._lock:
+            return self._left.popleft() if self._left else None
+
+    def give_back(self, buckets: Sequence[list[Piece]]) -> None:
+        with self._lock:
+            self._left.extendleft(reversed(buckets))
+
+
+class _Connection:
+    """One connection, admitted by the server. A read may take until ``deadline``, and ``silent_s`` without a byte."""
+
+    def __init__(self, address: tuple[str, int], peer: str, credential: str, silent_s: float, deadline: Deadline) -> None:
+        self._peer, self._silent_s, self._deadline = peer, silent_s, deadline
+        self._socket = socket.create_connection(address, min(silent_s, max(deadline.left_s(), 0.001)))
+        try:
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time_value(LOOK_S))
+            self._channel = Channel(self._socket)
+            introduce(self._channel, credential, peer, Deadline(silent_s, deadline))
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def __enter__(self) -> "_Connection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def ask(self, segment: str, contents: Contents, pieces: Sequence[Piece]) -> None:
+        meta = {"segment": segment, "version": list(contents.version), "digest": contents.digest, "ranges": [piece.missing for piece in pieces]}
+        self._channel.send(meta, kind="read", deadline=Deadline(self._silent_s, self._deadline))
+
+    def receive(self, contents: Contents, pieces: Sequence[Piece], into: memoryview) -> None:
+        """Receives the answer to ``ask``."""
+        answer = self._frame()
+        if answer.kind == "refused":
+            kind = VersionMoved if answer.meta.get("moved") else RunError
+            raise kind(f"{self._peer} refused to send weights: {answer.meta.get('message')}")
+        told = (answer.kind, answer.meta.get("version"), answer.meta.get("digest"), answer.meta.get("size_bytes"))
+        if told != ("bytes", list(contents.version), contents.digest, sum(piece.missing[1] for piece in pieces)):
+            raise BrokenFrame(f"the answer to a request for weights is {told}")
+        for piece in pieces:
+            while not piece.is_complete:
+                at, left = piece.missing
+                piece.arrived(into, self._receive(into[at : at + min(left, CHUNK_BYTES)]))
+
+    def _frame(self) -> Frame:
+        """Returns a frame, of which not a byte more is read: weights follow it."""
+        try:
+            header_bytes, payload_bytes = frame_sizes(self._exactly(PREFIX.size), _HEADER_BYTES)
+            return decode_body(self._exactly(header_bytes + payload_bytes), header_bytes)
+        except ValueError as error:
+            raise BrokenFrame(str(error)) from None
+
+    def _exactly(self, count: int) -> bytearray:
+        found, held = bytearray(count), 0
+        with memoryview(found) as view:
+            while held < count:
+                held += self._receive(view[held:])
+        return found
+
+    def _receive(self, view: memoryview) -> int:
+        """Waits for at least one byte, and for as many as ``view`` has while they keep coming. Raises ``TimeoutError`` and ``EOFError``."""
+        silent = Deadline(self._silent_s, self._deadline)
+        while True:
+            try:
+                count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                silent.nap_s()
+                continue
+            if not count:
+                raise EOFError
+            return count

@@ -1,0 +1,66 @@
+"""Two pods of one run for the tests of the transport: one that publishes weights and serves them, and one that receives them."""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+from whole_tensors import converted
+
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.process.deadline import Deadline
+from tandem.types import WeightManifest, WeightVersion
+from tandem.weight_transfer.register import WeightWriter
+from tandem.weight_transfer.shared_memory import WeightBuffers
+from tandem.weight_transfer.transport.endpoints import Offer
+from tandem.weight_transfer.transport.mirror import Mirrored, WeightMirror
+from tandem.weight_transfer.transport.pieces import Source
+from tandem.weight_transfer.transport.service import WeightService
+from tandem.weight_transfer.transport.tcp_source import TcpSource
+
+CREDENTIAL = "a credential of the tests"
+
+
+def pod_id() -> str:
+    return "test" + uuid.uuid4().hex[:8]
+
+
+@dataclass
+class TwoPods:
+    """``folder`` has the run's store and that of the second pod. ``port``: how the second pod reaches a port of the first one."""
+
+    folder: Path
+    size_bytes: int = 2 << 20
+    port: Callable[[int], int] = lambda port: port
+    silent_s: float = 5.0
+    connections: int = 2
+    deadline_s: float = 60.0
+    sources: list[TcpSource] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shared, self.own = EmbeddedStore(self.folder / "shared.sqlite"), EmbeddedStore(self.folder / "own.sqlite")
+        self.buffers = WeightBuffers.create(pod_id(), self.size_bytes)
+        self.writer = WeightWriter(WeightBuffers.open(self.buffers.names), self.shared, 1)
+        self.service = WeightService("first", self.buffers.segments, self.shared, CREDENTIAL, ("tcp",))
+        self.mirror = WeightMirror(self.shared, self.own, lambda size: WeightBuffers.create(pod_id(), size), self.open_source)
+
+    def open_source(self, peer: str, offer: Offer) -> Source:
+        self.sources.append(
+            TcpSource(peer, offer.host, self.port(offer.port), CREDENTIAL, connections=self.connections, silent_s=self.silent_s)
+        )
+        return self.sources[-1]
+
+    def publish(self, tensors: Sequence[tuple[str, Tensor]], version: WeightVersion) -> WeightManifest:
+        return self.writer.publish(converted(tensors), version)
+
+    def bring(self, version: WeightVersion | None = None) -> Mirrored:
+        return self.mirror.bring(version, ("tcp",), Deadline(self.deadline_s))
+
+    def close(self) -> None:
+        self.service.close()
+        self.mirror.close()
+        self.writer.close()
+        self.buffers.close()
+        self.shared.close()
+        self.own.close()
