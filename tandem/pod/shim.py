@@ -21,6 +21,7 @@ from tandem.layout.mesh import MeshShape
 from tandem.layout.placement import mesh_of
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.rollout_workers import RolloutWorkers
+from tandem.pod.weights_between_pods import WeightsBetweenPods
 from tandem.runtime.machine.gpus import pod_device, visible_gpus
 from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
 from tandem.runtime.process.worker_group import GroupSettings, WorkerGroup
@@ -45,6 +46,7 @@ class Shim:
         self.rollout_workers: RolloutWorkers | None = None
         self.starts = 0
         self.buffers: WeightBuffers | None = None
+        self.between_pods = WeightsBetweenPods(options, lambda: self.buffers)
         self.lock = threading.Lock()
 
     def methods(self) -> dict[str, Method]:
@@ -52,6 +54,10 @@ class Shim:
         own: dict[str, Method] = {
             "allocate": self.allocate, "start_worker": self.start_worker, "stop_worker": self.stop_worker, "memory": self.memory
         }
+        if self.role == "trainer":
+            own["serve_weights"] = self.between_pods.serve_weights
+        else:
+            own["receive_weights"] = self.between_pods.receive_weights
         return {**{name: self._pass_on(name) for name in CALLS[self.role]}, **own}
 
     def allocate(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -143,6 +149,7 @@ class Shim:
     def close(self) -> None:
         """End the workers and remove the shared memory."""
         self._end(grace_s=2.0)
+        self.between_pods.close()
         if self.buffers is not None:
             self.buffers.close()
 

@@ -74,6 +74,15 @@ class TrainerSidecar:
         begun to move. Returns the ``bytes`` that were published, the ``moves`` that ended and the ``residue`` of the training before."""
         return self.channel.call("register", {"version": list(version), "buffers": list(buffers)}).meta
 
+    def serve_weights(
+        self, store: Path, protocols: Sequence[str] = ("tcp",), *, host: str = "127.0.0.1", port: int = 0, advertised: str = ""
+    ) -> dict[str, int]:
+        """Let other pods with the same credential read what is registered, over any of ``protocols``; where, the run's ``store`` says. ``advertised``: the
+        host that they connect to, ``host`` if empty. Returns the ports by protocol."""
+        meta = {"store": str(store), "protocols": list(protocols), "host": host, "port": port, "advertised": advertised}
+        ports: dict[str, int] = self.channel.call("serve_weights", meta).meta["ports"]
+        return ports
+
     def save(self, step: int, in_use: Collection[int]) -> list[tuple[int, str]]:
         """Begin the checkpoint of ``step``; those of steps ``in_use`` are not removed for it. Returns (step, digest) of those that were committed
         meanwhile."""
@@ -101,6 +110,17 @@ class RolloutSidecar:
         """Start the worker's engine for the model in ``folder`` and the trainer's ``kernels``. Returns ``kv_cache_bytes``, and the ``base_bytes`` of the
         weights that it read from the folder: 0 unless updates hold an adapter alone."""
         return self.channel.call("start_engine", {"folder": str(folder), "kernels": kernels}).meta
+
+    def receive_weights(
+        self, store: Path, version: WeightVersion | None, protocols: Sequence[str] = ("tcp",), *, deadline_s: float = 600.0,
+        on_progress: Progress | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Bring ``version`` (``None``: the newest) from the pod that the run's ``store`` names to this pod's shared memory, from which ``update_weight``
+        reads it. Returns its ``version``, ``bytes``, the ``protocol``, the tensors that were altered on the way and read again (``rereads``), how often a
+        connection broke (``breaks``) and the ``seconds``."""
+        wanted = None if version is None else list(version)
+        meta = {"store": str(store), "version": wanted, "protocols": list(protocols), "deadline_s": deadline_s}
+        return self.channel.call("receive_weights", meta, on_progress=on_progress).meta
 
     def update_weight(self, version: WeightVersion) -> dict[str, Any]:
         """Read, verify and apply the weights published as ``version``; a sleeping engine allocates its KV cache. Returns the tensors that were

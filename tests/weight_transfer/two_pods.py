@@ -34,6 +34,8 @@ class TwoPods:
     size_bytes: int = 2 << 20
     port: Callable[[int], int] = lambda port: port
     silent_s: float = 5.0
+    patience_s: float = 10.0
+    credential: str = CREDENTIAL
     connections: int = 2
     deadline_s: float = 60.0
     sources: list[TcpSource] = field(default_factory=list)
@@ -43,11 +45,11 @@ class TwoPods:
         self.buffers = WeightBuffers.create(pod_id(), self.size_bytes)
         self.writer = WeightWriter(WeightBuffers.open(self.buffers.names), self.shared, 1)
         self.service = WeightService("first", self.buffers.segments, self.shared, CREDENTIAL, ("tcp",))
-        self.mirror = WeightMirror(self.shared, self.own, lambda size: WeightBuffers.create(pod_id(), size), self.open_source)
+        self.mirror = WeightMirror(self.shared, self.own, lambda size: WeightBuffers.create(pod_id(), size), self.open_source, patience_s=self.patience_s)
 
     def open_source(self, peer: str, offer: Offer) -> Source:
         self.sources.append(
-            TcpSource(peer, offer.host, self.port(offer.port), CREDENTIAL, connections=self.connections, silent_s=self.silent_s)
+            TcpSource(peer, offer.host, self.port(offer.port), self.credential, connections=self.connections, silent_s=self.silent_s)
         )
         return self.sources[-1]
 

@@ -52,13 +52,15 @@ def fetch(
             source.read(segment, contents_of(manifest), left, into.memory, deadline)
         except SourceLost as loss:
             breaks += 1
-            if sum(piece.done_bytes for piece in left) > before:
-                patience, pause_s = Deadline(patience_s, deadline), _PAUSES_S[0]
-            elif patience.passed:
+            is_progress = sum(piece.done_bytes for piece in left) > before
+            if not is_progress and patience.passed:
                 raise PeerDied(peer, "receive_weights", f"{loss}, and nothing came for {patience_s:g} s") from None
             logger.warning("%s; reading on (%d bytes are missing)", loss, sum(piece.missing[1] for piece in left))
-            time.sleep(pause_s)
-            pause_s = min(_PAUSES_S[1], 2 * pause_s)
+            if is_progress:
+                patience, pause_s = Deadline(patience_s, deadline), _PAUSES_S[0]
+            else:
+                time.sleep(pause_s)
+                pause_s = min(_PAUSES_S[1], 2 * pause_s)
         rereads += [piece.name for piece in left if _is_altered(piece, manifest)]
         left = [piece for piece in left if not piece.is_verified]
         on_progress(manifest.size_bytes - sum(piece.size_bytes for piece in left), manifest.size_bytes)

@@ -35,11 +35,11 @@ class WeightMirror:
     """``shared``: the store of the run, in which the trainer's pod publishes; ``own``: the store of this pod, which its engines read.
 
     Two buffers take turns, as in the trainer's pod: what the engines may be reading is not written to. They are made by ``create`` for the first
-    version, of its size, and live as long as the mirror.
+    version, of its size, and live as long as the mirror. ``patience_s``: as of ``fetch``.
     """
 
-    def __init__(self, shared: Store, own: Store, create: Callable[[int], WeightBuffers], open_source: OpenSource) -> None:
-        self.shared, self.own = shared, own
+    def __init__(self, shared: Store, own: Store, create: Callable[[int], WeightBuffers], open_source: OpenSource, *, patience_s: float = 10.0) -> None:
+        self.shared, self.own, self._patience_s = shared, own, patience_s
         self._create, self._open_source = create, open_source
         self.buffers: WeightBuffers | None = None
 
@@ -68,7 +68,8 @@ class WeightMirror:
         into = self._buffers(manifest).other(None if held is None else held.tensors[0].segment)
         source = self._open_source(f"pod {endpoint.pod}", offer)
         try:
-            fetched = fetch(source, manifest, segment, into, peer=endpoint.pod, deadline=deadline, on_progress=on_progress)
+            peer, patience_s = endpoint.pod, self._patience_s
+            fetched = fetch(source, manifest, segment, into, peer=peer, deadline=deadline, patience_s=patience_s, on_progress=on_progress)
         finally:
             source.close()
         ours = replace(manifest, tensors=tuple(replace(entry, segment=into.name) for entry in manifest.tensors))

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
@@ -104,7 +104,7 @@ def time_value(seconds: float) -> bytes:
 
 
 @contextlib.contextmanager
-def corked(connection: socket.socket):  # type: ignore[no-untyped-def]
+def corked(connection: socket.socket) -> Iterator[None]:
     """Fills every packet while small ranges follow each other."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
     yield

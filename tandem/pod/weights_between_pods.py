@@ -1,0 +1,87 @@
+"""What a sidecar's shim does for weights that go from pod to pod: it serves its segments, or receives a version into segments of its own. No torch."""
+
+import argparse
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply
+from tandem.runtime.rpc.credentials import read_credential
+from tandem.types import RunError, WeightVersion
+from tandem.weight_transfer.shared_memory import WeightBuffers
+from tandem.weight_transfer.transport.endpoints import Offer, check_protocols
+from tandem.weight_transfer.transport.mirror import WeightMirror
+from tandem.weight_transfer.transport.pieces import Source
+from tandem.weight_transfer.transport.service import WeightService
+from tandem.weight_transfer.transport.tcp_source import TcpSource
+
+
+class WeightsBetweenPods:
+    """The two calls of a shim with ``options``. ``buffers``: returns those that the shim has allocated. The lock is held while weights arrive, so that
+    one version at a time is written."""
+
+    def __init__(self, options: argparse.Namespace, buffers: Callable[[], WeightBuffers | None]) -> None:
+        self._pod, self._run, self._threads = str(options.pod_id), Path(options.run), int(options.threads)
+        self._credential = read_credential(Path(options.credential))
+        self._buffers = buffers
+        self._stores: dict[Path, EmbeddedStore] = {}
+        self._service: WeightService | None = None
+        self._mirror: WeightMirror | None = None
+        self._lock = threading.Lock()
+
+    def serve_weights(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Serves the shim's weight buffers over ``protocols`` on ``host`` and ``port`` from now on, and publishes that in the run's ``store`` with the host
+        that is ``advertised``. The reply has the ports by protocol."""
+        protocols = check_protocols(meta["protocols"])
+        buffers = self._buffers()
+        if buffers is None:
+            raise RunError(f"pod {self._pod} has no weight buffers yet; its trainer's sidecar allocates them before it serves weights")
+        with self._lock:
+            if self._service is None:
+                self._service = WeightService(
+                    self._pod, buffers.segments, self._store(Path(meta["store"])), self._credential, protocols,
+                    host=meta["host"], port=int(meta["port"]), advertised=meta["advertised"],
+                )  # fmt: skip
+            return {"ports": {offer.protocol: offer.port for offer in self._service.endpoint.offers}}, {}
+
+    def receive_weights(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Brings the ``version`` that is published in the run's ``store`` (``None``: the newest) to this pod's shared memory over one of ``protocols`` within
+        ``deadline_s``, and publishes it to this pod's engines. The reply has the ``version``, its ``bytes``, the ``protocol`` (empty: it was here before),
+        the tensors that were read again (``rereads``), how often a connection broke (``breaks``) and the ``seconds``."""
+        protocols, began = check_protocols(meta["protocols"]), time.monotonic()
+        version = None if meta["version"] is None else WeightVersion(*meta["version"])
+        with self._lock:
+            if self._mirror is None:
+                own = self._store(self._run / "pod" / "store.sqlite")
+                self._mirror = WeightMirror(
+                    self._store(Path(meta["store"])), own, lambda size_bytes: WeightBuffers.create(self._pod, size_bytes), self._open_source
+                )
+            arrived = self._mirror.bring(
+                version, protocols, Deadline(float(meta["deadline_s"])), lambda done, total: progress({"bytes": done, "total_bytes": total})
+            )
+        rereads, breaks = arrived.fetched
+        return {
+            "version": list(arrived.manifest.version), "bytes": arrived.manifest.size_bytes, "protocol": arrived.protocol, "rereads": list(rereads),
+            "breaks": breaks, "seconds": time.monotonic() - began,
+        }, {}  # fmt: skip
+
+    def close(self) -> None:
+        """Ends the service and removes the shared memory that weights were received into."""
+        if self._service is not None:
+            self._service.close()
+        if self._mirror is not None:
+            self._mirror.close()
+        for store in self._stores.values():
+            store.close()
+
+    def _store(self, path: Path) -> EmbeddedStore:
+        if path not in self._stores:
+            self._stores[path] = EmbeddedStore(path)
+        return self._stores[path]
+
+    def _open_source(self, peer: str, offer: Offer) -> Source:
+        # More than two connections gain where a network carries more than a core receives.
+        return TcpSource(peer, offer.host, offer.port, self._credential, connections=min(8, max(2, self._threads)))
