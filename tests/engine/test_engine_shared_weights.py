@@ -1,7 +1,11 @@
 """Published weights reach an engine of one or several tensor-parallel ranks, each of which reads its own slices: all ranks or none."""
 
+import subprocess
+import sys
+import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,8 @@ from safetensors.torch import load_file
 from tandem import LLM, SamplingParams
 from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
 from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.rpc.credentials import new_credential, write_credential
+from tandem.runtime.rpc.rpc_client import RpcClient
 from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.trainer.parallel.ranks import alone
 from tandem.types import DamagedWeights, RunError, WeightSource, WeightVersion
@@ -21,6 +27,7 @@ from tandem.weight_transfer.manifest import part_offsets
 from tandem.weight_transfer.publication import current
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
+from tandem.weight_transfer.transport.service import WeightService
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5], list(range(3, 20)), [7] * 16)]
 PARAMS = SamplingParams(n=2, max_tokens=20, seed=11, temperature=0.9, ignore_eos=True)
@@ -142,3 +149,38 @@ def test_an_engine_of_one_rank_reads_parts_of_many_owners(make_folder, make_llm,
     updated = llm.update_weights_from(published.source, WeightVersion(4, 1))
     assert updated.size_bytes == size_of(make_folder("mixtral", 1)) and tokens(llm) == tokens(make_llm("mixtral", 1))
     llm.close()
+
+
+@contextmanager
+def second_pod(folder: Path, credential: str) -> Iterator[RpcClient]:
+    """Runs the shim of another pod's rollout sidecar, with a store and shared memory of its own and no worker."""
+    (folder / "pod").mkdir(parents=True)
+    (folder / "logs").mkdir()
+    write_credential(folder / "pod" / "credential", credential)
+    port = folder / "port"
+    settings = {"run": folder, "pod-id": "test" + uuid.uuid4().hex[:8], "credential": folder / "pod" / "credential", "port-file": port, "threads": 1}
+    options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "tandem.pod.shim", "--role", "rollout", "--deadline", "60", *options]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as shim:
+        try:
+            while not port.exists():
+                assert shim.poll() is None, "the second pod's shim did not start"
+                time.sleep(0.01)
+            yield RpcClient("the second pod", int(port.read_text()), credential)
+        finally:
+            shim.terminate()
+
+
+def test_an_engine_of_another_pod_has_the_same_weights_and_log_probabilities(make_folder, make_llm, published, tmp_path) -> None:
+    here, there, credential = make_llm("qwen3"), make_llm("qwen3"), new_credential()
+    service = WeightService("first", published.buffers.segments, published.store, credential, ("tcp",))
+    with second_pod(tmp_path / "second", credential) as shim:
+        for step, weights in ((1, 1), (2, 0)):
+            published.publish(make_folder("qwen3", weights), WeightVersion(1, step), "rows")
+            meta = {"store": published.source.store, "version": [1, step], "protocols": ["tcp"], "deadline_s": 60}
+            got = shim.call("receive_weights", meta, deadline_s=60).meta
+            assert (got["protocol"], got["bytes"], got["rereads"]) == ("tcp", size_of(make_folder("qwen3", weights)), [])
+            here.update_weights_from(published.source, WeightVersion(1, step))
+            there.update_weights_from(WeightSource(str(tmp_path / "second" / "pod" / "store.sqlite")), WeightVersion(1, step))
+            assert tokens(there) == tokens(here) == tokens(make_llm("qwen3", weights))
+    service.close()

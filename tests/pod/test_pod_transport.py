@@ -1,7 +1,6 @@
 """An engine of another pod receives the trainer's weights over TCP and computes the same bits as the engine of the trainer's pod."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from two_pods import TwoPods
@@ -20,6 +19,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoPods]:
     made.close()
 
 
+@pytest.mark.full
 def test_the_engine_of_another_pod_draws_the_same_samples_with_the_same_log_probabilities(pods: TwoPods) -> None:
     here, there = pods.engines
     with pytest.raises(RunError, match="no pod serves the shared memory"):
