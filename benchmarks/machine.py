@@ -37,10 +37,10 @@ def machine() -> str:
 
 
 def write_report(name: str, text: str, folder: Path) -> Path:
-    """``text`` as ``NAME-DATE.md`` in ``folder``."""
+    """``text`` as ``NAME-DATE.md`` in ``folder``, and the load when it ended."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{datetime.datetime.now(datetime.UTC).date().isoformat()}.md"
-    path.write_text(text.rstrip() + "\n", encoding="utf-8")
+    path.write_text(f"{text.rstrip()}\n\nLoad average when it ended: {os.getloadavg()[0]:.1f}.\n", encoding="utf-8")
     return path
 
 

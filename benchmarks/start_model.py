@@ -11,6 +11,7 @@ from machine import ROOT
 
 from tandem.config.load import to_mapping
 from tandem.config.recipe import Recipe, load_config
+from tandem.config.task import REASONING_GYM
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.runtime.callback import Callback
 
@@ -59,6 +60,12 @@ def write_prompts(recipe: Recipe, model: Path, steps: int, path: Path) -> Path:
     return path
 
 
+def judge_of(recipe: Recipe) -> str:
+    """The name in ``peers/judges.py`` of the recipe's reward."""
+    compares = {function.answer.compare for function in recipe.rewards.functions}
+    return "numeric" if compares == {"numeric"} else recipe.task.name if recipe.task.name.startswith(REASONING_GYM) else "exact"
+
+
 def write_peer_settings(recipe: Recipe, directory: Path, threads: int, micro_batches: int = 1) -> Path:
     """What TRL's side is told. ``micro_batches``: the passes in which it takes its update."""
     trainer, algorithm, rollout = recipe.trainer, recipe.algorithm, recipe.rollout
@@ -66,7 +73,7 @@ def write_peer_settings(recipe: Recipe, directory: Path, threads: int, micro_bat
         "threads": threads, "seed": recipe.run.seed, "output": str(directory / "output"),
         "group_size": algorithm.group_size, "prompts_per_step": rollout.prompts_per_step, "max_tokens": rollout.max_tokens,
         "temperature": rollout.temperature, "micro_batches": micro_batches, "kl_coef": algorithm.kl_coef,
-        "learning_rate": trainer.learning_rate, "warmup_steps": trainer.warmup_steps, "beta1": trainer.beta1, "beta2": trainer.beta2,
+        "judge": judge_of(recipe), "learning_rate": trainer.learning_rate, "warmup_steps": trainer.warmup_steps, "beta1": trainer.beta1, "beta2": trainer.beta2,
         "weight_decay": trainer.weight_decay, "max_grad_norm": trainer.max_grad_norm,
     }
     directory.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clock import PhaseClock, Stopwatch
+from judges import JUDGES
 from lines import answer, command
 
 with open(sys.argv[3], encoding="utf-8") as file:
@@ -30,9 +31,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  #
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 
-def correct(completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
-    """1.0 where the completion is the answer, as our answer matcher judges it."""
-    return [float(completion.strip() == truth.strip()) for completion, truth in zip(completions, ground_truth, strict=True)]
+def judged(completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
+    """The rewards, as the recipe's own function gives them."""
+    judge = JUDGES[SETTINGS["judge"]]
+    return [judge(completion, truth) for completion, truth in zip(completions, ground_truth, strict=True)]
 
 
 class Driven(TrainerCallback):
@@ -123,7 +125,7 @@ def main() -> None:
     )
     driven = Driven(model, tokenizer)
     trainer = GRPOTrainer(
-        model=model, reward_funcs=correct, args=config, train_dataset=dataset, processing_class=tokenizer, callbacks=[driven]
+        model=model, reward_funcs=judged, args=config, train_dataset=dataset, processing_class=tokenizer, callbacks=[driven]
     )
     driven.measure(trainer)
     answer(ready=True)
