@@ -2,13 +2,13 @@
 
     python benchmarks/time_to_accuracy.py [--peer-python .venv-peer/bin/python] [--threads 1] [--tasks sort addition spell_backward] [--seeds 0 1 2]
 
-The tasks are those of recipes/sort.yaml, arithmetic.yaml and reasoning_gym.yaml. The accuracy to reach on sort is the recipe's, 0.90. On the others the
-recipe's target is reached by neither side, so it is what a run of the recipe with the same start model reaches, less two standard errors of an evaluation,
-down to a multiple of 0.05: on addition 0.65 (docs/results/answer_matcher.md has 0.707 after the recipe's 150 steps for this start model, and 2 x 0.028), and on
-spell_backward 0.75 (0.81 from step 50 to step 85, and 2 x 0.025). A side that is not there after ``--steps``, those of the recipes, has not reached it. On
-sort each side has the best settings known for it: ours the recipe's, TRL's a learning rate of 5e-4 with 10 warm-up steps, KL 0.02 and beta2 0.99; on the
-others both have the recipe's. Ours computes a group's prompt once in training (``trainer.share_prompts``). A task has one start model; a seed has its own
-prompts and samples. The batch (32 prompts x 8 samples), the prompts of every step and the reward of a completion are the same.
+The tasks are those of recipes/sort.yaml, arithmetic.yaml and reasoning_gym.yaml. The accuracy to reach on sort is the recipe's, 0.90. On the others a run
+of the recipe from the same start model ended below the recipe's target, so it is what that run had on fresh prompts after its 150 steps, less two standard
+errors of an evaluation, down to a multiple of 0.05: on addition 0.707 - 2 x 0.028 (docs/results/answer_matcher.md, seed 0), so 0.65; on spell_backward
+0.861 - 2 x 0.022, so 0.80. A side that is not there after ``--steps``, the recipes' 150, has not reached it. On sort each side has the best settings known
+for it: ours the recipe's, TRL's a learning rate of 5e-4 with 10 warm-up steps, KL 0.02 and beta2 0.99; on the others both have the recipe's. Ours computes a
+group's prompt once in training (``trainer.share_prompts``). A task has one start model; a seed has its own prompts and samples. The batch (32 prompts x 8
+samples), the prompts of every step and the reward of a completion are the same.
 
 Both are processes of their own that take turns, step by step, until both are there; ours has the two workers of a pod in one process. Every 5 steps each side's
 weights are evaluated on the same 256 held-out prompts with our engine, with the same random numbers; evaluation, saving and starting are counted for
@@ -63,7 +63,7 @@ TASKS = {
         ("trainer.learning_rate=5e-4", "trainer.warmup_steps=10", "trainer.beta2=0.99", "algorithm.kl_coef=0.02"),
     ),
     "addition": Race(ROOT / "recipes" / "arithmetic.yaml", 0.65),
-    "spell_backward": Race(ROOT / "recipes" / "reasoning_gym.yaml", 0.75),
+    "spell_backward": Race(ROOT / "recipes" / "reasoning_gym.yaml", 0.80),
 }  # fmt: skip
 
 
