@@ -5,7 +5,7 @@
 The tasks are those of recipes/sort.yaml, arithmetic.yaml and reasoning_gym.yaml. The accuracy to reach on sort is the recipe's, 0.90. On the others a run
 of the recipe from the same start model ended below the recipe's target, so it is what that run had on fresh prompts after its 150 steps, less two standard
 errors of an evaluation, down to a multiple of 0.05: on addition 0.707 - 2 x 0.028 (docs/results/answer_matcher.md, seed 0), so 0.65; on spell_backward
-0.861 - 2 x 0.022, so 0.80. A side that is not there after ``--steps``, the recipes' 150, has not reached it. On sort each side has the best settings known
+0.861 - 2 x 0.022, so 0.80. A side that is not there after ``--steps`` has not reached it. On sort each side has the best settings known
 for it: ours the recipe's, TRL's a learning rate of 5e-4 with 10 warm-up steps, KL 0.02 and beta2 0.99; on the others both have the recipe's. Ours computes a
 group's prompt once in training (``trainer.share_prompts``). A task has one start model; a seed has its own prompts and samples. The batch (32 prompts x 8
 samples), the prompts of every step and the reward of a completion are the same.
