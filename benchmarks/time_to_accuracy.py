@@ -205,7 +205,8 @@ def main() -> None:
         f"{options.threads} thread{'s' if options.threads > 1 else ''}. TRL's seconds over ours, by seed:", "",
         "| task | target | CPU, median | CPU, each seed | wall, median | CPU of a mean step, each seed |", "|---|---|---|---|---|---|", *summary, "",
         "| task | seed | side | steps to two in a row | CPU s | wall s | steps to the first | CPU s | wall s | best accuracy |",
-        "|---|---|---|---|---|---|---|---|---|---|", *rows, "", f"Load averages when a race began and ended: {'; '.join(loads)}.", "", "Accuracy by step:", "", *(f"- {curve}" for curve in curves), "",
+        "|---|---|---|---|---|---|---|---|---|---|", *rows, "",
+        f"Load averages when a race began and ended: {'; '.join(loads)}.", "", "Accuracy by step:", "", *(f"- {curve}" for curve in curves), "",
     ])  # fmt: skip
     print(text)
     print(f"wrote {write_report('time-to-accuracy', text, options.out)}")
