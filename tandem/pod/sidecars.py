@@ -112,12 +112,12 @@ class RolloutSidecar:
         return self.channel.call("start_engine", {"folder": str(folder), "kernels": kernels}).meta
 
     def receive_weights(
-        self, store: Path, version: WeightVersion | None, protocols: Sequence[str] = ("tcp",), *, deadline_s: float = 600.0,
+        self, store: Path, version: WeightVersion | None, protocols: Sequence[str] = (), *, deadline_s: float = 600.0,
         on_progress: Progress | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Bring ``version`` (``None``: the newest) from the pod that the run's ``store`` names to this pod's shared memory, from which ``update_weight``
-        reads it. Returns its ``version``, ``bytes``, the ``protocol``, the tensors that were altered on the way and read again (``rereads``), how often a
-        connection broke (``breaks``) and the ``seconds``."""
+        reads it, over the fastest of ``protocols`` (empty: all that this machine has) that the other pod offers. Returns its ``version``, ``bytes``, the
+        ``protocol``, the tensors that were altered on the way and read again (``rereads``), how often a connection broke (``breaks``) and the ``seconds``."""
         wanted = None if version is None else list(version)
         meta = {"store": str(store), "version": wanted, "protocols": list(protocols), "deadline_s": deadline_s}
         return self.channel.call("receive_weights", meta, on_progress=on_progress).meta

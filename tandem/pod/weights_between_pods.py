@@ -12,8 +12,9 @@ from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply
 from tandem.runtime.rpc.credentials import read_credential
 from tandem.types import RunError, WeightVersion
 from tandem.weight_transfer.shared_memory import WeightBuffers
-from tandem.weight_transfer.transport.endpoints import Offer, check_protocols
+from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, check_protocols
 from tandem.weight_transfer.transport.mirror import WeightMirror
+from tandem.weight_transfer.transport.mooncake import MooncakeSource, available
 from tandem.weight_transfer.transport.pieces import Source
 from tandem.weight_transfer.transport.service import WeightService
 from tandem.weight_transfer.transport.tcp_source import TcpSource
@@ -48,10 +49,11 @@ class WeightsBetweenPods:
             return {"ports": {offer.protocol: offer.port for offer in self._service.endpoint.offers}}, {}
 
     def receive_weights(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Brings the ``version`` that is published in the run's ``store`` (``None``: the newest) to this pod's shared memory over one of ``protocols`` within
-        ``deadline_s``, and publishes it to this pod's engines. The reply has the ``version``, its ``bytes``, the ``protocol`` (empty: it was here before),
-        the tensors that were read again (``rereads``), how often a connection broke (``breaks``) and the ``seconds``."""
-        protocols, began = check_protocols(meta["protocols"]), time.monotonic()
+        """Brings the ``version`` that is published in the run's ``store`` (``None``: the newest) to this pod's shared memory over one of ``protocols``
+        (empty: all that this machine has) within ``deadline_s``, and publishes it to this pod's engines. The reply has the ``version``, its ``bytes``, the
+        ``protocol`` (empty: it was here before), the tensors that were read again (``rereads``), how often a connection broke (``breaks``) and the
+        ``seconds``."""
+        protocols, began = check_protocols(meta["protocols"] or (*available(), "tcp")), time.monotonic()
         version = None if meta["version"] is None else WeightVersion(*meta["version"])
         with self._lock:
             if self._mirror is None:
@@ -82,6 +84,8 @@ class WeightsBetweenPods:
             self._stores[path] = EmbeddedStore(path)
         return self._stores[path]
 
-    def _open_source(self, peer: str, offer: Offer) -> Source:
+    def _open_source(self, endpoint: Endpoint, offer: Offer) -> Source:
+        if offer.protocol != "tcp":
+            return MooncakeSource(endpoint, offer)
         # More than two connections gain where a network carries more than a core receives.
-        return TcpSource(peer, offer.host, offer.port, self._credential, connections=min(8, max(2, self._threads)))
+        return TcpSource(f"pod {endpoint.pod}", offer.host, offer.port, self._credential, connections=min(8, max(2, self._threads)))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from two_pods import TwoPods
+from pods_of_a_run import TwoPods
 
 from tandem.types import RunError, WeightVersion
 

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -13,8 +13,9 @@ from tandem.runtime.process.deadline import Deadline
 from tandem.types import WeightManifest, WeightVersion
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
-from tandem.weight_transfer.transport.endpoints import Offer
+from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol
 from tandem.weight_transfer.transport.mirror import Mirrored, WeightMirror
+from tandem.weight_transfer.transport.mooncake import MooncakeSource
 from tandem.weight_transfer.transport.pieces import Source
 from tandem.weight_transfer.transport.service import WeightService
 from tandem.weight_transfer.transport.tcp_source import TcpSource
@@ -38,26 +39,26 @@ class TwoPods:
     credential: str = CREDENTIAL
     connections: int = 2
     deadline_s: float = 60.0
-    sources: list[TcpSource] = field(default_factory=list)
+    protocols: tuple[Protocol, ...] = ("tcp",)
 
     def __post_init__(self) -> None:
         self.shared, self.own = EmbeddedStore(self.folder / "shared.sqlite"), EmbeddedStore(self.folder / "own.sqlite")
         self.buffers = WeightBuffers.create(pod_id(), self.size_bytes)
         self.writer = WeightWriter(WeightBuffers.open(self.buffers.names), self.shared, 1)
-        self.service = WeightService("first", self.buffers.segments, self.shared, CREDENTIAL, ("tcp",))
+        self.service = WeightService("first", self.buffers.segments, self.shared, CREDENTIAL, self.protocols)
         self.mirror = WeightMirror(self.shared, self.own, lambda size: WeightBuffers.create(pod_id(), size), self.open_source, patience_s=self.patience_s)
 
-    def open_source(self, peer: str, offer: Offer) -> Source:
-        self.sources.append(
-            TcpSource(peer, offer.host, self.port(offer.port), self.credential, connections=self.connections, silent_s=self.silent_s)
-        )
-        return self.sources[-1]
+    def open_source(self, endpoint: Endpoint, offer: Offer) -> Source:
+        if offer.protocol != "tcp":
+            return MooncakeSource(endpoint, offer)
+        peer = f"pod {endpoint.pod}"
+        return TcpSource(peer, offer.host, self.port(offer.port), self.credential, connections=self.connections, silent_s=self.silent_s)
 
     def publish(self, tensors: Sequence[tuple[str, Tensor]], version: WeightVersion) -> WeightManifest:
         return self.writer.publish(converted(tensors), version)
 
     def bring(self, version: WeightVersion | None = None) -> Mirrored:
-        return self.mirror.bring(version, ("tcp",), Deadline(self.deadline_s))
+        return self.mirror.bring(version, self.protocols, Deadline(self.deadline_s))
 
     def close(self) -> None:
         self.service.close()

@@ -26,11 +26,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The segments that ``pod`` serves, and how. A segment's name has the process and inode of its owner, so a key that a dead pod has left
-    behind is never taken for that of a living one."""
+    """The segments that ``pod`` serves, each of ``size_bytes``, and how. A segment's name has the process and inode of its owner, so a key that a dead
+    pod has left behind is never taken for that of a living one."""
 
     pod: str
     segments: tuple[str, ...]
+    size_bytes: int
     offers: tuple[Offer, ...]
 
 
@@ -79,6 +80,6 @@ def _parsed(key: str, value: bytes) -> Endpoint:
         offers = tuple(
             Offer(offer["protocol"], str(offer["host"]), int(offer["port"]), tuple(map(int, offer["addresses"]))) for offer in plain["offers"]
         )
-        return Endpoint(key.removeprefix(PREFIX), tuple(map(str, plain["segments"])), offers)
+        return Endpoint(key.removeprefix(PREFIX), tuple(map(str, plain["segments"])), int(plain["size_bytes"]), offers)
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"the entry '{key}' of the coordination store is not the endpoint of a pod: {error}") from None

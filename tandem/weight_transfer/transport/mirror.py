@@ -11,14 +11,14 @@ from tandem.types.sample import WeightVersion
 from tandem.types.weights import WeightManifest
 from tandem.weight_transfer.publication import current, describe, publish, replaceable
 from tandem.weight_transfer.shared_memory import WeightBuffers, check_free
-from tandem.weight_transfer.transport.endpoints import Offer, Protocol, choose, endpoint_of
+from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, choose, endpoint_of
 from tandem.weight_transfer.transport.fetch import Fetched, fetch
 from tandem.weight_transfer.transport.pieces import Source
 
 logger = logging.getLogger(__name__)
 
-OpenSource = Callable[[str, Offer], Source]
-"""(name of the other pod, its offer) -> what reads from it."""
+OpenSource = Callable[[Endpoint, Offer], Source]
+"""(endpoint of the other pod, the chosen one of its offers) -> what reads from it."""
 NOTHING_FETCHED = Fetched((), 0)
 
 
@@ -42,6 +42,7 @@ class WeightMirror:
         self.shared, self.own, self._patience_s = shared, own, patience_s
         self._create, self._open_source = create, open_source
         self.buffers: WeightBuffers | None = None
+        self._source: tuple[Endpoint, Offer, Source] | None = None
 
     def bring(
         self, version: WeightVersion | None, protocols: Collection[Protocol], deadline: Deadline,
@@ -66,12 +67,13 @@ class WeightMirror:
         endpoint = endpoint_of(self.shared, segment)
         offer = choose(endpoint, protocols)
         into = self._buffers(manifest).other(None if held is None else held.tensors[0].segment)
-        source = self._open_source(f"pod {endpoint.pod}", offer)
+        peer, patience_s = endpoint.pod, self._patience_s
         try:
-            peer, patience_s = endpoint.pod, self._patience_s
+            source = self._source_of(endpoint, offer)
             fetched = fetch(source, manifest, segment, into, peer=peer, deadline=deadline, patience_s=patience_s, on_progress=on_progress)
-        finally:
-            source.close()
+        except BaseException:
+            self._close_source()
+            raise
         ours = replace(manifest, tensors=tuple(replace(entry, segment=into.name) for entry in manifest.tensors))
         publish(self.own, ours, before)
         logger.info("weights %s came from pod %s over %s", describe(manifest.version), endpoint.pod, offer.protocol)
@@ -79,8 +81,21 @@ class WeightMirror:
 
     def close(self) -> None:
         """Removes the buffers."""
+        self._close_source()
         if self.buffers is not None:
             self.buffers.close()
+
+    def _source_of(self, endpoint: Endpoint, offer: Offer) -> Source:
+        """Returns a source that is kept between versions, because memory that is registered for RDMA is registered once."""
+        if self._source is None or self._source[:2] != (endpoint, offer):
+            self._close_source()
+            self._source = (endpoint, offer, self._open_source(endpoint, offer))
+        return self._source[2]
+
+    def _close_source(self) -> None:
+        if self._source is not None:
+            self._source[2].close()
+        self._source = None
 
     def _owns(self, manifest: WeightManifest) -> bool:
         return self.buffers is not None and _segment_of(manifest) in self.buffers.names

@@ -7,6 +7,7 @@ from tandem.runtime.coordination.store import Store
 from tandem.types.errors import UserError
 from tandem.weight_transfer.shared_memory import Segment
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, publish_endpoint, withdraw_endpoint
+from tandem.weight_transfer.transport.mooncake import MooncakeService
 from tandem.weight_transfer.transport.tcp_server import WeightServer
 
 logger = logging.getLogger(__name__)
@@ -23,18 +24,25 @@ class WeightService:
         if not advertised and host in ("0.0.0.0", "::", ""):
             raise UserError(f"weights are served on every address ('{host}'); say which one other pods connect to (advertised)")
         self.pod, self._store = pod, store
-        self._server: WeightServer | None = None
+        self._services: list[WeightServer | MooncakeService] = []
         offers = []
-        if "tcp" in protocols:
-            self._server = WeightServer(segments, credential, name=f"the weights of pod {pod}", host=host, port=port)
-            self._server.start()
-            offers.append(Offer("tcp", advertised or host, self._server.port))
-        self.endpoint = Endpoint(pod, tuple(segment.name for segment in segments), tuple(offers))
+        for protocol in protocols:
+            if protocol == "tcp":
+                server = WeightServer(segments, credential, name=f"the weights of pod {pod}", host=host, port=port)
+                server.start()
+                self._services.append(server)
+                offers.append(Offer("tcp", advertised or host, server.port))
+            else:
+                mooncake = MooncakeService(protocol, segments, advertised or host)
+                self._services.append(mooncake)
+                offers.append(mooncake.offer)
+        size_bytes = min(segment.size_bytes for segment in segments)
+        self.endpoint = Endpoint(pod, tuple(segment.name for segment in segments), size_bytes, tuple(offers))
         publish_endpoint(store, self.endpoint)
         logger.info("weights are served at %s", ", ".join(f"{offer.protocol} {offer.host}:{offer.port}" for offer in offers))
 
     def close(self) -> None:
-        """Takes the endpoint from the store and ends the server."""
+        """Takes the endpoint from the store and serves no more."""
         withdraw_endpoint(self._store, self.pod)
-        if self._server is not None:
-            self._server.close()
+        for service in self._services:
+            service.close()
