@@ -27,6 +27,7 @@ from tandem.weight_transfer.manifest import part_offsets
 from tandem.weight_transfer.publication import current
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
+from tandem.weight_transfer.transport import mooncake
 from tandem.weight_transfer.transport.service import WeightService
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5], list(range(3, 20)), [7] * 16)]
@@ -171,15 +172,18 @@ def second_pod(folder: Path, credential: str) -> Iterator[RpcClient]:
             shim.terminate()
 
 
-def test_an_engine_of_another_pod_has_the_same_weights_and_log_probabilities(make_folder, make_llm, published, tmp_path) -> None:
+@pytest.mark.parametrize("protocol", ["tcp", "mooncake"])
+def test_an_engine_of_another_pod_has_the_same_weights_and_log_probabilities(make_folder, make_llm, published, tmp_path, protocol) -> None:
+    if protocol == "mooncake" and mooncake.module() is None:
+        pytest.skip("Mooncake (the extra `mooncake`, and the system's libibverbs1) is not installed, so its transfers are not tested")
     here, there, credential = make_llm("qwen3"), make_llm("qwen3"), new_credential()
-    service = WeightService("first", published.buffers.segments, published.store, credential, ("tcp",))
+    service = WeightService("first", published.buffers.segments, published.store, credential, (protocol,))
     with second_pod(tmp_path / "second", credential) as shim:
         for step, weights in ((1, 1), (2, 0)):
             published.publish(make_folder("qwen3", weights), WeightVersion(1, step), "rows")
-            meta = {"store": published.source.store, "version": [1, step], "protocols": ["tcp"], "deadline_s": 60}
+            meta = {"store": published.source.store, "version": [1, step], "protocols": [], "deadline_s": 60}
             got = shim.call("receive_weights", meta, deadline_s=60).meta
-            assert (got["protocol"], got["bytes"], got["rereads"]) == ("tcp", size_of(make_folder("qwen3", weights)), [])
+            assert (got["protocol"], got["bytes"], got["rereads"]) == (protocol, size_of(make_folder("qwen3", weights)), [])
             here.update_weights_from(published.source, WeightVersion(1, step))
             there.update_weights_from(WeightSource(str(tmp_path / "second" / "pod" / "store.sqlite")), WeightVersion(1, step))
             assert tokens(there) == tokens(here) == tokens(make_llm("qwen3", weights))

@@ -1,6 +1,7 @@
 """Drives pods that are processes of their own (``pod_process``)."""
 
 import json
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +29,9 @@ class PodProcess:
         self.tell(incarnation, step, rows)
         return self.answer()
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, limit_s: float = 120.0) -> dict[str, Any]:
         assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], limit_s)[0], "the process does not answer"
         line = self.process.stdout.readline()
         assert line, f"the process ended with status {self.process.wait()}"
         found: dict[str, Any] = json.loads(line)

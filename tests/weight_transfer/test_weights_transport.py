@@ -311,6 +311,22 @@ def test_a_pod_that_is_gone_is_named_when_patience_ends(make: Callable[..., TwoP
     assert caught.value.peer == "first"
 
 
+@pytest.mark.full
+def test_a_host_that_does_not_answer_a_connection_is_named_when_patience_ends(make: Callable[..., TwoPods]) -> None:
+    """A second without a look at the clock would count as a pause of this process, after which patience begins anew."""
+    pods = make(patience_s=1.2, silent_s=1.1)
+    pods.publish(weights(1), FIRST)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        pods.port = lambda port: full.getsockname()[1]
+        with pytest.raises(PeerDied, match=r"broke: it was silent for too long, and nothing came for 1.2 s"):
+            pods.bring()
+        [each.close() for each in waiting]
+
+
 def test_shared_memory_that_is_too_small_is_one_line_with_the_size_that_is_needed(make: Callable[..., TwoPods]) -> None:
     pods = make()
     name = pods.buffers.names[0]

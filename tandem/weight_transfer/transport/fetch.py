@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.process.deadline import LOOK_S, Deadline
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.types.errors import DamagedWeights
 from tandem.types.weights import WeightManifest
@@ -59,7 +59,7 @@ def fetch(
             if is_progress:
                 patience, pause_s = Deadline(patience_s, deadline), _PAUSES_S[0]
             else:
-                time.sleep(pause_s)
+                _sleep(pause_s, deadline)
                 pause_s = min(_PAUSES_S[1], 2 * pause_s)
         rereads += [piece.name for piece in left if _is_altered(piece, manifest)]
         left = [piece for piece in left if not piece.is_verified]
@@ -82,3 +82,10 @@ def _is_altered(piece: Piece, manifest: WeightManifest) -> bool:
     logger.warning("tensor %s of weights %s arrived without its digest; it is read again", piece.name, describe(manifest.version))
     piece.restart()
     return True
+
+
+def _sleep(seconds: float, within: Deadline) -> None:
+    """Sleeps, and looks at the clock: a process that does not for a second counts as paused, and its deadlines begin anew."""
+    pause = Deadline(seconds, within)
+    while (left := pause.left_s()) > 0:
+        time.sleep(min(left, LOOK_S))

@@ -13,7 +13,7 @@ from tandem.weight_transfer.publication import current, describe, publish, repla
 from tandem.weight_transfer.shared_memory import WeightBuffers, check_free
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, choose, endpoint_of
 from tandem.weight_transfer.transport.fetch import Fetched, fetch
-from tandem.weight_transfer.transport.pieces import Source
+from tandem.weight_transfer.transport.pieces import Source, SourceStuck
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class WeightMirror:
         self._create, self._open_source = create, open_source
         self.buffers: WeightBuffers | None = None
         self._source: tuple[Endpoint, Offer, Source] | None = None
+        self._stuck: SourceStuck | None = None
 
     def bring(
         self, version: WeightVersion | None, protocols: Collection[Protocol], deadline: Deadline,
@@ -53,6 +54,8 @@ class WeightMirror:
         Raises ``RunError`` if nothing or another version is published, no pod serves it, or the shared memory of this machine is too small; and
         what ``fetch`` raises. The engines' published version stays as it was then.
         """
+        if self._stuck is not None:
+            raise SourceStuck(str(self._stuck))
         published = current(self.shared)
         if published is None:
             raise RunError("no weights are published; the trainer registers them before other pods receive them")
@@ -71,6 +74,9 @@ class WeightMirror:
         try:
             source = self._source_of(endpoint, offer)
             fetched = fetch(source, manifest, segment, into, peer=peer, deadline=deadline, patience_s=patience_s, on_progress=on_progress)
+        except SourceStuck as stuck:
+            self._stuck = stuck
+            raise
         except BaseException:
             self._close_source()
             raise
@@ -80,7 +86,9 @@ class WeightMirror:
         return Mirrored(ours, offer.protocol, fetched)
 
     def close(self) -> None:
-        """Removes the buffers."""
+        """Removes the buffers, unless a transfer may still write to them: then they are removed with the process."""
+        if self._stuck is not None:
+            return
         self._close_source()
         if self.buffers is not None:
             self.buffers.close()

@@ -10,24 +10,26 @@ import os
 import socket
 import types
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.process.deadline import LOOK_S, Deadline
 from tandem.types.errors import RunError, UserError
 from tandem.weight_transfer.copying import address_of
 from tandem.weight_transfer.manifest import ALIGNMENT_BYTES
 from tandem.weight_transfer.publication import describe
 from tandem.weight_transfer.shared_memory import LABEL_BYTES, Contents, Segment, decode_label, file_bytes
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol
-from tandem.weight_transfer.transport.pieces import Piece, SourceLost, VersionMoved, buckets_of
+from tandem.weight_transfer.transport.pieces import Piece, SourceLost, SourceStuck, VersionMoved, buckets_of
 
 NAMES: dict[Protocol, str] = {"rdma": "rdma", "mooncake": "tcp"}
 """Mooncake's names of the protocols."""
 _BUCKET_BYTES = 64 * 2**20
 _TRANSFER_S = 30
 """After as many seconds without an end Mooncake gives a transfer up."""
+STUCK_S = 2 * _TRANSFER_S
+"""After as many seconds it is not going to."""
 
 
 @functools.cache
@@ -91,6 +93,7 @@ class MooncakeSource:
         self._session, self._size_bytes = f"{offer.host}:{offer.port}", endpoint.size_bytes
         self._addresses = dict(zip(endpoint.segments, offer.addresses, strict=True))
         self._engine = transfer_engine(offer.protocol, _own_address(offer.host))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mooncake")
         self._label = ctypes.create_string_buffer(LABEL_BYTES)
         self._registered: set[int] = set()
         self._register(ctypes.addressof(self._label), LABEL_BYTES)
@@ -110,6 +113,7 @@ class MooncakeSource:
         self._check_label(remote, contents)
 
     def close(self) -> None:
+        self._pool.shutdown(wait=False)
         for address in self._registered:
             self._engine.unregister_memory(address)
         self._registered.clear()
@@ -128,7 +132,14 @@ class MooncakeSource:
 
     def _transfer(self, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> None:
         if local:
-            status = self._engine.batch_transfer_sync_read(self._session, list(local), list(remote), list(sizes))
+            # In a thread of its own, so that this one looks at the clock: see ``PauseClock``.
+            running = self._pool.submit(self._engine.batch_transfer_sync_read, self._session, list(local), list(remote), list(sizes))
+            limit = Deadline(STUCK_S)
+            while wait([running], LOOK_S).not_done:
+                if limit.passed:
+                    text = f"a transfer of Mooncake's from {self.peer} did not end within {STUCK_S:g} s and may still write to this pod's memory"
+                    raise SourceStuck(f"{text}; start the sidecar again")
+            status = running.result()
             if status != 0:
                 raise SourceLost(f"the connection to {self.peer} broke: Mooncake's status is {status}")
 

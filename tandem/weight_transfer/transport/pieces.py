@@ -25,6 +25,10 @@ class VersionMoved(RunError):
     """The other pod does not hold these weights any more: a newer version has taken their memory."""
 
 
+class SourceStuck(RunError):
+    """A transfer that was begun did not end and cannot be called back: it may still write to our memory, which must not be used again."""
+
+
 class Piece:
     """A part of a tensor in the segment of another pod, which is read to the same offset of our own.
 
@@ -69,8 +73,8 @@ class Source(Protocol):
     def read(self, segment: str, contents: Contents, pieces: Sequence[Piece], into: memoryview, deadline: Deadline) -> None:
         """Reads what is missing of ``pieces`` from ``segment``, which holds ``contents``, to the same offsets of ``into``, and digests it.
 
-        Raises ``SourceLost`` where the connection broke or the other side was silent for too long, ``VersionMoved``, ``TimeoutError`` past the
-        deadline, and ``RunError`` where the other side refuses, as for a wrong credential. What has arrived until then stays.
+        Raises ``SourceLost`` where the connection broke or the other side was silent for too long, ``VersionMoved``, ``SourceStuck``, ``TimeoutError`` past
+        the deadline, and ``RunError`` where the other side refuses, as for a wrong credential. What has arrived until then stays.
         """
 
     def close(self) -> None: ...

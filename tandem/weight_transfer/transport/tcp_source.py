@@ -1,5 +1,8 @@
 """Plain TCP, the side that needs the weights: receives into its own segment, over several connections, and digests what has arrived. No torch."""
 
+import errno
+import os
+import select
 import socket
 import threading
 from collections import deque
@@ -68,7 +71,9 @@ def describe_loss(error: BaseException) -> str:
     """Returns why a connection broke, in a few words."""
     if isinstance(error, TimeoutError):
         return str(error) or "it was silent for too long"
-    return "it was closed" if isinstance(error, EOFError) else str(error) or type(error).__name__
+    if isinstance(error, EOFError):
+        return "it was closed"
+    return (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
 
 
 class _Buckets:
@@ -95,9 +100,8 @@ class _Connection:
 
     def __init__(self, address: tuple[str, int], peer: str, credential: str, silent_s: float, deadline: Deadline) -> None:
         self._peer, self._silent_s, self._deadline = peer, silent_s, deadline
-        self._socket = socket.create_connection(address, min(silent_s, max(deadline.left_s(), 0.001)))
+        self._socket = _connected(address, Deadline(silent_s, deadline))
         try:
-            self._socket.settimeout(None)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time_value(LOOK_S))
             self._channel = Channel(self._socket)
@@ -157,3 +161,25 @@ class _Connection:
             if not count:
                 raise EOFError
             return count
+
+
+def _connected(address: tuple[str, int], deadline: Deadline) -> socket.socket:
+    """Returns a connection in blocking mode. Unlike ``socket.create_connection`` it looks at the clock, see ``PauseClock``."""
+    family, kind, protocol, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    connection = socket.socket(family, kind, protocol)
+    try:
+        connection.setblocking(False)
+        status = connection.connect_ex(resolved)
+        poll = select.poll()
+        poll.register(connection, select.POLLOUT)
+        while status == errno.EINPROGRESS:
+            nap_s = deadline.nap_s()
+            if poll.poll(None if nap_s is None else nap_s * 1000):
+                status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if status:
+            raise OSError(status, os.strerror(status))
+        connection.setblocking(True)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
