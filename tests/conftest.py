@@ -21,6 +21,7 @@ if "avx512f" in Path("/proc/cpuinfo").read_text():
     os.environ["OPENBLAS_CORETYPE"] = "SkylakeX"
 
 import torch
+from etcd_server import WHY_SKIPPED, EtcdServer, program
 from hub_server import Hub, hub_server
 
 # Collecting thousands of tests makes a million objects that live as long as the process. The garbage collector need not visit them, neither
@@ -60,6 +61,16 @@ def empty_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
         yield running
+
+
+@pytest.fixture(scope="session")
+def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """A real etcd for the session. Tests take prefixes of their own and leave it running."""
+    if program() is None:
+        pytest.skip(WHY_SKIPPED)
+    server = EtcdServer(tmp_path_factory.mktemp("etcd")).start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
-from tandem.runtime.coordination.store import Conflict, Entry, WatchTimeout
+from tandem.runtime.coordination.store import Conflict, Entry, Fenced, Guard, WatchTimeout
 from tandem.runtime.records.sqlite_file import connect, errors, transaction
 
 _VERSION = 1
@@ -21,6 +22,7 @@ CREATE TABLE IF NOT EXISTS counter (only INTEGER PRIMARY KEY CHECK (only = 0), r
 INSERT OR IGNORE INTO counter VALUES (0, 0)
 """
 _POLL_S = (0.002, 0.05)
+_T = TypeVar("_T")
 
 
 def boot_id() -> str:
@@ -56,8 +58,12 @@ class EmbeddedStore:
         with self._writing() as connection:
             return self._write(connection, key, value, lease)
 
-    def compare_and_swap(self, key: str, expected_revision: int | None, value: bytes, lease: int | None = None) -> int:
+    def compare_and_swap(self, key: str, expected_revision: int | None, value: bytes, lease: int | None = None, guard: Guard | None = None) -> int:
         with self._writing() as connection:
+            if guard is not None:
+                held = self.get(guard.key)
+                if held is None or held.revision != guard.revision:
+                    raise Fenced(guard, held)
             entry = self.get(key)
             if (entry.revision if entry else None) != expected_revision:
                 raise Conflict(key, expected_revision, entry)
@@ -71,17 +77,18 @@ class EmbeddedStore:
             return True
 
     def watch(self, key: str, after_revision: int, deadline_s: float) -> Entry:
-        ends = time.monotonic() + deadline_s
-        pause_s, longest_s = _POLL_S
-        while True:
+        def newer() -> Entry | None:
             entry = self.get(key)
-            if entry is not None and entry.revision > after_revision:
-                return entry
-            left = ends - time.monotonic()
-            if left <= 0:
-                raise WatchTimeout(f"key '{key}' did not change after revision {after_revision} within {deadline_s:g} s")
-            time.sleep(min(pause_s, left))
-            pause_s = min(2 * pause_s, longest_s)
+            return entry if entry is not None and entry.revision > after_revision else None
+
+        return _poll(newer, deadline_s, f"key '{key}' did not change after revision {after_revision}")
+
+    def watch_prefix(self, prefix: str, known: Sequence[Entry], deadline_s: float) -> Sequence[Entry]:
+        def others() -> Sequence[Entry] | None:
+            entries = self.list(prefix)
+            return entries if list(entries) != list(known) else None
+
+        return _poll(others, deadline_s, f"the keys under '{prefix}' did not change")
 
     def grant_lease(self, time_to_live_s: float) -> int:
         if not time_to_live_s > 0:
@@ -126,3 +133,18 @@ class EmbeddedStore:
         revision = int(connection.execute("SELECT revision FROM counter").fetchone()[0])
         connection.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", (key, value, revision, lease))
         return revision
+
+
+def _poll(look: Callable[[], _T | None], deadline_s: float, nothing: str) -> _T:
+    """Returns the first result of ``look`` that is not ``None``. Raises ``WatchTimeout``, which says ``nothing``, past the deadline."""
+    ends = time.monotonic() + deadline_s
+    pause_s, longest_s = _POLL_S
+    while True:
+        seen = look()
+        if seen is not None:
+            return seen
+        left = ends - time.monotonic()
+        if left <= 0:
+            raise WatchTimeout(f"{nothing} within {deadline_s:g} s")
+        time.sleep(min(pause_s, left))
+        pause_s = min(2 * pause_s, longest_s)

@@ -1,9 +1,9 @@
-"""The interface of the store that the processes of a run share: keys, revisions, compare-and-swap, leases. A subset of etcd's model, with one
-revision counter for the whole store, which every change increments."""
+"""The interface of the store that the processes of a run share: keys, revisions, compare-and-swap, watches, leases. A subset of etcd's model, with
+one revision counter for the whole store, which every change increments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,23 @@ class Conflict(Exception):
         self.key, self.expected, self.found = key, expected, found
 
 
+class Guard(NamedTuple):
+    """A condition of a write: ``key`` is at ``revision``. A leader guards its writes with the key that it leads by, whose revision is its fencing
+    token."""
+
+    key: str
+    revision: int
+
+
+class Fenced(Exception):
+    """A guarded write was refused. ``found``: the entry of the guard's key now (``None``: it does not exist)."""
+
+    def __init__(self, guard: Guard, found: Entry | None) -> None:
+        at = "absent" if found is None else f"at revision {found.revision}"
+        super().__init__(f"the write was fenced: its guard '{guard.key}' is {at}, not at revision {guard.revision}")
+        self.guard, self.found = guard, found
+
+
 class WatchTimeout(Exception):
     """A watched key did not change within its deadline."""
 
@@ -39,8 +56,9 @@ class Store(Protocol):
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
         """Writes the key unconditionally and returns its revision. With ``lease`` the key is deleted when the lease ends."""
 
-    def compare_and_swap(self, key: str, expected_revision: int | None, value: bytes, lease: int | None = None) -> int:
-        """Writes the key if it is at ``expected_revision`` (``None``: absent) and returns its revision. Raises ``Conflict`` otherwise."""
+    def compare_and_swap(self, key: str, expected_revision: int | None, value: bytes, lease: int | None = None, guard: Guard | None = None) -> int:
+        """Writes the key if it is at ``expected_revision`` (``None``: absent) and returns its revision. Raises ``Conflict`` otherwise, and ``Fenced``
+        if the ``guard`` does not hold in the same transaction."""
 
     def delete(self, key: str) -> bool:
         """Deletes the key. Returns whether it existed."""
@@ -51,8 +69,11 @@ class Store(Protocol):
     def watch(self, key: str, after_revision: int, deadline_s: float) -> Entry:
         """Waits until the key's revision is above ``after_revision`` (0: until it exists). Raises ``WatchTimeout``."""
 
+    def watch_prefix(self, prefix: str, known: Sequence[Entry], deadline_s: float) -> Sequence[Entry]:
+        """Waits until ``list(prefix)`` is not ``known``, and returns it. Raises ``WatchTimeout``."""
+
     def grant_lease(self, time_to_live_s: float) -> int:
-        """Makes a lease and returns its id. Raises ``ValueError`` for a time that is not above 0."""
+        """Makes a lease and returns its id. A store may count in whole seconds, and rounds up. Raises ``ValueError`` for a time that is not above 0."""
 
     def keep_alive(self, lease: int) -> None:
         """Renews the lease. Raises ``LookupError`` where it has expired."""

@@ -1,0 +1,33 @@
+"""Opens the store of a run, from a plain string that processes can be sent."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from tandem.config.coordination import CoordinationConfig
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.coordination.etcd import EtcdStore
+from tandem.runtime.coordination.store import Store
+
+_ETCD = "etcd:"
+
+
+def store_address(config: CoordinationConfig, directory: Path) -> str:
+    """Returns where the store of the run in ``directory`` is: the file of the embedded one, or ``etcd:`` with the section and the prefix of its keys."""
+    if config.store == "embedded":
+        return str(directory / "pod" / "store.sqlite")
+    return _ETCD + json.dumps([asdict(config), run_prefix(config, directory)])
+
+
+def run_prefix(config: CoordinationConfig, directory: Path) -> str:
+    """Returns the beginning of the keys of the run in ``directory``, ``/tandem/RUN_NAME/``."""
+    return f"{config.prefix.rstrip('/')}/{directory.name}/"
+
+
+def open_store(address: str, on_wait: Callable[[], None] = lambda: None) -> Store:
+    """Opens the store at ``address``. ``on_wait`` is called again and again while it does not answer. Raises ``UserError``."""
+    if not address.startswith(_ETCD):
+        return EmbeddedStore(Path(address))
+    section, prefix = json.loads(address.removeprefix(_ETCD))
+    return EtcdStore(CoordinationConfig(**{**section, "endpoints": tuple(section["endpoints"])}), prefix, on_wait)
