@@ -48,7 +48,8 @@ def measured(run: Path, key: str, mean: int) -> Points:
 def ticks(high: float) -> list[float]:
     """Returns the multiples of 1, 2 or 5 times a power of ten from 0 up to the first that is not below ``high``, in at most ``MOST_INTERVALS`` intervals."""
     power = 10.0 ** (math.floor(math.log10(high)) - 1)
-    interval = next(each for factor in (1, 10) for digit in (1, 2, 5) if (each := digit * factor * power) * MOST_INTERVALS >= high * (1 - 1e-9))
+    intervals = [digit * power for digit in (1, 2, 5, 10, 20, 50)]
+    interval = next(each for each in intervals if each * MOST_INTERVALS >= high * (1 - 1e-9))
     return [round(i * interval, 10) for i in range(math.ceil(high / interval - 1e-9) + 1)]
 
 
@@ -82,7 +83,7 @@ def svg(lines: Sequence[Line], axis: str, target: float | None) -> str:
     for i, line in enumerate(lines):
         colour = COLOURS[i % len(COLOURS)]
         x, y = LEFT + i % LEGEND_COLUMNS * plot_width // LEGEND_COLUMNS, 20 + i // LEGEND_COLUMNS * LEGEND_ROW
-        places = " ".join(f"{across_px},{down_px}" for across_px, down_px in (place(*point) for point in line.points))
+        places = " ".join("{},{}".format(*place(*point)) for point in line.points)
         drawn.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"><title>{escape(line.label)}</title></polyline>')
         drawn.append(f'<path d="M{x} {y}h22" stroke="{colour}" stroke-width="3"/><text x="{x + 28}" y="{y + 4}">{escape(line.label)}</text>')
     return "\n".join([*drawn, "</svg>\n"])

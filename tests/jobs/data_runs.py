@@ -11,9 +11,10 @@ from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import VOLATILE
 
 
-def command(*arguments: str, status: int = 0, folder: Path | None = None) -> str:
-    """Runs ``tandem ARGUMENTS`` in ``folder`` and returns its output. It must exit with ``status`` and without a traceback."""
-    done = subprocess.run([sys.executable, "-m", "tandem.cli.main", *arguments], cwd=folder, capture_output=True, text=True, timeout=400)
+def command(*arguments: str, status: int = 0, folder: Path | None = None, limit_s: float = 400) -> str:
+    """Runs ``tandem ARGUMENTS`` in ``folder`` and returns its output. It must exit with ``status`` and without a traceback. ``limit_s`` ends a command that
+    hangs; it is far above what the command takes on a busy machine."""
+    done = subprocess.run([sys.executable, "-m", "tandem.cli.main", *arguments], cwd=folder, capture_output=True, text=True, timeout=limit_s)
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -188,12 +188,12 @@ def test_the_commands_of_the_dpo_recipe_prefer_right_answers_and_give_more_of_th
     for line in lines[:-1]:
         program, *arguments = shlex.split(line)
         if program == "tandem":
-            command(*arguments, folder=tmp_path)
+            command(*arguments, folder=tmp_path, limit_s=3600)
         else:
             subprocess.run([sys.executable, *arguments], cwd=tmp_path, check=True)
 
     def accuracy(model: str) -> float:
-        said = re.search(r"sampled accuracy ([\d.]+)", command("evaluate", model, "--recipe", "recipes/sort.yaml", folder=tmp_path))
+        said = re.search(r"sampled accuracy ([\d.]+)", command("evaluate", model, "--recipe", "recipes/sort.yaml", folder=tmp_path, limit_s=3600))
         assert said is not None
         return float(said[1])
 
