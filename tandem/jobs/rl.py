@@ -1,6 +1,11 @@
 """The loop of reinforcement learning in a pod: rollout, rewards and inference, training."""
 
-from tandem.jobs.rl_run import RLRun
+from tandem.jobs.rl_run.ahead import collect_ahead, draw_ahead, keep_drawn, state_needed
+from tandem.jobs.rl_run.evaluations import final_evaluation, target_holds
+from tandem.jobs.rl_run.rl_run import RLRun
+from tandem.jobs.rl_run.rows import write_row
+from tandem.jobs.rl_run.samples import samples_of_round
+from tandem.jobs.rl_run.scores import scores_of_round
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 from tandem.pod.recovery import catch_up, recover
@@ -18,7 +23,7 @@ def reinforce(pod: Pod, run: RLRun) -> int:
     step, last = run.first_step, run.recipe.run.max_steps
     while True:
         try:
-            run.collect_ahead(pod, step)
+            collect_ahead(pod, run, step)
             catch_up(pod, step)
             due = run.trigger.due(step)
             if due != "nothing":
@@ -26,19 +31,19 @@ def reinforce(pod: Pod, run: RLRun) -> int:
             if due == "stop":
                 run.finish_checkpoints(pod)
                 run.stop(step)
-            if run.target_holds(pod, step) or step == last:
-                run.final_evaluation(pod, step)
+            if target_holds(pod, run, step) or step == last:
+                final_evaluation(pod, run, step)
                 run.checkpoint(pod, step)
                 run.finish_checkpoints(pod)
                 return step
-            run.draw_ahead(pod, step)
+            draw_ahead(pod, run, step)
             rounds: list[Round] = []
             while not run.is_complete(rounds):
-                samples = run.samples(pod, step, len(rounds))
-                rounds.append(Round(samples, run.scores(pod, step, len(rounds), samples)))
+                samples = samples_of_round(pod, run, step, len(rounds))
+                rounds.append(Round(samples, scores_of_round(pod, run, step, len(rounds), samples)))
             metrics = run.train(pod, step, rounds)
-            run.write_row(pod, step, rounds, metrics)
+            write_row(pod, run, step, rounds, metrics)
             step += 1
         except SidecarDied as death:
-            run.keep_drawn(pod)
-            recover(pod, death, run.state_needed(step))
+            keep_drawn(pod, run)
+            recover(pod, death, state_needed(run, step))

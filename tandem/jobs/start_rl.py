@@ -16,7 +16,7 @@ from tandem.jobs.pod_plan import plan_of
 from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
 from tandem.jobs.rl import reinforce
-from tandem.jobs.rl_run import RLRun
+from tandem.jobs.rl_run.rl_run import RLRun
 from tandem.jobs.run_files import (
     CRITIC_FOLDER,
     SFT_FOLDER,

@@ -23,6 +23,7 @@ from tandem.pod.states import RolloutState, TrainerState
 from tandem.pod.transitions import Transitions
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
+from tandem.runtime.rpc.calls import Progress
 from tandem.types import DamagedWeights, Prompt, Round, RunError, Sample, Score, WeightVersion
 
 PREFETCH_SHARE = 0.75
@@ -253,15 +254,14 @@ class Pod:
         """Begins to draw samples of ``prompts`` for ``step`` under the weights after ``weights`` steps, while the trainer goes on. Arguments as of
         ``roll_out``; ``on_samples`` is called in another thread."""
         self.serve_weights(weights)
-        transition, replaced, left = self.transitions.rollout_begins(RolloutState.ROLLOUT, step), list[dict[str, Any]](), self.restarts.left
+        transition, left = self.transitions.rollout_begins(RolloutState.ROLLOUT, step), self.restarts.left
 
-        def draw() -> Drawn:
-            note = lambda progress: replaced.append(progress) if "replaced" in progress else None
+        def draw(report: Progress) -> Drawn:
             with transition:
                 samples, facts = self.rollout.rollout(
-                    step, prompts, settings, weights=weights, expected=expected, restarts_left=left, on_progress=note, on_samples=on_samples
+                    step, prompts, settings, weights=weights, expected=expected, restarts_left=left, on_progress=report, on_samples=on_samples
                 )
-            return samples, {**facts, "replaced": replaced, "memory": self.rollout.memory()}
+            return samples, {**facts, "memory": self.rollout.memory()}
 
         self.ahead = RolloutAhead(step, draw, in_thread=self.rollout.channel.is_remote)
 
@@ -269,9 +269,11 @@ class Pod:
         """Waits for the rollout that was begun, and returns its samples. Raises ``SidecarDied`` if the sidecar died in it."""
         assert self.ahead is not None
         ahead, self.ahead = self.ahead, None
-        samples, facts = ahead.result()
-        for each in facts["replaced"]:
-            self.restarts.note_worker(ahead.step, each)
+        try:
+            samples, facts = ahead.result()
+        finally:
+            for each in ahead.replaced:
+                self.restarts.note_worker(ahead.step, each)
         self.records.add_time("rollout", ahead.seconds)
         self.records.add_time("rollout_tail", ahead.waited_s)
         self.hidden_s += ahead.seconds - ahead.waited_s

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from time import perf_counter
 from typing import Any
 
+from tandem.runtime.rpc.calls import Progress
 from tandem.types import Sample
 
 Drawn = tuple[list[Sample], dict[str, Any]]
@@ -13,12 +14,13 @@ Drawn = tuple[list[Sample], dict[str, Any]]
 
 
 class RolloutAhead:
-    """The rollout of ``step``, which ``draw`` makes: in a thread of its own, or where the sidecars are no processes before this returns.
+    """The rollout of ``step``, which ``draw`` makes: in a thread of its own, or where the sidecars are no processes before this returns. ``replaced``: what
+    ``draw`` reports of workers that were replaced in it, also if it fails later.
 
     What it draws depends on its prompts and weights alone, so the results of a run do not depend on when it ends."""
 
-    def __init__(self, step: int, draw: Callable[[], Drawn], *, in_thread: bool) -> None:
-        self.step = step
+    def __init__(self, step: int, draw: Callable[[Progress], Drawn], *, in_thread: bool) -> None:
+        self.step, self.replaced = step, list[dict[str, Any]]()
         self._draw = draw
         self._drawn: Future[Drawn] = Future()
         self._began = self._ended = perf_counter()
@@ -32,7 +34,7 @@ class RolloutAhead:
 
     def _run(self) -> None:
         try:
-            drawn = self._draw()
+            drawn = self._draw(self._report)
         except BaseException as error:
             self._ended = perf_counter()
             self._drawn.set_exception(error)
@@ -40,10 +42,9 @@ class RolloutAhead:
             self._ended = perf_counter()
             self._drawn.set_result(drawn)
 
-    def has_samples(self) -> bool:
-        """Waits until it ends. Returns whether it ended without an error."""
-        self._asked = min(self._asked, perf_counter())
-        return self._drawn.exception() is None
+    def _report(self, progress: dict[str, Any]) -> None:
+        if "replaced" in progress:
+            self.replaced.append(progress)
 
     def result(self) -> Drawn:
         """Waits until it ends, and returns what was drawn. Raises the error that ended it."""

@@ -1,5 +1,5 @@
-"""Runs ``tandem`` and flips a bit of the published weights between ``register`` and ``update_weight``: ``python damaged_memory.py STEP TIMES
-ARGUMENTS``.
+"""Runs ``tandem`` and flips a bit of the published weights between ``register`` and ``update_weight``, or after the engine has read them: ``python
+damaged_memory.py STEP TIMES [--after-update] ARGUMENTS``.
 
 Only the controller is changed, which holds no tensors: it writes to the shared memory as a stray process or a failing memory module would. The
 trainer, the engine and their shims are unchanged.
@@ -27,21 +27,21 @@ def flip_a_bit(directory: Path) -> None:
         segment.memory[tensor.offset_bytes + tensor.size_bytes // 2] ^= 1
 
 
-def damage(step: int, times: int) -> None:
-    """Flips a bit after each of the first ``times`` registrations of the weights of ``step``."""
-    register = Pod._register
-    left = [times]
+def damage(step: int, times: int, after: str) -> None:
+    """Flips a bit ``after`` each of the first ``times`` calls of this method of the pod for the weights of ``step``."""
+    method, left = getattr(Pod, after), [times]
 
-    def register_and_flip(pod: Pod, version: WeightVersion) -> None:
-        register(pod, version)
+    def call_and_flip(pod: Pod, version: WeightVersion, **options: bool) -> None:
+        method(pod, version, **options)
         if version.step == step and left[0]:
             left[0] -= 1
             flip_a_bit(pod.journal.path.parent)
 
-    Pod._register = register_and_flip  # type: ignore[method-assign]
+    setattr(Pod, after, call_and_flip)
 
 
 if __name__ == "__main__":
-    damage(int(sys.argv[1]), int(sys.argv[2]))
-    sys.argv[1:3] = []
+    is_late = sys.argv[3:4] == ["--after-update"]
+    damage(int(sys.argv[1]), int(sys.argv[2]), "_update_weight" if is_late else "_register")
+    sys.argv[1 : 4 if is_late else 3] = []
     sys.exit(main())

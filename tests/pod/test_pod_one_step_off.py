@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -14,12 +16,19 @@ from pod_runs import HERE, RECIPE, PodRun, difference, finish, recipe_with
 from reward_models import write_reward_model
 
 from tandem.config.recipe import load_config
+from tandem.jobs.rl_run.ahead import keep_drawn
+from tandem.jobs.rl_run.rl_run import RLRun
 from tandem.jobs.start import resume, train
-from tandem.pod.rollout_ahead import RolloutAhead
+from tandem.pod.failures import SidecarDied
+from tandem.pod.pod import Pod
+from tandem.pod.rollout_ahead import Drawn, RolloutAhead
+from tandem.pod.states import RolloutState
 from tandem.rl.rollout.staleness import check_staleness, weights_of
 from tandem.runtime.callback import Callback
 from tandem.runtime.records.journal import Journal
-from tandem.types import FinishReason, RunError, Sample, UserError, WeightVersion
+from tandem.runtime.records.run_records import Records
+from tandem.runtime.rpc.calls import Progress
+from tandem.types import FinishReason, Round, RunError, Sample, UserError, WeightVersion
 
 AHEAD = ("--rollout.max_staleness=1", "--run.max_steps=4")
 
@@ -112,13 +121,57 @@ def test_a_sample_beyond_the_bound_is_never_trained_on() -> None:
 
 def test_a_rollout_ahead_gives_its_samples_or_its_error_to_the_one_who_asks() -> None:
     drawn = [sample(2)]
+
+    def fail(report: Progress) -> Drawn:
+        report({"done": 1, "total": 2})
+        report({"replaced": 1})
+        raise IndexError
+
     for in_thread in (True, False):
-        ahead = RolloutAhead(3, lambda: (drawn, {"a": 1}), in_thread=in_thread)
-        assert ahead.has_samples() and ahead.result() == (drawn, {"a": 1}) and 0 <= ahead.waited_s <= ahead.seconds
-        broken = RolloutAhead(3, lambda: ([], {})[2], in_thread=in_thread)  # type: ignore[misc]
-        assert not broken.has_samples()
+        ahead = RolloutAhead(3, lambda report: (drawn, {"a": 1}), in_thread=in_thread)
+        assert ahead.result() == (drawn, {"a": 1}) and 0 <= ahead.waited_s <= ahead.seconds and ahead.replaced == []
+        broken = RolloutAhead(3, fail, in_thread=in_thread)
         with pytest.raises(IndexError):
             broken.result()
+        assert broken.replaced == [{"replaced": 1}]
+
+
+class _DyingRollout:
+    """A rollout sidecar of two workers, of which one is replaced before the sidecar dies with ``error``."""
+
+    channel = SimpleNamespace(is_remote=True)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def rollout(self, *_: object, on_progress: Progress, **__: object) -> Drawn:
+        on_progress({"replaced": 1, "reason": "rollout worker 1 was killed", "groups": 2, "seconds": 0.1})
+        raise self.error
+
+
+def drawing_ahead(folder: Path, error: Exception) -> tuple[Pod, RLRun]:
+    """Returns a pod whose rollout of step 3 ends with ``error`` beside the trainer's work, and as much of its run as ``keep_drawn`` reads."""
+    journal = Journal(folder / "journal.sqlite")
+    records = Records(journal, None, Callback())
+    pod = Pod(cast(Any, None), cast(Any, _DyingRollout(error)), folder, 0, journal, lambda step: Round([], []), records, max_restarts=5)
+    pod.engine_step, pod.transitions.rollout = 2, RolloutState.UPDATE_WEIGHT
+    pod.begin_rollout(3, [], {}, weights=2)
+    return pod, cast(RLRun, SimpleNamespace(journal=journal))
+
+
+def test_what_died_and_was_replaced_in_a_rollout_beside_a_dying_trainer_is_counted_and_journalled(tmp_path: Path) -> None:
+    pod, run = drawing_ahead(tmp_path, SidecarDied("rollout", "shim", "it was killed"))
+    keep_drawn(pod, run)
+    # It is drawn again once the trainer, whose death is counted by its recovery, is replaced.
+    assert pod.ahead is None and pod.restarts.count == 2
+    died = [(event.detail["role"], event.detail["part"], event.detail["step"]) for event in pod.journal.events() if event.kind == "recovery"]
+    assert died == [("rollout", "worker", 3), ("rollout", "shim", 3)]
+
+
+def test_a_defect_in_a_rollout_ends_the_run_also_where_the_trainer_has_died(tmp_path: Path) -> None:
+    pod, run = drawing_ahead(tmp_path, RunError("this is a defect"))
+    with pytest.raises(RunError, match="this is a defect"):
+        keep_drawn(pod, run)
 
 
 @pytest.mark.full
@@ -163,6 +216,27 @@ def test_kill_anything_gives_the_bits_of_the_quiet_run(quiet: PodRun, fault: str
     assert done.returncode == 0, done.stdout + done.stderr
     assert difference(run, quiet) == [] and run.left_behind() == []
     assert sorted(path.name for path in (run.directory / "faults").iterdir()) == sorted(one.replace(":", "-") for one in fault.split(","))
+
+
+@pytest.mark.full
+def test_a_worker_that_was_replaced_before_its_sidecar_died_is_in_the_journal_too(quiet: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train(*AHEAD, "--rollout.workers=2", "--fault", "rollout_worker1:before:rollout:2,rollout_shim:after:rollout:2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, quiet) == [] and run.left_behind() == []
+    assert [(event.detail["role"], event.detail["part"]) for event in run.events("recovery")] == [("rollout", "worker"), ("rollout", "shim")]
+
+
+@pytest.mark.full
+def test_weights_that_are_damaged_when_a_new_engine_reads_them_are_computed_again(quiet: PodRun, tmp_path: Path) -> None:
+    # The engine has read the weights after 1 step, draws with them and dies; the trainer has taken its second step when a new engine reads them.
+    run = PodRun(tmp_path, program=(str(HERE / "damaged_memory.py"), "1", "1", "--after-update"))
+    done = run.train(*AHEAD, "--fault", "rollout_worker:before:rollout:2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (damaged,) = run.events("weights_damaged")
+    assert damaged.detail["step"] == 1 and damaged.detail["repair"] == "the trainer returns to them"
+    assert [event.detail["role"] for event in run.events("recovery")] == ["rollout", "trainer"]
+    assert difference(run, quiet) == [] and run.left_behind() == []
 
 
 @pytest.mark.full

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.recipe import Recipe
-from tandem.jobs.draw_round import draw_round
 from tandem.jobs.pod_plan import plan_of
 from tandem.jobs.replay.comparison import Comparison, Part, differences, same_device, scratch_run
+from tandem.jobs.rl_run.draw_round import draw_round
 from tandem.jobs.run_files import rl_start_folder
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.failures import SidecarDied

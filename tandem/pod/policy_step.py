@@ -1,0 +1,104 @@
+"""The policy update of a step on a rank of the trainer, with the critic's before it and the move of a reference that follows the actor after it."""
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+from tandem.layout.flops import step_flops
+from tandem.layout.residents import Phase
+from tandem.pod.actor import Critic
+from tandem.pod.inference import Inferred
+from tandem.pod.rank_models import RankModels
+from tandem.rl.algorithms.batch import make_batch, train_sequence
+from tandem.rl.algorithms.critic import critic_metrics, update_critic
+from tandem.rl.algorithms.minibatches import worst
+from tandem.rl.algorithms.update import update_policy
+from tandem.trainer.device_speed import DeviceSpeed
+from tandem.trainer.logprobs import sequence_values
+from tandem.trainer.micro_batch import forward_tokens
+from tandem.trainer.parallel.follow import follow
+from tandem.trainer.step import Progress, StepResult
+from tandem.trainer.tensor_record import TensorRecord
+from tandem.types import Batch, Sample, Score, TrainSequence
+
+
+def policy_step(
+    models: RankModels, inferred: Inferred, scores: Sequence[Score], on_progress: Progress, speed: DeviceSpeed, record: TensorRecord | None
+) -> dict[str, Any]:
+    """Takes the optimizer step (or steps, with several mini-batches) of ``models.steps`` on the samples of ``inferred``.
+
+    Returns the ``metrics``; ``device``, what ``speed`` says of this rank and how well the batch was packed; ``tokens``, those that went through the actor;
+    ``verdict``, the worst of any guard; and ``exhausted``, the steps in a row that a guard has skipped if they are more than it may, else 0."""
+    actor, recipe, step = models.enter(Phase.TRAIN), models.recipe, models.steps
+    critic, shared = actor.critic, recipe.critic if recipe.has_shared_critic else None
+    values = inferred.values if shared is None else _values_of_the_actor(models, inferred.samples)
+    with actor.tracer.span("load the batch"):
+        batch = make_batch(
+            step, inferred.samples, scores, recipe.algorithm, recipe.rollout.max_tokens, inferred.reference_logprobs, values,
+            mask_off_policy=recipe.rollout.mask_off_policy,
+        )  # fmt: skip
+    began = perf_counter()
+    if record is not None:
+        record.batch(batch.sequences)
+    learned = _update_critic(models, critic, batch, on_progress) if critic is not None else None
+    result = update_policy(
+        actor.replica, batch, recipe.algorithm, recipe.trainer, total_steps=recipe.run.max_steps,
+        temperature=recipe.rollout.temperature, guard=actor.guard, on_progress=on_progress,
+        on_phase=lambda phase: models.rank.enter(phase, step), tracer=actor.tracer,
+        is_frozen=critic is not None and step < recipe.critic.warmup_steps, shared_critic=shared, record=record,
+    )  # fmt: skip
+    if record is not None:
+        record.weights(actor.replica, "after the step")
+    models.steps += 1
+    _update_reference(models)
+    guards = [actor.guard] if critic is None else [actor.guard, critic.guard]
+    metrics, verdicts = result.metrics, [result.verdict]
+    if learned is not None:
+        metrics, verdicts = metrics | learned.metrics, [result.verdict, learned.verdict]
+    elif shared is not None:
+        metrics = metrics | critic_metrics(batch.sequences)
+    return {
+        "metrics": metrics, "device": _device_metrics(models, speed, batch.sequences, perf_counter() - began) | dict(result.packing), "tokens": result.tokens,
+        "verdict": worst(verdicts), "exhausted": max(guard.skipped_in_a_row if guard.is_exhausted else 0 for guard in guards),
+    }  # fmt: skip
+
+
+def mismatch_metrics(models: RankModels, samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns the metrics that compare the recorded log-probabilities of ``samples``, which the actor's weights drew, with the actor's own."""
+    actor, recipe = models.enter(Phase.TRAIN), models.recipe
+    sequences = tuple(train_sequence(each) for sample in samples for each in sample.sequences)
+    batch = Batch(models.steps, sequences, recipe.rollout.max_tokens)
+    result = update_policy(actor.replica, batch, recipe.algorithm, recipe.trainer, temperature=recipe.rollout.temperature, is_frozen=True)
+    return {name: value for name, value in result.metrics.items() if name.startswith("mismatch")}
+
+
+def _values_of_the_actor(models: RankModels, samples: Sequence[Sample]) -> dict[str, tuple[float, ...]]:
+    """Returns the values of the actor's second head, by sample id."""
+    actor, trainer = models.actor, models.recipe.trainer
+    with actor.tracer.span("values"):
+        sequences = [train_sequence(each) for sample in samples for each in sample.sequences]
+        return sequence_values(actor.replica, sequences, trainer.micro_batch_tokens, share_prompts=trainer.share_prompts)
+
+
+def _update_critic(models: RankModels, critic: Critic, batch: Batch, on_progress: Progress) -> StepResult:
+    recipe = models.recipe
+    return update_critic(
+        critic.replica, batch, recipe.algorithm, recipe.critic, critic.trainer, total_steps=recipe.run.max_steps, guard=critic.guard,
+        on_progress=on_progress, on_phase=lambda phase: models.rank.enter(phase, batch.step), tracer=models.actor.tracer,
+    )  # fmt: skip
+
+
+def _update_reference(models: RankModels) -> None:
+    """Moves a reference that follows the actor, if it is due after ``models.steps`` steps."""
+    actor, config = models.actor, models.recipe.reference
+    if actor.follows and actor.reference is not None and models.steps % config.every_steps == 0:
+        with actor.tracer.span("update the reference"):
+            follow(actor.reference.replica, actor.replica, config.mixup_alpha if config.update == "ema" else 1.0)
+
+
+def _device_metrics(models: RankModels, speed: DeviceSpeed, sequences: Sequence[TrainSequence], seconds: float) -> dict[str, float]:
+    """Returns this rank's share of the models' operations in an update of ``seconds``, and the peak memory of its GPU."""
+    actor = models.actor
+    trained = [actor.replica] if actor.critic is None else [actor.replica, actor.critic.replica]
+    flops = models.recipe.algorithm.epochs * sum(step_flops(one.model.shapes, map(forward_tokens, sequences)) for one in trained)
+    return {**speed.memory(), **speed.rates(flops / models.rank.ranks.world.size, seconds)}
