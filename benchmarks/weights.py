@@ -1,0 +1,190 @@
+"""Weights in a pod beside a plain copy, and between two pods beside a raw socket, every byte verified.
+
+    python benchmarks/weights.py [--repeat 7] [--threads 2] [--model "500 MB"]
+
+In every round, one after the other, so that all see the same machine. In the pod: ``register`` and ``update`` as in ``weight_update.py``, and both together,
+beside a copy between two warm private buffers on as many threads. Between two processes over TCP loopback: a raw socket (``sendall`` from a warm
+buffer, ``recv_into`` a warm segment, nothing verified), a whole transfer over plain TCP (manifest from the store, connections, handshakes, every part's
+xxh3-128 compared, publication in the second pod) and, where it is installed, the same over Mooncake's TCP. The best of the rounds counts.
+"""
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import torch
+from machine import machine, write_report
+from options import parser as shared_parser
+from weight_update import MODELS, measure, shapes, shards_of
+
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.process.deadline import Deadline
+from tandem.trainer.parallel.ranks import alone
+from tandem.types import WeightVersion
+from tandem.weight_transfer.convert import place_shards
+from tandem.weight_transfer.manifest import segment_bytes
+from tandem.weight_transfer.register import WeightWriter
+from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
+from tandem.weight_transfer.transport import mooncake
+from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, check_protocols
+from tandem.weight_transfer.transport.mirror import WeightMirror
+from tandem.weight_transfer.transport.pieces import Source
+from tandem.weight_transfer.transport.service import WeightService
+from tandem.weight_transfer.transport.tcp_source import TcpSource
+
+MODELS["500 MB"] = shapes(32000, 1024, 8, 2816, 16)
+CREDENTIAL = "a credential of the benchmark"
+CHUNK_BYTES = 2**20
+
+
+def serve(name: str, folder: Path, protocols: str) -> None:
+    """The first pod: publishes a version for each line on its standard input, and serves a raw socket too."""
+    model = MODELS[name]
+    shards = shards_of(model)
+    placed = place_shards(alone().world, shards, [shard.name for shard in shards])
+    buffers, store = WeightBuffers.create("bench" + uuid.uuid4().hex[:8], segment_bytes(model, "float32")), EmbeddedStore(folder / "shared.sqlite")
+    writer = WeightWriter(buffers, store, 2)
+    service = WeightService("first", buffers.segments, store, CREDENTIAL, check_protocols(protocols.split(",")))
+    with socket.create_server(("127.0.0.1", 0)) as raw:
+        print(raw.getsockname()[1], flush=True)
+        for line in sys.stdin:
+            if line == "raw\n":
+                connection, _ = raw.accept()
+                with connection:
+                    connection.sendall(buffers.segments[0].memory[: placed.size_bytes])
+            else:
+                writer.publish(placed, WeightVersion(1, int(line)))
+                print("published", flush=True)
+    service.close()
+
+
+class TwoPods:
+    """The second pod, and how it tells the first one what to do."""
+
+    def __init__(self, name: str, protocols: tuple[Protocol, ...], folder: Path, threads: int) -> None:
+        self.size_bytes, self.threads, self.step = segment_bytes(MODELS[name], "float32"), threads, 0
+        command = [sys.executable, __file__, "serve", name, str(folder), ",".join(protocols)]
+        self.first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.raw_port = int(self._answer())
+        self.mirrors = {protocol: self._mirror(folder, protocol) for protocol in protocols}
+        self.raw_into = Segment.create("bench" + uuid.uuid4().hex[:8], "raw", self.size_bytes)
+
+    def _mirror(self, folder: Path, protocol: Protocol) -> WeightMirror:
+        def create(size_bytes: int) -> WeightBuffers:
+            buffers = WeightBuffers.create("bench" + uuid.uuid4().hex[:8], size_bytes)
+            for segment in buffers.segments:
+                segment.touch()
+            return buffers
+
+        def open_source(endpoint: Endpoint, offer: Offer) -> Source:
+            if offer.protocol != "tcp":
+                return mooncake.MooncakeSource(endpoint, offer)
+            return TcpSource("pod first", offer.host, offer.port, CREDENTIAL, connections=self.threads)
+
+        return WeightMirror(EmbeddedStore(folder / "shared.sqlite"), EmbeddedStore(folder / f"{protocol}.sqlite"), create, open_source)
+
+    def _tell(self, line: str) -> None:
+        assert self.first.stdin is not None
+        self.first.stdin.write(line + "\n")
+        self.first.stdin.flush()
+
+    def _answer(self) -> str:
+        assert self.first.stdout is not None
+        return self.first.stdout.readline()
+
+    def raw(self) -> float:
+        """Seconds to receive as many bytes through a socket, in the way that is plain in Python."""
+        self._tell("raw")
+        with socket.create_connection(("127.0.0.1", self.raw_port)) as connection:
+            began, at = time.perf_counter(), 0
+            while count := connection.recv_into(self.raw_into.memory[at : at + CHUNK_BYTES]):
+                at += count
+            return time.perf_counter() - began
+
+    def publish(self) -> None:
+        self.step += 1
+        self._tell(str(self.step))
+        assert self._answer() == "published\n"
+
+    def bring(self, protocol: Protocol) -> float:
+        """Seconds until the published version is verified and published here."""
+        began = time.perf_counter()
+        got = self.mirrors[protocol].bring(WeightVersion(1, self.step), (protocol,), Deadline(120.0))
+        seconds = time.perf_counter() - began
+        assert (got.protocol, got.fetched.breaks, got.fetched.rereads) == (protocol, 0, ())
+        return seconds
+
+    def close(self) -> None:
+        for mirror in self.mirrors.values():
+            mirror.close()
+        self.raw_into.close()
+        self.first.kill()
+        self.first.wait()
+
+
+def between_pods(name: str, repeat: int, threads: int) -> str:
+    protocols: tuple[Protocol, ...] = ("mooncake", "tcp") if "mooncake" in mooncake.available() else ("tcp",)
+    seconds: dict[str, list[float]] = {"raw": [], **{protocol: [] for protocol in protocols}}
+    with tempfile.TemporaryDirectory() as folder:
+        pods = TwoPods(name, protocols, Path(folder), threads)
+        try:
+            for turn in range(repeat + 2):
+                pods.publish()
+                found = {"raw": pods.raw(), **{protocol: pods.bring(protocol) for protocol in protocols}}
+                if turn > 1:  # The first use of each of two buffers is cold.
+                    for key, value in found.items():
+                        seconds[key].append(value)
+            size = pods.size_bytes
+        finally:
+            pods.close()
+    rate = {key: size / min(values) / 1e9 for key, values in seconds.items()}
+    lines = ["| between two pods over TCP loopback | GB/s | share of the raw socket | verified |", "| --- | --- | --- | --- |"]
+    lines.append(f"| raw socket | {rate['raw']:.2f} | 100% | no |")
+    titles = {"tcp": f"plain TCP, {threads} connections", "mooncake": "Mooncake over TCP"}
+    lines += [f"| {titles[key]} | {rate[key]:.2f} | {rate[key] / rate['raw']:.0%} | yes |" for key in reversed(protocols)]
+    if "mooncake" not in protocols:
+        lines.append("| Mooncake over TCP | not installed | | |")
+    return "\n".join(lines)
+
+
+def in_pod(name: str, repeat: int, threads: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        _, size, rounds = measure(name, repeat, threads, 1, Path(folder))
+    both = min(a + b for a, b in zip(rounds["register"].wall_s, rounds["update"].wall_s, strict=True))
+    copy = size / min(rounds["copy"].wall_s) / 1e9
+    lines = [f"| in the pod, {threads} threads | GB/s | share of the copy | verified |", "| --- | --- | --- | --- |"]
+    lines.append(f"| plain copy between warm buffers | {copy:.1f} | 100% | no |")
+    titled = (
+        ("register: to shared memory, digests written", min(rounds["register"].wall_s)),
+        ("update: out of shared memory, digests verified", min(rounds["update"].wall_s)),
+        ("both, one after the other", both),
+    )
+    lines += [f"| {title} | {size / wall_s / 1e9:.1f} | {size / wall_s / 1e9 / copy:.0%} | yes |" for title, wall_s in titled]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if sys.argv[1:2] == ["serve"]:
+        serve(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
+        return
+    parser = shared_parser(__doc__ or "", threads=2)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--model", choices=tuple(MODELS), default="500 MB")
+    options = parser.parse_args()
+    described, size = machine(), segment_bytes(MODELS[options.model], "float32")
+    text = (
+        f"# Weights in a pod and between pods\n\n{described}\n\nBest of {options.repeat} interleaved rounds; a model of {size / 1e6:.0f} MB in fp32 "
+        f"with the tensors of a Qwen3. Sender and receiver share the machine's cores.\n\n{in_pod(options.model, options.repeat, options.threads)}\n\n"
+        f"{between_pods(options.model, options.repeat, options.threads)}\n"
+    )
+    print(text)
+    print(f"wrote {write_report('weights', text, options.out)}")
+
+
+if __name__ == "__main__":
+    main()
