@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 Alter = Callable[[int, bytearray], bool]
-"""(bytes that this connection's server sent before, the next ones) -> whether the connection goes on. May change the bytes, and may wait."""
+"""(bytes that this connection's server sent before, the next ones) -> whether the connection goes on behind them. May change the bytes, and may wait."""
 
 
 class TcpProxy:
@@ -40,10 +40,11 @@ def _pass_on(source: socket.socket, target: socket.socket, alter: Alter | None) 
     sent = 0
     with contextlib.suppress(OSError):
         while block := bytearray(source.recv(2**16)):
-            if alter is not None and not alter(sent, block):
-                break
+            goes_on = alter is None or alter(sent, block)
             target.sendall(block)
             sent += len(block)
+            if not goes_on:
+                break
     for end in (source, target):
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
