@@ -42,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
         ("torch", importlib.metadata.version("torch") if importlib.util.find_spec("torch") else "missing: pip install torch"),
         ("kernels", _kernels()),
     ]
+    server = shutil.which("etcd")
+    lines.append(("etcd", f"client: built in (coordination.store: etcd); server: {server or 'not on the PATH; any reachable one will do'}"))
     for module, use in OPTIONAL.items():
         lines.append((module, "installed" if importlib.util.find_spec(module) else f"not installed; for {use}"))
     for name, value in lines:

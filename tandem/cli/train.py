@@ -11,6 +11,7 @@ examples:
   tandem train recipes/sort.yaml --dry-run        check the recipe and print the memory plan
   tandem train recipes/pretrain.yaml --parallel.data=2 --parallel.zero=1      two processes with the optimizer's state sharded
   tandem train recipes/sort.yaml --inline         in one process, for a debugger
+  tandem train recipes/sort.yaml --coordination etcd      publish weights and elect the controller in the etcd on this machine
 """
 
 import argparse
@@ -23,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file, or the name of a recipe that comes with Tandem ('tandem recipes')")
     parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
     parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan and exit")
+    parser.add_argument("--coordination", choices=("embedded", "etcd"), help="short for --coordination.store")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
     parser.set_defaults(takes_overrides=True)
 
@@ -31,7 +33,8 @@ def run(options: argparse.Namespace) -> int:
     from tandem.jobs.display import display
     from tandem.jobs.start import dry_run, train
 
-    recipe = load_config(options.recipe, options.overrides)
+    store = [] if options.coordination is None else [f"--coordination.store={options.coordination}"]
+    recipe = load_config(options.recipe, [*store, *options.overrides])
     if options.dry_run:
         print(dry_run(recipe, options.recipe))
         return 0

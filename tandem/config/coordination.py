@@ -10,7 +10,7 @@ from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 MOST_ENDPOINTS = 64
-_OF_ETCD = ("endpoints", "prefix", "cacert", "cert", "key", "user", "password_file")
+_OF_ETCD = ("endpoints", "prefix", "cluster_id", "cacert", "cert", "key", "user", "password_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class CoordinationConfig:
     """Seconds that a call waits for an etcd that does not answer. Then the run ends, and `tandem resume` continues it."""
     lease_s: float = 15.0
     """Time to live of the leases of the controller and of the members: so long after one dies, its keys are gone. Whole seconds are used."""
+    cluster_id: str = ""
+    """Id of the etcd cluster, in hexadecimal as of `etcdctl endpoint status`. Empty: the one that the run began in; a resume refuses another."""
     cacert: str = ""
     """File with the certificate authority of `https://` endpoints, as of `etcdctl --cacert`. Empty: those of the system."""
     cert: str = ""
@@ -54,6 +56,8 @@ class CoordinationConfig:
         schemes = {urlsplit(endpoint).scheme for endpoint in self.endpoints}
         if not self.prefix.startswith("/") or not self.prefix.isprintable():
             raise UserError(f"'coordination.prefix' is {self.prefix!r}; it must begin with '/', for example /tandem/")
+        if self.cluster_id.strip("0123456789abcdef"):
+            raise UserError(f"'coordination.cluster_id' is {self.cluster_id!r}; it must be a hexadecimal number, as of etcdctl endpoint status")
         if bool(self.cert) != bool(self.key):
             given, missing = ("cert", "key") if self.cert else ("key", "cert")
             raise UserError(f"'coordination.{given}' is given and 'coordination.{missing}' is not; a client's certificate needs both files")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
 from tandem.config.bundled import recipe_file
 from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.coordination import CoordinationConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.load import apply_overrides, build, read_yaml
@@ -51,6 +52,7 @@ class Recipe:
     residents: ResidentsConfig = field(default_factory=ResidentsConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    coordination: CoordinationConfig = field(default_factory=CoordinationConfig)
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.elastic": "the trainer of a pod is always restarted with all of its ranks",

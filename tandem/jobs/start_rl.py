@@ -37,6 +37,7 @@ from tandem.layout.shapes import adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
 from tandem.pod.failures import SidecarDied
+from tandem.pod.leadership import leading
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
@@ -69,6 +70,7 @@ def execute_rl(
         fault_point = faults.point("controller", directory) if faults else no_fault
         journal, metrics = stack.enter_context(opened_files(directory, fault_point))
         records = Records(journal, metrics, callback)
+        fence = stack.enter_context(leading(recipe.coordination, directory, journal, callback.message))
         trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults)
         stack.callback(trainer_channel.close)
         stack.callback(rollout_channel.close)
@@ -115,7 +117,7 @@ def execute_rl(
             partial(recorded_batch, recipe, journal), records,
             recipe.run.max_restarts, planned.residency, planned.prefetch, recipe.has_inference,
             on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
-            check_inputs=check_inputs,
+            check_inputs=check_inputs, fence=fence,
         )
         step = _bring_up(pod, journal)
         numerics = numerics_record(rank_threads(recipe), pod.kernels)

@@ -15,6 +15,7 @@ from tandem.config.rewards import INFERRED_COLUMNS
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.pod.calls import InferencePart
 from tandem.pod.failures import SidecarDied
+from tandem.pod.leadership import Fence
 from tandem.pod.residents.moves import ResidentMoves, engine_moves
 from tandem.pod.restarts import Restarts
 from tandem.pod.rollout_ahead import Drawn, RolloutAhead
@@ -40,6 +41,7 @@ class Pod:
     ``loaded``: (step, digest) of the checkpoint that the trainer loaded; ``boundaries``: by step, the newest transition before each
     checkpoint that is under way. ``on_committed`` is told of each checkpoint that was journalled; those of steps ``in_use`` are not removed.
     ``trained_on``: what the journal has that a step was trained on.
+    ``fence``: gives the guard of the weights that are published.
     ``check_inputs`` verifies what a trainer reads besides checkpoints, whenever one starts, and raises ``RunError``.
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``published``: the version of the weights in the buffers
@@ -81,6 +83,7 @@ class Pod:
     on_committed: Callable[[int, str], None] = lambda step, digest: None
     in_use: Callable[[], Collection[int]] = tuple
     check_inputs: Callable[[], None] = lambda: None
+    fence: Fence = lambda: None
     memory: dict[str, float] = field(default_factory=dict)
     device_metrics: dict[str, float] = field(default_factory=dict)
     rollout_metrics: dict[str, float] = field(default_factory=dict)
@@ -186,7 +189,7 @@ class Pod:
 
     def _register(self, version: WeightVersion) -> None:
         with self.transitions.trainer_does(TrainerState.REGISTER, version.step) as detail:
-            detail.update(self.moves.note(version.step, self.trainer.register(version, self.buffers)))
+            detail.update(self.moves.note(version.step, self.trainer.register(version, self.buffers, self.fence())))
             self.engine_bytes["engine_weights"], self.published = self.base_bytes + int(detail["bytes"]), version
 
     def _note_base(self, reply: dict[str, Any], detail: dict[str, Any]) -> None:

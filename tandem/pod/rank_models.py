@@ -13,6 +13,7 @@ from tandem.pod.actor import Actor
 from tandem.pod.release import release
 from tandem.pod.residents.residue import ResidueCheck
 from tandem.pod.residents.trainer import TrainerResidents
+from tandem.runtime.coordination.store import Guard
 from tandem.runtime.process.processes import memory_of
 from tandem.trainer.offload.offloader import Offloader
 from tandem.trainer.offload.places import make_place
@@ -85,15 +86,15 @@ class RankModels:
             self.converted = convert(self.actor.checkpoints.state)
         return self.converted
 
-    def publish(self, writer: WeightWriter, version: WeightVersion) -> WeightManifest:
-        """Writes this rank's converted parts and publishes the manifest of all ranks as ``version``. Then the actor moves away too. Raises ``RunError``
-        if they were not converted."""
+    def publish(self, writer: WeightWriter, version: WeightVersion, guard: Guard | None) -> WeightManifest:
+        """Writes this rank's converted parts and publishes the manifest of all ranks as ``version`` if ``guard`` holds. Then the actor moves away too. Raises
+        ``RunError`` if they were not converted."""
         if self.converted is None:
             raise RunError("register was asked for before convert")
         # Where they are registered again, they have left already.
         if self.offloader is not None and self.offloader.is_away("actor"):
             self.enter(Phase.TRAIN)
-        manifest = writer.publish(self.converted, version)
+        manifest = writer.publish(self.converted, version, guard)
         self.residents.leave(Phase.ROLLOUT, self.steps)
         self.residents.settle()
         if self.offloader is not None:

@@ -22,6 +22,7 @@ from tandem.rl.agents.in_flight import Agents, InFlightAgents
 from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.rl.rollout.episodes import InFlightEpisodes
 from tandem.rl.rollout.groups import InFlightGroups
+from tandem.runtime.coordination.open import store_address
 from tandem.runtime.machine.gpus import pod_device
 from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
@@ -39,7 +40,7 @@ class RolloutWorker:
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         self.recipe = recipe
-        self.source = WeightSource(str(directory / "pod" / "store.sqlite"))
+        self.source = WeightSource(store_address(recipe.coordination, directory))
         self.llm: LLM | None = None
         self.groups: InFlightGroups | InFlightEpisodes | InFlightAgents | None = None
         self.directory = directory

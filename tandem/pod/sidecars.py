@@ -11,6 +11,7 @@ from typing import Any
 from tandem.layout.residents import Phase, Residency
 from tandem.pod.calls import InferencePart
 from tandem.pod.channel import Channel
+from tandem.runtime.coordination.store import Guard
 from tandem.runtime.rpc.calls import Progress
 from tandem.types import Prompt, Sample, Score, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts, encode_samples, encode_scores, samples_from_text
@@ -69,10 +70,11 @@ class TrainerSidecar:
     def convert(self, step: int) -> dict[str, Any]:
         return self.channel.call("convert", {"step": step}).meta
 
-    def register(self, version: WeightVersion, buffers: Sequence[str]) -> dict[str, Any]:
+    def register(self, version: WeightVersion, buffers: Sequence[str], guard: Guard | None = None) -> dict[str, Any]:
         """Write the converted weights to the one of ``buffers`` that is free and publish their manifest; then the actor follows what ``offload`` has
-        begun to move. Returns the ``bytes`` that were published, the ``moves`` that ended and the ``residue`` of the training before."""
-        return self.channel.call("register", {"version": list(version), "buffers": list(buffers)}).meta
+        begun to move. ``guard``: that of the manifest. Returns the ``bytes`` that were published, the ``moves`` that ended and the ``residue`` of the training
+        before."""
+        return self.channel.call("register", {"version": list(version), "buffers": list(buffers), "guard": guard}).meta
 
     def serve_weights(
         self, store: Path, protocols: Sequence[str] = ("tcp",), *, host: str = "127.0.0.1", port: int = 0, advertised: str = ""

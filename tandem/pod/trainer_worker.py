@@ -21,7 +21,8 @@ from tandem.pod.inference import Inferred, infer, reward_scores
 from tandem.pod.policy_step import mismatch_metrics, policy_step
 from tandem.pod.rank_models import RankModels, hold
 from tandem.runtime.collectives.agreement import check_same_kernels
-from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.coordination.open import open_store, store_address
+from tandem.runtime.coordination.store import Guard
 from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.records.tracing import NO_TRACE
@@ -52,7 +53,7 @@ class TrainerWorker:
         check_same_kernels(rank.ranks.world, self.kernels.name)
         self.kernel_note = why_reference(machine.kernels, self.kernels, dtype, device)
         self.speed = DeviceSpeed(device, recipe.trainer.multiplies_in)
-        self.store = EmbeddedStore(rank.directory / "pod" / "store.sqlite")
+        self.store = open_store(store_address(recipe.coordination, rank.directory), on_wait=rank.beat)
         self.writer: WeightWriter | None = None
         self.models: RankModels | None = None
         self.inferred: Inferred | None = None
@@ -182,14 +183,14 @@ class TrainerWorker:
         return {"tensors": len(self._held().convert().tensors)}, {}
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Writes this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version``. Then the actor moves too. The
-        reply has the ``moves`` that ended, and the ``residue``."""
+        """Writes this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version`` if the ``guard`` holds. Then the actor
+        moves too. The reply has the ``moves`` that ended, and the ``residue``."""
         models, version = self._held(), WeightVersion(*meta["version"])
         models.expect(version.step)
         if self.writer is None:
             first, second = meta["buffers"]
             self.writer = WeightWriter(WeightBuffers.open((first, second)), self.store)
-        manifest = models.publish(self.writer, version)
+        manifest = models.publish(self.writer, version, Guard(*meta["guard"]) if meta["guard"] is not None else None)
         moves, residue = models.take_moves(), models.find_residue(Phase.ROLLOUT)
         return {"bytes": manifest.size_bytes, "digest": manifest.digest, "moves": moves, "residue": residue}, {}
 

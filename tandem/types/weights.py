@@ -51,7 +51,7 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where published weights are read, in plain values that every rank of an engine can be sent. ``store``: the file of the coordination
+    """Where published weights are read, in plain values that every rank of an engine can be sent. ``store``: the address of the coordination
     store; ``threads``: how many copy, on all ranks of an engine together."""
 
     store: str

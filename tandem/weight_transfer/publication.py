@@ -1,6 +1,6 @@
 """The publication of the current weights: one key in the store, updated by compare-and-swap."""
 
-from tandem.runtime.coordination.store import Conflict, Store
+from tandem.runtime.coordination.store import Conflict, Fenced, Guard, Store
 from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import WeightManifest
@@ -53,15 +53,19 @@ def check_newer(version: WeightVersion, digest: str | None, published: WeightMan
     raise RunError(f"weights {describe(version)} are not newer than the published ones {describe(published.version)}")
 
 
-def publish(store: Store, manifest: WeightManifest, replaced: Replaceable | None = None) -> int:
+def publish(store: Store, manifest: WeightManifest, replaced: Replaceable | None = None, guard: Guard | None = None) -> int:
     """Publishes ``manifest`` and returns its revision. ``replaced``: a recent result of ``replaceable``. Raises ``RunError`` if a newer
-    manifest is published, even concurrently: a stale incarnation loses every race."""
+    manifest is published, even concurrently: a stale incarnation loses every race; so does the trainer of a controller whose ``guard`` does not hold."""
     value = to_json(manifest)
     replaced = replaced or replaceable(store)
     while True:
         check_newer(manifest.version, manifest.digest, replaced[0] if replaced else None)
         try:
-            return store.compare_and_swap(KEY, replaced[1] if replaced else None, value)
+            return store.compare_and_swap(KEY, replaced[1] if replaced else None, value, guard=guard)
+        except Fenced:
+            raise RunError(
+                f"weights {describe(manifest.version)} were not published: their controller leads the run no more; end this run's processes, then resume it"
+            ) from None
         except Conflict:
             replaced = replaceable(store)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import CollectiveError, Communicator
-from tandem.runtime.coordination.store import Store
+from tandem.runtime.coordination.store import Guard, Store
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
@@ -26,12 +26,13 @@ class WeightWriter:
         self._touched: set[str] = set()
         self._published: Replaceable | None = None
 
-    def publish(self, weights: ConvertedWeights, version: WeightVersion) -> WeightManifest:
+    def publish(self, weights: ConvertedWeights, version: WeightVersion, guard: Guard | None = None) -> WeightManifest:
         """Copies and digests every part on its owner and publishes ``version``, all or nothing. Every rank calls it and returns the
         manifest.
 
         The buffer with the published version is not written to. Raises the same ``RunError`` on every rank if the tensors do not fit, a
-        rank fails, or ``version`` is not newer than the published one (the trainer has been replaced in the meantime).
+        rank fails, ``version`` is not newer than the published one (the trainer has been replaced in the meantime), or ``guard`` does not
+        hold, which rank 0 needs alone.
         """
         ranks, what = weights.ranks, f"the weights {describe(version)} were not published"
 
@@ -53,7 +54,7 @@ class WeightWriter:
 
         def move_on() -> None:
             segment.contents = contents_of(manifest)
-            self._published = (manifest, publish(self.store, manifest, self._published))
+            self._published = (manifest, publish(self.store, manifest, self._published, guard))
 
         _together(ranks, what, move_on if ranks.rank == 0 else lambda: None)
         return manifest

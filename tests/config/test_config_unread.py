@@ -43,6 +43,7 @@ UNREAD: list[tuple[dict[str, Any], str, Any, str, dict[str, Any]]] = [
     (DATA, "parallel.deterministic", True, "parallel.tensor is 1", {"parallel.tensor": 2}),
     (RL, "parallel.across_nodes", True, "all ranks (1) are on one machine", {"parallel.data": 2, "parallel.ranks_per_node": 1}),
     (RL, "registry.name", "small", "there is no registry", {"registry.path": "registry"}),
+    (RL, "coordination.prefix", "/mine/", "'coordination.store' is 'embedded'", {"coordination.store": "etcd"}),
     (RL, "task.prompt_key", "question", "task.name is 'sort'", {"task.name": "dataset", "task.path": "prompts.jsonl"}),
     (RL, "rollout.engine.swap_space", 1.0, "preemption_mode is 'recompute'", {"rollout.engine.preemption_mode": "swap"}),
 ]  # fmt: skip

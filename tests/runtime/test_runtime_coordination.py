@@ -100,6 +100,7 @@ def test_a_barrier_is_passed_when_all_are_there_and_names_who_is_missing(store, 
     assert not store.list("barriers/")
 
 
+@pytest.mark.full
 def test_what_a_killed_process_held_ends_with_its_lease_and_a_living_one_keeps_it(store, address, sessions):
     code = """
         import sys, time

@@ -80,7 +80,7 @@ def test_an_etcd_that_does_not_answer_is_one_line_with_its_endpoints() -> None:
     endpoints = tuple(f"http://127.0.0.1:{port}" for port in free_ports(2))
     waits = list[None]()
     store = EtcdStore(CoordinationConfig(store="etcd", endpoints=endpoints, deadline_s=0.2), "/tandem/run/", lambda: waits.append(None))
-    with pytest.raises(RunError, match=rf"etcd at {endpoints[0]}, {endpoints[1]} did not answer within 0\.2 s \(.*refused\); start it or correct coord"):
+    with pytest.raises(RunError, match=rf"etcd at {endpoints[0]}, {endpoints[1]} did not answer within 0\.2 s \(.*refused\); start it, or correct coord"):
         store.get("a")
     assert waits
 
@@ -127,6 +127,7 @@ def test_callers_wait_for_an_etcd_that_was_killed_and_find_all_of_it_again(own_s
     assert sorted(map(str, seen)) == ["True", "b'2'"] and store.get("member") is not None
 
 
+@pytest.mark.full
 def test_an_etcd_without_its_data_and_a_second_cluster_are_refused(own_server, etcd_server) -> None:
     store = opened(own_server.config())
     for _ in range(10):

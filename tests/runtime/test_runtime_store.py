@@ -177,6 +177,7 @@ def test_a_watch_of_a_prefix_sees_new_changed_and_deleted_keys_and_no_others(sto
         store.watch_prefix("members/", seen, 0.05)
 
 
+@pytest.mark.parametrize("address", ["embedded", pytest.param("etcd", marks=pytest.mark.full)], indirect=True)
 def test_of_four_processes_that_swap_none_loses_a_count_nor_counts_twice(store, address):
     code = """
         import sys

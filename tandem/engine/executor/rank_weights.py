@@ -1,13 +1,12 @@
 """Reads a rank's slices of published weights from shared memory."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.layout.shapes import published_parameters
 from tandem.layout.sharding import local_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
-from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.coordination.open import open_store
 from tandem.runtime.rpc.calls import CallError, error_meta
 from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
@@ -30,7 +29,7 @@ class RankWeights:
         from tandem.weight_transfer.wanted import wanted_by
 
         self.decoder, self.source = decoder, source
-        self._store = EmbeddedStore(Path(source.store))
+        self._store = open_store(source.store)
         threads = max(1, source.threads // decoder.shard_spec.size)
         self._reader = WeightReader(self._store, threads, wanted_by(decoder.shapes, decoder.shard_spec))
         self._staged: Weights | None = None

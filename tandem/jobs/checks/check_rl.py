@@ -32,6 +32,7 @@ from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.hub import hub_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
+from tandem.pod.leadership import check_coordination
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents.plan import PodPlan, largest_micro_batch
 from tandem.rl.agents.check_agent import check_agent
@@ -114,6 +115,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
             check_shown(source, recipe.sft.demonstrations, folder)
     check_offload_folder(recipe.trainer.offload_folder)
     check_targets(recipe.checkpoint, recipe.registry)
+    check_coordination(recipe.coordination, recipe.run.name or "run")
     # One worker shows whether the functions load.
     with RewardPool(replace(recipe.rewards, workers=1)) as rewards:
         check_columns(first.columns, rewards.columns)

@@ -275,7 +275,7 @@ class EtcdClient:
     def _heard(self) -> None:
         since, self._silent_since = self._silent_since, None
         if since is not None:
-            logger.warning("etcd answers again after %.1f s", time.monotonic() - since)
+            logger.info("etcd answers again after %.1f s", time.monotonic() - since)
 
     def _unheard(self, place: int, trouble: str, deadline: Patience) -> None:
         """Moves on to the next endpoint. Raises ``RunError`` past the deadline."""
@@ -288,11 +288,12 @@ class EtcdClient:
             line.connection.close()
         if self._silent_since is None:
             self._silent_since = time.monotonic()
-            logger.warning("etcd at %s does not serve calls (%s); waiting for it, or for another endpoint", self.config.endpoints[place], trouble)
+            # A command that only asks whether etcd answers has its own line for it.
+            logger.info("etcd at %s does not serve calls (%s); waiting for it, or for another endpoint", self.config.endpoints[place], trouble)
         if deadline.passed:
             raise RunError(
-                f"etcd at {self.name} did not answer within {deadline.seconds:g} s ({trouble}); start it or correct coordination.endpoints, then resume "
-                "the run"
+                f"etcd at {self.name} did not answer within {deadline.seconds:g} s ({trouble}); start it, or correct "
+                "coordination.endpoints"
             )
 
 
