@@ -214,4 +214,6 @@ def test_another_optimizer_shows_first_in_the_weights_after_the_step(
     compared = compare_digests(tmp_path / "one", tmp_path / "two")
     assert compared.first is not None
     place, one, two = compared.first
-    assert (place, one.step, one.stage) == ("rank-0", 4, "train") and one.name.startswith("after the step, ") and one.norm != two.norm
+    # The stages of a pipeline record different tensors, so that either may be the first one by its place in the file.
+    assert place in ({"rank-0", "rank-1"} if "pipeline" in mesh else {"rank-0"})
+    assert (one.step, one.stage) == (4, "train") and one.name.startswith("after the step, ") and one.norm != two.norm
