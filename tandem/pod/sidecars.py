@@ -77,11 +77,11 @@ class TrainerSidecar:
         return self.channel.call("register", {"version": list(version), "buffers": list(buffers), "guard": guard}).meta
 
     def serve_weights(
-        self, store: Path, protocols: Sequence[str] = ("tcp",), *, host: str = "127.0.0.1", port: int = 0, advertised: str = ""
+        self, store: str, protocols: Sequence[str] = ("tcp",), *, host: str = "127.0.0.1", port: int = 0, advertised: str = ""
     ) -> dict[str, int]:
-        """Let other pods with the same credential read what is registered, over any of ``protocols``; where, the run's ``store`` says. ``advertised``: the
-        host that they connect to, ``host`` if empty. Returns the ports by protocol."""
-        meta = {"store": str(store), "protocols": list(protocols), "host": host, "port": port, "advertised": advertised}
+        """Let other pods with the same credential read what is registered, over any of ``protocols``; where, the run's ``store`` (an address, see
+        ``open_store``) says. ``advertised``: the host that they connect to, ``host`` if empty. Returns the ports by protocol."""
+        meta = {"store": store, "protocols": list(protocols), "host": host, "port": port, "advertised": advertised}
         ports: dict[str, int] = self.channel.call("serve_weights", meta).meta["ports"]
         return ports
 
@@ -114,14 +114,15 @@ class RolloutSidecar:
         return self.channel.call("start_engine", {"folder": str(folder), "kernels": kernels}).meta
 
     def receive_weights(
-        self, store: Path, version: WeightVersion | None, protocols: Sequence[str] = (), *, deadline_s: float = 600.0,
+        self, store: str, own_store: str, version: WeightVersion | None, protocols: Sequence[str] = (), *, deadline_s: float = 600.0,
         on_progress: Progress | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Bring ``version`` (``None``: the newest) from the pod that the run's ``store`` names to this pod's shared memory, from which ``update_weight``
-        reads it, over the fastest of ``protocols`` (empty: all that this machine has) that the other pod offers. Returns its ``version``, ``bytes``, the
-        ``protocol``, the tensors that were altered on the way and read again (``rereads``), how often a connection broke (``breaks``) and the ``seconds``."""
+        """Bring ``version`` (``None``: the newest) from the pod that the run's ``store`` names to this pod's shared memory, and publish it in this pod's
+        ``own_store``, where ``update_weight`` finds it, over the fastest of ``protocols`` (empty: all that this machine has) that the other pod offers.
+        Returns its ``version``, ``bytes``, the ``protocol``, the tensors that were altered on the way and read again (``rereads``), how often a connection
+        broke (``breaks``) and the ``seconds``."""
         wanted = None if version is None else list(version)
-        meta = {"store": str(store), "version": wanted, "protocols": list(protocols), "deadline_s": deadline_s}
+        meta = {"store": store, "own_store": own_store, "version": wanted, "protocols": list(protocols), "deadline_s": deadline_s}
         return self.channel.call("receive_weights", meta, on_progress=on_progress).meta
 
     def update_weight(self, version: WeightVersion) -> dict[str, Any]:

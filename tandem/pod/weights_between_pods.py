@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.coordination.open import open_store
+from tandem.runtime.coordination.store import Store
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply
 from tandem.runtime.rpc.credentials import read_credential
@@ -25,17 +26,17 @@ class WeightsBetweenPods:
     one version at a time is written."""
 
     def __init__(self, options: argparse.Namespace, buffers: Callable[[], WeightBuffers | None]) -> None:
-        self._pod, self._run, self._threads = str(options.pod_id), Path(options.run), int(options.threads)
+        self._pod, self._threads = str(options.pod_id), int(options.threads)
         self._credential = read_credential(Path(options.credential))
         self._buffers = buffers
-        self._stores: dict[Path, EmbeddedStore] = {}
+        self._stores: dict[str, Store] = {}
         self._service: WeightService | None = None
         self._mirror: WeightMirror | None = None
         self._lock = threading.Lock()
 
     def serve_weights(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Serves the shim's weight buffers over ``protocols`` on ``host`` and ``port`` from now on, and publishes that in the run's ``store`` with the host
-        that is ``advertised``. The reply has the ports by protocol."""
+        """Serves the shim's weight buffers over ``protocols`` on ``host`` and ``port`` from now on, and publishes that in the run's ``store``, an address,
+        with the host that is ``advertised``. The reply has the ports by protocol."""
         protocols = check_protocols(meta["protocols"])
         buffers = self._buffers()
         if buffers is None:
@@ -43,24 +44,22 @@ class WeightsBetweenPods:
         with self._lock:
             if self._service is None:
                 self._service = WeightService(
-                    self._pod, buffers.segments, self._store(Path(meta["store"])), self._credential, protocols,
+                    self._pod, buffers.segments, self._store(meta["store"]), self._credential, protocols,
                     host=meta["host"], port=int(meta["port"]), advertised=meta["advertised"],
                 )  # fmt: skip
             return {"ports": {offer.protocol: offer.port for offer in self._service.endpoint.offers}}, {}
 
     def receive_weights(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Brings the ``version`` that is published in the run's ``store`` (``None``: the newest) to this pod's shared memory over one of ``protocols``
-        (empty: all that this machine has) within ``deadline_s``, and publishes it to this pod's engines. The reply has the ``version``, its ``bytes``, the
-        ``protocol`` (empty: it was here before), the tensors that were read again (``rereads``), how often a connection broke (``breaks``) and the
-        ``seconds``."""
+        (empty: all that this machine has) within ``deadline_s``, and publishes it in ``own_store``, which this pod's engines read. The reply has the
+        ``version``, its ``bytes``, the ``protocol`` (empty: it was here before), the tensors that were read again (``rereads``), how often a connection
+        broke (``breaks``) and the ``seconds``."""
         protocols, began = check_protocols(meta["protocols"] or (*available(), "tcp")), time.monotonic()
         version = None if meta["version"] is None else WeightVersion(*meta["version"])
         with self._lock:
             if self._mirror is None:
-                own = self._store(self._run / "pod" / "store.sqlite")
-                self._mirror = WeightMirror(
-                    self._store(Path(meta["store"])), own, lambda size_bytes: WeightBuffers.create(self._pod, size_bytes), self._open_source
-                )
+                shared, own = self._store(meta["store"]), self._store(meta["own_store"])
+                self._mirror = WeightMirror(shared, own, lambda size_bytes: WeightBuffers.create(self._pod, size_bytes), self._open_source)
             arrived = self._mirror.bring(
                 version, protocols, Deadline(float(meta["deadline_s"])), lambda done, total: progress({"bytes": done, "total_bytes": total})
             )
@@ -79,10 +78,10 @@ class WeightsBetweenPods:
         for store in self._stores.values():
             store.close()
 
-    def _store(self, path: Path) -> EmbeddedStore:
-        if path not in self._stores:
-            self._stores[path] = EmbeddedStore(path)
-        return self._stores[path]
+    def _store(self, address: str) -> Store:
+        if address not in self._stores:
+            self._stores[address] = open_store(address)
+        return self._stores[address]
 
     def _open_source(self, endpoint: Endpoint, offer: Offer) -> Source:
         if offer.protocol != "tcp":

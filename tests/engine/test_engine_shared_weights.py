@@ -177,14 +177,15 @@ def test_an_engine_of_another_pod_has_the_same_weights_and_log_probabilities(mak
     if protocol == "mooncake" and mooncake.module() is None:
         pytest.skip("Mooncake (the extra `mooncake`, and the system's libibverbs1) is not installed, so its transfers are not tested")
     here, there, credential = make_llm("qwen3"), make_llm("qwen3"), new_credential()
+    own = WeightSource(str(tmp_path / "second" / "pod" / "store.sqlite"))
     service = WeightService("first", published.buffers.segments, published.store, credential, (protocol,))
     with second_pod(tmp_path / "second", credential) as shim:
         for step, weights in ((1, 1), (2, 0)):
             published.publish(make_folder("qwen3", weights), WeightVersion(1, step), "rows")
-            meta = {"store": published.source.store, "version": [1, step], "protocols": [], "deadline_s": 60}
+            meta = {"store": published.source.store, "own_store": own.store, "version": [1, step], "protocols": [], "deadline_s": 60}
             got = shim.call("receive_weights", meta, deadline_s=60).meta
             assert (got["protocol"], got["bytes"], got["rereads"]) == (protocol, size_of(make_folder("qwen3", weights)), [])
             here.update_weights_from(published.source, WeightVersion(1, step))
-            there.update_weights_from(WeightSource(str(tmp_path / "second" / "pod" / "store.sqlite")), WeightVersion(1, step))
+            there.update_weights_from(own, WeightVersion(1, step))
             assert tokens(there) == tokens(here) == tokens(make_llm("qwen3", weights))
     service.close()

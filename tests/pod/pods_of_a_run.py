@@ -41,7 +41,8 @@ class TwoPods:
             shutil.copy(RECIPE, self.folder / name / "config.yaml")
             write_credential(self.folder / name / "pod" / "credential", self.credential)
         self.recipe = build(Recipe, read_yaml(RECIPE))
-        self.store, self.model = self.folder / "first" / "pod" / "store.sqlite", self.folder / "model"
+        self.store, self.model = str(self.folder / "first" / "pod" / "store.sqlite"), self.folder / "model"
+        self.own_store = str(self.folder / "second" / "pod" / "store.sqlite")
         self.trainer = TrainerSidecar(self.open("first", "trainer"))
         self.engines = [RolloutSidecar(self.open(name, "rollout")) for name in ("first", "second")]
 
