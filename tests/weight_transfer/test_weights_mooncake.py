@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pod_process import tensors
 from pod_processes import PodProcess
+from two_pods import CREDENTIAL, TwoPods
 
-from tandem.types import UserError
+from tandem.types import DamagedWeights, UserError, WeightVersion
 from tandem.weight_transfer.transport import mooncake
-from tandem.weight_transfer.transport.pieces import Piece
+from tandem.weight_transfer.transport.pieces import Piece, VersionMoved
+from tandem.weight_transfer.transport.service import WeightService
 
 needs_mooncake = pytest.mark.skipif(
     mooncake.module() is None, reason="Mooncake (the extra `mooncake`, and the system's libibverbs1) is not installed, so its transfers are not tested"
@@ -78,3 +81,31 @@ def test_a_killed_receiver_leaves_the_sender_serving(pod: Callable[..., PodProce
     receiver.kill()
     server.ask(1, 2, 100_000)
     assert pod("receive").ask(1, 2, 100_000) == OK
+
+
+@needs_mooncake
+def test_a_port_in_use_leaves_nothing_served_over_mooncake(tmp_path: Path) -> None:
+    """Memory that were still registered could not be registered again."""
+    pods = TwoPods(tmp_path)
+    taken = pods.service.endpoint.offers[0].port
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"port {taken} on 127.0.0.1 cannot be taken"):
+            WeightService("second", pods.buffers.segments, pods.shared, CREDENTIAL, ("mooncake", "tcp"), port=taken)
+    pods.close()
+
+
+@needs_mooncake
+def test_damage_and_newer_weights_are_told_apart_over_mooncake(tmp_path: Path) -> None:
+    pods = TwoPods(tmp_path, protocols=("mooncake",))
+    manifest = pods.publish(tensors(1, 20), WeightVersion(1, 1))
+    segment, entry = pods.buffers.segments[0], manifest.tensors[3]
+    segment.memory[entry.offset_bytes] ^= 1
+    with pytest.raises(DamagedWeights, match=f"tensor '{entry.name}' of weights of step 1 .* was received twice"):
+        pods.bring()
+    segment.memory[entry.offset_bytes] ^= 1
+    segment.contents = None
+    with pytest.raises(VersionMoved, match="it holds nothing in the place of the weights of step 1"):
+        pods.bring()
+    pods.publish(tensors(2, 20), WeightVersion(1, 2))
+    assert pods.bring().protocol == "mooncake"
+    pods.close()

@@ -26,16 +26,20 @@ class WeightService:
         self.pod, self._store = pod, store
         self._services: list[WeightServer | MooncakeService] = []
         offers = []
-        for protocol in protocols:
-            if protocol == "tcp":
-                server = WeightServer(segments, credential, name=f"the weights of pod {pod}", host=host, port=port)
-                server.start()
-                self._services.append(server)
-                offers.append(Offer("tcp", advertised or host, server.port))
-            else:
-                mooncake = MooncakeService(protocol, segments, advertised or host)
-                self._services.append(mooncake)
-                offers.append(mooncake.offer)
+        try:
+            for protocol in protocols:
+                if protocol == "tcp":
+                    server = WeightServer(segments, credential, name=f"the weights of pod {pod}", host=host, port=port)
+                    server.start()
+                    self._services.append(server)
+                    offers.append(Offer("tcp", advertised or host, server.port))
+                else:
+                    mooncake = MooncakeService(protocol, segments, advertised or host)
+                    self._services.append(mooncake)
+                    offers.append(mooncake.offer)
+        except BaseException:
+            self._end()
+            raise
         size_bytes = min(segment.size_bytes for segment in segments)
         self.endpoint = Endpoint(pod, tuple(segment.name for segment in segments), size_bytes, tuple(offers))
         publish_endpoint(store, self.endpoint)
@@ -44,5 +48,8 @@ class WeightService:
     def close(self) -> None:
         """Takes the endpoint from the store and serves no more."""
         withdraw_endpoint(self._store, self.pod)
+        self._end()
+
+    def _end(self) -> None:
         for service in self._services:
             service.close()
