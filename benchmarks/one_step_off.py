@@ -78,8 +78,10 @@ def start_recipe(name: str, folder: Path, command: Sequence[str]) -> Path:
     recipe["checkpoint"] = {"every_steps": 10**6}
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    # Of one held-out prompt the accuracy may be 1.
+    once = ["--run.max_steps=1", "--evaluation.final_prompts=1", "--sft.max_accuracy=1"]
     subprocess.run(
-        [*command, str(path), f"--run.directory={folder}", f"--run.name={name}-start", "--run.max_steps=1", "--evaluation.final_prompts=1"],
+        [*command, str(path), f"--run.directory={folder}", f"--run.name={name}-start", *once],
         cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     recipe["model"] = {"path": str(folder / f"{name}-start" / "sft" / "model"), "max_length": recipe["model"]["create"]["max_position_embeddings"]}
