@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 PAGES = sorted(RESULTS.glob("*.md"))
 WITH_RESULT = {recipe: page for recipe in sorted((ROOT / "recipes").glob("*.yaml")) for page in re.findall(r"docs/results/(\w+\.md)", recipe.read_text())}
-ONE_SEED = {"calculator_agent", "lora"}
+ONE_SEED = {"calculator_agent"}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
