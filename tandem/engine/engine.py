@@ -201,6 +201,11 @@ class Engine:
         self.update_weights(weights.tensors, version)
         return Updated(version, weights.size_bytes, weights.rereads)
 
+    def held_digests(self) -> list[dict[str, str]]:
+        """Returns, for each tensor-parallel rank, the digests of the weights as it holds them now (see ``weight_digests``), computed from its memory."""
+        self._core.synchronize()
+        return [weight_digests(self.decoder)] if self._ranks is None else self._ranks.held_digests()
+
     def add_lora(self, request: LoRARequest) -> str:
         """Loads an adapter from its folder, between two steps; returns the digest of its content.
 

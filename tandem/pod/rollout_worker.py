@@ -14,6 +14,7 @@ from tandem.engine.llm import DUMMY_VERSION, LLM
 from tandem.estimate.model_bytes import weight_bytes
 from tandem.model.drawn import new_adapter
 from tandem.model.huggingface.model_folder import load_tensors, read_tensors
+from tandem.model.huggingface.peft_folder import read_adapter
 from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
 from tandem.pod.release import release
@@ -53,13 +54,14 @@ class RolloutWorker:
 
     def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Starts the recipe's engine with dummy weights for the model in ``folder``: shapes and tokenizer are read, weights are not, unless only an
-        adapter of them is trained: the reply has the ``base_bytes`` that were read. ``kernels``: those of the trainer, so that both have the same bits."""
+        adapter of them is trained: the reply has the ``base_bytes`` that were read. ``kernels``: those of the trainer, so that both have the same bits.
+        With ``reads_weights`` the engine holds the weights of the folder, and with ``adapter`` those of this PEFT folder beside them."""
         folder, recipe, machine = Path(meta["folder"]), self.recipe, self.recipe.machine
         length, lora = context_tokens(recipe.model, recipe.rollout.max_tokens, folder), recipe.trainer.lora
         args = replace(
             recipe.rollout.engine,
             model=str(folder),
-            load_format="dummy" if lora is None else "auto",
+            load_format="dummy" if lora is None and not meta.get("reads_weights") else "auto",
             generation_config="vllm",
             seed=recipe.run.seed,
             max_model_len=length,
@@ -70,6 +72,8 @@ class RolloutWorker:
             attention=machine.attention,
         )
         self.llm, self.groups = LLM.from_engine_args(args, precision=recipe.rollout_precision, trained_lora=lora, weight_version=DUMMY_VERSION), None
+        if meta.get("adapter"):
+            self.llm.engine.update_weights(read_adapter(Path(meta["adapter"])), self.llm.weight_version)
         if recipe.rollout.multi_turn is not None and self.tools is None:
             self.tools = EpisodeTools.open(recipe.rollout.multi_turn, recipe.task.tools, folder, self.directory / "logs")
             weakref.finalize(self, self.tools.pool.close)
@@ -83,11 +87,16 @@ class RolloutWorker:
         return 0 if shapes.lora is None else weight_bytes(shapes.exported, dtype)
 
     def sleep_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Frees the engine's weights and KV cache until the next ``update_weight``; the reply has the ``left_bytes`` of the cache."""
+        """Frees the engine's KV cache, and at ``level`` 2 (if the call does not say) its weights, until the next ``update_weight``; the reply has the
+        ``left_bytes`` of the cache."""
         engine, self.groups = self._engine().engine, None
-        engine.sleep(level=2)
+        engine.sleep(level=int(meta.get("level", 2)))
         release(engine.decoder.device)
         return {"left_bytes": engine.kv_cache_bytes}, {}
+
+    def weight_digests(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """The reply has the ``digests`` of what the engine holds: for each worker, here one, and each of its ranks, by name."""
+        return {"digests": [self._engine().engine.held_digests()]}, {}
 
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Copy out, verify and apply the published ``version``; nothing is applied unless every tensor verifies. ``rereads``: names of

@@ -51,6 +51,10 @@ class RolloutWorkers:
         """Frees the weights and the KV cache of every worker's engine until the next ``update_weight``."""
         return {"left_bytes": _sum("left_bytes", self._all("sleep_engine", meta))}, {}
 
+    def weight_digests(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """The ``digests`` of what every worker's engine holds, by worker and rank."""
+        return {"digests": [ranks for reply in self._all("weight_digests", meta) for ranks in reply.meta["digests"]]}, {}
+
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Updates every worker to the published ``version``. ``rereads``: those of all workers. Raises ``RunError`` if a worker holds another version
         afterwards."""

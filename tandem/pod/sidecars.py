@@ -108,10 +108,17 @@ class RolloutSidecar:
 
     channel: Channel
 
-    def start_engine(self, folder: Path, kernels: str) -> dict[str, Any]:
+    def start_engine(self, folder: Path, kernels: str, *, reads_weights: bool = False, adapter: Path | None = None) -> dict[str, Any]:
         """Start the worker's engine for the model in ``folder`` and the trainer's ``kernels``. Returns ``kv_cache_bytes``, and the ``base_bytes`` of the
-        weights that it read from the folder: 0 unless updates hold an adapter alone."""
-        return self.channel.call("start_engine", {"folder": str(folder), "kernels": kernels}).meta
+        weights that it read from the folder: 0 unless updates hold an adapter alone. ``reads_weights``: it begins with those of the folder, and with
+        ``adapter``, a folder of PEFT, instead of with dummy weights."""
+        meta = {"folder": str(folder), "kernels": kernels, "reads_weights": reads_weights, "adapter": None if adapter is None else str(adapter)}
+        return self.channel.call("start_engine", meta).meta
+
+    def weight_digests(self) -> list[list[dict[str, str]]]:
+        """The digests of the weights that engines hold, computed from their memory: for each worker and each of its ranks, by their names there."""
+        digests: list[list[dict[str, str]]] = self.channel.call("weight_digests").meta["digests"]
+        return digests
 
     def receive_weights(
         self, store: str, own_store: str, version: WeightVersion | None, protocols: Sequence[str] = (), *, deadline_s: float = 600.0,
@@ -153,9 +160,9 @@ class RolloutSidecar:
         samples = [sample for blob in reply.blobs.values() for sample in decode_samples(blob)]
         return sorted(samples, key=lambda sample: (place[sample.prompt_id], sample.index)), reply.meta
 
-    def sleep_engine(self) -> dict[str, Any]:
-        """Free the engine's weights and KV cache, and keep its process. Returns the ``left_bytes`` of its KV cache, which should be 0."""
-        return self.channel.call("sleep_engine").meta
+    def sleep_engine(self, level: int = 2) -> dict[str, Any]:
+        """Free the engine's KV cache and at ``level`` 2 its weights, and keep its process. Returns the ``left_bytes`` of its KV cache, which should be 0."""
+        return self.channel.call("sleep_engine", {"level": level}).meta
 
     def terminate_engine(self) -> None:
         """End the worker's process and everything it holds."""

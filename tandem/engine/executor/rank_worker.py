@@ -20,6 +20,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
 from tandem.model.lora import Adapter, LoraBatch, LoraLayer, stack
 from tandem.model.parallel.tensor_parallel import RankGroup
+from tandem.model.weight_digests import weight_digests
 from tandem.runtime.process.worker import serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.types import RunError, WeightSource, WeightVersion
@@ -42,7 +43,7 @@ class RankWorker:
 
     def methods(self) -> Mapping[str, Method]:
         names = (
-            "hello", "join", "load", "allocate", "fill_slot", "step", "logits", "update_weights", "read_weights", "apply_weights",
+            "hello", "join", "load", "allocate", "fill_slot", "step", "logits", "update_weights", "read_weights", "apply_weights", "held_digests",
         )  # fmt: skip
         return {name: self._method(getattr(self, name)) for name in names}
 
@@ -120,6 +121,9 @@ class RankWorker:
     def apply_weights(self, meta: Meta, blobs: Blobs) -> None:
         assert self.weights is not None
         self.weights.apply()
+
+    def held_digests(self, meta: Meta, blobs: Blobs) -> dict[str, Any]:
+        return {**weight_digests(self.decoder)}
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import checked_tensors, load_parts, part_of
 from tandem.model.lora import Adapter
 from tandem.model.parallel.tensor_parallel import RankGroup
+from tandem.model.weight_digests import weight_digests
 from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.processes import Threads
 from tandem.runtime.process.temporary import UnnamedFile
@@ -213,6 +214,11 @@ class Ranks:
 
         dtypes = {name: str(given[name].dtype).removeprefix("torch.") for name in names}
         self.run("update_weights", {"dtypes": dtypes}, send)
+
+    def held_digests(self) -> list[dict[str, str]]:
+        """Returns the digests of every rank's weights."""
+        own, others = self._together("held_digests", {}, lambda: weight_digests(self.decoder))
+        return [own, *({name: str(digest) for name, digest in each.items()} for each in others)]
 
     def fill_slot(self, slot: int, adapter: Adapter | None, slots: int, max_rank: int, own: Callable[[], None]) -> None:
         """Loads ``adapter`` into ``slot`` of ``slots`` on every other rank (``None``: frees the slot), and calls ``own()`` here."""

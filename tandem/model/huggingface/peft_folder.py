@@ -124,6 +124,12 @@ def save_adapter(adapter: Mapping[str, Tensor], shapes: ModelShapes, folder: Pat
         raise RunError(f"the adapter cannot be saved to '{folder}': {error}") from None
 
 
+def read_adapter(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a folder of ``save_adapter`` by their names in ``layout.shapes``. Raises ``UserError`` if they cannot be read."""
+    for name, tensor in read_file(folder / WEIGHTS):
+        yield name.removeprefix(PREFIX), tensor
+
+
 @torch.no_grad()
 def merged_tensors(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], shapes: ModelShapes) -> Iterator[tuple[str, Tensor]]:
     """Yields every weight of the ``base`` of ``shapes``, by its Hugging Face name and in their order, with the ``adapter`` added, W + scale B A, to the
