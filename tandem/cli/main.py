@@ -28,6 +28,7 @@ COMMANDS = {
     "tokenize": "tokenize text or examples to shards of token ids",
     "evaluate": "measure accuracy on a task, perplexity, or tasks of lm-eval",
     "quantize": "quantize a model to 8 or 4 bits: int8, fp8, round to nearest, GPTQ, AWQ",
+    "weights": "check that weights reach engines unchanged, for any two layouts, without a training job",
     "convert": "convert a model between Hugging Face, Megatron and Tandem checkpoints",
     "models": "list, show, promote and compare the versions of the model registry",
     "report": "write a run's report.html again, or compare runs",

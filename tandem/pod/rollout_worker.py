@@ -57,6 +57,9 @@ class RolloutWorker:
         adapter of them is trained: the reply has the ``base_bytes`` that were read. ``kernels``: those of the trainer, so that both have the same bits.
         With ``reads_weights`` the engine holds the weights of the folder, and with ``adapter`` those of this PEFT folder beside them."""
         folder, recipe, machine = Path(meta["folder"]), self.recipe, self.recipe.machine
+        if self.llm is not None:
+            self.llm.close()
+            self.llm = None
         length, lora = context_tokens(recipe.model, recipe.rollout.max_tokens, folder), recipe.trainer.lora
         args = replace(
             recipe.rollout.engine,

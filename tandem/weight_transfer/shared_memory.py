@@ -95,7 +95,7 @@ class Segment:
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.ENOMEM):
                 raise RunError(
                     f"shared memory {folder} is full: segment '{name}' needs {size_bytes / 2**30:.3g} GiB and "
-                    f"{_free_bytes(folder) / 2**30:.3g} GiB are free; make {folder} larger or free what is in it"
+                    f"{free_bytes(folder) / 2**30:.3g} GiB are free; make {folder} larger or free what is in it"
                 ) from None
             raise RunError(f"shared memory in {folder} cannot be created: {error.strerror or error}") from None
 
@@ -234,7 +234,7 @@ def file_bytes(size_bytes: int) -> int:
 
 def check_free(size_bytes: int, folder: Path = FOLDER) -> None:
     """Raises ``RunError`` where ``folder`` has fewer than ``size_bytes`` free."""
-    free = _free_bytes(folder)
+    free = free_bytes(folder)
     if free < size_bytes:
         raise RunError(
             f"this run needs {size_bytes / 2**20:,.1f} MiB of shared memory for its weights and {folder} has {free / 2**20:,.1f} MiB free; make {folder} "
@@ -242,6 +242,7 @@ def check_free(size_bytes: int, folder: Path = FOLDER) -> None:
         )
 
 
-def _free_bytes(folder: Path) -> int:
+def free_bytes(folder: Path = FOLDER) -> int:
+    """Returns the bytes that are free in ``folder``."""
     state = os.statvfs(folder)
     return state.f_bavail * state.f_frsize

@@ -320,7 +320,7 @@ def test_an_offload_folder_that_cannot_hold_files_is_refused(command, recipe, tm
 
 
 def test_shared_memory_that_cannot_hold_the_weights_is_refused_before_any_work(command, recipe, monkeypatch) -> None:
-    monkeypatch.setattr(shared_memory, "_free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(shared_memory, "free_bytes", lambda folder: 1000)
     assert "of shared memory for its weights and /dev/shm has 0.0 MiB free" in command("train", recipe).refusal(1)
     assert untouched(recipe)
 
@@ -337,7 +337,7 @@ def test_a_machine_too_small_for_the_pod_is_found_before_an_interrupted_stage_of
     with monkeypatch.context() as patch:
         patch.setattr(start_rl, "_start_model", interrupted)
         assert command("train", recipe, "--run.name=mine", "--inline").refusal(1) == "interrupted"
-    monkeypatch.setattr(shared_memory, "_free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(shared_memory, "free_bytes", lambda folder: 1000)
     assert says in command("resume", directory, "--inline", *override).refusal(1)
     assert not (directory / "sft").exists()
 

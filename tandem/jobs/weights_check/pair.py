@@ -29,7 +29,6 @@ from tandem.types import FinishReason, RunError, Sample, Score, ScoreState, Weig
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.publication import current
 
-BY_ENGINE = "the engine"
 OnStep = Callable[[str], None]
 
 
@@ -77,6 +76,7 @@ class PairCheck:
     def _run(self, stack: ExitStack) -> PairReport:
         fill_folder(self._source, self.start, self.seed, getattr(torch, self.recipe.trainer.dtype))
         write_recipe(self.recipe, self.directory)
+        (self.directory / "logs").mkdir()
         for channel in (channels := open_channels(self.recipe, self.directory, self._inline, None)):
             stack.callback(channel.close)
         self.trainer, self.rollout = TrainerSidecar(channels[0]), RolloutSidecar(channels[1])
@@ -157,8 +157,6 @@ class PairCheck:
 
     def _read_by_an_engine(self, truth: Truth) -> list[list[Digests]]:
         self._on_step("an engine that reads the folder")
-        self.rollout.terminate_engine()
-        self.rollout.channel.start()
         self.rollout.start_engine(truth.folder, self.kernels, reads_weights=True, adapter=truth.adapter)
         return [list[Digests](ranks) for ranks in self.rollout.weight_digests()]
 
