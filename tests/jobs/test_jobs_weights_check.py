@@ -1,0 +1,262 @@
+"""``tandem weights check``: what is moved is compared with files that the safetensors library reads, and each kind of damage is found and named."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file
+
+from tandem.cli.main import main
+from tandem.engine.engine import Engine
+from tandem.jobs.weights_check import compare
+from tandem.jobs.weights_check.layouts import LayoutPair, recipe_of_pair
+from tandem.jobs.weights_check.table import ROLLOUTS, TRAINERS, pairs_of, why_not_held
+from tandem.layout.shapes import ModelShapes
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface import model_folder
+from tandem.pod.rollout_worker import RolloutWorker
+from tandem.types import PartEntry, TensorEntry, UserError, WeightVersion
+from tandem.weight_transfer.manifest import make_manifest
+from tandem.weight_transfer.register import WeightWriter
+
+MODEL = """
+model:
+  create: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 16, intermediate_size: 64,
+    max_position_embeddings: 48, tie_word_embeddings: TIED}
+task: {name: sort}
+sft: {}
+"""
+
+
+def check(folder: Path, *given: str, tied: bool = True, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    """Runs the command in this process; returns its status and the row of its pair. ``folder/kept`` has the folders of the pair."""
+    recipe = folder / "model.yaml"
+    recipe.write_text(MODEL.replace("TIED", str(tied).lower()))
+    status = main(["weights", "check", "--model", str(recipe), "--threads", "1", "--keep", str(folder / "kept"), "--json", *given])
+    out, error = capsys.readouterr()
+    assert out, error
+    return status, json.loads(out)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return str(xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Every engine whose digests were asked for, as often as they were."""
+    seen, own = list[Engine](), RolloutWorker.weight_digests
+
+    def told(worker: RolloutWorker, *arguments: Any) -> Any:
+        seen.append(worker._engine().engine)
+        return own(worker, *arguments)
+
+    monkeypatch.setattr(RolloutWorker, "weight_digests", told)
+    return seen
+
+
+def test_two_versions_reach_an_engine_that_quantizes_and_sleeps_as_the_files_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests, own = list[Mapping[str, str]](), Engine.held_digests
+
+    def told(engine: Engine) -> list[dict[str, str]]:
+        digests.extend(own(engine))
+        return own(engine)
+
+    monkeypatch.setattr(Engine, "held_digests", told)
+    status, row = check(tmp_path, "--inline", "--rollout", "quantization=int8", "--sleep", "2", capsys=capsys)
+    assert status == 0 and row["result"] == "ok" and row["found"] == [] and row["sleep"] == 2
+    start, trained = (load_file(tmp_path / f"kept/pair-0/{name}/model.safetensors") for name in ("start", "model-1"))
+    assert row["tensors"] == len(start) and row["bytes"] == sum(tensor.nbytes for tensor in start.values())
+    assert "lm_head.weight" not in start and all(not torch.equal(start[name], trained[name]) for name in start)
+    for weights, engine in zip((start, trained), digests[:2], strict=True):
+        assert engine["embed_tokens"] == digest(weights["model.embed_tokens.weight"]) and engine["norm.weight"] == digest(weights["model.norm.weight"])
+        for layer in range(2):
+            at = f"model.layers.{layer}"
+            rows = torch.cat([weights[f"{at}.self_attn.{matrix}_proj.weight"] for matrix in "qkv"])
+            # Symmetric int8: a row's largest magnitude becomes 127.
+            assert engine[f"layers.{layer}.qkv.scales"] == digest(rows.abs().amax(1) / 127.0)
+            assert engine[f"layers.{layer}.q_norm.weight"] == digest(weights[f"{at}.self_attn.q_norm.weight"])
+    assert all(digests[0][name] != digests[1][name] for name in digests[0])
+
+
+def skips(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """An engine that leaves out one tensor of its second update."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        own, first = model_folder.load_parts, dict[str, torch.Tensor]()
+
+        def load(decoder: Decoder, parts: Mapping[str, torch.Tensor], *, pack: bool = False) -> None:
+            kept = first.setdefault(name, parts[name].clone())
+            own(decoder, {**parts, name: kept} if decoder.shapes.lora is None else parts, pack=pack)
+
+        # The update's own call; an engine that reads a folder fills its decoder in another way.
+        monkeypatch.setattr("tandem.model.huggingface.model_folder.load_parts", load)
+
+    return plant
+
+
+def flips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of the last norm, in the engine's own memory, after the second update."""
+    own = RolloutWorker.update_weight
+
+    def update(worker: RolloutWorker, meta: Any, *rest: Any) -> Any:
+        reply = own(worker, meta, *rest)
+        if meta["version"][1] == 1:
+            worker._engine().engine.decoder.norm.weight.data.view(torch.int32)[3] ^= 1
+        return reply
+
+    monkeypatch.setattr(RolloutWorker, "update_weight", update)
+
+
+def keeps_old_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied head that is not packed again after the second update of the embedding."""
+    own, heads = RolloutWorker.update_weight, list[Any]()
+
+    def update(worker: RolloutWorker, meta: Any, *rest: Any) -> Any:
+        reply = own(worker, meta, *rest)
+        decoder = worker._engine().engine.decoder
+        heads.append(decoder._packed_head)
+        decoder._packed_head = heads[0]
+        return reply
+
+    monkeypatch.setattr(RolloutWorker, "update_weight", update)
+
+
+def does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that takes the version of the second update and none of its tensors."""
+    own = Engine.update_weights
+
+    def update(engine: Engine, tensors: Any, version: WeightVersion, *rest: Any) -> None:
+        if version == WeightVersion(1, 1):
+            engine._scheduler.kv_cache.weight_version = version
+        else:
+            own(engine, tensors, version, *rest)
+
+    monkeypatch.setattr(Engine, "update_weights", update)
+
+
+def publishes_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that publishes the values that one tensor had when it was published first."""
+    own, first = WeightWriter.publish, dict[str, torch.Tensor]()
+
+    def publish(writer: WeightWriter, weights: Any, *rest: Any) -> Any:
+        place = next(i for i, part in enumerate(weights.own) if part.shard.name == "model.layers.1.mlp.up_proj.weight")
+        part = weights.own[place]
+        kept = first.setdefault("up", part.shard.read().clone())
+        parts = list(weights.own)
+        parts[place] = part._replace(shard=part.shard._replace(read=lambda: kept))
+        return own(writer, replace(weights, own=tuple(parts)), *rest)
+
+    monkeypatch.setattr(WeightWriter, "publish", publish)
+
+
+FAULTS = [
+    pytest.param(flips, ["'norm.weight' (written by trainer rank 0) in engine 0, rank 0 is different"], id="a bit in the engine"),
+    pytest.param(keeps_old_head, ["'layers.2.head.data' (written by trainer rank 0) in engine 0, rank 0 is stale", "tied"], id="a tied head",
+        marks=pytest.mark.full),
+    pytest.param(does_nothing, ["is stale", "version 2 changed no digest in engine 0, rank 0, although the weights changed"], id="no update",
+        marks=pytest.mark.full),
+    pytest.param(publishes_a_copy, [
+        "'model.layers.1.mlp.up_proj.weight' (written by trainer rank 0) as published is stale", "'layers.1.gate_up.data' (written by trainer rank 0) in engine",
+    ], id="a stale view", marks=pytest.mark.full),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plant", "named"), FAULTS)
+def test_a_fault_is_found_and_named_with_tensor_owner_and_engine_rank(
+    plant: Callable[[pytest.MonkeyPatch], None], named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch)
+    status, row = check(tmp_path, "--inline", capsys=capsys)
+    assert status == 1 and row["result"] == "wrong"
+    assert all(any(text in line for line in row["found"]) for text in named), row["found"]
+    assert all("\n" not in line for line in row["found"])
+
+
+def manifest_of(tensors: Mapping[str, torch.Tensor], halves: str = "") -> Any:
+    """A manifest of ``tensors``, of rank 0, or for the tensor ``halves`` of ranks 0 and 1."""
+    entries = []
+    for at, (name, tensor) in enumerate(tensors.items()):
+        zero, shape = (0,) * tensor.dim(), tuple(tensor.shape)
+        parts: tuple[PartEntry, ...] = (PartEntry(0, zero, shape, digest(tensor)),)
+        if name == halves:
+            middle = shape[0] // 2
+            parts = (PartEntry(0, zero, (middle, *shape[1:]), digest(tensor[:middle])), PartEntry(1, (middle, *zero[1:]), shape, digest(tensor[middle:])))
+        entries.append(TensorEntry(name, "float32", shape, "s", at * 4096, tensor.nbytes, parts))
+    return make_manifest(WeightVersion(1, 0), entries)
+
+
+def test_what_was_published_is_compared_in_both_directions() -> None:
+    draw = torch.Generator().manual_seed(0)
+    folder = {name: torch.randn(4, 3, generator=draw) for name in ("a", "b", "c")}
+    assert compare.check_published(manifest_of(folder, "b"), folder) == []
+    changed = {**folder, "b": folder["b"].clone()}
+    changed["b"][3, 1] += 1
+    (found,) = compare.check_published(manifest_of(folder, "b"), changed, manifest_of(folder, "b"))
+    assert (found.what, found.tensor, found.owners) == ("stale", "b", (1,)) and "[2, 0] to [4, 3]" in found.detail
+    found, missing = compare.check_published(manifest_of({**folder, "d": folder["a"]}), {**folder, "e": folder["a"]})
+    assert (found.what, found.tensor, missing.what, missing.tensor) == ("unexpected", "d", "missing", "e")
+    (found,) = compare.check_published(manifest_of(folder), {**folder, "a": folder["a"].bfloat16()})
+    assert found.what == "different" and "float32 [4, 3]" in found.detail and "bfloat16" in found.detail
+
+
+def test_what_an_engine_holds_is_compared_in_both_directions() -> None:
+    names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
+    manifest = manifest_of({name: torch.ones(4, 3) for name in names}, names[1])
+    right = {"embed_tokens": "1", "layers.0.qkv.data": "2", "layers.1.head.data": "3", "norm.weight": "4"}
+
+    def found(held: dict[str, str], before: dict[str, str]) -> list[tuple[str, str, tuple[int, ...], Any]]:
+        every = compare.check_engine([[right, held]], [[right, right]], [[before, before]], manifest)
+        return [(each.what, each.tensor, each.owners, each.engine) for each in every]
+
+    assert found(right, {}) == []
+    assert found({**right, "layers.0.qkv.data": "9"}, {}) == [("different", "layers.0.qkv.data", (0, 1), (0, 1))]
+    assert found({**right, "layers.1.head.data": "9"}, {"layers.1.head.data": "9"}) == [("stale", "layers.1.head.data", (0,), (0, 1))]
+    assert found({name: value for name, value in right.items() if name != "norm.weight"} | {"extra": "5"}, {}) == [
+        ("missing", "norm.weight", (0,), (0, 1)), ("unexpected", "extra", (), (0, 1))
+    ]  # fmt: skip
+    assert compare.unchanged([[right, right]], [[right, {**right, "norm.weight": "0"}]]) == [(0, 0)]
+
+
+def test_every_pair_of_the_table_is_a_recipe_or_refused_in_one_line(tmp_path: Path) -> None:
+    shapes = ModelShapes("qwen3", 100, 32, 2, 2, 2, 16, 64, 48, True, qk_norm=True)
+    made, refused = 0, 0
+    for pair in pairs_of(shapes):
+        try:
+            made += not why_not_held(recipe_of_pair(pair, tmp_path, 0), shapes)
+        except UserError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert made + refused == len(TRAINERS) * len(ROLLOUTS) and refused < made / 4
+    big = replace(shapes, hidden_size=200_000, intermediate_size=800_000)
+    assert "GiB of memory in 5 processes" in why_not_held(recipe_of_pair(LayoutPair("tensor=4"), tmp_path, 0), big)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (("--trainer", "tensors=2"), "--trainer has the unknown key 'tensors'"),
+        (("--rollout", "tensor=2"), "--rollout has the unknown key 'tensor'"),
+        (("--trainer", "tensor"), "--trainer has 'tensor'; write KEY=VALUE"),
+        (("--trainer", "tensor=2,tensor=2"), "--trainer has 'tensor' twice"),
+        (("--trainer", "zero=1"), "'parallel.zero' is 1"),
+        (("--trainer", "dtype=float32", "--rollout", "dtype=bfloat16"), "dtype is float32 in --trainer and bfloat16 in --rollout"),
+        (("--rollout", "quantization=int3"), "engine quantization is 'int3'"),
+        (("--rollout", "tensor_parallel_size=2", "--sleep", "2"), "a tensor-parallel engine cannot sleep"),
+        (("--trainer", "tensor=2", "--inline"), "--inline is one process"),
+        (("--keep", "."), "--keep is '.', which exists"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_in_one_line(given: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "model.yaml"
+    recipe.write_text(MODEL.replace("TIED", "true"))
+    assert main(["weights", "check", "--model", str(recipe), *given]) == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and named in error
