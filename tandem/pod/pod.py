@@ -45,7 +45,8 @@ class Pod:
     ``check_inputs`` verifies what a trainer reads besides checkpoints, whenever one starts, and raises ``RunError``.
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``published``: the version of the weights in the buffers
-    (``None``: none, or those of a dead trainer). ``engine_step``: the step
+    (``None``: none, or those of a dead trainer). ``registered``: (step, digest) of the weights that were registered last; ``learned_step``: the weights after
+    this many steps differ from those before, because the optimizer moved them (-1: no step did). ``engine_step``: the step
     of the weights that the engine holds (``None``: dummy weights, or no engine). ``ahead``: a rollout that lasts while the trainer works;
     ``hidden_s``: seconds of such rollouts for which nobody waited. ``online``: the trainer's working memory
     is there. ``infers``: a rollout is followed by passes of frozen models. ``residency``: what is where in which phase; at the end of the phases
@@ -73,6 +74,8 @@ class Pod:
     base_bytes: int = 0
     trainer_step: int | None = None
     published: WeightVersion | None = None
+    registered: tuple[int, str] | None = None
+    learned_step: int = -1
     engine_step: int | None = None
     ahead: RolloutAhead | None = None
     hidden_s: float = 0.0
@@ -190,7 +193,19 @@ class Pod:
     def _register(self, version: WeightVersion) -> None:
         with self.transitions.trainer_does(TrainerState.REGISTER, version.step) as detail:
             detail.update(self.moves.note(version.step, self.trainer.register(version, self.buffers, self.fence())))
+            self._check_changed(version.step, str(detail["digest"]))
             self.engine_bytes["engine_weights"], self.published = self.base_bytes + int(detail["bytes"]), version
+
+    def _check_changed(self, step: int, digest: str) -> None:
+        """Raises ``RunError`` if the weights of ``step`` were registered with the ``digest`` of those before, although the trainer has learned since: an
+        engine would draw from old weights, and no digest would tell."""
+        before, self.registered = self.registered, (step, digest)
+        if before is not None and before[1] == digest and before[0] < self.learned_step <= step:
+            raise RunError(
+                f"the weights of step {step} were registered with the digest of those of step {before[0]} ({digest}), although the trainer took step "
+                f"{self.learned_step - 1}: the update did not reach them. If trainer.learning_rate is too small to change a weight of trainer.dtype, raise it; "
+                "otherwise this is a defect, please report it with logs/trainer_worker.log"
+            )
 
     def _note_base(self, reply: dict[str, Any], detail: dict[str, Any]) -> None:
         """Journals what engines have read of the weights that no update holds."""
@@ -350,6 +365,8 @@ class Pod:
             report = lambda progress: self.records.callback.progress("train", progress["done"], progress["total"], "micro-batches")
             trained = self.trainer.train(step, samples, scores, on_progress=report)
             self.trainer_step = step + 1
+            if trained["learned"]:
+                self.learned_step = step + 1
             detail.update(self.moves.note(step, {name: trained.pop(name, []) for name in ("moves", "residue")}))
         self._measure("train", self.trainer.memory())
         self.device_metrics = trained["device"]

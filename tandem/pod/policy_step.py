@@ -28,7 +28,8 @@ def policy_step(
     """Takes the optimizer step (or steps, with several mini-batches) of ``models.steps`` on the samples of ``inferred``.
 
     Returns the ``metrics``; ``device``, what ``speed`` says of this rank and how well the batch was packed; ``tokens``, those that went through the actor;
-    ``verdict``, the worst of any guard; and ``exhausted``, the steps in a row that a guard has skipped if they are more than it may, else 0."""
+    ``verdict``, the worst of any guard; ``learned``, whether the optimizer has moved the actor's weights: along a gradient that is not 0, at a rate above 0;
+    and ``exhausted``, the steps in a row that a guard has skipped if they are more than it may, else 0."""
     actor, recipe, step = models.enter(Phase.TRAIN), models.recipe, models.steps
     critic, shared = actor.critic, recipe.critic if recipe.has_shared_critic else None
     values = inferred.values if shared is None else _values_of_the_actor(models, inferred.samples)
@@ -59,7 +60,8 @@ def policy_step(
         metrics = metrics | critic_metrics(batch.sequences)
     return {
         "metrics": metrics, "device": _device_metrics(models, speed, batch.sequences, perf_counter() - began) | dict(result.packing), "tokens": result.tokens,
-        "verdict": worst(verdicts), "exhausted": max(guard.skipped_in_a_row if guard.is_exhausted else 0 for guard in guards),
+        "verdict": worst(verdicts), "learned": result.updated and result.metrics["actor/grad_norm"] > 0 and result.metrics["actor/lr"] > 0,
+        "exhausted": max(guard.skipped_in_a_row if guard.is_exhausted else 0 for guard in guards),
     }  # fmt: skip
 
 

@@ -11,14 +11,13 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
+from tandem import SamplingParams
 from tandem.cli.main import main
 from tandem.engine.engine import Engine
 from tandem.jobs.weights_check import compare
 from tandem.jobs.weights_check.layouts import LayoutPair, recipe_of_pair
 from tandem.jobs.weights_check.table import ROLLOUTS, TRAINERS, pairs_of, why_not_held
 from tandem.layout.shapes import ModelShapes
-from tandem.model.decoder import Decoder
-from tandem.model.huggingface import model_folder
 from tandem.pod.rollout_worker import RolloutWorker
 from tandem.types import PartEntry, TensorEntry, UserError, WeightVersion
 from tandem.weight_transfer.manifest import make_manifest
@@ -27,16 +26,16 @@ from tandem.weight_transfer.register import WeightWriter
 MODEL = """
 model:
   create: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, head_dim: 16, intermediate_size: 64,
-    max_position_embeddings: 48, tie_word_embeddings: TIED}
+    max_position_embeddings: 48}
 task: {name: sort}
 sft: {}
 """
 
 
-def check(folder: Path, *given: str, tied: bool = True, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+def check(folder: Path, *given: str, model: str = MODEL, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     """Runs the command in this process; returns its status and the row of its pair. ``folder/kept`` has the folders of the pair."""
     recipe = folder / "model.yaml"
-    recipe.write_text(MODEL.replace("TIED", str(tied).lower()))
+    recipe.write_text(model)
     status = main(["weights", "check", "--model", str(recipe), "--threads", "1", "--keep", str(folder / "kept"), "--json", *given])
     out, error = capsys.readouterr()
     assert out, error
@@ -45,19 +44,6 @@ def check(folder: Path, *given: str, tied: bool = True, capsys: pytest.CaptureFi
 
 def digest(tensor: torch.Tensor) -> str:
     return str(xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """Every engine whose digests were asked for, as often as they were."""
-    seen, own = list[Engine](), RolloutWorker.weight_digests
-
-    def told(worker: RolloutWorker, *arguments: Any) -> Any:
-        seen.append(worker._engine().engine)
-        return own(worker, *arguments)
-
-    monkeypatch.setattr(RolloutWorker, "weight_digests", told)
-    return seen
 
 
 def test_two_versions_reach_an_engine_that_quantizes_and_sleeps_as_the_files_say(
@@ -86,20 +72,14 @@ def test_two_versions_reach_an_engine_that_quantizes_and_sleeps_as_the_files_say
     assert all(digests[0][name] != digests[1][name] for name in digests[0])
 
 
-def skips(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """An engine that leaves out one tensor of its second update."""
+def skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose second update leaves out one tensor."""
+    own, name, first = Engine.update_weights, "model.layers.0.self_attn.o_proj.weight", dict[str, torch.Tensor]()
 
-    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        own, first = model_folder.load_parts, dict[str, torch.Tensor]()
+    def update(engine: Engine, tensors: Any, version: WeightVersion, *rest: Any) -> None:
+        own(engine, [(each, first.setdefault(each, tensor.clone()) if each == name else tensor) for each, tensor in tensors], version, *rest)
 
-        def load(decoder: Decoder, parts: Mapping[str, torch.Tensor], *, pack: bool = False) -> None:
-            kept = first.setdefault(name, parts[name].clone())
-            own(decoder, {**parts, name: kept} if decoder.shapes.lora is None else parts, pack=pack)
-
-        # The update's own call; an engine that reads a folder fills its decoder in another way.
-        monkeypatch.setattr("tandem.model.huggingface.model_folder.load_parts", load)
-
-    return plant
+    monkeypatch.setattr(Engine, "update_weights", update)
 
 
 def flips(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,14 +138,13 @@ def publishes_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = [
+    pytest.param(skips, ["'layers.0.output.data' (written by trainer rank 0) in engine 0, rank 0 is stale"], id="one tensor left out"),
     pytest.param(flips, ["'norm.weight' (written by trainer rank 0) in engine 0, rank 0 is different"], id="a bit in the engine"),
-    pytest.param(keeps_old_head, ["'layers.2.head.data' (written by trainer rank 0) in engine 0, rank 0 is stale", "tied"], id="a tied head",
-        marks=pytest.mark.full),
-    pytest.param(does_nothing, ["is stale", "version 2 changed no digest in engine 0, rank 0, although the weights changed"], id="no update",
-        marks=pytest.mark.full),
+    pytest.param(keeps_old_head, ["'layers.2.head.data' (written by trainer rank 0) in engine 0, rank 0 is stale", "tied"], id="a tied head"),
+    pytest.param(does_nothing, ["is stale", "version 2 changed no digest in engine 0, rank 0, although the weights changed"], id="no update"),
     pytest.param(publishes_a_copy, [
-        "'model.layers.1.mlp.up_proj.weight' (written by trainer rank 0) as published is stale", "'layers.1.gate_up.data' (written by trainer rank 0) in engine",
-    ], id="a stale view", marks=pytest.mark.full),
+        "'model.layers.1.mlp.up_proj.weight' (written by trainer rank 0) as published is stale", "'layers.1.gate_up.data' (written by",
+    ], id="a stale view"),
 ]  # fmt: skip
 
 
@@ -256,7 +235,82 @@ def test_every_pair_of_the_table_is_a_recipe_or_refused_in_one_line(tmp_path: Pa
 )
 def test_a_layout_that_cannot_be_is_refused_in_one_line(given: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "model.yaml"
-    recipe.write_text(MODEL.replace("TIED", "true"))
+    recipe.write_text(MODEL)
     assert main(["weights", "check", "--model", str(recipe), *given]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and named in error
+
+
+UNTIED = MODEL.replace("max_position", "tie_word_embeddings: false, max_position")
+EXPERTS = MODEL.replace("hidden_size: 32", "architecture: qwen3_moe, num_experts: 4, hidden_size: 32")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", [pytest.param(MODEL, id="tied"), pytest.param(UNTIED, id="untied"), pytest.param(EXPERTS, id="experts")])
+@pytest.mark.parametrize("trainer", ["", "lora.rank=4", "lora.rank=4,lora.target_modules=[q_proj,v_proj]"])
+def test_engines_that_were_updated_have_the_log_probabilities_of_transformers(
+    model: str, trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    if model == EXPERTS and trainer == "lora.rank=4":
+        trainer = "lora.rank=4,lora.target_modules=[o_proj]"
+    prompt, drawn, own = [5, 9, 20, 41, 7], list[tuple[list[int], list[float]]](), RolloutWorker.weight_digests
+
+    def told(worker: RolloutWorker, *arguments: Any) -> Any:
+        assert worker.llm is not None
+        params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, ignore_eos=True)
+        (completion,) = worker.llm.generate([{"prompt_token_ids": prompt}], params)[0].outputs
+        assert completion.logprobs is not None
+        ids = list(completion.token_ids)
+        drawn.append((ids, [at[token].logprob for at, token in zip(completion.logprobs, ids, strict=True)]))
+        return own(worker, *arguments)
+
+    monkeypatch.setattr(RolloutWorker, "weight_digests", told)
+    status, row = check(tmp_path, "--inline", "--trainer", trainer, model=model, capsys=capsys)
+    assert status == 0, row["found"]
+    pair = tmp_path / "kept" / "pair-0"
+    folders = [pair / "lora-0/model-0", pair / "lora-1/model-1"] if trainer else [pair / "start", pair / "model-1"]
+    assert drawn[0] != drawn[1]
+    for folder, (ids, logprobs) in zip(folders, drawn[:2], strict=True):
+        peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            wanted = torch.log_softmax(peer(torch.tensor([prompt + ids])).logits[0], -1)
+        for at, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+            assert logprob == pytest.approx(float(wanted[len(prompt) - 1 + at, token]), abs=5e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "trainer", "rollout", "sleep"),
+    [
+        pytest.param(MODEL, "tensor=2,pipeline=2", "tensor_parallel_size=2,quantization=int8,dtype=bfloat16", 0, id="tensor 2 x pipeline 2 to int8 on 2 ranks"),
+        pytest.param(UNTIED, "data=2,zero=3", "workers=2", 2, id="ZeRO 3 to two engines that sleep"),
+        pytest.param(EXPERTS, "data=2,expert=2,zero=1", "quantization=fp8", 1, id="experts on 2 ranks"),
+        pytest.param(MODEL, "tensor=2,lora.rank=4", "tensor_parallel_size=2", 0, id="an adapter, 2 ranks to 2"),
+    ],
+)
+def test_real_ranks_publish_what_real_engines_hold(
+    model: str, trainer: str, rollout: str, sleep: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, row = check(tmp_path, "--trainer", trainer, "--rollout", rollout, "--sleep", str(sleep), model=model, capsys=capsys)
+    assert (status, row["result"], row["found"]) == (0, "ok", [])
+    start = tmp_path / "kept" / "pair-0" / "start" / "model.safetensors"
+    if "lora" not in trainer:
+        weights = load_file(start)
+        assert row["tensors"] == len(weights) and row["bytes"] == sum(tensor.nbytes for tensor in weights.values())
+
+
+@pytest.mark.full
+def test_all_goes_on_after_a_pair_that_is_refused_and_ends_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "model.yaml"
+    recipe.write_text(MODEL)
+    given = ["weights", "check", "--model", str(recipe), "--threads", "1", "--inline", "--all"]
+    assert main([*given, "--trainer", ""]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["trainer", "rollout", "sleep", "tensors", "digests", "seconds"]
+    assert lines[-1] == f"{len(ROLLOUTS)} pairs: {len(ROLLOUTS)} ok"
+    assert main([*given, "--rollout", "", "--sleep", "0", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["trainer"] for row in rows] == list(TRAINERS)
+    assert {row["result"] for row in rows if "=2" in row["trainer"]} == {"refused"} and rows[0]["result"] == "ok"

@@ -4,7 +4,16 @@ ends."""
 from pathlib import Path
 
 import pytest
-from pod_runs import HERE, PodRun, difference
+import torch
+import yaml
+from pod_runs import HERE, RECIPE, PodRun, difference
+
+from tandem.config.model import NewModelConfig
+from tandem.config.recipe import recipe_of
+from tandem.jobs.start import train
+from tandem.model.create_model import create_model
+from tandem.types import RunError
+from tandem.weight_transfer.convert import OwnPart
 
 
 def run_with_damage(folder: Path, step: int, times: int) -> PodRun:
@@ -53,3 +62,39 @@ def test_a_log_probability_that_rollout_and_trainer_disagree_on_is_an_alarm_that
     assert [event.detail["step"] for event in run.events("mismatch")] == [3, 3]
     assert "step 3: mismatch_kl is" in resumed.stdout and "mismatch_kl is not 0" in (run.directory / "report.html").read_text()
     assert [row["mismatch_kl"] > 0 for row in run.rows()] == [False] * 3 + [True] + [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("is_stale", "reward"),
+    [
+        (True, "rewards.py:digits"),
+        pytest.param(False, "rewards.py:digits", marks=pytest.mark.full),
+        pytest.param(False, "rewards.py:nothing", marks=pytest.mark.full),
+    ],
+)
+def test_a_step_that_does_not_reach_the_published_weights_stops_the_run(
+    is_stale: bool, reward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer reads every part of its weights once and publishes these values for ever, as a view of memory that has moved would be. Without a gradient
+    the weights stay the same and nothing is wrong."""
+    own, first = OwnPart.read, dict[str, torch.Tensor]()
+    if is_stale:
+        monkeypatch.setattr(OwnPart, "read", lambda part: first.setdefault(part.shard.name, own(part).clone()))
+    data = yaml.safe_load(RECIPE.read_text())
+    create_model(NewModelConfig(**data["model"]["create"], initializer_range=0.3), 0, tmp_path / "model")
+    del data["sft"], data["checkpoint"]
+    data |= {"model": {"path": str(tmp_path / "model")}, "run": {"directory": str(tmp_path), "name": "run", "max_steps": 2}}
+    data["trainer"]["warmup_steps"], data["algorithm"]["kl_coef"] = 0, 0.0
+    data["rewards"]["functions"][0]["function"] = f"{HERE}/{reward}"
+    data["evaluation"] = {"prompts": 2, "final_prompts": 2}
+
+    def run() -> None:
+        train(recipe_of(data), inline=True, progress=False)
+
+    if not is_stale:
+        run()
+    else:
+        with pytest.raises(RunError, match=r"^the weights of step 1 were registered with the digest of those of step 0 \(.*although the trainer took step 0"):
+            run()
+    registered = {t.step: t.detail["digest"] for t in PodRun(tmp_path).transitions() if t.state == "register" and t.detail}
+    assert len(set(registered.values())) == (3 if reward.endswith("digits") and not is_stale else 1), registered
