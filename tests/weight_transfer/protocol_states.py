@@ -1,0 +1,388 @@
+"""The states of the weights' protocol, abstracted, and what each party can do next. Walked exhaustively by ``protocol_walk.py``.
+
+One trainer publishes a few versions of a model of two tensors; it may die at every step and be started again, in its shim or, while it still runs
+unseen (a paused machine, a cut network), in another. Two engines take what is published: engine 0 by copying shared memory (``WeightReader.read``), engine 1
+from another pod (``transport.fetch``). Both may die at every step. A bit of shared memory may flip.
+
+What decides is the code itself: ``publish``, ``replaceable``, ``current`` and ``check_newer`` over a store in memory, manifests and their digests, labels of
+segments, ``WeightBuffers.other``, and ``Transitions``. What is modelled beside it is named for the code that it stands for. A tensor is written, read or
+damaged in one step; a store's operation is one step.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import xxhash
+
+from tandem.pod.states import RolloutState, TrainerState
+from tandem.pod.transitions import Transitions
+from tandem.runtime.coordination.store import Conflict, Entry, Guard
+from tandem.types import PartEntry, RunError, TensorEntry, WeightManifest, WeightVersion
+from tandem.weight_transfer.manifest import make_manifest, to_json
+from tandem.weight_transfer.publication import KEY, check_newer, current, publish, replaceable
+from tandem.weight_transfer.shared_memory import Contents, Segment, WeightBuffers, contents_of, decode_label, encode_label
+
+TENSORS = ("a", "b")
+DAMAGED, NOTHING = WeightVersion(-1, -1), WeightVersion(0, 0)
+Bytes = WeightVersion
+"""The bytes of a tensor, named for the version that they belong to."""
+
+
+class Protection(NamedTuple):
+    """What is switched off in a negative control."""
+
+    compare_and_swap: bool = True
+    label: bool = True
+    digest: bool = True
+
+
+class Limits(NamedTuple):
+    """How far a walk goes: optimizer steps, deaths, flipped bits, and trainers that are replaced while they still run."""
+
+    steps: int = 3
+    deaths: int = 1
+    flips: int = 1
+    replacements: int = 1
+
+
+class Memory(NamedTuple):
+    """One segment. ``label``: the version that it says to hold."""
+
+    label: WeightVersion | None = None
+    tensors: tuple[Bytes, Bytes] = (NOTHING, NOTHING)
+
+
+class Trainer(NamedTuple):
+    """A trainer's worker. ``at``: ``train``, ``choose``, ``a``, ``b`` (the tensor that it writes next), ``label``, ``publish`` or ``dead``. ``replaced``: the
+    version and revision that it saw when it began to register; ``target``: the buffer that it writes, of the shim ``shim``."""
+
+    incarnation: int
+    shim: int
+    step: int = 0
+    at: str = "train"
+    state: TrainerState = TrainerState.START
+    replaced: tuple[WeightVersion, str, int] | None = None
+    target: int = 0
+
+
+class Engine(NamedTuple):
+    """``holds``: the version that it says to hold, and its ``tensors``. While it reads, ``wants`` is the version and segment of the manifest, and
+    ``copied`` what has been copied; ``rereads``: how often it began again."""
+
+    state: RolloutState = RolloutState.START_ENGINE
+    holds: WeightVersion | None = None
+    tensors: tuple[Bytes, Bytes] = (NOTHING, NOTHING)
+    wants: tuple[WeightVersion, str] | None = None
+    copied: tuple[Bytes, ...] = ()
+    rereads: int = 0
+
+
+class State(NamedTuple):
+    """All of it. ``published``: version and segment in the store, and ``revision``. ``again``: an engine found damage, and the controller has the trainer
+    register the same weights again. ``shims``: segments by shim. ``left``: deaths, flips and replacements that may still come."""
+
+    published: tuple[WeightVersion, str] | None
+    revision: int
+    shims: tuple[tuple[Memory, Memory], ...]
+    trainers: tuple[Trainer, ...]
+    engines: tuple[Engine, Engine]
+    left: tuple[int, int, int]
+    again: bool = False
+
+
+class Next(NamedTuple):
+    """What may come next. ``mixture``: what must never be, and has been reached."""
+
+    action: str
+    state: State
+    is_fault: bool = False
+    mixture: str = ""
+
+
+def first_state(limits: Limits) -> State:
+    return State(None, 0, ((Memory(), Memory()),), (Trainer(1, 0),), (Engine(), Engine()), (limits.deaths, limits.flips, limits.replacements))
+
+
+# -- the store and what is in it ----------------------------------------------------------------------------------------
+
+
+class MemoryStore:
+    """The one key of a store, with the interface that ``publication`` uses. ``compares``: whether it compares before it swaps."""
+
+    def __init__(self, entry: Entry | None, compares: bool = True) -> None:
+        self.entry, self._compares = entry, compares
+
+    def get(self, key: str) -> Entry | None:
+        return self.entry
+
+    def compare_and_swap(self, key: str, expected_revision: int | None, value: bytes, lease: int | None = None, guard: Guard | None = None) -> int:
+        if self._compares and (self.entry.revision if self.entry else None) != expected_revision:
+            raise Conflict(key, expected_revision, self.entry)
+        self.entry = Entry(key, value, (self.entry.revision if self.entry else 0) + 1)
+        return self.entry.revision
+
+
+@cache
+def digest(name: str, content: Bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{name} of {content}".encode())
+
+
+@cache
+def manifest_of(version: WeightVersion, segment: str) -> WeightManifest:
+    parts = [(PartEntry(0, (0,), (16,), digest(name, version)),) for name in TENSORS]
+    return make_manifest(version, [TensorEntry(name, "float32", (16,), segment, 64 * i, 64, parts[i]) for i, name in enumerate(TENSORS)])
+
+
+@cache
+def value_of(version: WeightVersion, segment: str) -> bytes:
+    return to_json(manifest_of(version, segment))
+
+
+@cache
+def read_manifest(version: WeightVersion, segment: str, revision: int) -> tuple[WeightManifest, int]:
+    found = current(cast(Any, MemoryStore(Entry(KEY, value_of(version, segment), revision))))
+    assert found is not None
+    return found
+
+
+@cache
+def label_says(label: WeightVersion | None, wanted: WeightVersion) -> bool:
+    """Returns whether a segment that was labelled with ``label`` is one of ``wanted``, by the bytes of the label."""
+    if label is None:
+        return False
+    encoded = encode_label(Contents(label, manifest_of(label, "any").digest))
+    return decode_label(encoded) == contents_of(manifest_of(wanted, "any"))
+
+
+def store_of(state: State, protection: Protection) -> MemoryStore:
+    entry = None if state.published is None else Entry(KEY, value_of(*state.published), state.revision)
+    return MemoryStore(entry, protection.compare_and_swap)
+
+
+def segment_name(shim: int, place: int) -> str:
+    return f"shim{shim}-weights-{place}"
+
+
+def place_of(segment: str) -> tuple[int, int]:
+    shim, _, place = segment.removeprefix("shim").partition("-weights-")
+    return int(shim), int(place)
+
+
+@cache
+def free_buffer(shim: int, published: str | None) -> int:
+    class Named(NamedTuple):
+        name: str
+
+    buffers = WeightBuffers(cast(tuple[Segment, Segment], (Named(segment_name(shim, 0)), Named(segment_name(shim, 1)))))
+    return buffers.segments.index(buffers.other(published))
+
+
+# -- the states of the figure -------------------------------------------------------------------------------------------
+
+
+class _Unrecorded:
+    """Records of a run that times and writes nothing."""
+
+    @contextmanager
+    def phase(self, *_: object) -> Iterator[dict[str, Any]]:
+        yield {}
+
+
+@cache
+def trainer_goes(state: TrainerState, *through: TrainerState) -> TrainerState:
+    """Returns the last state of ``through``; ``AssertionError``: the figure has no such way."""
+    transitions = Transitions(cast(Any, _Unrecorded()), trainer=state)
+    for each in through:
+        transitions.trainer_enters(each, 0)
+    return transitions.trainer
+
+
+@cache
+def rollout_goes(state: RolloutState, *through: RolloutState) -> RolloutState:
+    transitions = Transitions(cast(Any, _Unrecorded()), rollout=state)
+    for each in through:
+        transitions.rollout_enters(each, 0)
+    return transitions.rollout
+
+
+# -- what the trainers do -----------------------------------------------------------------------------------------------
+
+
+def trainer_moves(state: State, number: int, limits: Limits, protection: Protection) -> Iterator[Next]:
+    """``WeightWriter.publish`` of trainer ``number``, one step at a time, and the pod's cycle around it."""
+    trainer = state.trainers[number]
+    who = f"trainer {trainer.incarnation}"
+    own = trainer.shim
+
+    def with_trainer(changed: Trainer, **others: Any) -> State:
+        return state._replace(trainers=(*state.trainers[:number], changed, *state.trainers[number + 1 :]), **others)
+
+    def with_memory(memory: Memory) -> tuple[tuple[Memory, Memory], ...]:
+        pair = (memory, state.shims[own][1]) if trainer.target == 0 else (state.shims[own][0], memory)
+        return (*state.shims[:own], pair, *state.shims[own + 1 :])
+
+    version, memory = WeightVersion(trainer.incarnation, trainer.step), state.shims[own][trainer.target]
+    if trainer.at == "dead":
+        return
+    if trainer.at == "train":
+        wants_again = state.again and number == len(state.trainers) - 1
+        if trainer.step < limits.steps or wants_again:
+            # A step of training that the protocol does not see lies between; weights that were damaged are registered again as they are.
+            step = trainer.step - 1 if wants_again and trainer.step else trainer.step
+            entered = trainer_goes(trainer.state, TrainerState.OFFLOAD, TrainerState.CONVERT, TrainerState.REGISTER)
+            yield Next(f"{who} begins step {step}", with_trainer(trainer._replace(at="choose", step=step, state=entered), again=state.again and not wants_again))
+        return
+    if trainer.at == "choose":
+        seen = replaceable(cast(Any, store_of(state, protection)))
+        try:
+            check_newer(version, None, seen[0] if seen else None)
+        except RunError:
+            yield Next(f"{who} is refused", with_trainer(trainer._replace(at="dead", state=TrainerState.DOWN)))
+            return
+        published = seen[0].tensors[0].segment if seen and seen[0] else None
+        chosen = trainer._replace(
+            at="a", target=free_buffer(own, published), replaced=(seen[0].version, published or "", seen[1]) if seen and seen[0] else None
+        )
+        target = state.shims[own][chosen.target]
+        trainer = chosen
+        yield Next(f"{who} takes the label away", with_trainer(chosen, shims=with_memory(target._replace(label=None))))
+    elif trainer.at in TENSORS:
+        tensors = (version, memory.tensors[1]) if trainer.at == "a" else (memory.tensors[0], version)
+        changed = trainer._replace(at="b" if trainer.at == "a" else "label")
+        yield Next(f"{who} writes {trainer.at}", with_trainer(changed, shims=with_memory(memory._replace(tensors=tensors))))
+    elif trainer.at == "label":
+        yield Next(f"{who} labels", with_trainer(trainer._replace(at="publish"), shims=with_memory(memory._replace(label=version))))
+    else:
+        yield _publishes(state, trainer, version, with_trainer, protection)
+
+
+def _publishes(state: State, trainer: Trainer, version: WeightVersion, with_trainer: Any, protection: Protection) -> Next:
+    store, segment = store_of(state, protection), segment_name(trainer.shim, trainer.target)
+    known = None
+    if trainer.replaced is not None:
+        before, where, revision = trainer.replaced
+        known = (manifest_of(before, where), revision)
+    try:
+        revision = publish(cast(Any, store), manifest_of(version, segment), known)
+    except RunError:
+        return Next(f"trainer {trainer.incarnation} is refused", with_trainer(trainer._replace(at="dead", state=TrainerState.DOWN)))
+    entered = trainer_goes(trainer.state, TrainerState.UPDATE_WEIGHT, TrainerState.WAIT_ROLLOUT, TrainerState.ONLOAD, TrainerState.TRAIN)
+    changed = trainer._replace(at="train", step=trainer.step + 1, state=entered, replaced=None)
+    mixture = ""
+    if state.published is not None and version < state.published[0]:
+        mixture = f"engines: {tuple(version)} was published after {tuple(state.published[0])}, so engines that ask for the newest get different ones"
+    after = with_trainer(changed, published=(version, segment), revision=revision)
+    return Next(f"trainer {trainer.incarnation} publishes", after, mixture=mixture)
+
+
+# -- what the engines do ------------------------------------------------------------------------------------------------
+
+
+def engine_moves(state: State, number: int, protection: Protection) -> Iterator[Next]:
+    """``WeightReader.read`` (engine 0) or ``transport.fetch`` (engine 1), one tensor at a time, then ``Engine.update_weights`` and a rollout."""
+    engine, who = state.engines[number], f"engine {number}"
+
+    def with_engine(changed: Engine, **others: Any) -> State:
+        engines = (changed, state.engines[1]) if number == 0 else (state.engines[0], changed)
+        return state._replace(engines=engines, **others)
+
+    if engine.state is RolloutState.DOWN:
+        yield Next(f"{who} is started", with_engine(Engine(rollout_goes(RolloutState.DOWN, RolloutState.START_ENGINE))))
+        return
+    if engine.wants is None:
+        if engine.holds is not None and engine.state is RolloutState.UPDATE_WEIGHT:
+            yield Next(f"{who} draws samples", with_engine(engine._replace(state=rollout_goes(engine.state, RolloutState.ROLLOUT))))
+        if state.published is not None and state.published[0] != engine.holds:
+            manifest, _ = read_manifest(*state.published, state.revision)
+            through = [RolloutState.KEEP_ENGINE] if engine.state is RolloutState.ROLLOUT else []
+            begun = engine._replace(
+                state=rollout_goes(engine.state, *through, RolloutState.UPDATE_WEIGHT), wants=(manifest.version, manifest.tensors[0].segment), copied=()
+            )
+            yield Next(f"{who} reads the manifest", with_engine(begun))
+        return
+    version, segment = engine.wants
+    shim, place = place_of(segment)
+    memory, none = state.shims[shim][place], engine._replace(wants=None, copied=(), rereads=0)
+    if len(engine.copied) < len(TENSORS):
+        if number == 1 and protection.label and not label_says(memory.label, version):
+            yield Next(f"{who} is told that the version has moved", with_engine(none))
+            return
+        yield Next(f"{who} copies", with_engine(engine._replace(copied=(*engine.copied, memory.tensors[len(engine.copied)]))))
+        return
+    yield _verified(state, number, engine, version, with_engine, none, protection)
+
+
+def _verified(state: State, number: int, engine: Engine, version: WeightVersion, with_engine: Any, none: Engine, protection: Protection) -> Next:
+    who, mixture = f"engine {number}", ""
+    if number == 1 and len({each for each in engine.copied if each != DAMAGED}) > 1:
+        mixture = f"transfer: bytes of {', '.join(str(tuple(each)) for each in engine.copied)} were accepted as one version"
+    entries = manifest_of(*engine.wants).tensors if engine.wants else ()
+    right = all(digest(entry.name, each) == entry.parts[0].digest for entry, each in zip(entries, engine.copied, strict=True))
+    if right or not protection.digest:
+        held = cast(tuple[Bytes, Bytes], engine.copied)
+        if set(held) != {version}:
+            mixture = mixture or f"engine: it draws from {', '.join(str(tuple(each)) for each in held)} as {tuple(version)}"
+        return Next(f"{who} holds it", with_engine(none._replace(holds=version, tensors=held)), mixture=mixture)
+    if engine.rereads == 0 and state.published is not None:
+        # From the manifest on.
+        manifest, _ = read_manifest(*state.published, state.revision)
+        again = engine._replace(wants=(manifest.version, manifest.tensors[0].segment), copied=(), rereads=1)
+        return Next(f"{who} reads again", with_engine(again), mixture=mixture)
+    is_current = state.published is not None and engine.wants == state.published
+    return Next(f"{who} reports damage", with_engine(none, again=state.again or is_current), mixture=mixture)
+
+
+# -- what happens to them -----------------------------------------------------------------------------------------------
+
+
+def faults(state: State) -> Iterator[Next]:
+    """Deaths, replacements of a trainer that still runs, and flipped bits; and what ``recovery`` does about a dead trainer, which is no fault."""
+    deaths, flips, replacements = state.left
+    newest = state.trainers[-1]
+    restart = Trainer(newest.incarnation + 1, newest.shim, max(newest.step - 1, 0), state=trainer_goes(TrainerState.DOWN, TrainerState.START))
+    if newest.at == "dead":
+        # It repeats the newest step, whose weights may never have been registered.
+        yield Next("the trainer is started again", state._replace(trainers=(*state.trainers[:-1], restart), again=False))
+    elif deaths:
+        dead = newest._replace(at="dead", state=TrainerState.DOWN)
+        yield Next("the trainer dies", state._replace(trainers=(*state.trainers[:-1], dead), left=(deaths - 1, flips, replacements)), True)
+    if replacements and newest.at != "dead":
+        other = restart._replace(shim=len(state.shims))
+        replaced = state._replace(
+            trainers=(*state.trainers, other), shims=(*state.shims, (Memory(), Memory())), left=(deaths, flips, replacements - 1), again=False
+        )
+        yield Next("the trainer is replaced while it runs", replaced, True)
+    if deaths:
+        for number, engine in enumerate(state.engines):
+            if engine.state is not RolloutState.DOWN:
+                gone = Engine(rollout_goes(engine.state, RolloutState.DOWN))
+                engines = (gone, state.engines[1]) if number == 0 else (state.engines[0], gone)
+                yield Next(f"engine {number} dies", state._replace(engines=engines, left=(deaths - 1, flips, replacements)), True)
+    if flips and state.published is not None:
+        shim, place = place_of(state.published[1])
+        memory = state.shims[shim][place]
+        pair = list(state.shims[shim])
+        pair[place] = memory._replace(tensors=(DAMAGED, memory.tensors[1]))
+        shims = (*state.shims[:shim], cast(tuple[Memory, Memory], tuple(pair)), *state.shims[shim + 1 :])
+        yield Next("a bit flips", state._replace(shims=shims, left=(deaths, flips - 1, replacements)), True)
+
+
+def moves(state: State, limits: Limits, protection: Protection) -> Iterator[Next]:
+    """Everything that may come next."""
+    for number in range(len(state.trainers)):
+        yield from trainer_moves(state, number, limits, protection)
+    for number in range(len(state.engines)):
+        yield from engine_moves(state, number, protection)
+    yield from faults(state)
+
+
+def is_goal(state: State) -> bool:
+    """Whether the newest trainer has nothing left to do, and both engines hold what is published, as it was written."""
+    if state.published is None or state.again:
+        return False
+    version = state.published[0]
+    return state.trainers[-1].incarnation == version.incarnation and all(
+        engine.holds == version and set(engine.tensors) == {version} and engine.wants is None for engine in state.engines
+    )
