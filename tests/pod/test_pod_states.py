@@ -1,8 +1,20 @@
-"""The cycle of the figure, written down independently of the code as its edges."""
+"""The cycle of the figure, written down independently of the code as its edges, and its diagram."""
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from xml.etree import ElementTree
 
 import pytest
 
-from tandem.pod.states import RolloutState, TrainerState, check_rollout, check_trainer
+from tandem.pod.diagram import diagram
+from tandem.pod.states import ROLLOUT_TRANSITIONS, TRAINER_TRANSITIONS, RolloutState, TrainerState, check_rollout, check_trainer
+from tandem.pod.transitions import Transitions
 
 TRAINER_EDGES = """
     down -> start                       the sidecar comes up
@@ -83,3 +95,97 @@ def test_rollout_goes_where_the_figure_says_and_nowhere_else(before: RolloutStat
     else:
         with pytest.raises(AssertionError, match=f"rollout sidecar: {before} -> {after}"):
             check_rollout(before, after)
+
+
+FIGURE_ARROWS = """
+    trainer   Train           -> Offload
+    trainer   Offload         -> Wait rollout
+    trainer   Wait rollout    -> Onload
+    trainer   Onload          -> Train
+    trainer   Convert HF      -> Register Shard
+    trainer   Register Shard  -> Update Weight
+    rollout   Rollout         -> Dummy Start
+    rollout   Rollout         -> Terminate
+    rollout   Start vLLM      -> Update Weight
+    rollout   Dummy Start     -> Update Weight
+    rollout   Terminate       -> Terminate vLLM
+    rollout   Terminate vLLM  -> Update Weight
+"""
+NAMES = {
+    "Train": {"train"}, "Offload": {"offload"}, "Wait rollout": {"wait_rollout"}, "Onload": {"onload"}, "Convert HF": {"convert"},
+    "Register Shard": {"register"}, "Update Weight": {"update_weight"}, "Rollout": {"rollout"},
+    # An engine without weights: a new one, or one whose process stays and has none.
+    "Dummy Start": {"start_engine", "sleep_engine"}, "Start vLLM": {"start_engine"},
+    # The sidecar's step and its checkpoint engine's are one state.
+    "Terminate": {"terminate_engine"}, "Terminate vLLM": {"terminate_engine"},
+}  # fmt: skip
+BETWEEN = {
+    # Its checkpoint engine works while the sidecar goes from one step to the next.
+    ("Offload", "Wait rollout"): ("convert", "register", "update_weight"),
+    # The next round's engine is started first.
+    ("Terminate vLLM", "Update Weight"): ("start_engine",),
+}
+
+
+def way(table: dict[str, set[str]], starts: Collection[str], ends: Collection[str], through: Collection[str]) -> tuple[str, ...] | None:
+    """The shortest way in ``table`` whose inner states are of ``through``."""
+    waiting = deque((start,) for start in starts)
+    while waiting:
+        states = waiting.popleft()
+        for after in sorted(table[states[-1]]):
+            if after in ends:
+                return (*states, after)
+            if after in through and after not in states:
+                waiting.append((*states, after))
+    return None
+
+
+def arrows() -> Iterator[tuple[str, str, str]]:
+    for line in FIGURE_ARROWS.strip().splitlines():
+        sidecar, _, rest = line.strip().partition(" ")
+        before, after = (name.strip() for name in rest.split("->"))
+        yield sidecar, before, after
+
+
+TABLES = {"trainer": TRAINER_TRANSITIONS, "rollout": ROLLOUT_TRANSITIONS}
+
+
+@pytest.mark.parametrize(("sidecar", "before", "after"), list(arrows()))
+def test_every_arrow_of_the_figure_is_a_way_in_the_table_of_transitions_and_is_recorded(sidecar: str, before: str, after: str) -> None:
+    if NAMES[before] == NAMES[after]:
+        return
+    table = {str(state): set(map(str, ends)) for state, ends in TABLES[sidecar].items()}
+    found = way(table, NAMES[before], NAMES[after], BETWEEN.get((before, after), ()))
+    assert found is not None, f"no way from {before} to {after}"
+    recorded = list[tuple[str, str]]()
+
+    @contextmanager
+    def phase(state: StrEnum, step: int, of: str) -> Iterator[dict[str, Any]]:
+        recorded.append((of, state.value))
+        yield {}
+
+    transitions = Transitions(cast(Any, SimpleNamespace(phase=phase)), TrainerState.DOWN, RolloutState.DOWN)
+    setattr(transitions, sidecar, (TrainerState if sidecar == "trainer" else RolloutState)(found[0]))
+    for state in found[1:]:
+        if sidecar == "trainer":
+            transitions.trainer_enters(TrainerState(state), 0)
+        else:
+            transitions.rollout_enters(RolloutState(state), 0)
+    assert recorded == [(sidecar, state) for state in found[1:]]
+    # Each step of the way is needed: without it there is no other.
+    for one, other in pairwise(found):
+        if (before, after) != ("Rollout", "Dummy Start"):
+            less = {state: ends - ({other} if state == one else set()) for state, ends in table.items()}
+            assert way(less, NAMES[before], NAMES[after], BETWEEN.get((before, after), ())) is None or before == "Dummy Start"
+
+
+def test_the_committed_diagram_is_that_of_the_code_and_has_every_state_and_transition() -> None:
+    committed = (Path(__file__).parents[2] / "docs" / "figures" / "pod-states.svg").read_text(encoding="utf-8")
+    assert committed == diagram(), "run python -m tandem.pod.diagram docs/figures/pod-states.svg"
+    page = ElementTree.fromstring(committed)
+    namespace = {"svg": "http://www.w3.org/2000/svg"}
+    drawn = [title.text for title in page.iterfind(".//svg:path/svg:title", namespace)]
+    written = [" to ".join(pair) for text in (TRAINER_EDGES, ROLLOUT_EDGES) for pair in edges(text)]
+    assert sorted(drawn, key=str) == sorted(written)
+    boxes = [text.text for text in page.iterfind(".//svg:g/svg:text", namespace)]
+    assert sorted(boxes, key=str) == sorted(state.value.replace("_", " ") for states in (TrainerState, RolloutState) for state in states)

@@ -31,11 +31,15 @@ Bytes = WeightVersion
 
 
 class Protection(NamedTuple):
-    """What is switched off in a negative control."""
+    """What is switched off in a negative control. ``repair``: weights that arrive damaged are registered again."""
 
     compare_and_swap: bool = True
     label: bool = True
     digest: bool = True
+    repair: bool = True
+
+
+ALL = Protection()
 
 
 class Limits(NamedTuple):
@@ -55,8 +59,8 @@ class Memory(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """A trainer's worker. ``at``: ``train``, ``choose``, ``a``, ``b`` (the tensor that it writes next), ``label``, ``publish`` or ``dead``. ``replaced``: the
-    version and revision that it saw when it began to register; ``target``: the buffer that it writes, of the shim ``shim``."""
+    """A trainer's worker. ``at``: ``train``, ``choose``, ``a``, ``b`` (the tensor that it writes next), ``label``, ``look`` (at what is published), ``swap`` or
+    ``dead``. ``replaced``: the version, segment and revision that it saw last; ``target``: the buffer that it writes, of the shim ``shim``."""
 
     incarnation: int
     shim: int
@@ -108,14 +112,23 @@ def first_state(limits: Limits) -> State:
 # -- the store and what is in it ----------------------------------------------------------------------------------------
 
 
-class MemoryStore:
-    """The one key of a store, with the interface that ``publication`` uses. ``compares``: whether it compares before it swaps."""
+class LooksAgain(Exception):
+    """What ``publish`` does when somebody was faster: it reads the key again, which is a step of its own here."""
 
-    def __init__(self, entry: Entry | None, compares: bool = True) -> None:
-        self.entry, self._compares = entry, compares
+
+class MemoryStore:
+    """The one key of a store, with the interface that ``publication`` uses. ``compares``: whether it compares before it swaps. With ``looked`` the next read
+    returns what a step before has seen, here nothing, and a further one is a step of its own."""
+
+    def __init__(self, entry: Entry | None, compares: bool = True, looked: Iterator[None] | None = None) -> None:
+        self.entry, self._compares, self._looked = entry, compares, looked
 
     def get(self, key: str) -> Entry | None:
-        return self.entry
+        if self._looked is None:
+            return self.entry
+        for nothing in self._looked:
+            return nothing
+        raise LooksAgain
 
     def compare_and_swap(self, key: str, expected_revision: int | None, value: bytes, lease: int | None = None, guard: Guard | None = None) -> int:
         if self._compares and (self.entry.revision if self.entry else None) != expected_revision:
@@ -156,9 +169,9 @@ def label_says(label: WeightVersion | None, wanted: WeightVersion) -> bool:
     return decode_label(encoded) == contents_of(manifest_of(wanted, "any"))
 
 
-def store_of(state: State, protection: Protection) -> MemoryStore:
+def store_of(state: State, protection: Protection, looked: Iterator[None] | None = None) -> MemoryStore:
     entry = None if state.published is None else Entry(KEY, value_of(*state.published), state.revision)
-    return MemoryStore(entry, protection.compare_and_swap)
+    return MemoryStore(entry, protection.compare_and_swap, looked)
 
 
 def segment_name(shim: int, place: int) -> str:
@@ -219,8 +232,8 @@ def trainer_moves(state: State, number: int, limits: Limits, protection: Protect
     def with_trainer(changed: Trainer, **others: Any) -> State:
         return state._replace(trainers=(*state.trainers[:number], changed, *state.trainers[number + 1 :]), **others)
 
-    def with_memory(memory: Memory) -> tuple[tuple[Memory, Memory], ...]:
-        pair = (memory, state.shims[own][1]) if trainer.target == 0 else (state.shims[own][0], memory)
+    def with_memory(target: int, memory: Memory) -> tuple[tuple[Memory, Memory], ...]:
+        pair = (memory, state.shims[own][1]) if target == 0 else (state.shims[own][0], memory)
         return (*state.shims[:own], pair, *state.shims[own + 1 :])
 
     version, memory = WeightVersion(trainer.incarnation, trainer.step), state.shims[own][trainer.target]
@@ -232,7 +245,8 @@ def trainer_moves(state: State, number: int, limits: Limits, protection: Protect
             # A step of training that the protocol does not see lies between; weights that were damaged are registered again as they are.
             step = trainer.step - 1 if wants_again and trainer.step else trainer.step
             entered = trainer_goes(trainer.state, TrainerState.OFFLOAD, TrainerState.CONVERT, TrainerState.REGISTER)
-            yield Next(f"{who} begins step {step}", with_trainer(trainer._replace(at="choose", step=step, state=entered), again=state.again and not wants_again))
+            begun = trainer._replace(at="choose", step=step, state=entered)
+            yield Next(f"{who} begins step {step}", with_trainer(begun, again=state.again and not wants_again))
         return
     if trainer.at == "choose":
         seen = replaceable(cast(Any, store_of(state, protection)))
@@ -245,27 +259,32 @@ def trainer_moves(state: State, number: int, limits: Limits, protection: Protect
         chosen = trainer._replace(
             at="a", target=free_buffer(own, published), replaced=(seen[0].version, published or "", seen[1]) if seen and seen[0] else None
         )
-        target = state.shims[own][chosen.target]
-        trainer = chosen
-        yield Next(f"{who} takes the label away", with_trainer(chosen, shims=with_memory(target._replace(label=None))))
+        free = state.shims[own][chosen.target]
+        yield Next(f"{who} takes the label away", with_trainer(chosen, shims=with_memory(chosen.target, free._replace(label=None))))
     elif trainer.at in TENSORS:
         tensors = (version, memory.tensors[1]) if trainer.at == "a" else (memory.tensors[0], version)
         changed = trainer._replace(at="b" if trainer.at == "a" else "label")
-        yield Next(f"{who} writes {trainer.at}", with_trainer(changed, shims=with_memory(memory._replace(tensors=tensors))))
+        yield Next(f"{who} writes {trainer.at}", with_trainer(changed, shims=with_memory(trainer.target, memory._replace(tensors=tensors))))
     elif trainer.at == "label":
-        yield Next(f"{who} labels", with_trainer(trainer._replace(at="publish"), shims=with_memory(memory._replace(label=version))))
+        after = "look" if trainer.replaced is None else "swap"
+        yield Next(f"{who} labels", with_trainer(trainer._replace(at=after), shims=with_memory(trainer.target, memory._replace(label=version))))
+    elif trainer.at == "look":
+        seen = None if state.published is None else (*state.published, state.revision)
+        yield Next(f"{who} looks at what is published", with_trainer(trainer._replace(at="swap", replaced=seen)))
     else:
         yield _publishes(state, trainer, version, with_trainer, protection)
 
 
 def _publishes(state: State, trainer: Trainer, version: WeightVersion, with_trainer: Any, protection: Protection) -> Next:
-    store, segment = store_of(state, protection), segment_name(trainer.shim, trainer.target)
-    known = None
+    known, segment = None, segment_name(trainer.shim, trainer.target)
+    store = store_of(state, protection, iter([None] if trainer.replaced is None else []))
     if trainer.replaced is not None:
         before, where, revision = trainer.replaced
         known = (manifest_of(before, where), revision)
     try:
         revision = publish(cast(Any, store), manifest_of(version, segment), known)
+    except LooksAgain:
+        return Next(f"trainer {trainer.incarnation} is too late", with_trainer(trainer._replace(at="look", replaced=None)))
     except RunError:
         return Next(f"trainer {trainer.incarnation} is refused", with_trainer(trainer._replace(at="dead", state=TrainerState.DOWN)))
     entered = trainer_goes(trainer.state, TrainerState.UPDATE_WEIGHT, TrainerState.WAIT_ROLLOUT, TrainerState.ONLOAD, TrainerState.TRAIN)
@@ -330,7 +349,7 @@ def _verified(state: State, number: int, engine: Engine, version: WeightVersion,
         manifest, _ = read_manifest(*state.published, state.revision)
         again = engine._replace(wants=(manifest.version, manifest.tensors[0].segment), copied=(), rereads=1)
         return Next(f"{who} reads again", with_engine(again), mixture=mixture)
-    is_current = state.published is not None and engine.wants == state.published
+    is_current = protection.repair and state.published is not None and engine.wants == state.published
     return Next(f"{who} reports damage", with_engine(none, again=state.again or is_current), mixture=mixture)
 
 

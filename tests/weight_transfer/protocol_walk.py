@@ -3,7 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from protocol_states import Limits, Protection, State, first_state, is_goal, moves
+from protocol_states import ALL, Limits, Protection, first_state, is_goal, moves
 
 
 class Walk(NamedTuple):
@@ -19,7 +19,7 @@ class Walk(NamedTuple):
     stuck_way: tuple[str, ...] = ()
 
 
-def walk(limits: Limits, protection: Protection = Protection()) -> Walk:
+def walk(limits: Limits, protection: Protection = ALL) -> Walk:
     """Returns what is reachable. Ends at the first mixture."""
     start = first_state(limits)
     numbers, states = {start: 0}, [start]
@@ -74,4 +74,4 @@ if __name__ == "__main__":
     began = time.monotonic()
     print(given, walk(given), f"{time.monotonic() - began:.1f} s")
     for off in Protection._fields:
-        print(off, walk(given, Protection()._replace(**{off: False})))
+        print(off, walk(given, ALL._replace(**{off: False})))

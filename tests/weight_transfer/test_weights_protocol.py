@@ -1,0 +1,55 @@
+"""Every reachable state of the weights' protocol: none is a mixture, none is a deadlock; and the walk finds what it is to find."""
+
+from pathlib import Path
+
+import pytest
+from protocol_states import ALL, Limits
+from protocol_walk import walk
+
+from tandem.weight_transfer import publication
+
+REPLACED = Limits(steps=1, deaths=0, flips=0, replacements=1)
+DAMAGED = Limits(steps=1, deaths=0, flips=1, replacements=0)
+LONG = Limits(steps=3, deaths=0, flips=0, replacements=0)
+STATES = [
+    pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=0), 7_154, id="a death"),
+    pytest.param(REPLACED, 1_044, id="a trainer replaced while it runs"),
+    pytest.param(DAMAGED, 6_495, id="a flipped bit"),
+    pytest.param(Limits(steps=3, deaths=1, flips=0, replacements=0), 45_196, id="a death in three steps", marks=pytest.mark.full),
+    pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=1), 632_203, id="a death and a replacement", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("limits", "states"), STATES)
+def test_no_reachable_state_is_a_mixture_and_from_each_engines_come_to_hold_what_is_published(limits: Limits, states: int) -> None:
+    walked = walk(limits)
+    print(f"{limits}: {walked.states:,} states, {walked.steps:,} steps, {walked.goals:,} goals")
+    assert walked.mixture == "", walked.way
+    assert walked.stuck == 0, walked.stuck_way
+    assert walked.goals > 0 and walked.states == states
+    assert f"{walked.states:,}" in (Path(__file__).parents[2] / "docs" / "hybrid.md").read_text(encoding="utf-8")
+
+
+def test_without_compare_and_swap_a_trainer_that_was_replaced_publishes_over_its_successor() -> None:
+    walked = walk(REPLACED, ALL._replace(compare_and_swap=False))
+    assert walked.mixture.startswith("engines: (1, 0) was published after (2, 0)") and walked.way[-1] == "trainer 1 publishes"
+
+
+def test_without_the_order_of_versions_it_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "check_newer", lambda *_: None)
+    assert walk(REPLACED).mixture.startswith("engines: (1, 0) was published after (2, 0)")
+
+
+def test_without_the_label_of_a_segment_a_transfer_takes_bytes_of_two_versions_as_one() -> None:
+    walked = walk(LONG, ALL._replace(label=False))
+    assert walked.mixture == "transfer: bytes of (1, 2), (1, 0) were accepted as one version"
+
+
+@pytest.mark.parametrize(("limits", "drawn"), [(LONG, "(1, 2), (1, 0) as (1, 0)"), (DAMAGED, "(-1, -1), (1, 0) as (1, 0)")])
+def test_without_digests_an_engine_draws_from_two_versions_or_from_damaged_weights(limits: Limits, drawn: str) -> None:
+    assert walk(limits, ALL._replace(digest=False)).mixture == f"engine: it draws from {drawn}"
+
+
+def test_without_the_repair_of_damaged_weights_engines_wait_for_ever() -> None:
+    walked = walk(DAMAGED, ALL._replace(repair=False))
+    assert walked.mixture == "" and walked.stuck > 0 and "a bit flips" in walked.stuck_way
