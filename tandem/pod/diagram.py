@@ -30,10 +30,9 @@ class _Point(NamedTuple):
 def diagram() -> str:
     """Returns the diagram of both sidecars as SVG. Thick arrows are the figure's cycle. A sidecar that dies goes to ``down`` from any state, which is not
     drawn."""
-    left = _sidecar("trainer sidecar", TRAINER_TRANSITIONS, TRAINER_CYCLE, (_T.DOWN, _T.START, _T.CHECKPOINT, _T.INFERENCE), _Point(290, 320), math.pi / 4)
-    right = _sidecar(
-        "rollout sidecar", ROLLOUT_TRANSITIONS, ROLLOUT_CYCLE, (_R.DOWN, _R.SLEEP_ENGINE, _R.EVALUATE, _R.KEEP_ENGINE), _Point(840, 320), 0.0
-    )
+    inner_trainer, inner_rollout = (_T.DOWN, _T.START, _T.CHECKPOINT, _T.INFERENCE), (_R.DOWN, _R.SLEEP_ENGINE, _R.EVALUATE, _R.KEEP_ENGINE)
+    left = _sidecar("trainer sidecar", TRAINER_TRANSITIONS, TRAINER_CYCLE, inner_trainer, _Point(290, 320), _Point(98, 130), math.pi / 4)
+    right = _sidecar("rollout sidecar", ROLLOUT_TRANSITIONS, ROLLOUT_CYCLE, inner_rollout, _Point(840, 320), _Point(75, 130), 0.0)
     markers = "".join(
         f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" markerUnits="userSpaceOnUse" orient="auto">'
         f'<path d="M0,0 L8,4 L0,8 z" style="fill:{color};stroke:none"/></marker>'
@@ -47,9 +46,9 @@ def diagram() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sidecar(title: str, table: Mapping[S, frozenset[S]], cycle: Sequence[S], inner: Sequence[S], center: _Point, turn: float) -> list[str]:
+def _sidecar(title: str, table: Mapping[S, frozenset[S]], cycle: Sequence[S], inner: Sequence[S], center: _Point, inside: _Point, turn: float) -> list[str]:
     assert set(cycle) | set(inner) == set(table), f"the diagram of the {title} does not place every state"
-    at = _on_ellipse(cycle, center, _Point(215, 235)) | _on_ellipse(inner, center, _Point(98, 130), turn)
+    at = _on_ellipse(cycle, center, _Point(215, 235)) | _on_ellipse(inner, center, inside, turn)
     around = set(zip(cycle, (*cycle[1:], cycle[0]), strict=True))
     lines = [f'<text class="title" x="{center.x:g}" y="30">{title}</text>']
     for is_cycle in (False, True):
