@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from tandem.jobs.weights_check.layouts import LayoutPair
+    from tandem.jobs.weights_check.layouts import LayoutPair, recipe_of_pair
     from tandem.jobs.weights_check.table import pairs_of
     from tandem.model.huggingface.model_config import read_shapes
     from tandem.runtime.process.temporary import temporary_folder
@@ -70,8 +70,11 @@ def run(options: argparse.Namespace) -> int:
             if folder.exists():
                 raise UserError(f"--keep is '{folder}', which exists; name a new folder")
             folder.mkdir(parents=True)
-        model = _model(options, folder)
         pairs = [LayoutPair(options.trainer or "", options.rollout or "", options.sleep or 0)]
+        if not options.all:
+            # A layout that cannot be is refused before a model is made.
+            recipe_of_pair(pairs[0], folder, options.seed, options.threads)
+        model = _model(options, folder)
         if options.all:
             pairs = list(pairs_of(read_shapes(model), options.trainer, options.rollout, options.sleep))
         console = Console(stderr=True)

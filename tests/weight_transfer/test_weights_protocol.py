@@ -14,7 +14,7 @@ LONG = Limits(steps=3, deaths=0, flips=0, replacements=0)
 STATES = [
     pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=0), 7_154, id="a death"),
     pytest.param(REPLACED, 1_044, id="a trainer replaced while it runs"),
-    pytest.param(DAMAGED, 6_495, id="a flipped bit"),
+    pytest.param(DAMAGED, 6_495, id="a flipped bit", marks=pytest.mark.full),
     pytest.param(Limits(steps=3, deaths=1, flips=0, replacements=0), 45_201, id="a death in three steps", marks=pytest.mark.full),
     pytest.param(Limits(steps=1, deaths=1, flips=1, replacements=0), 84_478, id="a death and a flipped bit", marks=pytest.mark.full),
     pytest.param(Limits(steps=2, deaths=2, flips=0, replacements=0), 74_608, id="two deaths", marks=pytest.mark.full),

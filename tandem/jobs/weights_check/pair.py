@@ -25,6 +25,7 @@ from tandem.pod.failures import SidecarDied
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels
 from tandem.runtime.coordination.open import open_store, store_address
+from tandem.runtime.machine.gpus import check_pod_device
 from tandem.types import FinishReason, RunError, Sample, Score, ScoreState, WeightManifest, WeightVersion
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.publication import current
@@ -62,6 +63,7 @@ class PairCheck:
     def __init__(self, pair: LayoutPair, source: Path, directory: Path, *, seed: int = 0, threads: int = 0, inline: bool = False, on_step: OnStep) -> None:
         self.pair, self.directory, self.start, self.seed = pair, directory, directory / "start", seed
         self.recipe: Recipe = recipe_of_pair(pair, self.start, seed, threads)
+        check_pod_device(self.recipe.machine, self.recipe.parallel.world, self.recipe.rollout.engine_ranks)
         self._source, self._inline, self._on_step = source, inline, on_step
         self.lora = self.recipe.trainer.lora
 
