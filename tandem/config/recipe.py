@@ -124,6 +124,12 @@ class Recipe:
             return
         if self.has_shared_critic:
             raise UserError("'critic.shared' is true, which trains the actor's trunk for the critic too, and trainer.lora leaves it as it is; set it to false")
+        engine = self.rollout.engine
+        if self.trainer.lora.quantization != "none" and engine.tensor_parallel_size > 1 and not engine.deterministic:
+            raise UserError(
+                f"'rollout.engine.deterministic' is false with tensor_parallel_size {engine.tensor_parallel_size} and trainer.lora.quantization "
+                f"'{self.trainer.lora.quantization}', whose groups of columns would be divided between the engine's ranks; leave deterministic out"
+            )
         if self.trainer.lora.quantization != "none" and self.rollout.engine.quantization is not None:
             raise UserError(
                 f"'rollout.engine.quantization' is '{self.rollout.engine.quantization}', and the engine quantizes as trainer.lora.quantization "

@@ -309,6 +309,7 @@ def test_engines_that_were_updated_have_the_log_probabilities_of_transformers(
         pytest.param(UNTIED, "data=2,zero=3", "workers=2", 2, id="ZeRO 3 to two engines that sleep"),
         pytest.param(EXPERTS, "data=2,expert=2,zero=1", "quantization=fp8", 1, id="experts on 2 ranks"),
         pytest.param(MODEL, "tensor=2,lora.rank=4", "tensor_parallel_size=2", 0, id="an adapter, 2 ranks to 2"),
+        pytest.param(MODEL, "lora.rank=4,lora.quantization=nf4", "tensor_parallel_size=2", 0, id="an adapter beside 4 bits on 2 ranks"),
     ],
 )
 def test_real_ranks_publish_what_real_engines_hold(

@@ -69,6 +69,10 @@ def test_pod_trains_sends_and_saves_the_adapter_alone(tmp_path: Path) -> None:
         (["--trainer.lora={quantization: nf4}", "--trainer.precision=bf16"], "trainer.precision"),
         (["--trainer.lora={quantization: nf4}", "--rollout.engine.quantization=int8"], "rollout.engine.quantization"),
         (["--trainer.lora={quantization: nf4}", "--parallel.tensor=2", "--parallel.deterministic=false"], "parallel.deterministic"),
+        (
+            ["--trainer.lora={quantization: nf4}", "--rollout.engine={deterministic: false, tensor_parallel_size: 2}", "--algorithm.tis_cap=2.0",
+             "--algorithm.old_logprobs=recompute"], "rollout.engine.deterministic",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -140,6 +144,15 @@ def test_quantized_weights_beside_the_adapter_have_the_same_bits_in_trainer_and_
     assert difference(killed, run) == []
     replayed = finish(run.begin("replay", str(run.directory), "--step", "3"))
     assert replayed.returncode == 0 and "equal bit for bit" in replayed.stdout, replayed.stdout
+
+
+@pytest.mark.full
+def test_an_engine_of_two_ranks_has_the_bits_of_the_quantized_weights_beside_the_adapter(tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train("--trainer.lora={rank: 4, quantization: nf4}", "--rollout.engine={tensor_parallel_size: 2}", HEADS, "--run.max_steps=2")
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(run.directory)
+    assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in rows] == [(0.0, 0.0)] * 2 and rows[1]["kl"] > 0
 
 
 @pytest.mark.full

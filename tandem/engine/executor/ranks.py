@@ -76,8 +76,10 @@ class RankSettings:
 
     def load(self, group: RankGroup) -> Decoder:
         """Loads this rank's shard of the model."""
+        # Quantized weights beside an adapter that are not packed for inference are those of a trainer, which cannot be packed any more.
+        is_quantized = self.lora is not None and self.lora.quantization != "none"
         return load_decoder(
-            self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.shard_spec.rank), self.load_format, self.seed, group,
+            self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.shard_spec.rank), self.load_format, self.seed, group, is_quantized,
             quantization=self.quantization, deterministic=self.deterministic, attention=self.attention, precision=self.precision,
             lora=self.lora,
         )  # fmt: skip
