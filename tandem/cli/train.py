@@ -12,6 +12,7 @@ examples:
   tandem train recipes/pretrain.yaml --parallel.data=2 --parallel.zero=1      two processes with the optimizer's state sharded
   tandem train recipes/sort.yaml --inline         in one process, for a debugger
   tandem train recipes/sort.yaml --coordination etcd      publish weights and elect the controller in the etcd on this machine
+  tandem train recipes/sort.yaml --pods 2         a second pod draws samples too
 """
 
 import argparse
@@ -25,6 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
     parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan and exit")
     parser.add_argument("--coordination", choices=("embedded", "etcd"), help="short for --coordination.store")
+    parser.add_argument("--pods", type=int, metavar="N", help="short for --pods.count")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
     parser.set_defaults(takes_overrides=True)
 
@@ -33,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
     from tandem.jobs.display import display
     from tandem.jobs.start import dry_run, train
 
-    store = [] if options.coordination is None else [f"--coordination.store={options.coordination}"]
-    recipe = load_config(options.recipe, [*store, *options.overrides])
+    short = {"coordination.store": options.coordination, "pods.count": options.pods}
+    recipe = load_config(options.recipe, [*(f"--{key}={value}" for key, value in short.items() if value is not None), *options.overrides])
     if options.dry_run:
         print(dry_run(recipe, options.recipe))
         return 0

@@ -16,6 +16,7 @@ from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.machine import MachineConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
+from tandem.config.pods import PodsConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.reference import ReferenceConfig
 from tandem.config.registry import RegistryConfig
@@ -53,6 +54,7 @@ class Recipe:
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     coordination: CoordinationConfig = field(default_factory=CoordinationConfig)
+    pods: PodsConfig = field(default_factory=PodsConfig)
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.elastic": "the trainer of a pod is always restarted with all of its ranks",
@@ -88,6 +90,7 @@ class Recipe:
         if (self.rollout.multi_turn is None) != (not self.task.tools) and not (self.task.tools and self.rollout.agent):
             given, missing = ("rollout.multi_turn", "task.tools") if self.rollout.multi_turn else ("task.tools", "rollout.multi_turn")
             raise UserError(f"'{given}' is given and '{missing}' is not; episodes need both the tools and the section (an empty one uses the defaults)")
+        self._check_pods()
         self._check_agent()
         if self.task.name == "programs" and (reading := [function.label for function in self.rewards.composition if function.function in COMPARING]):
             raise UserError(
@@ -164,6 +167,20 @@ class Recipe:
             )
         if self.reward_model.path:
             raise UserError("'rollout.agent' with section 'reward_model', which reads one token sequence, and an episode may have several; remove one of them")
+
+    def _check_pods(self) -> None:
+        """Checks that every worker of every pod has something to draw, and that the pods have what they compute on."""
+        workers, prompts = self.pods.count * self.rollout.workers, self.rollout.prompts_per_step
+        if self.pods.count > 1 and workers > prompts:
+            raise UserError(
+                f"'pods.count' is {self.pods.count} with rollout.workers {self.rollout.workers} each, and rollout.prompts_per_step is {prompts}; the samples of "
+                f"a prompt stay on one worker, so {workers - prompts} would have nothing to do: lower one of the two or raise prompts_per_step"
+            )
+        if self.pods.count > 1 and self.machine.device == "cuda":
+            raise UserError(
+                f"'pods.count' is {self.pods.count} with machine.device cuda; the pods of one machine compute on its CPUs in this version: set rollout.workers, "
+                "which has GPUs for each, and pods.count to 1"
+            )
 
     def _check_environment(self) -> None:
         """Checks that a ``verifiers`` environment, and nothing else, is scored by its own functions."""

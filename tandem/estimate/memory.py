@@ -55,15 +55,15 @@ def predict(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, tokens: int, kv_cache_tokens: int, reference: bool,
     kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1, engines: int = 1,
     critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
-    teacher: ModelShapes | None = None, reads_base: bool = False, residency: Residency = KEEP, attended: int = 0,
+    teacher: ModelShapes | None = None, reads_base: bool = False, residency: Residency = KEEP, attended: int = 0, pods: int = 1,
 ) -> PodMemory:
-    """Returns the memory of one pod on the CPUs of one machine.
+    """Returns the memory of a run on the CPUs of one machine.
 
     ``tokens``: of the largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the actor, which is frozen or
     ``follows`` it and is saved with it; ``critic``: and of a model of these shapes that is trained and saved with it; ``reward_model``: and of a frozen one
     of these; ``reads_base``: the actor is the reference too, without its adapter. ``attended``: as in ``saved_bytes``. ``swap_bytes``: an engine's swap
     space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache. ``engines``: rollout workers, of which each has
-    ``kv_cache_tokens``. ``residency``: what is where when."""
+    ``kv_cache_tokens``. ``residency``: what is where when. ``pods``: which of them have two weight buffers each."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
@@ -96,7 +96,7 @@ def predict(
         trainer=world * training,
         trainer_idle=world * resting(Phase.ROLLOUT),
         rollout=engine,
-        segments=2 * trained_bytes(shapes, trainer.dtype),
+        segments=2 * pods * trained_bytes(shapes, trainer.dtype),
         inference=world * (rest + passes) if passes else 0,
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
     )

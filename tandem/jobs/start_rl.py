@@ -42,7 +42,7 @@ from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
-from tandem.pod.start import open_channels, rank_threads
+from tandem.pod.start import open_channels, rank_threads, shared_store
 from tandem.rl.agents.agent_worker import agent_files
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
@@ -117,7 +117,7 @@ def execute_rl(
             partial(recorded_batch, recipe, journal), records,
             recipe.run.max_restarts, planned.residency, planned.prefetch, recipe.has_inference,
             on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
-            check_inputs=check_inputs, fence=fence,
+            check_inputs=check_inputs, fence=fence, shared_store=shared_store(recipe, directory),
         )
         step = _bring_up(pod, journal)
         numerics = numerics_record(rank_threads(recipe), pod.kernels)

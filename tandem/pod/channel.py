@@ -72,7 +72,8 @@ class Channel(Protocol):
 
 @dataclass
 class RemoteChannel:
-    """A shim in a process of its own. ``deadline_s`` bounds every call."""
+    """A shim in a process of its own. ``deadline_s`` bounds every call. ``number``: of its pod. ``join``: the address of the store in which it becomes a
+    member of the run, on a lease of ``lease_s``; empty: it does not. ``trainer_pod``: the id of the pod that it receives weights from."""
 
     role: Role
     directory: Path
@@ -82,10 +83,19 @@ class RemoteChannel:
     deadline_s: float
     threads: int
     faults: FaultPlan | None = None
+    number: int = 0
+    join: str = ""
+    lease_s: float = 15.0
+    trainer_pod: str = ""
     shim: "subprocess.Popen[bytes] | None" = None
     client: RpcClient | None = None
     starts: int = 0
     is_remote: bool = field(default=True, init=False)
+
+    @property
+    def member(self) -> str:
+        """Its name among the members of the run."""
+        return f"pod-{self.number}"
 
     def start(self) -> None:
         if self.client is None:
@@ -100,6 +110,10 @@ class RemoteChannel:
             "--role", self.role, "--run", str(self.directory), "--pod-id", self.pod_id, "--credential", str(self.credential_file),
             "--port-file", str(port_file), "--threads", str(self.threads), "--deadline", str(self.deadline_s),
         ]
+        if self.number:
+            arguments += ["--pod-number", str(self.number)]
+        if self.join:
+            arguments += ["--join", self.join, "--member", self.member, "--lease", str(self.lease_s)]
         if self.faults is not None:
             arguments += ["--faults", str(self.faults)]
         self.shim = spawn(
@@ -108,13 +122,15 @@ class RemoteChannel:
         port = _wait_for_port(port_file, self.shim)
         if port is None:
             status = describe_exit(kill(self.shim))
-            raise SidecarDied(self.role, "shim", f"it did not start ({status}); see logs/{self.role}_shim.out")
-        self.client = RpcClient(f"the {self.role} sidecar", port, self.credential)
+            log = (self.directory / "logs" / f"{self.role}_shim.out") if self.number else f"logs/{self.role}_shim.out"
+            raise SidecarDied(self.role, "shim", f"it did not start ({status}); see {log}")
+        self.client = RpcClient(f"the {self.role} sidecar" + (f" of pod {self.number}" if self.number else ""), port, self.credential)
 
     def call(
-        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None, deadline_s: float | None = None
     ) -> Frame:
-        return self._ask(name, meta, blobs, deadline_s=self.deadline_s + 10, on_progress=on_progress)
+        """As ``Channel.call``. ``deadline_s``: a shorter one for this call."""
+        return self._ask(name, meta, blobs, deadline_s=self.deadline_s + 10 if deadline_s is None else deadline_s, on_progress=on_progress)
 
     def _ask(
         self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None
@@ -126,7 +142,7 @@ class RemoteChannel:
         except (WorkerDied, EngineDied, DamagedOffload) as error:
             raise SidecarDied(self.role, "worker", str(error)) from None
         except (PeerDied, RpcTimeout) as error:
-            if error.peer == TRAINER_SEGMENTS:
+            if error.peer in (TRAINER_SEGMENTS, self.trainer_pod):
                 raise SidecarDied("trainer", "shim", str(error)) from None
             part = "worker" if isinstance(error, RpcTimeout) and "killed" in str(error) else "shim"
             raise SidecarDied(self.role, part, str(error)) from None  # type: ignore[arg-type]
@@ -149,9 +165,13 @@ class RemoteChannel:
                 return
             except SidecarDied:
                 logger.warning("the %s shim does not answer; it is killed", self.role)
-        if self.shim is not None:
-            kill(self.shim)
-        self.shim = self.client = None
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the shim, and with it its workers, at once."""
+        shim, self.shim, self.client = self.shim, None, None
+        if shim is not None:
+            kill(shim)
 
     def close(self) -> None:
         if self.shim is not None:

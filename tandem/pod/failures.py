@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from tandem.runtime.rpc.calls import WorkerDied
+
 Role = Literal["trainer", "rollout"]
 
 
@@ -14,3 +16,11 @@ class SidecarDied(Exception):
     def __init__(self, role: Role, part: Literal["shim", "worker"], reason: str) -> None:
         super().__init__(f"{role} {part} died: {reason}")
         self.role, self.part, self.reason = role, part, reason
+
+
+class PodLost(WorkerDied):
+    """The rollout sidecar of pod ``pod`` ended, or did not answer in time: none of its workers draws any more."""
+
+    def __init__(self, pod: int, call: str, reason: str) -> None:
+        super().__init__(f"pod {pod}", call, reason)
+        self.pod = pod

@@ -41,7 +41,8 @@ class Pod:
     ``loaded``: (step, digest) of the checkpoint that the trainer loaded; ``boundaries``: by step, the newest transition before each
     checkpoint that is under way. ``on_committed`` is told of each checkpoint that was journalled; those of steps ``in_use`` are not removed.
     ``trained_on``: what the journal has that a step was trained on.
-    ``fence``: gives the guard of the weights that are published.
+    ``fence``: gives the guard of the weights that are published. ``shared_store``: the address of the store in which other pods find them; empty: there
+    are none.
     ``check_inputs`` verifies what a trainer reads besides checkpoints, whenever one starts, and raises ``RunError``.
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``published``: the version of the weights in the buffers
@@ -87,6 +88,7 @@ class Pod:
     in_use: Callable[[], Collection[int]] = tuple
     check_inputs: Callable[[], None] = lambda: None
     fence: Fence = lambda: None
+    shared_store: str = ""
     memory: dict[str, float] = field(default_factory=dict)
     device_metrics: dict[str, float] = field(default_factory=dict)
     rollout_metrics: dict[str, float] = field(default_factory=dict)
@@ -118,6 +120,8 @@ class Pod:
             self.loaded = (self.trainer_step, str(loaded["digest"])) if loaded["digest"] is not None else None
             self.all_damaged, self.boundaries = bool(loaded["damaged"]), {}
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
+            if self.shared_store:
+                self.trainer.serve_weights(self.shared_store)
         for note in loaded["notes"]:
             self._tell_once(note)
         for why in loaded["passed_over"]:
@@ -219,6 +223,8 @@ class Pod:
             began, was_empty = monotonic(), self.engine_step is None
             updated = self.rollout.update_weight(version)
             rereads, self.engine_step = updated["rereads"], step
+            for each in updated.get("left_out", ()):
+                self.restarts.note(step, each)
             self._note_base(updated, detail)
             if was_empty:
                 waking = float(updated["seconds"])
@@ -248,8 +254,7 @@ class Pod:
 
         def report(progress: dict[str, Any]) -> None:
             nonlocal ahead
-            if "replaced" in progress:
-                self.restarts.note_worker(step, progress)
+            if self.restarts.note(step, progress):
                 return
             self.records.callback.progress(state, progress["done"], progress["total"], "prompts")
             if ahead and progress["done"] >= PREFETCH_SHARE * progress["total"]:
@@ -290,8 +295,8 @@ class Pod:
         try:
             samples, facts = ahead.result()
         finally:
-            for each in ahead.replaced:
-                self.restarts.note_worker(ahead.step, each)
+            for each in ahead.lost:
+                self.restarts.note(ahead.step, each)
         self.records.add_time("rollout", ahead.seconds)
         self.records.add_time("rollout_tail", ahead.waited_s)
         self.hidden_s += ahead.seconds - ahead.waited_s

@@ -43,8 +43,26 @@ class Restarts:
         took = {} if seconds is None else {"seconds": round(seconds, 3)}
         self.journal.record_event("recovery", {"role": death.role, "part": death.part, "reason": death.reason, "step": step, **took})
 
-    def note_worker(self, step: int, replaced: dict[str, Any]) -> None:
-        """Counts and journals that the rollout sidecar ``replaced`` one of its workers."""
+    def note(self, step: int, progress: dict[str, Any]) -> bool:
+        """Counts and journals what the ``progress`` of a rollout tells of a worker that was replaced or a pod that was left out. Returns whether it does."""
+        if "replaced" in progress:
+            self._note_worker(step, progress)
+        elif "left_out" in progress:
+            self._note_pod(step, progress)
+        else:
+            return False
+        return True
+
+    def _note_pod(self, step: int, lost: dict[str, Any]) -> None:
+        self.count += 1
+        detail = {"role": "rollout", "part": "pod", "pod": lost["left_out"], "reason": lost["reason"], "groups": lost["groups"]}
+        self.journal.record_event("recovery", {**detail, "step": step})
+        self.callback.message(
+            f"{lost['reason']}; pod {lost['left_out']} is left out until the next update of weights, and its {lost['groups']} unfinished groups are drawn by "
+            f"others (restart {self.count} of {self.most})"
+        )
+
+    def _note_worker(self, step: int, replaced: dict[str, Any]) -> None:
         self.count += 1
         detail = {"role": "rollout", "part": "worker", "worker": replaced["replaced"], "reason": replaced["reason"], "groups": replaced["groups"]}
         self.journal.record_event("recovery", {**detail, "step": step, "seconds": replaced["seconds"]})

@@ -14,13 +14,13 @@ Drawn = tuple[list[Sample], dict[str, Any]]
 
 
 class RolloutAhead:
-    """The rollout of ``step``, which ``draw`` makes: in a thread of its own, or where the sidecars are no processes before this returns. ``replaced``: what
-    ``draw`` reports of workers that were replaced in it, also if it fails later.
+    """The rollout of ``step``, which ``draw`` makes: in a thread of its own, or where the sidecars are no processes before this returns. ``lost``: what
+    ``draw`` reports of workers and pods that were lost in it, also if it fails later.
 
     What it draws depends on its prompts and weights alone, so the results of a run do not depend on when it ends."""
 
     def __init__(self, step: int, draw: Callable[[Progress], Drawn], *, in_thread: bool) -> None:
-        self.step, self.replaced = step, list[dict[str, Any]]()
+        self.step, self.lost = step, list[dict[str, Any]]()
         self._draw = draw
         self._drawn: Future[Drawn] = Future()
         self._began = self._ended = perf_counter()
@@ -43,8 +43,8 @@ class RolloutAhead:
             self._drawn.set_result(drawn)
 
     def _report(self, progress: dict[str, Any]) -> None:
-        if "replaced" in progress:
-            self.replaced.append(progress)
+        if "replaced" in progress or "left_out" in progress:
+            self.lost.append(progress)
 
     def result(self) -> Drawn:
         """Waits until it ends, and returns what was drawn. Raises the error that ended it."""

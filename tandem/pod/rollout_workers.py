@@ -1,7 +1,8 @@
 """The rollout workers of a sidecar, called together: weights go to all of them, and the prompts of a rollout are divided over them.
 
 A worker that dies during a rollout is replaced, and only its unfinished groups are drawn again. Their tokens are the same, because random numbers
-depend on the request and not on the worker. Imports no torch.
+depend on the request and not on the worker. The workers are those of one sidecar, in its shim, or those of all pods, in the controller
+(``rollout_pods``): then one that is lost with its pod is left out. Imports no torch.
 """
 
 import logging
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
 
+from tandem.pod.failures import PodLost
+from tandem.rl.rollout.answer_deadline import AnswerDeadline
 from tandem.rl.rollout.dispatcher import Dispatcher, GroupLoad
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, RpcTimeout, WorkerDied
 from tandem.types import DamagedWeights, Prompt, RunError, Sample
@@ -32,13 +35,16 @@ class CallsWorker(Protocol):
 
 @dataclass
 class RolloutWorkers:
-    """``workers``: by number. ``replace(number)`` starts another worker in the place of a dead one. ``capacity``: sequences that a worker draws at
-    once."""
+    """``workers``: by number. ``replace(number)`` starts another worker in the place of a dead one, and raises ``PodLost`` where it cannot.
+    ``leave_out``: ends what is left of a lost pod. ``capacity``: sequences that a worker draws at once. ``answer_deadline``: of a worker's next finished
+    group, ``deadline_s`` if there is none."""
 
     workers: list[CallsWorker]
     replace: Callable[[int], CallsWorker]
     capacity: int
     deadline_s: float
+    leave_out: Callable[[PodLost], None] = lambda lost: None
+    answer_deadline: AnswerDeadline | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     version: tuple[int, ...] = ()
 
@@ -118,6 +124,8 @@ class _Rollout:
         self._done = 0
         self._busy_s = [0.0] * len(owner.workers)
         self._drafts = [0, 0, 0]
+        self._left_out = set[int]()
+        self._lost_pods = set[int]()
         self._error: BaseException | None = None
 
     def run(self) -> Reply:
@@ -138,7 +146,8 @@ class _Rollout:
                     self._draw(number, new, is_first)
                     is_first = False
                 except (WorkerDied, RpcTimeout) as death:
-                    self._replace(number, death)
+                    if not self._replace(number, death):
+                        return
                     is_first = True
         except BaseException as error:
             with self._changed:
@@ -159,9 +168,14 @@ class _Rollout:
         meta = {**self._meta, "adds": not is_first, "wait": "any"}
         rest = [sample for prompt in new for sample in self._unfinished[prompt.id]]
         blobs = {"prompts": encode_prompts(new), "unfinished": encode_samples(rest)}
-        frame = worker.call("rollout", meta, blobs, deadline_s=self._owner.deadline_s, on_progress=self._pass_on)
+        answer = self._owner.answer_deadline
+        deadline_s = self._owner.deadline_s if answer is None else answer()
+        frame = worker.call("rollout", meta, blobs, deadline_s=deadline_s, on_progress=self._pass_on)
         with self._changed:
-            self._busy_s[number] += monotonic() - began
+            took = monotonic() - began
+            self._busy_s[number] += took
+            if answer is not None:
+                answer.answered(took)
             self._samples.append(frame.blobs["samples"])
             self._drafts = [total + own for total, own in zip(self._drafts, frame.meta["drafts"], strict=True)]
             for name in frame.meta["finished"]:
@@ -176,18 +190,42 @@ class _Rollout:
             with self._changed:
                 self._progress(progress)
 
-    def _replace(self, number: int, death: WorkerDied | RpcTimeout) -> None:
+    def _replace(self, number: int, death: WorkerDied | RpcTimeout) -> bool:
+        """Gives the groups of a dead worker to the others, and replaces it. Returns whether it is there again; it is not if its whole pod was lost."""
         began = monotonic()
+        is_known = isinstance(death, PodLost) and death.pod in self._lost_pods
         with self._changed:
-            if not self._restarts_left:
-                raise death
-            self._restarts_left -= 1
+            if not is_known:
+                if self._restarts_left <= 0:
+                    raise death
+                self._restarts_left -= 1
             lost = self._dispatcher.lose(number)
             self._changed.notify_all()
+        if isinstance(death, PodLost):
+            self._leave_out(number, death, len(lost))
+            return False
         logger.warning("%s; rollout worker %d is replaced and %d groups are drawn again", death, number, len(lost))
-        self._owner.workers[number] = self._owner.replace(number)
-        self._owner.prepare(number)
+        try:
+            self._owner.workers[number] = self._owner.replace(number)
+            self._owner.prepare(number)
+        except PodLost as pod_lost:
+            self._leave_out(number, pod_lost, len(lost))
+            return False
         with self._changed:
             self._dispatcher.rejoin(number)
             self._progress({"replaced": number, "reason": str(death), "groups": len(lost), "seconds": round(monotonic() - began, 3)})
             self._changed.notify_all()
+        return True
+
+    def _leave_out(self, number: int, death: PodLost, groups: int) -> None:
+        """Goes on without a worker of a lost pod. Raises ``death`` if it was the last worker."""
+        with self._changed:
+            is_first = death.pod not in self._lost_pods
+            self._lost_pods.add(death.pod)
+            self._left_out.add(number)
+            if is_first:
+                logger.warning("%s; pod %d is left out of this rollout", death, death.pod)
+                self._owner.leave_out(death)
+                self._progress({"left_out": death.pod, "reason": str(death), "groups": groups})
+            if len(self._left_out) == len(self._owner.workers):
+                raise death

@@ -22,6 +22,9 @@ from tandem.layout.placement import mesh_of
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.rollout_workers import RolloutWorkers
 from tandem.pod.weights_between_pods import WeightsBetweenPods
+from tandem.runtime.coordination.membership import join
+from tandem.runtime.coordination.open import open_store
+from tandem.runtime.coordination.session import Session
 from tandem.runtime.machine.gpus import pod_device, visible_gpus
 from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
 from tandem.runtime.process.worker_group import GroupSettings, WorkerGroup
@@ -48,6 +51,15 @@ class Shim:
         self.buffers: WeightBuffers | None = None
         self.between_pods = WeightsBetweenPods(options, lambda: self.buffers)
         self.lock = threading.Lock()
+        self.session: Session | None = None
+
+    def join(self, port: int) -> None:
+        """Makes this sidecar the ``--member`` of the run in the store ``--join``, on a lease, if there are several pods. ``port``: where it answers."""
+        options = self.options
+        if options.join:
+            self.session = Session(open_store(options.join), float(options.lease))
+            facts = {"host": "127.0.0.1", "port": port, "pid": os.getpid(), "pod": options.pod_id}
+            join(self.session, options.member, facts)
 
     def methods(self) -> dict[str, Method]:
         """The shim's own calls, and its worker's passed on."""
@@ -57,7 +69,7 @@ class Shim:
         if self.role == "trainer":
             own["serve_weights"] = self.between_pods.serve_weights
         else:
-            own["receive_weights"] = self.between_pods.receive_weights
+            own["receive_weights"], own["replace_worker"] = self.between_pods.receive_weights, self.replace_worker
         return {**{name: self._pass_on(name) for name in CALLS[self.role]}, **own}
 
     def allocate(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -88,7 +100,7 @@ class Shim:
         options, parallel = self.options, recipe.parallel
         shape = mesh_of(parallel) if self.role == "trainer" else MeshShape()
         suffix = str(number) if number else ""
-        name = f"the {self.role} worker" if count == 1 else f"{self.role} worker {number}"
+        name = (f"the {self.role} worker" if count == 1 else f"{self.role} worker {number}") + (f" of pod {options.pod_number}" if options.pod_number else "")
         device, gpus = pod_device(recipe.machine), recipe.rollout.engine.tensor_parallel_size
         settings = GroupSettings(
             name=name,
@@ -101,7 +113,7 @@ class Shim:
             hang_timeout_s=parallel.collective_timeout_s,
             heartbeat_timeout_s=parallel.heartbeat_timeout_s,
             log=lambda rank: f"{self.role}_worker{suffix}" + (f"-{rank}" if rank else ""),
-            roles=lambda rank: (f"{self.role}_worker{suffix}" if rank == 0 else f"{self.role}_rank{rank}",),
+            roles=lambda rank: (of_pod(options, f"{self.role}_worker{suffix}" if rank == 0 else f"{self.role}_rank{rank}"),),
             environment=visible_gpus(number * gpus, gpus) if device == "cuda" and count > 1 else {},
         )
         return WorkerGroup(settings, shape, say=logger.warning)
@@ -112,6 +124,11 @@ class Shim:
             self._close(self.workers[number], grace_s=0.0)
             self.workers[number] = self._start(recipe, number, len(self.workers))
             return self.workers[number]
+
+    def replace_worker(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Starts another process in the place of rollout worker ``worker``, which is dead."""
+        self._replace(build(Recipe, read_yaml(self.run / "config.yaml")), int(meta["worker"]))
+        return {}, {}
 
     def stop_worker(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """End the worker's processes, alive or dead."""
@@ -128,6 +145,11 @@ class Shim:
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
             if not self.workers:
                 raise WorkerDied(f"the {self.role} worker", name, f"the {self.role} worker is not running")
+            if "worker" in meta:
+                # The controller deals the prompts over the workers of all pods.
+                own = {key: value for key, value in meta.items() if key != "worker"}
+                frame = self.workers[int(meta["worker"])].call(name, own, blobs, deadline_s=float(self.options.deadline), on_progress=progress)
+                return frame.meta, frame.blobs
             if self.rollout_workers is not None:
                 method: Method = getattr(self.rollout_workers, name)
                 return method(meta, blobs, progress)
@@ -149,9 +171,16 @@ class Shim:
     def close(self) -> None:
         """End the workers and remove the shared memory."""
         self._end(grace_s=2.0)
+        if self.session is not None:
+            self.session.close()
         self.between_pods.close()
         if self.buffers is not None:
             self.buffers.close()
+
+
+def of_pod(options: argparse.Namespace, role: str) -> str:
+    """Returns the name of ``role`` in a plan of faults."""
+    return f"pod{options.pod_number}_{role}" if options.pod_number else role
 
 
 def _serve_http(address: str, methods: dict[str, Method], credential: str, name: str, point: FaultPoint) -> None:
@@ -173,6 +202,10 @@ def main() -> None:
     parser.add_argument("--role", choices=tuple(CALLS), required=True)
     for name in ("--run", "--pod-id", "--credential", "--port-file"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--pod-number", type=int, default=0)
+    parser.add_argument("--join", metavar="STORE", default="")
+    parser.add_argument("--member", default="")
+    parser.add_argument("--lease", type=float, default=15.0)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--deadline", type=float, required=True)
     parser.add_argument("--faults", default="")
@@ -181,7 +214,7 @@ def main() -> None:
     setup(f"{options.role}_shim", Path(options.run) / "logs")
     log_uncaught()
     shim = Shim(options)
-    point = FaultPlan.parse(options.faults).point(f"{options.role}_shim", Path(options.run)) if options.faults else no_fault
+    point = FaultPlan.parse(options.faults).point(of_pod(options, f"{options.role}_shim"), Path(options.run)) if options.faults else no_fault
     methods, credential, name = shim.methods(), read_credential(Path(options.credential)), f"the {options.role} sidecar"
     server = RpcServer(methods, credential, name=name, fault_point=point)
     if options.http:
@@ -190,6 +223,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server.start()
+    shim.join(server.port)
     port_file = Path(options.port_file)
     fresh = port_file.with_suffix(".tmp")
     fresh.write_text(str(server.port), encoding="ascii")

@@ -1,14 +1,24 @@
-"""Put a pod's two channels together: sidecars in processes of their own, or both inline."""
+"""Put the channels of a run together: sidecars in processes of their own, in one pod or several, or both inline."""
 
 import secrets
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
+from tandem.config.coordination import CoordinationConfig
+from tandem.config.load import to_mapping
 from tandem.config.machine import MachineConfig
+from tandem.config.pods import PodsConfig
 from tandem.config.recipe import Recipe
+from tandem.config.run_paths import with_run_paths
 from tandem.pod.channel import Channel, InlineChannel, RemoteChannel
 from tandem.pod.failures import Role
+from tandem.pod.rollout_pods import RolloutPod, RolloutPods
 from tandem.pod.worker import make_worker
+from tandem.rl.rollout.answer_deadline import AnswerDeadline
+from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.rpc.credentials import new_credential, write_credential
@@ -31,7 +41,7 @@ def rank_threads(recipe: Recipe) -> int:
 
 
 def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPlan | None) -> tuple[Channel, Channel]:
-    """Channels to the trainer's and to the rollout's sidecar; nothing runs yet. ``directory`` has the recipe's
+    """Channels to the trainer's and to the rollout's sidecar, which is that of all pods; nothing runs yet. ``directory`` has the recipe's
     ``config.yaml``."""
     pod_id, folder, threads = secrets.token_hex(6), directory / "pod", pod_threads(recipe)
     # It has what the processes of a pod share while they live; those of an earlier start are dead, and so may be its bytes.
@@ -42,15 +52,45 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
         return InlineChannel(role, pod_id, lambda: make_worker(role, recipe, directory, threads))
 
     if inline:
+        if recipe.pods.count > 1:
+            raise UserError(f"--inline is one process and this run has {recipe.pods.count} pods; leave --inline out or set pods.count to 1")
         if recipe.parallel.world > 1:
             raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
         return inline_channel("trainer"), inline_channel("rollout")
     credential = new_credential()
     write_credential(folder / "credential", credential)
 
-    def remote_channel(role: Role) -> Channel:
+    def remote_channel(role: Role, count: int = 1) -> RemoteChannel:
         return RemoteChannel(
-            role, directory, pod_id, folder / "credential", credential, recipe.machine.call_deadline_s, threads, faults
+            role, directory, pod_id, folder / "credential", credential, recipe.machine.call_deadline_s, max(1, threads // count), faults
         )
 
-    return remote_channel("trainer"), remote_channel("rollout")
+    first = remote_channel("rollout", recipe.pods.count)
+    return remote_channel("trainer"), first if recipe.pods.count == 1 else _rollout_pods(recipe, first)
+
+
+def shared_store(recipe: Recipe, directory: Path) -> str:
+    """Returns the address of the store in which the pods of the run in ``directory`` find weights, empty if there is one pod."""
+    return store_address(recipe.coordination, directory) if recipe.pods.count > 1 else ""
+
+
+def _rollout_pods(recipe: Recipe, first: RemoteChannel) -> RolloutPods:
+    """The rollout sidecars of all pods, of which ``first`` is beside the trainer. Each other one has a folder and a store of its own, as on another
+    machine."""
+    directory, rollout, pods = first.directory, recipe.rollout, recipe.pods
+    address = shared_store(recipe, directory)
+    member = replace(first, join=address, lease_s=recipe.coordination.lease_s)
+    made = [RolloutPod(0, member, rollout.workers)]
+    for number in range(1, pods.count):
+        folder = directory / "pods" / str(number)
+        shutil.rmtree(folder / "pod", ignore_errors=True)
+        (folder / "pod").mkdir(parents=True)
+        (folder / "logs").mkdir(exist_ok=True)
+        own = replace(recipe, coordination=CoordinationConfig(), pods=PodsConfig())
+        text = yaml.safe_dump(with_run_paths(to_mapping(own), folder, directory), sort_keys=False, allow_unicode=True)
+        (folder / "config.yaml").write_text(text, encoding="utf-8")
+        channel = replace(member, directory=folder, pod_id=secrets.token_hex(6), number=number, trainer_pod=first.pod_id)
+        made.append(RolloutPod(number, channel, rollout.workers, store_address(own.coordination, folder)))
+    deadline_s = recipe.machine.call_deadline_s
+    answer = AnswerDeadline(pods.deadline_factor, pods.min_deadline_s, deadline_s + 10)
+    return RolloutPods(made, lambda: open_store(address), address, rollout.engine.max_num_seqs, deadline_s, answer)

@@ -129,11 +129,11 @@ def test_a_rollout_ahead_gives_its_samples_or_its_error_to_the_one_who_asks() ->
 
     for in_thread in (True, False):
         ahead = RolloutAhead(3, lambda report: (drawn, {"a": 1}), in_thread=in_thread)
-        assert ahead.result() == (drawn, {"a": 1}) and 0 <= ahead.waited_s <= ahead.seconds and ahead.replaced == []
+        assert ahead.result() == (drawn, {"a": 1}) and 0 <= ahead.waited_s <= ahead.seconds and ahead.lost == []
         broken = RolloutAhead(3, fail, in_thread=in_thread)
         with pytest.raises(IndexError):
             broken.result()
-        assert broken.replaced == [{"replaced": 1}]
+        assert broken.lost == [{"replaced": 1}]
 
 
 class _DyingRollout:

@@ -28,7 +28,7 @@ def check_rl_counts(recipe: Recipe, planned: PodMemory, context: int, task_size:
     prompt and completion. ``task_size``: the task's number of training prompts, ``None`` if they are generated."""
     available = available_bytes(recipe.machine.memory_gib)
     check_evaluation(recipe.evaluation, recipe.rollout, available, task_size)
-    check_workers(recipe.rewards, recipe.rollout, available, planned.largest_phase)
+    check_workers(recipe.rewards, recipe.rollout, available, planned.largest_phase, recipe.pods.count)
     check_rows(recipe.rollout.engine, context)
     if recipe.sft is not None:
         check_sft_batch(recipe.sft, recipe.parallel, context, available, planned.trainer)
@@ -51,14 +51,15 @@ def check_prompts(what: str, count: int, rollout: RolloutConfig, available: int,
         )
 
 
-def check_workers(rewards: RewardsConfig, rollout: RolloutConfig, available: int, beside: int) -> None:
-    """Raises ``RunError`` if the processes of the user's functions do not fit in ``available`` bytes, of which the pod takes ``beside``, or are more than
-    their owner may open files for or the machine may run."""
+def check_workers(rewards: RewardsConfig, rollout: RolloutConfig, available: int, beside: int, pods: int = 1) -> None:
+    """Raises ``RunError`` if the processes of the user's functions do not fit in ``available`` bytes, of which the run's ``pods`` take ``beside``, or are
+    more than their owner may open files for or the machine may run."""
+    engines = pods * rollout.workers
     _check_processes("rewards.workers", rewards.workers, 1, REWARD_WORKER_BYTES, available, beside)
     if rollout.multi_turn is not None:
-        _check_processes("rollout.multi_turn.tool_workers", rollout.multi_turn.tool_workers, rollout.workers, REWARD_WORKER_BYTES, available, beside)
+        _check_processes("rollout.multi_turn.tool_workers", rollout.multi_turn.tool_workers, engines, REWARD_WORKER_BYTES, available, beside)
     if rollout.agent is not None:
-        _check_processes("rollout.agent.workers", rollout.agent.workers, rollout.workers, AGENT_WORKER_BYTES, available, beside)
+        _check_processes("rollout.agent.workers", rollout.agent.workers, engines, AGENT_WORKER_BYTES, available, beside)
 
 
 def _check_processes(key: str, count: int, owners: int, size: int, available: int, beside: int) -> None:

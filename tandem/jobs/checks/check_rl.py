@@ -152,7 +152,7 @@ def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
     """Returns the memory plan. Raises as ``check_pod``: for a KV cache that is too small, memory, and shared memory for the two weight buffers."""
     check_kv_cache(recipe.rollout.engine, context)
     planned = plan_of(recipe, shapes, context)
-    check_free(2 * segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype))
+    check_free(2 * recipe.pods.count * segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype))
     return planned
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.coordination import CoordinationConfig
+from tandem.config.pods import PodsConfig
 from tandem.config.recipe import Recipe
 from tandem.jobs.pod_plan import plan_of
 from tandem.jobs.replay.comparison import Comparison, Part, differences, same_device, scratch_run
@@ -56,7 +57,7 @@ def replay_rl_step(
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))
         rolled_out, judged, row = _recorded(directory, journal, step)
         # The pod of a replay has a store of its own, so that it publishes nothing where the run does.
-        recipe = replace(recipe, machine=same_device(recipe.machine, directory, journal.get("device")), coordination=CoordinationConfig())
+        recipe = replace(recipe, machine=same_device(recipe.machine, directory, journal.get("device")), coordination=CoordinationConfig(), pods=PodsConfig())
         check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks)
         numerics = journal.get("numerics", {})
         check_numerics(numerics, numerics_record(rank_threads(recipe), str(numerics.get("kernels"))))

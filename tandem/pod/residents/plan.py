@@ -23,7 +23,7 @@ from tandem.types import RunError
 
 GIB, MIB = 2**30, 2**20
 FIX = (
-    "lower rollout.workers, rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, set trainer.recompute to full, or shard the model with section "
+    "lower pods.count, rollout.workers, rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, set trainer.recompute to full, or shard the model with section "
     "'parallel'"
 )
 
@@ -158,11 +158,11 @@ def plan(
     residents: ResidentsConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, trainer: TrainerConfig, parallel: ParallelConfig,
     machine: MachineConfig, shapes: ModelShapes, max_length: int, rollout_precision: str, folder: Path,
     reward_model: ModelShapes | None = None, critic: ModelShapes | None = None, reference: bool = False, follows: bool = False,
-    teacher: ModelShapes | None = None,
+    teacher: ModelShapes | None = None, pods: int = 1,
 ) -> PodPlan:
     """Returns the plan of the residents with its predicted bytes, over all ranks. ``rollout_precision``: what the engine multiplies in. ``folder``: on
     the disk of residents. ``reward_model``: its shapes, if there is one; ``critic``: those of one of its own; ``reference``: there is a reference model,
-    which ``follows`` the actor or has the shapes of a ``teacher``, if they are not the actor's. Raises ``RunError`` where nothing fits."""
+    which ``follows`` the actor or has the shapes of a ``teacher``, if they are not the actor's. ``pods``: on this machine, each with its rollout workers. Raises ``RunError`` where nothing fits."""
     engine = rollout.engine
     engine.check_length(max_length)
     sequences = algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step) * algorithm.group_size
@@ -184,7 +184,7 @@ def plan(
             host = predict(
                 shapes, trainer, parallel, tokens=tokens, attended=attended, kv_cache_tokens=cache_tokens, kv_cache_dtype=engine.kv_cache_dtype,
                 swap_bytes=swap,
-                engine_ranks=engine.tensor_parallel_size, engines=rollout.workers, **models, residency=residency,
+                engine_ranks=engine.tensor_parallel_size, engines=pods * rollout.workers, pods=pods, **models, residency=residency,
                 reads_base=algorithm.needs_reference and not reference,
             )  # fmt: skip
             return Candidate(residency, host, None, disk)

@@ -30,7 +30,8 @@ class Fault:
     """Kills ``role`` ``when`` (before or after; ``stall``: makes it sleep) it reaches the point ``name`` of ``step``. The role ``pod`` is the
     whole pod: the controller kills its own process group, and its children with it. ``rankN`` is rank N of a run on data, also of
     the supervised fine-tuning that a pod's run begins with; a pod's trainer has ``trainer_worker``, its rank 0, and ``trainer_rankN``; its
-    rollout workers are ``rollout_worker``, the first one, and ``rollout_workerN``."""
+    rollout workers are ``rollout_worker``, the first one, and ``rollout_workerN``. The processes of
+    pod N have ``podN_`` before their role."""
 
     role: str
     when: str
@@ -53,10 +54,10 @@ class FaultPlan:
         faults = []
         for part in text.split(","):
             match = re.fullmatch(r"(\w+):(before|after|stall):(\w+):(\d+)", part.strip())
-            if not match or (match[1] not in ROLES and not re.fullmatch(r"(trainer_)?rank\d+|rollout_worker\d+", match[1])):
+            if not match or (match[1] not in ROLES and not re.fullmatch(r"(trainer_)?rank\d+|rollout_worker\d+|pod\d+_rollout_(shim|worker\d*)", match[1])):
                 raise UserError(
-                    f"the fault '{part}' is not ROLE:before|after|stall:NAME:STEP with a role of {', '.join(ROLES)}, rankN, trainer_rankN, rollout_workerN; "
-                    "for example trainer_worker:after:train:3"
+                    f"the fault '{part}' is not ROLE:before|after|stall:NAME:STEP with a role of {', '.join(ROLES)}, rankN, trainer_rankN, rollout_workerN, "
+                    "podN_rollout_shim; for example trainer_worker:after:train:3"
                 )
             faults.append(Fault(match[1], match[2], match[3], int(match[4])))
         return cls(tuple(faults))

@@ -1,0 +1,208 @@
+"""The rollout sidecars of all pods of a run, called as one: the pod's cycle sees one rollout, however many pods draw it. Imports no torch.
+
+Weights are received by every other pod than the trainer's before any engine switches to them. The prompts of a rollout are divided over the workers of
+all pods (``rollout_workers``). A pod that dies, is silent or misses the deadline of an answer is killed and left out; it is started again before the next
+update of weights.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tandem.pod.channel import RemoteChannel
+from tandem.pod.failures import PodLost, SidecarDied
+from tandem.pod.rollout_workers import RolloutWorkers
+from tandem.rl.rollout.answer_deadline import AnswerDeadline
+from tandem.runtime.coordination.membership import leave, members
+from tandem.runtime.coordination.store import Store
+from tandem.runtime.rpc.calls import Blobs, Meta, Progress, RpcTimeout, WorkerDied
+from tandem.types.wire import Frame
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class RolloutPod:
+    """The rollout sidecar of pod ``number`` with ``workers`` workers. ``own_store``: the address of the pod's own store, in which its engines find the
+    weights that it receives; empty: it is the trainer's pod."""
+
+    number: int
+    channel: RemoteChannel
+    workers: int
+    own_store: str = ""
+
+    def ask(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float | None = None, on_progress: Progress | None = None) -> Frame:
+        """Calls the sidecar. Raises ``WorkerDied`` for a worker of it, ``PodLost`` if the sidecar is gone, ``SidecarDied`` if the trainer's is."""
+        try:
+            return self.channel.call(name, meta, blobs, deadline_s=deadline_s, on_progress=on_progress)
+        except SidecarDied as death:
+            if death.role == "trainer":
+                raise
+            if death.part == "worker":
+                raise WorkerDied(f"a rollout worker of pod {self.number}", name, death.reason) from None
+            raise PodLost(self.number, name, death.reason) from None
+
+
+@dataclass(frozen=True)
+class PodWorker:
+    """Worker ``number`` of a pod, as ``RolloutWorkers`` calls it."""
+
+    pod: RolloutPod
+    number: int
+
+    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None) -> Frame:
+        return self.pod.ask(name, {**(meta or {}), "worker": self.number}, blobs, deadline_s=deadline_s, on_progress=on_progress)
+
+
+@dataclass
+class RolloutPods:
+    """A ``Channel`` to the rollout sidecars of ``pods``. ``store``: that of the run, at ``store_address``. ``capacity``: sequences that a worker draws at
+    once. ``there``: the pods that take part; ``away``: why the others do not, by number; ``lost``: those that were left out since the last update of weights
+    and outside a rollout, as it is reported."""
+
+    pods: Sequence[RolloutPod]
+    open_store: Callable[[], Store]
+    store_address: str
+    capacity: int
+    deadline_s: float
+    answer_deadline: AnswerDeadline
+    there: list[RolloutPod] = field(default_factory=list)
+    away: dict[int, str] = field(default_factory=dict)
+    lost: list[dict[str, Any]] = field(default_factory=list)
+    is_remote: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        self.workers = RolloutWorkers([], self._replace, self.capacity, self.deadline_s, self._leave_out, self.answer_deadline)
+        self._store: Store | None = None
+
+    def start(self) -> None:
+        """Brings up every pod. Raises ``SidecarDied`` if none starts."""
+        self._take_part(self._each(self.pods, lambda pod: pod.channel.start(), "start"))
+
+    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None) -> Frame:
+        meta, blobs, progress = meta or {}, blobs or {}, on_progress or (lambda _: None)
+        with _one_sidecar():
+            left_out = self._bring_weights(list(meta["version"])) if name == "update_weight" else []
+            reply, payload = getattr(self.workers, name)(meta, blobs, progress)
+        return Frame({**reply, "left_out": left_out} if left_out else reply, payload, "result")
+
+    def _bring_weights(self, version: list[int]) -> list[dict[str, Any]]:
+        """Starts the pods again that are not there, and lets all but the trainer's receive ``version``. Returns the pods that are left out since then."""
+        present = {member.name for member in members(self._run_store())}
+        for pod in [pod for pod in self.there if pod.channel.member not in present]:
+            self._lose(pod, PodLost(pod.number, "update_weight", f"pod {pod.number} did not renew its lease"))
+        self._take_part([*self.there, *self._each([pod for pod in self.pods if pod not in self.there], self._start_again, "start")])
+
+        def receive(pod: RolloutPod) -> None:
+            if pod.own_store:
+                pod.ask("receive_weights", {"store": self.store_address, "own_store": pod.own_store, "version": version, "protocols": [], "deadline_s": self.deadline_s})
+
+        self._take_part(self._each(self.there, receive, "receive_weights"))
+        lost, self.lost = self.lost, []
+        return lost
+
+    def _start_again(self, pod: RolloutPod) -> None:
+        """Starts a pod that was left out, and its engines."""
+        pod.channel.start()
+        for number in range(pod.workers):
+            pod.ask("start_engine", {**self.workers.engine, "worker": number})
+        logger.warning("pod %d takes part again", pod.number)
+
+    def _each(self, pods: Sequence[RolloutPod], do: Callable[[RolloutPod], None], name: str) -> list[RolloutPod]:
+        """Calls ``do`` for all ``pods`` at once. Returns those for which it did not fail; the others are left out."""
+
+        def attempt(pod: RolloutPod) -> RolloutPod | None:
+            try:
+                do(pod)
+            except (WorkerDied, SidecarDied) as death:
+                if isinstance(death, SidecarDied) and death.role == "trainer":
+                    raise
+                self._lose(pod, death if isinstance(death, PodLost) else PodLost(pod.number, name, str(death)))
+                return None
+            return pod
+
+        return [pod for pod in _at_once(attempt, pods) if pod is not None]
+
+    def _take_part(self, pods: Sequence[RolloutPod]) -> None:
+        """The pods that take part from now on. Raises ``SidecarDied`` if there are none."""
+        self.there = sorted(pods, key=lambda pod: pod.number)
+        self.workers.workers = [PodWorker(pod, number) for pod in self.there for number in range(pod.workers)]
+        for pod in pods:
+            self.away.pop(pod.number, None)
+        if not self.there:
+            self.lost = []
+            raise SidecarDied("rollout", "shim", f"no pod is left: {'; '.join(self.away.values())}")
+
+    def _replace(self, number: int) -> PodWorker:
+        worker = self.workers.workers[number]
+        assert isinstance(worker, PodWorker)
+        worker.pod.ask("replace_worker", {"worker": worker.number})
+        return worker
+
+    def _leave_out(self, lost: PodLost) -> None:
+        """Ends a pod that was lost in a rollout, which reports it itself."""
+        self.answer_deadline.missed()
+        self._end(self.pods[lost.pod], lost)
+
+    def _lose(self, pod: RolloutPod, lost: PodLost) -> None:
+        """Ends a pod that was lost outside a rollout, and notes it unless it was left out before."""
+        if pod.number not in self.away:
+            self.lost.append({"left_out": pod.number, "reason": str(lost), "groups": 0})
+        logger.warning("%s; pod %d is left out", lost, pod.number)
+        self._end(pod, lost)
+
+    def _end(self, pod: RolloutPod, lost: PodLost) -> None:
+        self.away[pod.number] = str(lost)
+        pod.channel.kill()
+        self.there = [each for each in self.there if each is not pod]
+        # Its lease may last on, and its name is that of the process that takes its place.
+        leave(self._run_store(), pod.channel.member)
+
+    def _run_store(self) -> Store:
+        if self._store is None:
+            self._store = self.open_store()
+        return self._store
+
+    def allocate(self, size_bytes: int) -> tuple[str, ...]:
+        return self.pods[0].channel.allocate(size_bytes)
+
+    def stop_worker(self) -> None:
+        self._take_part(self._each(self.there, lambda pod: pod.channel.stop_worker(), "stop_worker"))
+
+    def discard(self) -> None:
+        _at_once(lambda pod: pod.channel.discard(), self.pods)
+        for pod in self.pods:
+            if pod.channel.shim is None:
+                leave(self._run_store(), pod.channel.member)
+
+    def memory(self) -> dict[str, int]:
+        found = [{"rss_bytes": 0, "shm_bytes": 0}]
+        for pod in self.there:
+            with suppress(SidecarDied):  # It is missed before the next update of weights.
+                found.append(pod.channel.memory())
+        return {name: sum(each[name] for each in found) for name in found[0]}
+
+    def close(self) -> None:
+        _at_once(lambda pod: pod.channel.close(), self.pods)
+        if self._store is not None:
+            self._store.close()
+
+
+@contextmanager
+def _one_sidecar() -> Iterator[None]:
+    """What ends a call of all pods is the death of the one rollout sidecar that the pod's cycle knows."""
+    try:
+        yield
+    except PodLost as lost:
+        raise SidecarDied("rollout", "shim", str(lost)) from None
+    except (WorkerDied, RpcTimeout) as death:
+        raise SidecarDied("rollout", "worker", str(death)) from None
+
+
+def _at_once(do: Callable[[RolloutPod], _T], pods: Sequence[RolloutPod]) -> list[_T]:
+    with ThreadPoolExecutor(max(1, len(pods)), thread_name_prefix="pod") as pool:
+        return list(pool.map(do, pods))
