@@ -173,13 +173,13 @@ class Recipe:
         workers, prompts = self.pods.count * self.rollout.workers, self.rollout.prompts_per_step
         if self.pods.count > 1 and workers > prompts:
             raise UserError(
-                f"'pods.count' is {self.pods.count} with rollout.workers {self.rollout.workers} each, and rollout.prompts_per_step is {prompts}; the samples of "
-                f"a prompt stay on one worker, so {workers - prompts} would have nothing to do: lower one of the two or raise prompts_per_step"
+                f"'pods.count' is {self.pods.count} with rollout.workers {self.rollout.workers} each, and rollout.prompts_per_step is {prompts}; the samples "
+                f"of a prompt stay on one worker, so {workers - prompts} would have nothing to do: lower one of the two or raise prompts_per_step"
             )
         if self.pods.count > 1 and self.machine.device == "cuda":
             raise UserError(
-                f"'pods.count' is {self.pods.count} with machine.device cuda; the pods of one machine compute on its CPUs in this version: set rollout.workers, "
-                "which has GPUs for each, and pods.count to 1"
+                f"'pods.count' is {self.pods.count} with machine.device cuda; the pods of one machine compute on its CPUs in this version: set "
+                "rollout.workers, which has GPUs for each, and pods.count to 1"
             )
 
     def _check_environment(self) -> None:

@@ -35,7 +35,9 @@ class RolloutPod:
     workers: int
     own_store: str = ""
 
-    def ask(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float | None = None, on_progress: Progress | None = None) -> Frame:
+    def ask(
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float | None = None, on_progress: Progress | None = None
+    ) -> Frame:
         """Calls the sidecar. Raises ``WorkerDied`` for a worker of it, ``PodLost`` if the sidecar is gone, ``SidecarDied`` if the trainer's is."""
         try:
             return self.channel.call(name, meta, blobs, deadline_s=deadline_s, on_progress=on_progress)
@@ -99,7 +101,8 @@ class RolloutPods:
 
         def receive(pod: RolloutPod) -> None:
             if pod.own_store:
-                pod.ask("receive_weights", {"store": self.store_address, "own_store": pod.own_store, "version": version, "protocols": [], "deadline_s": self.deadline_s})
+                stores = {"store": self.store_address, "own_store": pod.own_store}
+                pod.ask("receive_weights", {**stores, "version": version, "protocols": [], "deadline_s": self.deadline_s})
 
         self._take_part(self._each(self.there, receive, "receive_weights"))
         lost, self.lost = self.lost, []

@@ -134,8 +134,8 @@ class RolloutSidecar:
 
     def update_weight(self, version: WeightVersion) -> dict[str, Any]:
         """Read, verify and apply the weights published as ``version``; a sleeping engine allocates its KV cache. Returns the tensors that were
-        read twice (``rereads``), with several pods those that were ``left_out``, the ``kv_cache_bytes``, the ``base_bytes`` that were read from the model's folder again
-        and the ``seconds`` of waking."""
+        read twice (``rereads``), with several pods those that were ``left_out``, the ``kv_cache_bytes``, the ``base_bytes`` that were read from the
+        model's folder again and the ``seconds`` of waking."""
         return self.channel.call("update_weight", {"version": list(version)}).meta
 
     def rollout(

@@ -1,21 +1,17 @@
 """Several rollout workers: the bits of one, every worker has the weights, and a dead one is replaced without the others."""
 
-import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from fake_workers import PROMPTS, FakeWorker, roll_out
 from pod_runs import PodRun, difference
 
 from tandem.config.rollout import RolloutConfig
 from tandem.pod.rollout_workers import RolloutWorkers
 from tandem.rl.rollout.dispatcher import Dispatcher, GroupLoad
 from tandem.rl.rollout.past_lengths import PastLengths
-from tandem.runtime.rpc.calls import Blobs, Meta, Progress, WorkerDied
+from tandem.runtime.rpc.calls import WorkerDied
 from tandem.types import FinishReason, Prompt, RunError, Sample, UserError, WeightVersion
-from tandem.types.wire import Frame
-from tandem.types.wire_records import decode_prompts, decode_samples, encode_prompts, encode_samples
 
 
 def loads(*longest: float, sequences: int = 4) -> list[GroupLoad]:
@@ -56,12 +52,6 @@ def test_groups_of_a_dead_worker_are_drawn_again_by_others_or_by_the_one_that_re
     assert dispatcher.take(1) == [2]
 
 
-def sample(prompt: Prompt, index: int) -> Sample:
-    return Sample(
-        f"0/{prompt.id}/{index}", prompt.id, index, prompt.token_ids, (5,), (-1.0,), (-1.0,), (WeightVersion(0, 0),), FinishReason.STOP, "x"
-    )
-
-
 def test_the_longest_earlier_sample_of_a_prompt_is_expected_and_the_mean_where_there_is_none() -> None:
     past, prompts = PastLengths(), [Prompt(name, "", (1,)) for name in "abc"]
     assert past.expected(prompts) == [0.0, 0.0, 0.0]
@@ -69,42 +59,6 @@ def test_the_longest_earlier_sample_of_a_prompt_is_expected_and_the_mean_where_t
              for name, i, n in (("a", 0, 3), ("a", 1, 9), ("b", 0, 5))]  # fmt: skip
     past.add(drawn)
     assert past.expected(prompts) == [9.0, 5.0, 7.0]
-
-
-class FakeWorker:
-    """Finishes one group a call. Dies in its call number ``dies_at``; holds ``version`` after an update."""
-
-    def __init__(self, dies_at: int = -1, version: Sequence[int] | None = None) -> None:
-        self.dies_at, self.version, self.calls, self.held = dies_at, version, 0, list[Prompt]()
-        self.asked: list[str] = []
-        self.lock = threading.Lock()
-
-    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None) -> Frame:
-        with self.lock:
-            self.asked.append(name)
-            if name == "update_weight":
-                version = list(self.version or (meta or {})["version"])
-                return Frame({"version": version, "rereads": [], "kv_cache_bytes": 5, "base_bytes": 0, "seconds": 0.5}, {})
-            if name == "start_engine":
-                return Frame({"kv_cache_bytes": 5, "base_bytes": 0}, {})
-            self.calls += 1
-            if self.calls == self.dies_at:
-                raise WorkerDied("a worker", name, "a worker died")
-            assert meta is not None and blobs is not None
-            self.held = ([] if not meta["adds"] else self.held) + decode_prompts(blobs["prompts"])
-            prompt = self.held.pop(0)
-            drawn = [sample(prompt, index) for index in range(meta["settings"]["n"])]
-            return Frame({"finished": [prompt.id], "drafts": [3, 8, 5]}, {"samples": encode_samples(drawn)})
-
-
-PROMPTS = [Prompt(f"p{number}", "", (1, number)) for number in range(7)]
-
-
-def roll_out(workers: RolloutWorkers, restarts_left: int = 1) -> tuple[list[Sample], list[dict[str, Any]], dict[str, Any]]:
-    progress: list[dict[str, Any]] = []
-    meta = {"step": 0, "settings": {"n": 2}, "expected": [1.0] * len(PROMPTS), "restarts_left": restarts_left}
-    reply, blobs = workers.rollout(meta, {"prompts": encode_prompts(PROMPTS), "unfinished": encode_samples([])}, progress.append)
-    return [each for blob in blobs.values() for each in decode_samples(blob)], progress, reply
 
 
 def test_a_worker_that_dies_is_replaced_and_only_its_unfinished_groups_are_drawn_again() -> None:

@@ -23,8 +23,8 @@ from tandem.types import RunError
 
 GIB, MIB = 2**30, 2**20
 FIX = (
-    "lower pods.count, rollout.workers, rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, set trainer.recompute to full, or shard the model with section "
-    "'parallel'"
+    "lower pods.count, rollout.workers, rollout.engine.kv_cache_tokens or trainer.micro_batch_tokens, set trainer.recompute to full, or shard the model with "
+    "section 'parallel'"
 )
 
 
@@ -162,7 +162,8 @@ def plan(
 ) -> PodPlan:
     """Returns the plan of the residents with its predicted bytes, over all ranks. ``rollout_precision``: what the engine multiplies in. ``folder``: on
     the disk of residents. ``reward_model``: its shapes, if there is one; ``critic``: those of one of its own; ``reference``: there is a reference model,
-    which ``follows`` the actor or has the shapes of a ``teacher``, if they are not the actor's. ``pods``: on this machine, each with its rollout workers. Raises ``RunError`` where nothing fits."""
+    which ``follows`` the actor or has the shapes of a ``teacher``, if they are not the actor's. ``pods``: on this machine, each with its rollout
+    workers. Raises ``RunError`` where nothing fits."""
     engine = rollout.engine
     engine.check_length(max_length)
     sequences = algorithm.rounds * algorithm.prompts_per_round(rollout.prompts_per_step) * algorithm.group_size
