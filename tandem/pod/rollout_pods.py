@@ -124,7 +124,7 @@ class RolloutPods:
             except (WorkerDied, SidecarDied) as death:
                 if isinstance(death, SidecarDied) and death.role == "trainer":
                     raise
-                self._lose(pod, death if isinstance(death, PodLost) else PodLost(pod.number, name, str(death)))
+                self._lose(pod, death if isinstance(death, PodLost) else PodLost(pod.number, name, f"pod {pod.number}: {death}"))
                 return None
             return pod
 
@@ -159,7 +159,7 @@ class RolloutPods:
         self._end(pod, lost)
 
     def _end(self, pod: RolloutPod, lost: PodLost) -> None:
-        self.away[pod.number] = str(lost)
+        self.away.setdefault(pod.number, str(lost))
         pod.channel.kill()
         self.there = [each for each in self.there if each is not pod]
         # Its lease may last on, and its name is that of the process that takes its place.

@@ -1,0 +1,304 @@
+"""Several pods draw the samples of a run: the bits of one pod, whatever dies, is silent or leaves."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_server import WHY_SKIPPED, EtcdServer, program
+from fake_workers import PROMPTS, FakeWorker, roll_out
+from pod_runs import RECIPE, PodRun, difference, finish, recipe_with
+
+from tandem.config.pods import PodsConfig
+from tandem.config.recipe import Recipe, load_config
+from tandem.pod.failures import PodLost, SidecarDied
+from tandem.pod.rollout_pods import RolloutPod, RolloutPods
+from tandem.pod.rollout_workers import RolloutWorkers
+from tandem.pod.start import open_channels
+from tandem.rl.rollout.answer_deadline import AnswerDeadline
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.coordination.membership import Member, join, leave, members
+from tandem.runtime.coordination.session import Session
+from tandem.runtime.rpc.calls import Blobs, Meta
+from tandem.types import UserError
+from tandem.types.wire import Frame
+
+
+def test_groups_of_a_lost_pod_are_drawn_once_each_by_the_workers_of_the_others() -> None:
+    lost = PodLost(1, "rollout", "pod 1 was killed")
+    ended: list[PodLost] = []
+    here, there, beside = FakeWorker(), FakeWorker(dies_at=2, death=lost), FakeWorker(dies_at=1, death=lost)
+
+    def replace(number: int) -> FakeWorker:
+        raise AssertionError(f"worker {number} of a lost pod was replaced in the rollout")
+
+    drawn, progress, _ = roll_out(RolloutWorkers([here, there, beside], replace, 256, 9.0, ended.append))
+    assert sorted(each.id for each in drawn) == sorted(f"0/{prompt.id}/{i}" for prompt in PROMPTS for i in range(2))
+    (left_out,) = [each for each in progress if "left_out" in each]
+    # One restart pays for the whole pod, which is ended once.
+    assert (left_out["left_out"], left_out["reason"]) == (1, "pod 1 was killed") and ended == [lost]
+    assert max(each.get("done", 0) for each in progress) == 7
+
+
+def test_the_loss_of_the_last_pod_ends_the_rollout_and_so_does_one_beyond_the_allowed_restarts() -> None:
+    def workers() -> RolloutWorkers:
+        return RolloutWorkers([FakeWorker(dies_at=1, death=PodLost(n, "rollout", f"pod {n} was killed")) for n in range(2)], lambda n: FakeWorker(), 256, 9.0)
+
+    for restarts_left in (2, 1):
+        with pytest.raises(PodLost, match=r"pod \d was killed"):
+            roll_out(workers(), restarts_left)
+
+
+def test_a_pod_that_is_lost_while_its_worker_is_replaced_is_left_out() -> None:
+    def replace(number: int) -> FakeWorker:
+        raise PodLost(0, "replace_worker", "pod 0 was killed")
+
+    drawn, progress, _ = roll_out(RolloutWorkers([FakeWorker(dies_at=1), FakeWorker()], replace, 256, 9.0))
+    assert len(drawn) == 14 and [each["left_out"] for each in progress if "left_out" in each] == [0]
+
+
+def test_the_deadline_of_an_answer_follows_the_longest_one() -> None:
+    deadline = AnswerDeadline(factor=10, least_s=30, most_s=600)
+    assert deadline() == 600, "nothing was measured"
+    deadline.answered(2)
+    assert deadline() == 30, "10 x 2 s are less than the shortest one"
+    deadline.answered(8)
+    deadline.answered(1)
+    assert deadline() == 80
+    deadline.missed()
+    assert deadline() == 160
+    deadline.answered(50)
+    assert deadline() == 600
+
+
+@dataclass
+class FakeChannel:
+    """A pod's sidecar: joins the run when it starts, unless it is ``broken``. ``asked``: every call of all pods, in order."""
+
+    number: int
+    store: EmbeddedStore
+    asked: list[tuple[int, str]]
+    broken: bool = False
+    session: Session | None = None
+
+    @property
+    def member(self) -> str:
+        return f"pod-{self.number}"
+
+    def start(self) -> None:
+        if self.broken:
+            raise SidecarDied("rollout", "shim", "it did not start")
+        if self.session is None:
+            self.session = Session(self.store, 60)
+            join(self.session, self.member, {})
+
+    def kill(self) -> None:
+        """As ``kill -9``: its lease lasts on."""
+        self.session = None
+
+    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, **_: Any) -> Frame:
+        self.asked.append((self.number, name))
+        return Frame({"kv_cache_bytes": 1, "base_bytes": 0, "version": list((meta or {}).get("version", ())), "rereads": [], "seconds": 0.0}, {})
+
+
+@dataclass
+class ThreeFakePods:
+    store: EmbeddedStore
+    asked: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.channels = [FakeChannel(number, self.store, self.asked) for number in range(3)]
+        made = [RolloutPod(channel.number, channel, 1, "" if channel.number == 0 else "own") for channel in self.channels]  # type: ignore[arg-type]
+        self.pods = RolloutPods(made, lambda: self.store, "shared", 256, 9.0, AnswerDeadline(10, 30, 600))
+
+    def update(self) -> list[int]:
+        """Returns the pods that were newly left out."""
+        self.asked.clear()
+        return [each["left_out"] for each in self.pods.call("update_weight", {"version": [1, 2]}).meta.get("left_out", [])]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[ThreeFakePods]:
+    made = ThreeFakePods(EmbeddedStore(tmp_path / "store.sqlite"))
+    made.pods.start()
+    made.pods.call("start_engine", {"folder": "f"})
+    yield made
+    for channel in made.channels:
+        if channel.session is not None:
+            channel.session.close()
+    made.store.close()
+
+
+def test_every_other_pod_has_received_the_weights_before_any_engine_switches(three: ThreeFakePods) -> None:
+    assert three.update() == []
+    assert sorted(three.asked[:2]) == [(1, "receive_weights"), (2, "receive_weights")]
+    assert sorted(three.asked[2:]) == [(0, "update_weight"), (1, "update_weight"), (2, "update_weight")]
+
+
+def test_a_pod_whose_lease_ended_is_started_again_before_the_update(three: ThreeFakePods) -> None:
+    leave(three.store, "pod-2")
+    before = {member.name: member.revision for member in members(three.store)}
+    assert three.update() == [2]
+    assert three.asked[0] == (2, "start_engine") and (2, "update_weight") in three.asked
+    (again,) = [member for member in members(three.store) if member.name == "pod-2"]
+    assert isinstance(again, Member) and again.revision > max(before.values())
+
+
+def test_a_pod_that_does_not_start_again_is_said_once_and_takes_part_when_it_does(three: ThreeFakePods) -> None:
+    leave(three.store, "pod-1")
+    three.channels[1].broken = True
+    assert three.update() == [1] and {number for number, _ in three.asked} == {0, 2}
+    assert three.update() == [] and {number for number, _ in three.asked} == {0, 2}
+    three.channels[1].broken = False
+    assert three.update() == [] and (1, "update_weight") in three.asked
+    leave(three.store, "pod-1")
+    assert three.update() == [1], "it is lost anew"
+
+
+def test_where_no_pod_is_left_the_one_sidecar_of_the_cycle_died(three: ThreeFakePods) -> None:
+    for channel in three.channels:
+        leave(three.store, channel.member)
+        channel.broken = True
+    with pytest.raises(SidecarDied, match=r"no pod is left: pod 0 did not renew its lease.*pod 2"):
+        three.update()
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
+        ({"count": 0}, r"'pods\.count' is 0; it must be at least 1"),
+        ({"deadline_factor": 1.0}, r"'pods\.deadline_factor' is 1; it must be more than 1"),
+        ({"deadline_factor": float("nan")}, r"'pods\.deadline_factor' is nan; it must be more than 1"),
+        ({"min_deadline_s": 0.0}, r"'pods\.min_deadline_s' is 0\.0; it must be above 0 seconds"),
+    ],
+    ids=["count", "factor", "nan", "seconds"],
+)
+def test_values_that_cannot_be_right_are_refused_in_one_line(values: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        PodsConfig(**values).check()
+
+
+def test_pods_without_work_without_cpus_or_inline_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'pods\.count' is 3 with rollout\.workers 2 each, and rollout\.prompts_per_step is 4;.* 2 would have nothing to do"):
+        load_config(RECIPE, ["--pods.count=3", "--rollout.workers=2"])
+    with pytest.raises(UserError, match=r"'pods\.count' is 2 with machine\.device cuda; the pods of one machine compute on its CPUs"):
+        load_config(RECIPE, ["--pods.count=2", "--machine.device=cuda"])
+    recipe = load_config(RECIPE, ["--pods.count=2"])
+    assert isinstance(recipe, Recipe)
+    with pytest.raises(UserError, match=r"--inline is one process and this run has 2 pods; leave --inline out or set pods\.count to 1"):
+        open_channels(recipe, tmp_path, True, None)
+
+
+def test_two_pods_give_the_bits_of_one(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train("--pods", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, undisturbed) == [] and run.left_behind() == []
+    # The second pod has received every version; with half of the groups each, both pods were busy.
+    received = (run.directory / "pods" / "1" / "logs" / "rollout_shim.log").read_text()
+    assert [f"weights of step {step} (incarnation 1) came from pod" in received for step in range(7)] == [True] * 7
+    assert run.events("recovery") == []
+
+
+def with_faults(run: PodRun, *settings: str) -> None:
+    done = run.train("--pods", "2", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.left_behind() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fault, part",
+    [
+        ("pod1_rollout_worker:before:rollout:3", "worker"), ("pod1_rollout_worker:after:rollout:3", "worker"),
+        ("pod1_rollout_shim:before:rollout:3", "pod"), ("pod1_rollout_shim:after:rollout:3", "pod"), ("rollout_shim:after:rollout:3", "pod"),
+        ("pod1_rollout_shim:before:receive_weights:2", "pod"), ("pod1_rollout_shim:after:receive_weights:2", "pod"),
+    ],
+)  # fmt: skip
+def test_kill_a_pod_or_its_worker_and_no_bit_changes_and_nothing_is_lost(fault: str, part: str, undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    with_faults(run, "--fault", fault)
+    assert difference(run, undisturbed) == []
+    (event,) = run.events("recovery")
+    assert (event.detail["role"], event.detail["part"]) == ("rollout", part), event
+    # The trainer was not disturbed, and a pod's death is not that of the rollout.
+    states = [transition.state for transition in run.transitions()]
+    assert states.count("start") == 1 and states.count("start_engine") == 1
+    # The pod that was lost came back: it has the weights of the last step.
+    for pod in [run.directory / "pods" / "1"] if "pod1" in fault else []:
+        assert (pod / "faults").is_dir() and "weights of step 6" in (pod / "logs" / "rollout_shim.log").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fault",
+    ["pod1_rollout_worker:before:start_engine:0", "pod1_rollout_worker:after:update_weight:2", "trainer_shim:after:register:2", "trainer_worker:after:train:3"],
+)
+def test_kill_outside_a_rollout_and_no_bit_changes(fault: str, undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    with_faults(run, "--fault", fault, "--residents.plan=terminate")
+    assert difference(run, undisturbed) == [] and run.events("recovery")
+
+
+@pytest.mark.full
+def test_a_pod_that_is_stopped_is_left_out_and_its_groups_are_drawn_by_the_other(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    # Its worker waits in its third rollout until the whole pod is stopped.
+    settings = ["--pods=2", "--pods.min_deadline_s=3", "--fault", "pod1_rollout_worker:stall:rollout:3"]
+    process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", "--run.name=run", *settings)
+    marker, ends = run.directory / "pods" / "1" / "faults" / "pod1_rollout_worker-stall-rollout-3", time.monotonic() + 240
+    while not marker.exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+    stopped = [pid for pid, line in run.processes().items() if f"{run.directory}/pods/1" in line]
+    assert len(stopped) == 2, "the shim and its worker"
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    done = finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, undisturbed) == [] and run.left_behind() == []
+    # On a loaded machine the other pod may be slow as well.
+    events = [event.detail for event in run.events("recovery")]
+    assert any((event["part"], event["pod"]) == ("pod", 1) and event["groups"] > 0 and "within" in event["reason"] for event in events), events
+    assert not any(Path(f"/proc/{pid}").exists() for pid in stopped)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(program() is None, reason=WHY_SKIPPED)
+def test_two_pods_over_etcd_of_which_one_is_killed_give_the_bits_of_one(etcd_server: EtcdServer, undisturbed: PodRun, tmp_path: Path) -> None:
+    from tandem.runtime.coordination.etcd import EtcdStore
+
+    run = PodRun(tmp_path / "run", name=f"run-{time.time_ns()}")
+    settings = ["--coordination", "etcd", f"--coordination.endpoints=[{etcd_server.url}]"]
+    with_faults(run, *settings, "--fault", "pod1_rollout_shim:after:rollout:3")
+    assert difference(run, undisturbed) == []
+    assert EtcdStore(etcd_server.config(), f"/tandem/{run.name}/").list("") == []
+
+
+@pytest.mark.full
+def test_a_run_of_two_pods_is_resumed_with_three_of_two_workers_and_replayed(undisturbed: PodRun, tmp_path: Path) -> None:
+    recipe = recipe_with(tmp_path, rollout={"prompts_per_step": 6, "max_tokens": 12})
+    alone, run = PodRun(tmp_path / "alone", recipe), PodRun(tmp_path / "run", recipe)
+    done = alone.train()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.train("--pods", "2", "--fault", "pod:after:commit_samples:3").returncode != 0
+    done = run.resume("--pods.count=3", "--rollout.workers=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, alone) == [] and run.left_behind() == []
+    replayed = finish(run.begin("replay", str(run.directory), "--step", "4"))
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("faults", ["", "pod1_rollout_shim:after:rollout:3"])
+def test_two_pods_one_step_off_give_the_bits_of_one(faults: str, tmp_path: Path) -> None:
+    one_off = ("--rollout.max_staleness=1", "--algorithm.old_logprobs=rollout")
+    alone, run = PodRun(tmp_path / "alone"), PodRun(tmp_path / "run")
+    done = alone.train(*one_off)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with_faults(run, *one_off, *(["--fault", faults] if faults else []))
+    assert difference(run, alone) == []
+    assert len(run.events("recovery")) == (1 if faults else 0)
