@@ -62,9 +62,12 @@ class PodWorker:
 
 @dataclass
 class RolloutPods:
-    """A ``Channel`` to the rollout sidecars of ``pods``. ``store``: that of the run, at ``store_address``. ``capacity``: sequences that a worker draws at
-    once. ``there``: the pods that take part; ``away``: why the others do not, by number; ``lost``: those that were left out since the last update of weights
-    and outside a rollout, as it is reported."""
+    """A ``Channel`` to the rollout sidecars of ``pods``.
+
+    ``open_store``: opens the store of the run, which is at ``store_address``. ``capacity``: sequences that a worker draws at once. ``deadline_s``: of a call
+    of a shim to its worker; that of a call of a shim is longer, so that the shim names a worker that is stuck. ``there``: the pods that take part;
+    ``away``: why the others do not, by number; ``lost``: those that were left out since the last update of weights and outside a rollout, as it is
+    reported."""
 
     pods: Sequence[RolloutPod]
     open_store: Callable[[], Store]
@@ -78,7 +81,7 @@ class RolloutPods:
     is_remote: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        self.workers = RolloutWorkers([], self._replace, self.capacity, self.deadline_s, self._leave_out, self.answer_deadline)
+        self.workers = RolloutWorkers([], self._replace, self.capacity, self.deadline_s + 10, self._leave_out, self.answer_deadline)
         self._store: Store | None = None
 
     def start(self) -> None:
@@ -89,6 +92,8 @@ class RolloutPods:
         meta, blobs, progress = meta or {}, blobs or {}, on_progress or (lambda _: None)
         with _one_sidecar():
             left_out = self._bring_weights(list(meta["version"])) if name == "update_weight" else []
+            # Without those that an earlier rollout under the same weights has lost.
+            self._take_part(self.there)
             reply, payload = getattr(self.workers, name)(meta, blobs, progress)
         return Frame({**reply, "left_out": left_out} if left_out else reply, payload, "result")
 

@@ -216,7 +216,8 @@ def with_faults(run: PodRun, *settings: str) -> None:
     [
         ("pod1_rollout_worker:before:rollout:3", "worker"), ("pod1_rollout_worker:after:rollout:3", "worker"),
         ("pod1_rollout_shim:before:rollout:3", "pod"), ("pod1_rollout_shim:after:rollout:3", "pod"), ("rollout_shim:after:rollout:3", "pod"),
-        ("pod1_rollout_shim:before:receive_weights:2", "pod"), ("pod1_rollout_shim:after:receive_weights:2", "pod"),
+        ("pod1_rollout_shim:after:rollout:4", "pod"), ("pod1_rollout_shim:before:receive_weights:2", "pod"),
+        ("pod1_rollout_shim:after:receive_weights:2", "pod"),
     ],
 )  # fmt: skip
 def test_kill_a_pod_or_its_worker_and_no_bit_changes_and_nothing_is_lost(fault: str, part: str, undisturbed: PodRun, tmp_path: Path) -> None:
