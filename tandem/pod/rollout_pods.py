@@ -86,7 +86,8 @@ class RolloutPods:
 
     def start(self) -> None:
         """Brings up every pod. Raises ``SidecarDied`` if none starts."""
-        self._take_part(self._each(self.pods, lambda pod: pod.channel.start(), "start"))
+        self._store = self._store or self.open_store()
+        self._take_part(self._each(self.pods, self._start, "start"))
 
     def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None) -> Frame:
         meta, blobs, progress = meta or {}, blobs or {}, on_progress or (lambda _: None)
@@ -99,7 +100,8 @@ class RolloutPods:
 
     def _bring_weights(self, version: list[int]) -> list[dict[str, Any]]:
         """Starts the pods again that are not there, and lets all but the trainer's receive ``version``. Returns the pods that are left out since then."""
-        present = {member.name for member in members(self._run_store())}
+        assert self._store is not None
+        present = {member.name for member in members(self._store)}
         for pod in [pod for pod in self.there if pod.channel.member not in present]:
             self._lose(pod, PodLost(pod.number, "update_weight", f"pod {pod.number} did not renew its lease"))
         self._take_part([*self.there, *self._each([pod for pod in self.pods if pod not in self.there], self._start_again, "start")])
@@ -113,9 +115,16 @@ class RolloutPods:
         lost, self.lost = self.lost, []
         return lost
 
+    def _start(self, pod: RolloutPod) -> None:
+        """Starts what does not run of a pod."""
+        if pod.channel.shim is None and self._store is not None:
+            # The lease of the one before may last on, under the name of the one that takes its place.
+            leave(self._store, pod.channel.member)
+        pod.channel.start()
+
     def _start_again(self, pod: RolloutPod) -> None:
         """Starts a pod that was left out, and its engines."""
-        pod.channel.start()
+        self._start(pod)
         for number in range(pod.workers):
             pod.ask("start_engine", {**self.workers.engine, "worker": number})
         logger.warning("pod %d takes part again", pod.number)
@@ -167,13 +176,6 @@ class RolloutPods:
         self.away.setdefault(pod.number, str(lost))
         pod.channel.kill()
         self.there = [each for each in self.there if each is not pod]
-        # Its lease may last on, and its name is that of the process that takes its place.
-        leave(self._run_store(), pod.channel.member)
-
-    def _run_store(self) -> Store:
-        if self._store is None:
-            self._store = self.open_store()
-        return self._store
 
     def allocate(self, size_bytes: int) -> tuple[str, ...]:
         return self.pods[0].channel.allocate(size_bytes)
@@ -183,9 +185,6 @@ class RolloutPods:
 
     def discard(self) -> None:
         _at_once(lambda pod: pod.channel.discard(), self.pods)
-        for pod in self.pods:
-            if pod.channel.shim is None:
-                leave(self._run_store(), pod.channel.member)
 
     def memory(self) -> dict[str, int]:
         found = [{"rss_bytes": 0, "shm_bytes": 0}]

@@ -193,23 +193,21 @@ class _Rollout:
     def _replace(self, number: int, death: WorkerDied | RpcTimeout) -> bool:
         """Gives the groups of a dead worker to the others, and replaces it. Returns whether it is there again; it is not if its whole pod was lost."""
         began = monotonic()
-        is_known = isinstance(death, PodLost) and death.pod in self._lost_pods
         with self._changed:
-            if not is_known:
-                if self._restarts_left <= 0:
-                    raise death
-                self._restarts_left -= 1
             lost = self._dispatcher.lose(number)
+            if isinstance(death, PodLost):
+                self._leave_out(number, death, len(lost))
+                return False
+            self._spend_restart(death)
             self._changed.notify_all()
-        if isinstance(death, PodLost):
-            self._leave_out(number, death, len(lost))
-            return False
         logger.warning("%s; rollout worker %d is replaced and %d groups are drawn again", death, number, len(lost))
         try:
             self._owner.workers[number] = self._owner.replace(number)
             self._owner.prepare(number)
         except PodLost as pod_lost:
-            self._leave_out(number, pod_lost, len(lost))
+            with self._changed:
+                self._restarts_left += 1  # Both are one restart.
+                self._leave_out(number, pod_lost, len(lost))
             return False
         with self._changed:
             self._dispatcher.rejoin(number)
@@ -218,14 +216,20 @@ class _Rollout:
         return True
 
     def _leave_out(self, number: int, death: PodLost, groups: int) -> None:
-        """Goes on without a worker of a lost pod. Raises ``death`` if it was the last worker."""
-        with self._changed:
-            is_first = death.pod not in self._lost_pods
+        """Goes on without a worker of a lost pod, which is ended before others draw its ``groups``. Called with the lock. Raises ``death`` if it was the last
+        worker."""
+        if death.pod not in self._lost_pods:
+            self._spend_restart(death)
             self._lost_pods.add(death.pod)
-            self._left_out.add(number)
-            if is_first:
-                logger.warning("%s; pod %d is left out of this rollout", death, death.pod)
-                self._owner.leave_out(death)
-                self._progress({"left_out": death.pod, "reason": str(death), "groups": groups})
-            if len(self._left_out) == len(self._owner.workers):
-                raise death
+            logger.warning("%s; pod %d is left out of this rollout", death, death.pod)
+            self._owner.leave_out(death)
+            self._progress({"left_out": death.pod, "reason": str(death), "groups": groups})
+        self._left_out.add(number)
+        if len(self._left_out) == len(self._owner.workers):
+            raise death
+        self._changed.notify_all()
+
+    def _spend_restart(self, death: WorkerDied | RpcTimeout) -> None:
+        if self._restarts_left <= 0:
+            raise death
+        self._restarts_left -= 1

@@ -142,3 +142,8 @@ def test_every_rollout_worker_has_weights_and_a_cache_of_its_own() -> None:
     # Keys and values of 2 heads of 8 floats in 3 layers.
     assert one.rollout == PROCESS_BYTES + 2 * WEIGHTS + 1000 * 3 * 2 * 2 * 8 * 4 + 7 and three.rollout == 3 * one.rollout
     assert (three.trainer, three.segments) == (one.trainer, one.segments)
+
+
+def test_every_pod_of_the_machine_has_two_weight_buffers_of_its_own() -> None:
+    two = predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=False, engines=2, pods=2)
+    assert two.segments == 2 * 2 * WEIGHTS

@@ -89,6 +89,10 @@ class FakeChannel:
     def member(self) -> str:
         return f"pod-{self.number}"
 
+    @property
+    def shim(self) -> Session | None:
+        return self.session
+
     def start(self) -> None:
         if self.broken:
             raise SidecarDied("rollout", "shim", "it did not start")
