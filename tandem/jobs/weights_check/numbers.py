@@ -1,4 +1,4 @@
-"""A Hugging Face folder whose every weight is a random number, written with the safetensors library and nothing of Tandem's."""
+"""A Hugging Face folder whose every weight is a random number, and what the safetensors library reads in such a folder."""
 
 import json
 import shutil
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.model.drawn import generator_of
+from tandem.model.huggingface.safetensors_file import write_file
 from tandem.types import UserError
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -32,7 +32,8 @@ def fill_folder(source: Path, target: Path, seed: int, dtype: torch.dtype) -> No
     (target / "config.json").write_text(json.dumps({**config, "dtype": name, "torch_dtype": name}), encoding="utf-8")
     is_tied = bool(config.get("tie_word_embeddings"))
     for path in files:
-        save_file({key: _drawn(key, like, seed, dtype, is_tied) for key, like in _read(path).items()}, target / path.name, {"format": "pt"})
+        # The library writes tensors of torch with numpy alone, which Tandem does not need.
+        write_file(target / path.name, [(key, _drawn(key, like, seed, dtype, is_tied)) for key, like in _read(path).items()])
 
 
 def read_folder(folder: Path, pattern: str = "*.safetensors") -> dict[str, Tensor]:

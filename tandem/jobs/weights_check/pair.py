@@ -1,6 +1,6 @@
 """Moves weights of random numbers from a trainer to engines, twice, without a training job, and compares every digest after each update.
 
-The sidecars, ranks, engines and the calls are those of a run in a pod. The first weights are those of a folder that the safetensors library wrote. Then the
+The sidecars, ranks, engines and the calls are those of a run in a pod. The first weights are those of a folder as the safetensors library reads it. Then the
 trainer takes a step, which changes them, and exports a folder; an engine that reads these folders itself says what the updated one has to hold.
 """
 
