@@ -12,8 +12,11 @@ import shutil
 import sys
 from pathlib import Path
 
+from tandem.backends.environment import installed
+from tandem.backends.sidecars import SIDECARS
 from tandem.runtime.machine.numerics import instruction_set
 from tandem.runtime.process.processes import available_cores
+from tandem.types import UserError
 
 OPTIONAL = {
     "jinja2": "chat templates (pip install tandem-rl[chat])",
@@ -44,11 +47,20 @@ def run(options: argparse.Namespace) -> int:
     ]
     server = shutil.which("etcd")
     lines.append(("etcd", f"client: built in (coordination.store: etcd); server: {server or 'not on the PATH; any reachable one will do'}"))
+    lines += [(f"{name} sidecar", _sidecar(name)) for name in SIDECARS]
     for module, use in OPTIONAL.items():
         lines.append((module, "installed" if importlib.util.find_spec(module) else f"not installed; for {use}"))
     for name, value in lines:
         print(f"{name:<16} {value}")
     return 0
+
+
+def _sidecar(name: str) -> str:
+    try:
+        record = installed(name)
+    except UserError as error:
+        return f"broken: {error}"
+    return f"not installed; {SIDECARS[name].purpose} (tandem sidecar install {name})" if record is None else ", ".join(map(" ".join, record.versions.items()))
 
 
 def _memory() -> str:

@@ -29,6 +29,7 @@ COMMANDS = {
     "evaluate": "measure accuracy on a task, perplexity, or tasks of lm-eval",
     "quantize": "quantize a model to 8 or 4 bits: int8, fp8, round to nearest, GPTQ, AWQ",
     "weights": "check that weights reach engines unchanged, for any two layouts, without a training job",
+    "sidecar": "make the environments of vLLM, Megatron-Core and DeepSpeed, which can take a side of a pod",
     "convert": "convert a model between Hugging Face, Megatron and Tandem checkpoints",
     "models": "list, show, promote and compare the versions of the model registry",
     "report": "write a run's report.html again, or compare runs",

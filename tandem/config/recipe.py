@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
+from tandem.config.backends import check_backends
 from tandem.config.bundled import recipe_file
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.coordination import CoordinationConfig
@@ -119,6 +120,7 @@ class Recipe:
         self.trainer.check_schedule(self.run.max_steps, self.sft.schedule if self.sft is not None else "constant")
         self.trainer.check_offload_folder(self.residents.offloads)
         check_mesh(self.parallel, self.trainer)
+        check_backends(self)
         self.trainer.check_share_prompts(self.parallel.context)
         self._check_lora()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from tandem.config.agent import AgentConfig
 from tandem.config.engine import EngineArgs
@@ -18,6 +18,8 @@ from tandem.types.errors import UserError
 class RolloutConfig:
     """Sampling parameters and the engine's options."""
 
+    backend: Literal["tandem", "vllm"] = "tandem"
+    """What draws the samples: Tandem's engine, or `vllm` in an environment of its own (`tandem sidecar install vllm`)."""
     prompts_per_step: int = 32
     """Prompts per step; each is sampled `algorithm.group_size` times."""
     max_tokens: int = 32

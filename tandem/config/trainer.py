@@ -18,6 +18,8 @@ TrainDtype = Literal["float32", "float64", "bfloat16", "float16"]
 class TrainerConfig:
     """The optimizer and the training step; `training.md` says how to choose."""
 
+    backend: Literal["tandem", "megatron", "deepspeed"] = "tandem"
+    """What computes the training steps of a pod: `tandem`, or Megatron-Core or DeepSpeed in an environment of its own (`tandem sidecar install`)."""
     optimizer: OptimizerName = "adamw"
     """`adamw`, `muon` for the layers' matrices with AdamW for the rest, or `adamw8bit`: AdamW with 8-bit moments."""
     learning_rate: float = 1e-6

@@ -15,6 +15,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tandem.backends.environment import python_of, tandem_path
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.layout.mesh import MeshShape
@@ -101,6 +102,9 @@ class Shim:
         shape = mesh_of(parallel) if self.role == "trainer" else MeshShape()
         suffix = str(number) if number else ""
         name = (f"the {self.role} worker" if count == 1 else f"{self.role} worker {number}") + (f" of pod {options.pod_number}" if options.pod_number else "")
+        backend = recipe.trainer.backend if self.role == "trainer" else "tandem"
+        python = None if backend == "tandem" else python_of(backend)
+        environment = {} if python is None else {"PYTHONPATH": tandem_path(self.run / "pod")}
         device, gpus = pod_device(recipe.machine), recipe.rollout.engine.tensor_parallel_size
         settings = GroupSettings(
             name=name,
@@ -114,7 +118,8 @@ class Shim:
             heartbeat_timeout_s=parallel.heartbeat_timeout_s,
             log=lambda rank: f"{self.role}_worker{suffix}" + (f"-{rank}" if rank else ""),
             roles=lambda rank: (of_pod(options, f"{self.role}_worker{suffix}" if rank == 0 else f"{self.role}_rank{rank}"),),
-            environment=visible_gpus(number * gpus, gpus) if device == "cuda" and count > 1 else {},
+            environment=environment | (visible_gpus(number * gpus, gpus) if device == "cuda" and count > 1 else {}),
+            python=python,
         )
         return WorkerGroup(settings, shape, say=logger.warning)
 

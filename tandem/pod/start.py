@@ -52,6 +52,9 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
         return InlineChannel(role, pod_id, lambda: make_worker(role, recipe, directory, threads))
 
     if inline:
+        for key, backend in (("trainer.backend", recipe.trainer.backend), ("rollout.backend", recipe.rollout.backend)):
+            if backend != "tandem":
+                raise UserError(f"--inline is one process and '{key}' is '{backend}', which has an environment of its own; leave --inline out")
         if recipe.pods.count > 1:
             raise UserError(f"--inline is one process and this run has {recipe.pods.count} pods; leave --inline out or set pods.count to 1")
         if recipe.parallel.world > 1:

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tandem.backends.environment import python_of
 from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
@@ -77,6 +78,9 @@ class RunPlan:
 def check_rl_run(recipe: Recipe) -> RunPlan:
     """Refuses, before any work, what the recipe's own checks cannot see: files and folders that are not what it says,
     prompts that do not fit, a machine that is too small."""
+    for backend in (recipe.trainer.backend, recipe.rollout.backend):
+        if backend != "tandem":
+            python_of(backend)
     check_offload(recipe.trainer, check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks))
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))

@@ -66,16 +66,18 @@ def spawn(
     capture: bool = False,
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
+    python: Path | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Starts the Python module ``module`` (or ``program``) as a child that is killed when this process ends, even by ``kill -9``.
 
     ``output``: a file to which standard output and error are appended (``None``: those of this process). ``capture``: standard output is
     read from ``.stdout`` instead. ``new_session``: gives the child a session and process group of its own, so that ``kill_group`` also kills
     what it starts and a terminal's Ctrl-C does not reach it. ``worker``: the module calls ``worker.serve``, before which it collects no garbage.
+    ``python``: the interpreter of another environment, which finds this package in the ``PYTHONPATH`` of ``environment``.
     """
     kind, target = ("worker" if worker else "module", module) if module is not None else ("exec", program)
     assert target is not None, "spawn needs a module or a program"
-    command = [sys.executable, "-m", "tandem.runtime.process.child", str(os.getpid()), kind, target, *arguments]
+    command = [sys.executable if python is None else str(python), "-m", "tandem.runtime.process.child", str(os.getpid()), kind, target, *arguments]
 
     def start() -> "subprocess.Popen[bytes]":
         with contextlib.ExitStack() as stack:

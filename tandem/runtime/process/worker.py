@@ -44,12 +44,14 @@ class Worker:
         output: Path | None = None,
         environment: Mapping[str, str] | None = None,
         new_session: bool = False,
+        python: Path | None = None,
     ) -> None:
         """Starts ``python -m MODULE ARGUMENTS --channel FD``, a process that calls ``serve`` with that descriptor.
 
         Args:
             name: the worker's name in error messages.
             new_session: start it in its own session, so that processes it starts are killed with it (see ``spawn``).
+            python: the interpreter of another environment (see ``spawn``).
         """
         self.name = name
         self._new_session = new_session
@@ -58,7 +60,7 @@ class Worker:
             channel = ("--channel", str(theirs.fileno()))
             self.process: subprocess.Popen[bytes] = spawn(
                 module, [*arguments, *channel], threads=threads, output=output, environment=environment,
-                pass_fds=[theirs.fileno()], new_session=new_session, worker=True,
+                pass_fds=[theirs.fileno()], new_session=new_session, worker=True, python=python,
             )  # fmt: skip
         self._pidfd = os.pidfd_open(self.process.pid) if hasattr(os, "pidfd_open") else None
         self._channel = Channel(ours, watch=self._pidfd)

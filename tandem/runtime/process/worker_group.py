@@ -59,6 +59,7 @@ class GroupSettings:
         log: the name of rank r's log file.
         roles: the roles of rank r in a plan of faults.
         environment: further variables of every rank's environment.
+        python: the interpreter of another environment than this one (see ``spawn``).
     """
 
     name: str
@@ -73,6 +74,7 @@ class GroupSettings:
     log: Callable[[int], str] = "rank-{}".format
     roles: Callable[[int], tuple[str, ...]] = lambda rank: (f"rank{rank}",)
     environment: Mapping[str, str] = field(default_factory=dict)
+    python: Path | None = None
 
 
 class WorkerGroup:
@@ -101,7 +103,7 @@ class WorkerGroup:
         environment = {**(kept or {}), **settings.environment}
         return Worker(
             name, "tandem.trainer.rank_process", [own.to_json()], threads=Threads(settings.threads), output=output, new_session=True,
-            environment=environment,
+            environment=environment, python=settings.python,
         )  # fmt: skip
 
     @property
