@@ -54,10 +54,10 @@ def test_an_environment_is_made_once_has_its_own_packages_and_finds_tandem_besid
     assert str(folder_of("deepspeed")) in out and f"{tmp_path}/run/python/tandem/__init__.py" in out
 
     (folder_of("deepspeed") / RECORD).write_text(json.dumps({"format": 0}))
-    with pytest.raises(UserError, match="not whole.*tandem sidecar install deepspeed --force$"):
+    with pytest.raises(UserError, match=r"not whole.*tandem sidecar install deepspeed --force$"):
         python_of("deepspeed")
     (folder_of("deepspeed") / RECORD).unlink()
-    with pytest.raises(UserError, match="its installation did not end.*tandem sidecar install deepspeed$"):
+    with pytest.raises(UserError, match=r"its installation did not end.*tandem sidecar install deepspeed$"):
         python_of("deepspeed")
 
 
