@@ -6,7 +6,7 @@ Each has an environment of its own, so that no two of them, nor Tandem, have to 
 examples:
   tandem sidecar install vllm
   tandem train sort --rollout vllm
-  tandem sidecar install megatron --pip-args="--extra-index-url https://packages.example.com/simple"
+  tandem sidecar install megatron --pip-args="--no-cache-dir"
   tandem sidecar list
 """
 
