@@ -18,8 +18,10 @@ from tandem.model.value_folder import make_value_folder
 from tandem.pod.prompts import context_tokens
 from tandem.pod.residents.trainer import Held, HeldGradients, HeldTensors
 from tandem.runtime.records.tracing import Tracer
+from tandem.trainer.backend import TrainedReplica
 from tandem.trainer.build import ReplicaSettings, build_frozen, build_replica
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints, SavedCritic
+from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.offload.offloader import storage_bytes
 from tandem.trainer.parallel.replica import FrozenReplica, Replica
@@ -78,7 +80,7 @@ class Actor:
     for it, or the algorithm is another).
     ``reward_model``: the one of section ``reward_model`` (``None``: there is none)."""
 
-    replica: Replica
+    replica: TrainedReplica
     guard: GradScaler
     checkpoints: ReplicaCheckpoints
     tracer: Tracer
@@ -86,6 +88,12 @@ class Actor:
     critic: Critic | None = None
     reward_model: FrozenModel | None = None
     follows: bool = False
+
+    @property
+    def native(self) -> Replica:
+        """The replica of Tandem's own trainer, for what other backends do not have (adapters, a reference that follows)."""
+        assert isinstance(self.replica, Replica)
+        return self.replica
 
     def residents(self) -> dict[str, Held]:
         """Returns what this rank holds from step to step, by the names of ``layout.residents``."""
@@ -132,7 +140,7 @@ def build_actor(
         folder = found_model(recipe.reward_model.path).resolve()
         reward_model = frozen("reward_model", ReplicaSettings(folder, directory, recipe.trainer, recipe.parallel, most))
     checkpoints = ReplicaCheckpoints(
-        directory / "checkpoints", recipe.checkpoint.keep, start, replica, guard, rank.saving,
+        directory / "checkpoints", recipe.checkpoint.keep, start, ReplicaState(replica), guard, rank.saving,
         asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,
         critic=None if critic is None else SavedCritic(critic.replica, critic.guard, critic.start),
         reference=reference.replica if follows and reference is not None else None,

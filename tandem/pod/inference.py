@@ -50,7 +50,7 @@ def infer(models: RankModels, step: int, samples: Sequence[Sample], on_progress:
     most, share, logprobs, values = trainer.micro_batch_tokens, trainer.share_prompts, None, None
     if reads_base:
         models.enter(Phase.TRAIN)
-        with actor.tracer.span("reference"), actor.replica.model.without_adapter():
+        with actor.tracer.span("reference"), actor.native.model.without_adapter():
             logprobs = sequence_logprobs(actor.replica, sequences, most, on_progress=partial(report, of="reference"), share_prompts=share)
     if actor.reference is not None or actor.critic is not None:
         models.enter(Phase.INFERENCE)

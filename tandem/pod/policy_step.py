@@ -95,7 +95,7 @@ def _update_reference(models: RankModels) -> None:
     actor, config = models.actor, models.recipe.reference
     if actor.follows and actor.reference is not None and models.steps % config.every_steps == 0:
         with actor.tracer.span("update the reference"):
-            follow(actor.reference.replica, actor.replica, config.mixup_alpha if config.update == "ema" else 1.0)
+            follow(actor.reference.replica, actor.native, config.mixup_alpha if config.update == "ema" else 1.0)
 
 
 def _device_metrics(models: RankModels, speed: DeviceSpeed, sequences: Sequence[TrainSequence], seconds: float) -> dict[str, float]:

@@ -125,7 +125,7 @@ class TrainerWorker:
         self.models = self.inferred = None
         actor = build_actor(recipe, self.rank, self.kernels, Path(meta["start"]), lambda: self.in_use, residency)
         if self.record is not None:
-            self.record.watch(actor.replica.model, "actor")
+            self.record.watch(actor.native.model, "actor")
             if actor.critic is not None:
                 self.record.watch(actor.critic.replica.model, "critic")
         loaded, damaged = actor.checkpoints.load(meta["step"]), actor.checkpoints.damaged

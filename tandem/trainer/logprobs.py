@@ -12,7 +12,7 @@ from tandem.model.decoder import Decoder
 from tandem.trainer.micro_batch import MicroBatch, counted_indices, forward_tokens, make_micro_batches
 from tandem.trainer.packing import pack_shares
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.trainer.step import Progress, predict, stacked
+from tandem.trainer.step import Progress, TrainedModel, predict, stacked
 from tandem.types import TrainSequence
 
 
@@ -23,7 +23,7 @@ class Inferring(Protocol):
     def ranks(self) -> Ranks: ...
 
     @property
-    def model(self) -> Decoder: ...
+    def model(self) -> TrainedModel: ...
 
     def passes(self, own: int, most: int) -> int:
         """Returns the number of micro-batches of this rank, which has ``own``, if one data-parallel rank has ``most``

@@ -10,14 +10,47 @@ from torch import Tensor
 
 from tandem.kernels.api import TokenLogprobs
 from tandem.model.decoder import Decoder
+from tandem.model.described import DescribedModel
 from tandem.model.head_outputs import HeadOutputs
+from tandem.model.router_balance import RouterBalance
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.grad_scaler import GradScaler, Verdict
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.optimizers.adamw import Optimizer
-from tandem.trainer.parallel.gradient_reducer import GradientReducer
 from tandem.trainer.parallel.ranks import Ranks
 from tandem.types import RunError
+
+
+class TrainedModel(DescribedModel, Protocol):
+    """A network in training. ``router_balance``: of its experts (``None``: nothing balances them)."""
+
+    @property
+    def router_balance(self) -> RouterBalance | None: ...
+
+
+class StepOptimizer(Protocol):
+    """What a step needs of an optimizer (``optimizers.adamw.Optimizer``). ``updates``: the number of updates made."""
+
+    @property
+    def updates(self) -> int: ...
+
+    def zero_grad(self) -> None: ...
+
+    def clip(self, scale: float = 1.0) -> float: ...
+
+    def step(self, learning_rate: float) -> None: ...
+
+
+class GradientSums(Protocol):
+    """What a step needs of the sum of gradients over ``ranks`` (``parallel.gradient_reducer.GradientReducer``)."""
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    def expect(self, backwards: int) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class LossShare(NamedTuple):
@@ -133,15 +166,15 @@ def no_pipelining(model: Decoder) -> ForwardBackward:
 
 
 def train_step(
-    model: Decoder,
-    optimizer: Optimizer,
+    model: TrainedModel,
+    optimizer: StepOptimizer,
     micro_batches: Sequence[MicroBatch],
     loss: Loss,
     learning_rate: float,
     temperature: float = 1.0,
     on_progress: Progress | None = None,
     guard: GradScaler | None = None,
-    sums: GradientReducer | None = None,
+    sums: GradientSums | None = None,
     on_phase: OnPhase = lambda phase: None,
     forward_backward: ForwardBackward | None = None,
     tracer: Tracer = NO_TRACE,
@@ -164,7 +197,10 @@ def train_step(
     if sums is not None:
         sums.expect(len(micro_batches))
     after_backward = None if sums is None else sums.end_backward
-    output = (forward_backward or no_pipelining(model))(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward, on_phase)
+    if forward_backward is None:
+        assert isinstance(model, Decoder)
+        forward_backward = no_pipelining(model)
+    output = forward_backward(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward, on_phase)
     total, metrics, maxima = output.loss, output.sums, output.maxima
     on_phase("reduce")
     if sums is not None:

@@ -12,8 +12,8 @@ from tandem.model.decoder import Decoder
 from tandem.model.layer_pass import AroundLayer, LayerFunction
 from tandem.runtime.records.tensor_digests import FOLDER, TensorDigests
 from tandem.storage.digests import new_digest
+from tandem.trainer.backend import TrainedReplica
 from tandem.trainer.offload.tensor_file import bytes_view
-from tandem.trainer.parallel.replica import Replica
 from tandem.types import TrainSequence
 
 ALGORITHM = "blake2b_128"
@@ -47,20 +47,15 @@ class TensorRecord:
             if values:
                 self.add(f"batch, {name}", torch.tensor(values, dtype=torch.int64 if name == "token_ids" else torch.float64))
 
-    def weights(self, replica: Replica, label: str) -> None:
+    def weights(self, replica: TrainedReplica, label: str) -> None:
         """Adds every parameter. Every rank calls it."""
         for name, weight in replica.each_parameter():
             self.add(f"{label}, {name}", weight)
 
-    def gradients(self, replica: Replica) -> None:
+    def gradients(self, replica: TrainedReplica) -> None:
         """Adds the gradients of the parameters, or of this rank's part of them, once they are summed over ranks."""
-        for name, parameter in replica.model.named_parameters():
-            if parameter.grad is not None:
-                self.add(f"gradient of {name}", parameter.grad)
-        sums = replica.sums
-        for bucket, own in zip(sums.buckets, sums.own, strict=True) if sums is not None else ():
-            if own is not None:
-                self.add(f"gradient of {bucket.label}, this rank's part", own)
+        for name, gradient in replica.each_gradient():
+            self.add(f"gradient of {name}", gradient)
 
     def _around(
         self, label: str, inner: AroundLayer | None, index: int, layer: LayerFunction, x: Tensor | None, residual: Tensor

@@ -16,9 +16,10 @@ from tandem.layout.shapes import published_parameters, trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
 from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import Communicator
+from tandem.trainer.backend import TrainedState
 from tandem.trainer.checkpoint.format.shard import Key, Piece, divide
 from tandem.trainer.checkpoint.model_state import WEIGHTS
-from tandem.trainer.checkpoint.replica_state import ReplicaState, WeightShard
+from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.errors import RunError
 from tandem.weight_transfer.manifest import are_partition, place
@@ -74,7 +75,7 @@ class ConvertedWeights:
         return self.tensors[-1].offset_bytes + self.tensors[-1].size_bytes if self.tensors else 0
 
 
-def convert(state: ReplicaState) -> ConvertedWeights:
+def convert(state: TrainedState) -> ConvertedWeights:
     """Names and places every part of the weights that training changes and engines have. Every rank of the replica calls it. Copies and gathers no weights.
 
     Raises ``RunError`` on every rank if a parameter of the Hugging Face form is missing, unexpected or has another shape: such weights

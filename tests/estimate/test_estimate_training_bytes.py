@@ -16,6 +16,7 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
+from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.optimizers.make import make_optimizer
@@ -43,7 +44,7 @@ def test_state_and_checkpoint_have_the_predicted_bytes(name: str, optimizer: str
     assert sum(t.nbytes for t in made.state().moments.values()) == optimizer_bytes(shapes, optimizer)
     ranks = alone()
     checkpoints = ReplicaCheckpoints(
-        tmp_path, 1, tmp_path / "start", Replica(ranks, model, made), GradScaler(config), ranks.world, asynchronous=False
+        tmp_path, 1, tmp_path / "start", ReplicaState(Replica(ranks, model, made)), GradScaler(config), ranks.world, asynchronous=False
     )
     checkpoints.save(1, {"steps": 1})
     checkpoints.close()

@@ -19,6 +19,7 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.update import update_policy
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
+from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.parallel.replica import make_replica
@@ -38,7 +39,7 @@ def die(point):
 
 
 torch.manual_seed(7)
-checkpoints = ReplicaCheckpoints(folder, 2, folder.parent, replica, guard, ranks.world, asynchronous=False, fault_point=die)
+checkpoints = ReplicaCheckpoints(folder, 2, folder.parent, ReplicaState(replica), guard, ranks.world, asynchronous=False, fault_point=die)
 found = checkpoints.load()
 step = 0 if found is None else found.step
 for step in range(step, int(sys.argv[5])):

@@ -15,6 +15,7 @@ from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.records.run_records import Records
 from tandem.trainer.checkpoint.find import VerifiedCheckpoint
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
+from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger, Due
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.replica import Replica
@@ -51,7 +52,7 @@ class DataCheckpoints:
         self._trigger = CheckpointTrigger(checkpoint, self.requests, is_first=world.rank == 0, agree=agree)
         self._uploader = make_uploader(checkpoint, directory, records.callback.message) if records.journal is not None else None
         self.replica = ReplicaCheckpoints(
-            directory / "checkpoints", checkpoint.keep, start, replica, guard, ranks, asynchronous=checkpoint.asynchronous,
+            directory / "checkpoints", checkpoint.keep, start, ReplicaState(replica), guard, ranks, asynchronous=checkpoint.asynchronous,
             on_committed=self._uploader.add if self._uploader else None, in_use=self._uploader.in_use if self._uploader else tuple,
             fault_point=records.fault_point,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from tandem.layout.pipeline_stages import Span
 from tandem.layout.shapes import ExpertNames, ValueHead, adapted_shapes, is_of_adapter, matrix_name, parameters, trained_parameters
 from tandem.layout.sharding import ShardSpec, is_held, local_parameters, shard_slices
 from tandem.model.decoder import Decoder, Layer, Linear
+from tandem.model.described import DescribedModel
 from tandem.model.drawn import new_adapter
 from tandem.model.huggingface.model_config import Heads, TokenIds, config_json, read_json, read_shapes
 from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
@@ -272,7 +273,7 @@ def unfilled_model(
 
 
 def save_model(
-    decoder: Decoder,
+    decoder: DescribedModel,
     folder: str | Path,
     tokenizer_folder: str | Path | None = None,
     *,
@@ -306,7 +307,10 @@ def save_model(
     )
     if like is not None:
         special = read_json(like / "config.json")
-    dtype = dtype or decoder.embed_tokens.dtype
+    dtype = dtype or decoder.dtype
+    if tensors is None:
+        assert isinstance(decoder, Decoder)
+        tensors = to_huggingface(decoder)
     name_of_dtype = str(dtype).removeprefix("torch.")
     generation = {
         key: special[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id") if special.get(key) is not None
@@ -318,8 +322,8 @@ def save_model(
             written = scratch / folder.name
             written.mkdir()
             forms = [Form(name, dtype, tuple(shape)) for name, shape in parameters(decoder.shapes.exported)]
-            held, names = to_huggingface(decoder) if tensors is None else tensors, {form.name for form in forms}
-            write_file(written / WEIGHTS, _rounded(((name, tensor) for name, tensor in held if name in names), dtype), forms)
+            names = {form.name for form in forms}
+            write_file(written / WEIGHTS, _rounded(((name, tensor) for name, tensor in tensors if name in names), dtype), forms)
             _write_json(written / "config.json", {**special, "dtype": name_of_dtype, "torch_dtype": name_of_dtype})
             if like is not None and (like / "generation_config.json").is_file():
                 shutil.copyfile(like / "generation_config.json", written / "generation_config.json")

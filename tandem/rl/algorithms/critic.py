@@ -9,18 +9,18 @@ from tandem.config.critic import CriticConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.minibatches import mean_metrics, minibatches_of, worst
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
+from tandem.trainer.backend import TrainedReplica
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.value import make_value_loss
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import counted_indices, forward_tokens
-from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.step import OnPhase, Progress, StepResult, train_step
 from tandem.types import Batch, TrainSequence
 
 
 def update_critic(
-    replica: Replica, batch: Batch, algorithm: AlgorithmConfig, critic: CriticConfig, trainer: TrainerConfig, *, total_steps: int = 0,
+    replica: TrainedReplica, batch: Batch, algorithm: AlgorithmConfig, critic: CriticConfig, trainer: TrainerConfig, *, total_steps: int = 0,
     guard: GradScaler | None = None, on_progress: Progress | None = None, on_phase: OnPhase = lambda phase: None, tracer: Tracer = NO_TRACE,
 ) -> StepResult:
     """Takes the updates of ``update_policy`` with the value loss, towards the returns of ``batch``. ``trainer``: with the critic's learning rate.

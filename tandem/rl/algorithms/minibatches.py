@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.config.trainer import TrainerConfig
+from tandem.trainer.backend import TrainedReplica
 from tandem.trainer.grad_scaler import Verdict
 from tandem.trainer.micro_batch import Bin, MicroBatch, forward_tokens, make_micro_batches
 from tandem.trainer.packing import pack_pair_shares, pack_shares, packed_tokens, split
-from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.step import StepResult
 from tandem.types import TrainSequence
 
@@ -23,12 +23,12 @@ class Minibatch:
     tokens: int
     share_prompts: bool
 
-    def micro_batches(self, replica: Replica, old_logprobs: Mapping[str, Sequence[float]] | None = None) -> list[MicroBatch]:
+    def micro_batches(self, replica: TrainedReplica, old_logprobs: Mapping[str, Sequence[float]] | None = None) -> list[MicroBatch]:
         return make_micro_batches(self.sequences, self.bins, self.passes, replica.model.dtype, replica.model.device, old_logprobs, self.share_prompts)
 
 
 def minibatches_of(
-    replica: Replica, sequences: Sequence[TrainSequence], count: int, trainer: TrainerConfig, pairs: bool = False
+    replica: TrainedReplica, sequences: Sequence[TrainSequence], count: int, trainer: TrainerConfig, pairs: bool = False
 ) -> list[Minibatch]:
     """Returns ``sequences``, each with a counted token, as ``count`` minibatches; fewer if there are fewer sequences. ``pairs``: sequences
     2i and 2i + 1 are a preference pair, which stays in one micro-batch."""
@@ -39,7 +39,7 @@ def minibatches_of(
     return [_share(replica, part, trainer, pairs) for part in parts]
 
 
-def _share(replica: Replica, sequences: Sequence[TrainSequence], trainer: TrainerConfig, pairs: bool) -> Minibatch:
+def _share(replica: TrainedReplica, sequences: Sequence[TrainSequence], trainer: TrainerConfig, pairs: bool) -> Minibatch:
     data, most, share_prompts = replica.ranks.data, trainer.micro_batch_tokens, trainer.share_prompts
     shares = pack_pair_shares(sequences, data.size, most, share_prompts) if pairs else pack_shares(sequences, data.size, most, share_prompts)
     own = shares[data.rank]

@@ -12,6 +12,7 @@ from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.loss import make_loss
 from tandem.rl.algorithms.minibatches import mean_metrics, minibatches_of, packing_metrics, worst
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
+from tandem.trainer.backend import TrainedReplica
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.logprobs import infer_sequences, per_token
 from tandem.trainer.losses.aggregate import counts_of
@@ -19,14 +20,13 @@ from tandem.trainer.losses.mismatch import recorded_mismatch
 from tandem.trainer.losses.value import make_value_loss, with_value_loss
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import forward_tokens
-from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.step import OnPhase, Progress, StepResult, train_step
 from tandem.trainer.tensor_record import TensorRecord
 from tandem.types import Batch, TrainSequence
 
 
 def update_policy(
-    replica: Replica,
+    replica: TrainedReplica,
     batch: Batch,
     algorithm: AlgorithmConfig,
     trainer: TrainerConfig,

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from tandem.layout.shapes import trained_parameters
 from tandem.layout.shard_offsets import whole_offsets
-from tandem.model.huggingface.model_folder import adapter_of, read_tensors, save_model
+from tandem.model.huggingface.model_folder import read_tensors, save_model
 from tandem.model.huggingface.peft_folder import merged_tensors, save_adapter
 from tandem.runtime.collectives.agreement import gather_values
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.text.tokenizer import TOKENIZER_FILES
+from tandem.trainer.backend import TrainedReplica, TrainedState
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
 from tandem.trainer.checkpoint.find import VerifiedCheckpoint, newest_whole, prune
 from tandem.trainer.checkpoint.format.manifest import read_manifest
@@ -49,29 +50,28 @@ class SavedCritic(NamedTuple):
 
 
 class ReplicaCheckpoints:
-    """Manages ``checkpoints/step-N`` of ``replica``. Every rank calls every method in the same step.
+    """Manages ``checkpoints/step-N`` of the replica that ``state`` has the shards of. Every rank calls every method in the same step.
 
     ``start``: the folder that the model was loaded from. ``ranks``: a communicator of all ranks that nothing else uses. ``last``: the step
-    of the newest checkpoint started or loaded. ``state``: the replica's shards. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica
+    of the newest checkpoint started or loaded. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica
     that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too.
     On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
     steps ``in_use`` are not removed."""
 
     def __init__(
-        self, folder: Path, keep: int, start: Path, replica: Replica, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
+        self, folder: Path, keep: int, start: Path, state: TrainedState, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
         on_committed: Callable[[int], None] | None = None, in_use: Callable[[], Collection[int]] = tuple, fault_point: FaultPoint = no_fault,
         critic: SavedCritic | None = None, reference: FrozenReplica | None = None,
     ) -> None:  # fmt: skip
-        self.folder, self._start, self._replica, self._guard, self._ranks = folder, start, replica, guard, ranks
+        self.folder, self.state, self._start, self._guard, self._ranks = folder, state, start, guard, ranks
         self._keep, self._in_use = keep, in_use
         self.last: int | None = None
         self.damaged: list[str] = []
-        self.state = ReplicaState(replica)
         self._critic = None if critic is None else (critic, ReplicaState(critic.replica))
         self._reference = None if reference is None else FrozenState(reference)
         self._writer = Checkpointer(
-            folder, keep, ranks, asdict(replica.ranks.mesh.shape), asynchronous=asynchronous, on_committed=on_committed, in_use=in_use,
-            fault_point=fault_point, staging_folder=None if replica.paged is None else replica.paged.folder,
+            folder, keep, ranks, asdict(state.replica.ranks.mesh.shape), asynchronous=asynchronous, on_committed=on_committed, in_use=in_use,
+            fault_point=fault_point, staging_folder=state.folder,
         )  # fmt: skip
 
     def load(self, at_most: int | None = None, check: Callable[[VerifiedCheckpoint], None] = lambda checkpoint: None) -> VerifiedCheckpoint | None:
@@ -85,7 +85,7 @@ class ReplicaCheckpoints:
         state = checkpoint.manifest.state
         contents = Contents(checkpoint.folder, checkpoint.manifest)
         self.state.load(contents, int(state["updates"]))
-        _load_counters(self._replica, self._guard, state)
+        _load_counters(self.state.replica, self._guard, state)
         if self._critic is not None:
             (replica, guard, _), shards = self._critic
             if "critic" not in state:
@@ -111,7 +111,7 @@ class ReplicaCheckpoints:
         ``cursor``: the position in the data. ``span`` is entered around the write, in the writing thread. Raises ``RunError`` if this
         checkpoint or the previous one fails."""
         self._writer.wait(beat)
-        state: dict[str, Any] = {**self._counters(self._replica, self._guard), "cursor": dict(cursor)}
+        state: dict[str, Any] = {**self._counters(self.state.replica, self._guard), "cursor": dict(cursor)}
         shards = self.state.shards()
         if self._critic is not None:
             (replica, guard, _), own = self._critic
@@ -124,7 +124,7 @@ class ReplicaCheckpoints:
         self.last = step
         return stall
 
-    def _counters(self, replica: Replica, guard: GradScaler) -> dict[str, Any]:
+    def _counters(self, replica: TrainedReplica, guard: GradScaler) -> dict[str, Any]:
         """Returns what a checkpoint holds of ``replica`` besides tensors, over all ranks."""
         balance = replica.model.router_balance
         every = gather_values(self._ranks, {} if balance is None else balance.state(), "router biases")
@@ -148,41 +148,38 @@ class ReplicaCheckpoints:
     def export(self, folder: Path, dtype: torch.dtype) -> None:
         """Writes the model as a Hugging Face folder with weights of ``dtype``, unless it exists. A model that no rank holds whole is read from the
         newest checkpoint, which must be of the current step. An adapter is merged into the weights, and written beside the folder as ``adapter``."""
-        self._export(folder, dtype, self._replica, self.state, self._start)
+        self._export(folder, dtype, self.state, self._start)
 
     def export_critic(self, folder: Path, dtype: torch.dtype) -> None:
         """Writes the critic, if there is one, in the way of ``export``."""
         if self._critic is not None:
             critic, state = self._critic
-            self._export(folder, dtype, critic.replica, state, critic.start, CRITIC)
+            self._export(folder, dtype, state, critic.start, CRITIC)
 
-    def _export(self, folder: Path, dtype: torch.dtype, replica: Replica, state: ReplicaState, start: Path, of: str = "") -> None:
+    def _export(self, folder: Path, dtype: torch.dtype, state: TrainedState, start: Path, of: str = "") -> None:
+        replica = state.replica
         if not replica.ranks.is_first or folder.exists():
             return
-        is_sharded = any(replica.ranks.groups[name].size > 1 for name in ("tensor", "expert", "pipeline"))
-        tensors = None
+        tensors = state.whole()
+        if tensors is None:
+            tensors = self.whole_weights(state, of)
         if replica.model.shapes.lora is not None:
-            adapter = dict(self.whole_weights(replica, of)) if is_sharded else adapter_of(replica.model)
+            adapter = dict(tensors)
             # The model's folder comes last: where it exists, the adapter is that of the same step.
             shutil.rmtree(folder.with_name(ADAPTER), ignore_errors=True)
             save_adapter(adapter, replica.model.shapes, folder.with_name(ADAPTER), start)
             tensors = merged_tensors(dict(read_tensors(start)), adapter, replica.model.shapes)
-        elif replica.paged is not None and replica.pages_weights:
-            # In one process views of the pager's file, else files that the newest checkpoint is read into.
-            tensors = state.weights() if self._ranks.size == 1 else self.whole_weights(replica, of, replica.paged.folder)
-        elif is_sharded or replica.shards_weights:
-            tensors = self.whole_weights(replica, of)
         save_model(replica.model, folder, start, tensors=tensors, like=start, dtype=dtype)
 
-    def whole_weights(self, replica: Replica, of: str = "", into: Path | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields every tensor of ``replica`` in the newest checkpoint by its Hugging Face name, on this rank alone; in memory, or in unnamed files
-        in ``into``. ``of``: the prefix of its keys."""
+    def whole_weights(self, state: TrainedState, of: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Yields every tensor of ``state`` in the newest checkpoint by its Hugging Face name, on this rank alone; in memory, or in unnamed files
+        in the folder of ``state``. ``of``: the prefix of its keys."""
         assert self.last is not None
         folder = self.folder / f"step-{self.last}"
         contents = Contents(folder, read_manifest(folder)[0], of)
-        for name, shape in trained_parameters(replica.model.shapes):
+        for name, shape in trained_parameters(state.replica.model.shapes):
             dtype = contents.whole(Key(WEIGHTS, name))[1]
-            tensor = torch.empty(shape, dtype=dtype) if into is None else file_tensor(into, shape, dtype)
+            tensor = torch.empty(shape, dtype=dtype) if state.folder is None else file_tensor(state.folder, shape, dtype)
             contents.read([Shard(Key(WEIGHTS, name), shape, whole_offsets(shape), tensor)])
             yield name, tensor
 
@@ -191,7 +188,7 @@ def _of(prefix: str, shards: Iterable[Shard]) -> Iterator[Shard]:
     return (shard._replace(key=Key(prefix + shard.key.state, shard.key.name)) for shard in shards)
 
 
-def _load_counters(replica: Replica, guard: GradScaler, state: Mapping[str, Any]) -> None:
+def _load_counters(replica: TrainedReplica, guard: GradScaler, state: Mapping[str, Any]) -> None:
     guard.load_state(state["guard"])
     balance = replica.model.router_balance
     if balance is not None:

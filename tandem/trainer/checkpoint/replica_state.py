@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tandem.layout.shapes import trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface.model_folder import checked_tensors
+from tandem.model.huggingface.model_folder import adapter_of, checked_tensors, to_huggingface
 from tandem.trainer.checkpoint.codes import Part, StoredCodes, coded_shard
 from tandem.trainer.checkpoint.format.shard import Key, Shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS, load_pages, load_state, paged_shards, parts_of, run_shards, state_shards
@@ -102,8 +103,21 @@ class ReplicaState:
             WeightShard(p.name, p.whole, p.offsets, model.dtype, partial(_view, partial(weight, p.parameter), p.first, p.offsets)) for p in parts
         ]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every tensor by its Hugging Face name in their order, as live views. For weights paged in one process."""
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the paged optimizer's file (``None``: all is in memory)."""
+        return None if self.replica.paged is None else self.replica.paged.folder
+
+    def whole(self) -> Iterable[tuple[str, Tensor]] | None:
+        """Returns every tensor that training changes by its Hugging Face name in their order, as live views; ``None`` if this rank has only a part."""
+        replica = self.replica
+        if any(replica.ranks.groups[name].size > 1 for name in ("tensor", "expert", "pipeline")) or replica.shards_weights:
+            return None
+        if replica.pages_weights:
+            return self._paged_weights() if replica.ranks.world.size == 1 else None
+        return to_huggingface(replica.model) if replica.model.shapes.lora is None else adapter_of(replica.model).items()
+
+    def _paged_weights(self) -> Iterator[tuple[str, Tensor]]:
         assert self.replica.paged is not None
         held = self.replica.paged.weights()
         for part in self._parts:

@@ -109,6 +109,13 @@ class Replica:
         for name, _ in self.model.named_parameters():
             yield name, weight(name).detach()
 
+    def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the gradients of the parameters, or of this rank's part of them, once they are summed over ranks."""
+        yield from ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
+        for bucket, own in zip(self.sums.buckets, self.sums.own, strict=True) if self.sums is not None else ():
+            if own is not None:
+                yield f"{bucket.label}, this rank's part", own
+
     def moments(self) -> list[Tensor]:
         """Returns the tensors in memory that hold this rank's optimizer state; none before the first step, or if the state is paged."""
         return [] if self.paged is not None else list(self.optimizer.state().moments.values())
