@@ -14,7 +14,7 @@ from tandem.engine.core.scheduler import PauseMode
 from tandem.engine.core.weight_updates import replace_weights
 from tandem.engine.executor.rank_weights import RankWeights, StagedWeights
 from tandem.engine.executor.ranks import Ranks
-from tandem.engine.kv_cache.kv_cache_manager import FIRST_VERSION
+from tandem.engine.kv_cache.kv_cache_manager import DUMMY_VERSION, FIRST_VERSION
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.metrics.stats import CumulativeStats, EngineStats
 from tandem.engine.metrics.stats_logger import StatsLogger, counts_of, engine_stats
@@ -189,17 +189,27 @@ class Engine:
 
     def update_weights_from(self, source: WeightSource, version: WeightVersion) -> Updated:
         """Updates to the published ``version``, of which every tensor-parallel rank reads its own slices. All ranks verify what they read
-        before any applies it. Raises ``DamagedWeights`` and the other errors of ``WeightReader.read``; the old weights stay then."""
+        before any applies it. Raises ``DamagedWeights`` and the other errors of ``WeightReader.read``; the old weights stay then.
+
+        With a source that the engine does not verify, its version is ``DUMMY_VERSION`` from the first changed weight until ``confirm_weights``."""
         self._core.synchronize()
+        called = version if source.verifies else DUMMY_VERSION
         if self._ranks is not None:
             staged = self._ranks.read_weights(source, version)
-            self.update_weights(staged, version)
+            self.update_weights(staged, called)
             return staged.updated
         if self._weights is None or self._weights.source != source:
+            if self._weights is not None:
+                self._weights.close()
             self._weights = RankWeights(self.decoder, source)
         weights = self._weights.read(version)
-        self.update_weights(weights.tensors, version)
-        return Updated(version, weights.size_bytes, weights.rereads)
+        self.update_weights(weights.tensors, called)
+        return Updated(version, weights.size_bytes, weights.rereads, weights.revision)
+
+    def confirm_weights(self, version: WeightVersion) -> None:
+        """Calls the weights that were taken unverified ``version``, when others have verified all of them."""
+        self._core.synchronize()
+        self._scheduler.kv_cache.weight_version = version
 
     def held_digests(self) -> list[dict[str, str]]:
         """Returns, for each tensor-parallel rank, the digests of the weights as it holds them now (see ``weight_digests``), computed from its memory."""

@@ -13,7 +13,7 @@ from tandem.config.arguments import NotHere
 from tandem.config.engine import EngineArgs
 from tandem.config.lora import LoraConfig
 from tandem.config.vllm_names import METHODS
-from tandem.engine.engine import FIRST_VERSION, Engine
+from tandem.engine.engine import DUMMY_VERSION, FIRST_VERSION, Engine
 from tandem.engine.executor.load import check_quantization, load_decoder
 from tandem.engine.executor.ranks import Ranks, RankSettings
 from tandem.engine.llm_inputs import PromptInput, check_count, lora_requests_of, params_of, prompts_of
@@ -32,7 +32,6 @@ from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
-DUMMY_VERSION = WeightVersion(-1, -1)
 """The version of random weights: what ``load_format="dummy"`` starts with."""
 
 Messages = Sequence[Mapping[str, Any]]

@@ -81,7 +81,9 @@ class RolloutPods:
     is_remote: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        self.workers = RolloutWorkers([], self._replace, self.capacity, self.deadline_s + 10, self._leave_out, self.answer_deadline)
+        # With one worker in each pod every worker is the only reader of its shared memory, and verifies what it reads.
+        verify = self._verify if any(pod.workers > 1 for pod in self.pods) else None
+        self.workers = RolloutWorkers([], self._replace, self.capacity, self.deadline_s + 10, self._leave_out, self.answer_deadline, verify)
         self._store: Store | None = None
 
     def start(self) -> None:
@@ -159,6 +161,14 @@ class RolloutPods:
         assert isinstance(worker, PodWorker)
         worker.pod.ask("replace_worker", {"worker": worker.number})
         return worker
+
+    def _verify(self, version: Sequence[int], revisions: Sequence[int | None]) -> None:
+        """Every pod verifies the weights in its shared memory, which its workers have taken."""
+        took: dict[int, list[int | None]] = {pod.number: [] for pod in self.there}
+        for worker, revision in zip(self.workers.workers, revisions, strict=True):
+            assert isinstance(worker, PodWorker)
+            took[worker.pod.number].append(revision)
+        _at_once(lambda pod: pod.ask("verify_weights", {"version": list(version), "revisions": took[pod.number]}), self.there)
 
     def _leave_out(self, lost: PodLost) -> None:
         """Ends a pod that was lost in a rollout, which reports it itself."""

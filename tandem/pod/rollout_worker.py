@@ -10,7 +10,8 @@ from time import perf_counter
 
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
-from tandem.engine.llm import DUMMY_VERSION, LLM
+from tandem.engine.kv_cache.kv_cache_manager import DUMMY_VERSION
+from tandem.engine.llm import LLM
 from tandem.estimate.model_bytes import weight_bytes
 from tandem.model.drawn import new_adapter
 from tandem.model.huggingface.model_folder import load_tensors, read_tensors
@@ -103,21 +104,30 @@ class RolloutWorker:
 
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Copy out, verify and apply the published ``version``; nothing is applied unless every tensor verifies. ``rereads``: names of
-        tensors that were damaged when they were first read. A sleeping engine then allocates its KV cache again, in ``seconds``."""
+        tensors that were damaged when they were first read. A sleeping engine then allocates its KV cache again, in ``seconds``. ``unverified``: the
+        weights are taken from the shared memory without a copy, and the engine holds ``version`` only after ``confirm_weight``. ``revision``: of the
+        publication that was read; ``None``: the engine held it before."""
         llm, version, rereads = self._engine(), WeightVersion(*meta["version"]), tuple[str, ...]()
-        base_bytes = 0
+        base_bytes, revision = 0, None
         if llm.engine.is_sleeping and llm.engine.shapes.lora is not None:
             # Its weights were freed, and the update holds the adapter alone.
             load_tensors(llm.engine.decoder, chain(read_tensors(llm.model_folder), new_adapter(llm.engine.shapes, self.recipe.run.seed)), pack=True)
             base_bytes = self._base_bytes()
         if llm.weight_version != version or llm.engine.is_sleeping:
-            rereads = llm.update_weights_from(self.source, version).rereads
+            source = replace(self.source, verifies=not meta.get("unverified", False))
+            updated = llm.update_weights_from(source, version)
+            rereads, revision = updated.rereads, updated.revision
         began = perf_counter()
         llm.engine.wake_up()
         return {
             "version": list(llm.weight_version), "rereads": list(rereads), "base_bytes": base_bytes,
-            "kv_cache_bytes": llm.engine.kv_cache_bytes, "seconds": perf_counter() - began,
+            "kv_cache_bytes": llm.engine.kv_cache_bytes, "seconds": perf_counter() - began, "revision": revision,
         }, {}  # fmt: skip
+
+    def confirm_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """The shim has verified the weights of ``version``, which the engine took unverified."""
+        self._engine().engine.confirm_weights(WeightVersion(*meta["version"]))
+        return {"version": list(self._engine().weight_version)}, {}
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Draws samples of the prompts for ``step`` under the weights that the engine holds, which must be those after ``weights`` steps.

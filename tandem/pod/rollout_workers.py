@@ -36,8 +36,10 @@ class CallsWorker(Protocol):
 @dataclass
 class RolloutWorkers:
     """``workers``: by number. ``replace(number)`` starts another worker in the place of a dead one, and raises ``PodLost`` where it cannot.
-    ``leave_out``: ends what is left of a lost pod. ``capacity``: sequences that a worker draws at once. ``answer_deadline``: of a worker's next finished
-    group, ``deadline_s`` if there is none."""
+    ``verify(version, revisions)``: compares all of it with its digests, once for each shared memory that workers take it from, where it must still be what
+    they took, which is of these ``revisions`` by worker (``None``: it took nothing); it raises ``DamagedWeights``. Without it every worker verifies a copy of
+    its own. ``leave_out``: ends what is left of a lost pod. ``capacity``: sequences that a worker draws at once.
+    ``answer_deadline``: of a worker's next finished group, ``deadline_s`` if there is none."""
 
     workers: list[CallsWorker]
     replace: Callable[[int], CallsWorker]
@@ -45,6 +47,7 @@ class RolloutWorkers:
     deadline_s: float
     leave_out: Callable[[PodLost], None] = lambda lost: None
     answer_deadline: AnswerDeadline | None = None
+    verify: Callable[[Sequence[int], Sequence[int | None]], object] | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     version: tuple[int, ...] = ()
 
@@ -63,9 +66,15 @@ class RolloutWorkers:
 
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Updates every worker to the published ``version``. ``rereads``: those of all workers. Raises ``RunError`` if a worker holds another version
-        afterwards."""
-        version, replies = tuple(meta["version"]), self._all("update_weight", meta)
-        for number, reply in enumerate(replies):
+        afterwards, ``DamagedWeights`` if the weights that all have taken do not have their digests; no worker says that it holds them then."""
+        version = tuple(meta["version"])
+        if self.verify is None or len(self.workers) == 1:
+            replies = held = self._all("update_weight", meta)
+        else:
+            replies = self._all("update_weight", {**meta, "unverified": True})
+            self.verify(version, [reply.meta["revision"] for reply in replies])
+            held = self._all("confirm_weight", {"version": list(version)})
+        for number, reply in enumerate(held):
             if tuple(reply.meta["version"]) != version:
                 raise RunError(f"rollout worker {number} holds the weights {tuple(reply.meta['version'])} after the update to {version}")
         self.version = version

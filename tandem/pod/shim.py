@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.rollout_workers import RolloutWorkers
 from tandem.pod.weights_between_pods import WeightsBetweenPods
 from tandem.runtime.coordination.membership import join
-from tandem.runtime.coordination.open import open_store
+from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.session import Session
 from tandem.runtime.machine.gpus import pod_device, visible_gpus
 from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
@@ -33,8 +34,9 @@ from tandem.runtime.records.logs import log_uncaught, setup
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
 from tandem.runtime.rpc.credentials import read_credential
 from tandem.runtime.rpc.rpc_server import RpcServer
-from tandem.types import UserError
+from tandem.types import UserError, WeightVersion
 from tandem.weight_transfer.shared_memory import WeightBuffers
+from tandem.weight_transfer.verify import PublishedVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Shim:
         self.between_pods = WeightsBetweenPods(options, lambda: self.buffers)
         self.lock = threading.Lock()
         self.session: Session | None = None
+        self.verifier: PublishedVerifier | None = None
 
     def join(self, port: int) -> None:
         """Makes this sidecar the ``--member`` of the run in the store ``--join``, on a lease, if there are several pods. ``port``: where it answers."""
@@ -71,6 +74,7 @@ class Shim:
             own["serve_weights"] = self.between_pods.serve_weights
         else:
             own["receive_weights"], own["replace_worker"] = self.between_pods.receive_weights, self.replace_worker
+            own["verify_weights"] = self.verify_weights
         return {**{name: self._pass_on(name) for name in CALLS[self.role]}, **own}
 
     def allocate(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -91,8 +95,9 @@ class Shim:
                 self.workers = [self._start(recipe, number, count) for number in range(count)]
                 if count > 1:
                     self.rollout_workers = RolloutWorkers(
-                        [*self.workers], lambda number: self._replace(recipe, number), recipe.rollout.engine.max_num_seqs, float(self.options.deadline)
-                    )
+                        [*self.workers], lambda number: self._replace(recipe, number), recipe.rollout.engine.max_num_seqs, float(self.options.deadline),
+                        verify=self._verify,
+                    )  # fmt: skip
             return {"pids": [pid for worker in self.workers for pid in worker.pids]}, {}
 
     def _start(self, recipe: Recipe, number: int, count: int) -> WorkerGroup:
@@ -134,6 +139,22 @@ class Shim:
         """Starts another process in the place of rollout worker ``worker``, which is dead."""
         self._replace(build(Recipe, read_yaml(self.run / "config.yaml")), int(meta["worker"]))
         return {}, {}
+
+    def verify_weights(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Compares the published ``version`` in this pod's shared memory with its digests, after every worker has taken it from there. The reply has the
+        ``bytes``. ``revisions``: of the publications that the workers took, ``None`` where one took nothing."""
+        return {"bytes": self._verify(meta["version"], meta["revisions"])}, {}
+
+    def _verify(self, version: Sequence[int], revisions: Sequence[int | None]) -> int:
+        taken = {revision for revision in revisions if revision is not None}
+        if not taken:
+            return 0
+        with self.lock:
+            if self.verifier is None:
+                recipe = build(Recipe, read_yaml(self.run / "config.yaml"))
+                self.verifier = PublishedVerifier(open_store(store_address(recipe.coordination, self.run)), int(self.options.threads))
+        incarnation, step = version
+        return self.verifier.verify(WeightVersion(incarnation, step), taken)
 
     def stop_worker(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """End the worker's processes, alive or dead."""
@@ -179,6 +200,8 @@ class Shim:
         if self.session is not None:
             self.session.close()
         self.between_pods.close()
+        if self.verifier is not None:
+            self.verifier.close()
         if self.buffers is not None:
             self.buffers.close()
 

@@ -52,17 +52,21 @@ class WeightManifest:
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """Where published weights are read, in plain values that every rank of an engine can be sent. ``store``: the address of the coordination
-    store; ``threads``: how many copy, on all ranks of an engine together."""
+    store; ``threads``: how many copy, on all ranks of an engine together. ``verifies``: whether the engine copies the weights and compares their digests;
+    otherwise it takes them from the shared memory as they are, and does not say that it holds them before it is told that they were verified."""
 
     store: str
     threads: int = 2
+    verifies: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
     """What an update of an engine's weights did: ``size_bytes`` of ``version`` were read, on all ranks together, and applied. ``rereads``:
-    names of tensors whose digest did not match at first, in which case all was read again."""
+    names of tensors whose digest did not match at first, in which case all was read again. ``revision``: in the store, of the publication that was read, the
+    oldest of all ranks."""
 
     version: WeightVersion
     size_bytes: int
     rereads: tuple[str, ...]
+    revision: int = 0

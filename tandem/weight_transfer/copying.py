@@ -34,6 +34,14 @@ def copy_and_digest(destination: int, source: int, size_bytes: int, *, of_source
     return digest.hexdigest()
 
 
+def digest_of(source: int, size_bytes: int) -> str:
+    """Returns the xxh3-128, in hexadecimal, of ``size_bytes`` at an address."""
+    digest = xxhash.xxh3_128()
+    for at in range(0, size_bytes, CHUNK_BYTES):
+        digest.update((ctypes.c_char * min(CHUNK_BYTES, size_bytes - at)).from_address(source + at))
+    return digest.hexdigest()
+
+
 class Threads:
     """Maps a function over many items on ``count`` threads, with shares of about the same weight."""
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from tandem.runtime.rpc.calls import PeerDied
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import WeightManifest
@@ -155,6 +156,43 @@ class Segment:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class OpenSegments:
+    """The segments of published weights that a reader has mapped, kept between versions."""
+
+    def __init__(self) -> None:
+        self._segments: dict[str, Segment] = {}
+
+    def of(self, manifest: WeightManifest, runs: Sequence[tuple[str, int, int]] | None = None) -> dict[str, Segment]:
+        """Returns the segments of ``runs`` (segment, offset, bytes; ``None``: all of ``manifest``) by name, mapped. Raises ``PeerDied`` if one was removed
+        with the trainer's shim, ``RunError`` if a run is outside its segment."""
+        if runs is None:
+            runs = [(entry.segment, entry.offset_bytes, entry.size_bytes) for entry in manifest.tensors]
+        names = {name for name, _, _ in runs}
+        owners = {name.rsplit("-weights-", 1)[0] for name in names}
+        for name in list(self._segments):
+            # Keeps the other buffer of the same owner, which is used next, and closes those of a replaced owner.
+            if name.rsplit("-weights-", 1)[0] not in owners:
+                self._segments.pop(name).close()
+        for name in names - self._segments.keys():
+            try:
+                segment = Segment.open(name)
+            except FileNotFoundError:
+                text = f"the trainer's shim has ended: its shared memory {name} was removed before it was read"
+                raise PeerDied("trainer", "update_weight", text) from None
+            self._segments[name] = segment
+            segment.touch([(offset, size) for other, offset, size in runs if other == name and offset + size <= segment.size_bytes])
+        for name, offset, size in runs:
+            if offset + size > self._segments[name].size_bytes:
+                version = manifest.version
+                raise RunError(f"weights of step {version.step} (incarnation {version.incarnation}) are outside their segment {name}")
+        return {name: self._segments[name] for name in names}
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.layout.shard_offsets import ShardOffsets
+from tandem.layout.shard_offsets import ShardOffsets, flat_range
 from tandem.runtime.coordination.store import Store
-from tandem.runtime.rpc.calls import PeerDied
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import TensorEntry, Updated, WeightManifest
 from tandem.weight_transfer.copying import Threads, address_of
-from tandem.weight_transfer.manifest import aligned, place
+from tandem.weight_transfer.manifest import aligned, offsets_of, place
 from tandem.weight_transfer.parts import PartCopy, Wanted, part_copies, wants_all
 from tandem.weight_transfer.publication import current, describe
-from tandem.weight_transfer.shared_memory import Segment, populate
+from tandem.weight_transfer.shared_memory import OpenSegments, populate
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +28,15 @@ Apply = Callable[[Sequence[tuple[str, Tensor]], WeightVersion], object]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One verified version. ``tensors`` are views of the reader's own memory, valid until its next ``read``; each contains what the reader
-    needs of it. ``rereads``: as in ``Updated``."""
+    """One version, verified by ``read``. ``tensors`` are views of the reader's own memory, valid until its next ``read``, or after ``view`` of the shared one;
+    each contains what the reader needs of it. ``rereads`` and ``revision``: as in ``Updated``."""
 
     version: WeightVersion
     digest: str
     size_bytes: int
     tensors: list[tuple[str, Tensor]]
     rereads: tuple[str, ...] = ()
+    revision: int = 0
 
 
 class WeightReader:
@@ -45,14 +45,14 @@ class WeightReader:
     def __init__(self, store: Store, threads: int = 2, wanted: Wanted = wants_all) -> None:
         self.store, self._wanted = store, wanted
         self._threads = Threads(threads)
-        self._segments: dict[str, Segment] = {}
+        self._segments = OpenSegments()
         self._staging: mmap.mmap | None = None
 
     def update(self, apply: Apply, version: WeightVersion | None = None) -> Updated:
         """Reads ``version`` (``None``: the current one) and calls ``apply(tensors, version)`` once with all of it."""
         weights = self.read(version)
         apply(weights.tensors, weights.version)
-        return Updated(weights.version, weights.size_bytes, weights.rereads)
+        return Updated(weights.version, weights.size_bytes, weights.rereads, weights.revision)
 
     def read(self, version: WeightVersion | None = None) -> Weights:
         """Copies every tensor and verifies the digest of the copy; after a mismatch everything is read once more, from the manifest on.
@@ -62,12 +62,12 @@ class WeightReader:
         """
         damaged: tuple[str, ...] = ()
         for _ in range(2):
-            manifest, before = self._manifest(version), damaged
+            (manifest, revision), before = self._manifest(version), damaged
             chosen = [(e, offsets) for e in manifest.tensors if (offsets := self._wanted(e.name, e.shape)) is not None]
             tensors, damaged = self._copy(manifest, chosen)
             if not damaged:
                 size_bytes = sum(tensor.nbytes for _, tensor in tensors)
-                return Weights(manifest.version, manifest.digest, size_bytes, tensors, before)
+                return Weights(manifest.version, manifest.digest, size_bytes, tensors, before, revision)
             logger.warning("tensor '%s' %s does not have its digest", damaged[0], describe(manifest.version))
         digests = next([part.digest for part in entry.parts] for entry in manifest.tensors if entry.name == damaged[0])
         raise DamagedWeights(
@@ -75,22 +75,43 @@ class WeightReader:
             f"{', '.join(digests)}; the weights in shared memory are damaged"
         )
 
+    def view(self, version: WeightVersion) -> Weights:
+        """Returns ``version`` as views of the shared memory itself, of which nothing is copied and no digest compared, for a reader whose caller does that
+        when all of it has been used (``PublishedVerifier``). Valid until the next version but one is written.
+
+        Slices whose parts are not rows one behind the other are put together in private memory. Raises the errors of ``read`` but ``DamagedWeights``.
+        """
+        manifest, revision = self._manifest(version)
+        chosen = [(entry, offsets) for entry in manifest.tensors if (offsets := self._wanted(entry.name, entry.shape)) is not None]
+        opened = self._segments.of(manifest)
+        tensors = []
+        for entry, offsets in chosen:
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            if all(flat_range(entry.shape, offsets_of(part)) is not None for part in entry.parts):
+                memory, count = opened[entry.segment].memory, math.prod(entry.shape)
+                whole = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset_bytes) if count else torch.empty(0, dtype=dtype)
+                tensors.append((entry.name, whole.view(entry.shape)[offsets.slices]))
+            else:
+                shared, slices = address_of(opened[entry.segment].memory), torch.empty(offsets.shape, dtype=dtype)
+                for copy in part_copies(entry, offsets):
+                    copy.read(shared, slices)
+                tensors.append((entry.name, slices))
+        return Weights(manifest.version, manifest.digest, sum(tensor.nbytes for _, tensor in tensors), tensors, revision=revision)
+
     def close(self) -> None:
         """Releases the segments and the private memory."""
         self._threads.close()
-        for segment in self._segments.values():
-            segment.close()
-        self._segments.clear()
+        self._segments.close()
         self._staging = None
 
-    def _manifest(self, version: WeightVersion | None) -> WeightManifest:
+    def _manifest(self, version: WeightVersion | None) -> tuple[WeightManifest, int]:
         published = current(self.store)
         if published is None:
             raise RunError("no weights are published; the trainer registers them before the engine is updated")
         manifest = published[0]
         if version is not None and manifest.version != version:
             raise RunError(f"weights {describe(version)} were requested, but {describe(manifest.version)} are published")
-        return manifest
+        return published
 
     def _copy(
         self, manifest: WeightManifest, chosen: Sequence[tuple[TensorEntry, ShardOffsets]]
@@ -98,9 +119,9 @@ class WeightReader:
         """Fills the private memory with the slices in ``chosen``; returns them, and the names of tensors whose copy does not match its
         digests."""
         copies = [(i, copy) for i, (entry, offsets) in enumerate(chosen) for copy in part_copies(entry, offsets)]
-        self._open_segments(manifest, [(copy.entry.segment, copy.offset_bytes, copy.size_bytes) for _, copy in copies])
+        opened = self._segments.of(manifest, [(copy.entry.segment, copy.offset_bytes, copy.size_bytes) for _, copy in copies])
         tensors = self._tensors(chosen)
-        shared = {name: address_of(segment.memory) for name, segment in self._segments.items()}
+        shared = {name: address_of(segment.memory) for name, segment in opened.items()}
 
         def read(at: tuple[int, PartCopy]) -> bool:
             i, copy = at
@@ -131,23 +152,3 @@ class WeightReader:
             self._staging = mmap.mmap(-1, size_bytes)
             populate(self._staging)
         return self._staging
-
-    def _open_segments(self, manifest: WeightManifest, runs: Sequence[tuple[str, int, int]]) -> None:
-        """Maps the segments of ``runs`` (segment, offset, bytes). Raises ``RunError`` if a run is outside its segment."""
-        names = {name for name, _, _ in runs}
-        owners = {name.rsplit("-weights-", 1)[0] for name in names}
-        for name in list(self._segments):
-            # Keeps the other buffer of the same owner, which is used next, and closes those of a replaced owner.
-            if name.rsplit("-weights-", 1)[0] not in owners:
-                self._segments.pop(name).close()
-        for name in names - self._segments.keys():
-            try:
-                segment = Segment.open(name)
-            except FileNotFoundError:
-                text = f"the trainer's shim has ended: its shared memory {name} was removed before it was read"
-                raise PeerDied("trainer", "update_weight", text) from None
-            self._segments[name] = segment
-            segment.touch([(offset, size) for other, offset, size in runs if other == name and offset + size <= segment.size_bytes])
-        for name, offset, size in runs:
-            if offset + size > self._segments[name].size_bytes:
-                raise RunError(f"weights {describe(manifest.version)} are outside their segment {name}")

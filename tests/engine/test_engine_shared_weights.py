@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,18 @@ def test_every_rank_reads_its_own_slices_whoever_owns_them(make_folder, make_llm
     published.publish(make_folder("qwen3"), WeightVersion(1, 2), cut)
     llm.update_weights_from(published.source, WeightVersion(1, 2))
     assert tokens(llm) == tokens(make_llm("qwen3"))
+
+
+@pytest.mark.parametrize("of_ranks", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_an_engine_that_takes_weights_unverified_holds_them_when_it_is_told_that_they_were_verified(make_folder, make_llm, ranks, published, of_ranks) -> None:
+    llm, version = (ranks if of_ranks else LLM)(make_folder("qwen3")), WeightVersion(1, 1)
+    published.publish(make_folder("qwen3", 1), version, "columns" if of_ranks else "rows")
+    updated = llm.update_weights_from(replace(published.source, verifies=False), version)
+    assert llm.weight_version == WeightVersion(-1, -1)
+    llm.engine.confirm_weights(version)
+    assert llm.weight_version == version and tokens(llm) == tokens(make_llm("qwen3", 1))
+    found = current(published.store)
+    assert found is not None and updated.revision == found[1]
 
 
 @pytest.mark.full

@@ -37,6 +37,17 @@ def test_weights_that_are_damaged_in_shared_memory_are_registered_again_and_the_
 
 
 @pytest.mark.full
+def test_two_workers_that_took_damaged_weights_take_them_again_and_the_run_is_the_same(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = run_with_damage(tmp_path, step=3, times=1)
+    done = run.train("--rollout.workers=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (event,) = run.events("weights_damaged")
+    assert event.detail["step"] == 3 and event.detail["repair"] == "registering them again"
+    assert "does not have its digest" in event.detail["what"] and "was read twice" not in event.detail["what"]
+    assert difference(run, undisturbed) == [] and run.left_behind() == [] and run.events("recovery") == []
+
+
+@pytest.mark.full
 def test_weights_that_are_damaged_again_end_the_run_in_one_line_and_it_is_resumed_with_the_same_bits(
     undisturbed: PodRun, tmp_path: Path
 ) -> None:

@@ -1,8 +1,9 @@
 """The states of the weights' protocol, abstracted, and what each party can do next. Walked exhaustively by ``protocol_walk.py``.
 
 One trainer publishes a few versions of a model of two tensors; it may die at every step and be started again, in its shim or, while it still runs
-unseen (a paused machine, a cut network), in another. Two engines take what is published: engine 0 by copying shared memory (``WeightReader.read``), engine 1
-from another pod (``transport.fetch``). Both may die at every step. A bit of shared memory may flip.
+unseen (a paused machine, a cut network), in another. Two engines take what is published: engine 0 by copying shared memory (``WeightReader.read``), or
+unverified, as one of several whose weights are verified once when all have taken them (``WeightReader.view``, ``PublishedVerifier``), engine 1 from another
+pod (``transport.fetch``). Both may die at every step. A bit of shared memory may flip.
 
 What decides is the code itself: ``publish``, ``replaceable``, ``current`` and ``check_newer`` over a store in memory, manifests and their digests, labels of
 segments, ``WeightBuffers.other``, and ``Transitions``. What is modelled beside it is named for the code that it stands for. A tensor is written, read or
@@ -38,11 +39,14 @@ DAMAGED, NOTHING = WeightVersion(-1, -1), WeightVersion(0, 0)
 
 
 class Protection(NamedTuple):
-    """What is switched off in a negative control. ``repair``: weights that arrive damaged are registered again."""
+    """What is switched off in a negative control. ``after``: weights that several engines take are verified after all have taken them, else before;
+    ``revision``: only if they were published all the time in between; ``repair``: weights that arrive damaged are registered again."""
 
     compare_and_swap: bool = True
     label: bool = True
     digest: bool = True
+    after: bool = True
+    revision: bool = True
     repair: bool = True
 
 
@@ -50,12 +54,14 @@ ALL = Protection()
 
 
 class Limits(NamedTuple):
-    """How far a walk goes: optimizer steps, deaths, flipped bits, and trainers that are replaced while they still run."""
+    """How far a walk goes: optimizer steps, deaths, flipped bits, and trainers that are replaced while they still run. ``once``: whether engine 0 is one of
+    several whose weights are verified once."""
 
     steps: int = 3
     deaths: int = 1
     flips: int = 1
     replacements: int = 1
+    once: int = 0
 
 
 class Memory(NamedTuple):
@@ -80,7 +86,8 @@ class Trainer(NamedTuple):
 
 class Engine(NamedTuple):
     """``holds``: the version that it says to hold, and its ``tensors``. While it reads, ``wants`` is the version and segment of the manifest, and
-    ``copied`` what has been copied; ``rereads``: how often it began again."""
+    ``copied`` what has been copied; ``rereads``: how often it began again; ``verified``: what the verifier of several engines has read, and ``revision``
+    that of the manifest, for it."""
 
     state: RolloutState = RolloutState.START_ENGINE
     holds: WeightVersion | None = None
@@ -88,6 +95,8 @@ class Engine(NamedTuple):
     wants: tuple[WeightVersion, str] | None = None
     copied: tuple[Bytes, ...] = ()
     rereads: int = 0
+    verified: tuple[Bytes, ...] = ()
+    revision: int = 0
 
 
 class State(NamedTuple):
@@ -200,8 +209,8 @@ def _publishes(state: State, trainer: Trainer, version: WeightVersion, with_trai
 # -- what the engines do ------------------------------------------------------------------------------------------------
 
 
-def engine_moves(state: State, number: int, protection: Protection) -> Iterator[Next]:
-    """``WeightReader.read`` (engine 0) or ``transport.fetch`` (engine 1), one tensor at a time, then ``Engine.update_weights`` and a rollout."""
+def engine_moves(state: State, number: int, limits: Limits, protection: Protection) -> Iterator[Next]:
+    """``WeightReader.read`` or ``view`` (engine 0) or ``transport.fetch`` (engine 1), one tensor at a time, then ``Engine.update_weights`` and a rollout."""
     engine, who = state.engines[number], f"engine {number}"
 
     def with_engine(changed: Engine, **others: Any) -> State:
@@ -218,13 +227,17 @@ def engine_moves(state: State, number: int, protection: Protection) -> Iterator[
             manifest, _ = read_manifest(*state.published, state.revision)
             through = [RolloutState.KEEP_ENGINE] if engine.state is RolloutState.ROLLOUT else []
             begun = engine._replace(
-                state=rollout_goes(engine.state, *through, RolloutState.UPDATE_WEIGHT), wants=(manifest.version, manifest.tensors[0].segment), copied=()
+                state=rollout_goes(engine.state, *through, RolloutState.UPDATE_WEIGHT), wants=(manifest.version, manifest.tensors[0].segment), copied=(),
+                revision=state.revision if number == 0 and limits.once else 0,
             )
             yield Next(f"{who} reads the manifest", with_engine(begun))
         return
     version, segment = engine.wants
     shim, place = place_of(segment)
     memory, none = state.shims[shim][place], engine._replace(wants=None, copied=(), rereads=0)
+    if number == 0 and limits.once:
+        yield _verified_once(state, engine, memory, with_engine, protection)
+        return
     if len(engine.copied) < len(TENSORS):
         if number == 1 and protection.label and not label_says(memory.label, version):
             yield Next(f"{who} is told that the version has moved", with_engine(none))
@@ -232,6 +245,37 @@ def engine_moves(state: State, number: int, protection: Protection) -> Iterator[
         yield Next(f"{who} copies", with_engine(engine._replace(copied=(*engine.copied, memory.tensors[len(engine.copied)]))))
         return
     yield _verified(state, number, engine, version, with_engine, none, protection)
+
+
+def _verified_once(state: State, engine: Engine, memory: Memory, with_engine: Any, protection: Protection) -> Next:
+    """``WeightReader.view`` and what the engine makes of it, then ``PublishedVerifier.verify`` and ``confirm_weights``; the other way round without
+    ``protection.after``."""
+    assert engine.wants is not None
+    # Its memory is written to from here on, and it says that it holds nothing.
+    version, none = engine.wants[0], engine._replace(wants=None, copied=(), verified=(), revision=0, holds=None, tensors=(NOTHING, NOTHING))
+    verified, is_taken = engine.verified, len(engine.copied) == len(TENSORS)
+    if not is_taken and (protection.after or len(verified) == len(TENSORS)):
+        taken = (*engine.copied, memory.tensors[len(engine.copied)])
+        if protection.after or len(taken) < len(TENSORS):
+            return Next("engine 0 takes", with_engine(engine._replace(copied=taken, holds=None)))
+        return _confirmed(engine._replace(copied=taken), none, with_engine)
+    if len(verified) < len(TENSORS):
+        return Next("the verifier reads", with_engine(engine._replace(verified=(*verified, memory.tensors[len(verified)]))))
+    if protection.revision and (state.revision != engine.revision or not label_says(memory.label, version)):
+        return Next("the verifier finds that they were published again", with_engine(none))
+    entries = manifest_of(*engine.wants).tensors
+    if protection.digest and not all(digest(entry.name, each) == entry.parts[0].digest for entry, each in zip(entries, verified, strict=True)):
+        is_current = protection.repair and engine.wants == state.published
+        return Next("the verifier reports damage", with_engine(none, again=state.again or is_current))
+    return _confirmed(engine, none, with_engine)
+
+
+def _confirmed(engine: Engine, none: Engine, with_engine: Any) -> Next:
+    assert engine.wants is not None
+    version, held, mixture = engine.wants[0], cast(tuple[Bytes, Bytes], engine.copied), ""
+    if set(held) != {version}:
+        mixture = f"engine: it draws from {', '.join(str(tuple(each)) for each in held)} as {tuple(version)}"
+    return Next("engine 0 holds it", with_engine(none._replace(holds=version, tensors=held)), mixture=mixture)
 
 
 def _verified(state: State, number: int, engine: Engine, version: WeightVersion, with_engine: Any, none: Engine, protection: Protection) -> Next:
@@ -294,7 +338,7 @@ def moves(state: State, limits: Limits, protection: Protection) -> Iterator[Next
     for number in range(len(state.trainers)):
         yield from trainer_moves(state, number, limits, protection)
     for number in range(len(state.engines)):
-        yield from engine_moves(state, number, protection)
+        yield from engine_moves(state, number, limits, protection)
     yield from faults(state)
 
 

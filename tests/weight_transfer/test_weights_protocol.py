@@ -10,10 +10,15 @@ from tandem.weight_transfer import publication
 
 REPLACED = Limits(steps=1, deaths=0, flips=0, replacements=1)
 DAMAGED = Limits(steps=1, deaths=0, flips=1, replacements=0)
+ONCE_DAMAGED = Limits(steps=1, deaths=0, flips=1, replacements=0, once=1)
 LONG = Limits(steps=3, deaths=0, flips=0, replacements=0)
 STATES = [
     pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=0), 7_154, id="a death"),
     pytest.param(REPLACED, 1_044, id="a trainer replaced while it runs"),
+    pytest.param(Limits(steps=1, deaths=0, flips=0, replacements=1, once=1), 1_406, id="verified once, a trainer replaced while it runs"),
+    pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=0, once=1), 10_699, id="verified once, a death", marks=pytest.mark.full),
+    pytest.param(ONCE_DAMAGED, 6_058, id="verified once, a flipped bit", marks=pytest.mark.full),
+    pytest.param(Limits(steps=1, deaths=1, flips=1, replacements=0, once=1), 91_002, id="verified once, a death and a flipped bit", marks=pytest.mark.full),
     pytest.param(DAMAGED, 6_495, id="a flipped bit", marks=pytest.mark.full),
     pytest.param(Limits(steps=3, deaths=1, flips=0, replacements=0), 45_201, id="a death in three steps", marks=pytest.mark.full),
     pytest.param(Limits(steps=1, deaths=1, flips=1, replacements=0), 84_478, id="a death and a flipped bit", marks=pytest.mark.full),
@@ -50,6 +55,14 @@ def test_without_the_label_of_a_segment_a_transfer_takes_bytes_of_two_versions_a
 @pytest.mark.parametrize(("limits", "drawn"), [(LONG, "(1, 2), (1, 0) as (1, 0)"), (DAMAGED, "(-1, -1), (1, 0) as (1, 0)")])
 def test_without_digests_an_engine_draws_from_two_versions_or_from_damaged_weights(limits: Limits, drawn: str) -> None:
     assert walk(limits, ALL._replace(digest=False)).mixture == f"engine: it draws from {drawn}"
+
+
+@pytest.mark.parametrize(
+    ("off", "comes_before"), [("after", "a bit flips"), ("revision", "trainer 1 publishes"), pytest.param("digest", "a bit flips", marks=pytest.mark.full)]
+)
+def test_engines_that_take_weights_unverified_need_digests_after_it_of_what_was_published_all_the_time(off: str, comes_before: str) -> None:
+    walked = walk(ONCE_DAMAGED, ALL._replace(**{off: False}))
+    assert walked.mixture == "engine: it draws from (-1, -1), (1, 0) as (1, 0)" and comes_before in walked.way[walked.way.index("engine 0 takes") :]
 
 
 def test_without_the_repair_of_damaged_weights_engines_wait_for_ever() -> None:

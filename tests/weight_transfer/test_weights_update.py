@@ -133,7 +133,7 @@ def test_a_mismatch_is_read_once_more_from_the_manifest_on(writer, reader, pod):
         if not handed_out:
             writer.publish(converted(weights(2)), WeightVersion(1, 2))
             writer.publish(converted(weights(3)), WeightVersion(1, 3))
-        handed_out.append(found.version.step)
+        handed_out.append(found[0].version.step)
         return found
 
     reader._manifest = overtaken

@@ -35,9 +35,9 @@ class RankWeights:
         self._staged: Weights | None = None
 
     def read(self, version: WeightVersion) -> "Weights":
-        """Reads, verifies and stages ``version``. Raises the errors of ``WeightReader.read``."""
+        """Reads, verifies and stages ``version``, or stages it unverified if the source says so. Raises the errors of ``WeightReader.read`` or ``view``."""
         self._staged = None
-        weights = self._reader.read(version)
+        weights = self._reader.read(version) if self.source.verifies else self._reader.view(version)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors}
         published = {name for name, _ in published_parameters(self.decoder.shapes)}
         held = [parameter for parameter in local_parameters(self.decoder.shapes, self.decoder.shard_spec) if parameter.name in published]
@@ -52,8 +52,8 @@ class RankWeights:
         try:
             weights = self.read(version)
         except (UserError, CallError) as error:
-            return {"error": error_meta(error), "size_bytes": 0, "rereads": []}
-        return {"error": None, "size_bytes": weights.size_bytes, "rereads": list(weights.rereads)}
+            return {"error": error_meta(error), "size_bytes": 0, "rereads": [], "revision": 0}
+        return {"error": None, "size_bytes": weights.size_bytes, "rereads": list(weights.rereads), "revision": weights.revision}
 
     def apply(self) -> None:
         """Loads the staged weights into the decoder, and packs it."""

@@ -192,7 +192,8 @@ class Ranks:
             if answer["error"] is not None:
                 raise_error(answer["error"], f"tensor-parallel rank {rank}", "read_weights")
         rereads = dict.fromkeys(name for answer in answers for name in answer["rereads"])
-        return StagedWeights(Updated(version, sum(answer["size_bytes"] for answer in answers), tuple(rereads)))
+        size_bytes, revision = sum(answer["size_bytes"] for answer in answers), min(answer["revision"] for answer in answers)
+        return StagedWeights(Updated(version, size_bytes, tuple(rereads), revision))
 
     def update_weights(self, tensors: Any) -> None:
         """Sends every rank its shard of a whole set of weights, or lets each apply what ``read_weights`` has staged. Raises ``UserError``, and

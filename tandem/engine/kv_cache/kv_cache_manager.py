@@ -9,6 +9,8 @@ from tandem.kernels.api import BLOCK_TOKENS
 from tandem.types import WeightVersion
 
 FIRST_VERSION = WeightVersion(0, 0)
+DUMMY_VERSION = WeightVersion(-1, -1)
+"""Of random weights, and of weights that nobody has verified yet."""
 NewSlot = tuple[int, int, BlockCopy | None]
 """A column of a block table, its new block, and the copy that fills the block if it replaces a shared one."""
 
