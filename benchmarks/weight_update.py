@@ -51,6 +51,7 @@ def shapes(vocabulary: int, hidden: int, layers: int, inner: int, heads: int) ->
 MODELS = {
     "5 MB": shapes(99, 128, 5, 512, 4),
     "100 MB": shapes(8000, 512, 7, 1536, 8),
+    "500 MB": shapes(32000, 1024, 8, 2816, 16),
     "1 GB": shapes(65536, 1024, 15, 3072, 16),
 }
 
@@ -152,7 +153,7 @@ def table(repeat: int, threads: int, owners: int) -> str:
         "CPU s a GB of the first owner, register / update | first use, ms: register / update |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name in MODELS:
+    for name in ("5 MB", "100 MB", "1 GB"):
         with tempfile.TemporaryDirectory() as folder:
             count, size, rounds = measure(name, repeat, threads, owners, Path(folder))
             rate = {key: size / min(timed.wall_s) / 1e9 for key, timed in rounds.items()}

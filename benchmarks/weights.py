@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from machine import machine, write_report
 from options import parser as shared_parser
-from weight_update import MODELS, measure, shapes, shards_of
+from weight_update import MODELS, measure, shards_of
+from weights_broadcast import broadcast
 
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.deadline import Deadline
@@ -36,7 +37,6 @@ from tandem.weight_transfer.transport.pieces import Source
 from tandem.weight_transfer.transport.service import WeightService
 from tandem.weight_transfer.transport.tcp_source import TcpSource
 
-MODELS["500 MB"] = shapes(32000, 1024, 8, 2816, 16)
 CREDENTIAL = "a credential of the benchmark"
 CHUNK_BYTES = 2**20
 
@@ -180,6 +180,7 @@ def main() -> None:
     text = (
         f"# Weights in a pod and between pods\n\n{described}\n\nBest of {options.repeat} interleaved rounds; a model of {size / 1e6:.0f} MB in fp32 "
         f"with the tensors of a Qwen3. Sender and receiver share the machine's cores.\n\n{in_pod(options.model, options.repeat, options.threads)}\n\n"
+        f"{broadcast(options.model, options.repeat, options.threads)}\n\nMedians, until every engine has verified tensors.\n\n"
         f"{between_pods(options.model, options.repeat, options.threads)}\n"
     )
     print(text)
