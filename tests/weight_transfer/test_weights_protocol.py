@@ -60,7 +60,8 @@ def test_without_digests_an_engine_draws_from_two_versions_or_from_damaged_weigh
 @pytest.mark.parametrize(("off", "comes_before"), [("after", "a bit flips"), ("revision", "trainer 1 publishes")])
 def test_engines_that_take_weights_unverified_need_digests_after_it_of_what_was_published_all_the_time(off: str, comes_before: str) -> None:
     walked = walk(ONCE_DAMAGED, ALL._replace(**{off: False}))
-    assert walked.mixture == "engine: it draws from (-1, -1), (1, 0) as (1, 0)" and comes_before in walked.way[walked.way.index("engine 0 reads the manifest") :]
+    assert walked.mixture == "engine: it draws from (-1, -1), (1, 0) as (1, 0)"
+    assert comes_before in walked.way[walked.way.index("engine 0 reads the manifest") :]
 
 
 def test_without_the_repair_of_damaged_weights_engines_wait_for_ever() -> None:
