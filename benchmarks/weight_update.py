@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,6 +96,12 @@ def shards_of(model: ModelShapes) -> list[WeightShard]:
     return [WeightShard(name, tuple(t.shape), whole_offsets(tuple(t.shape)), t.dtype, lambda t=t: t) for name, t in tensors]
 
 
+def train(shards: Sequence[WeightShard]) -> None:
+    """Changes every weight: what has not changed is not written or read again."""
+    for shard in shards:
+        shard.read().add_(0.001)
+
+
 def world_of(rank: int, owners: int, folder: Path) -> Communicator:
     """The owners' ranks, which meet in ``folder``."""
     if owners == 1:
@@ -109,6 +115,7 @@ def register_as(rank: int, owners: int, name: str, versions: int, threads: int, 
     placed = place_shards(world_of(rank, owners, folder), shards, [shard.name for shard in shards])
     writer = WeightWriter(WeightBuffers.open(buffers), EmbeddedStore(folder / "store.sqlite"), threads)
     for step in range(versions):
+        train(shards)
         writer.publish(placed, WeightVersion(1, step))
     writer.close()
 
@@ -132,6 +139,7 @@ def measure(name: str, repeat: int, threads: int, owners: int, folder: Path) -> 
             cold = "cold " if step < 2 else ""
             rounds["copy"].run(copy)
             version = WeightVersion(1, step)
+            train(shards)
             rounds[cold + "register"].run(partial(writer.publish, placed, version))
             rounds[cold + "update"].run(partial(reader.read, version))
         received = reader.read().tensors

@@ -19,14 +19,13 @@ from pathlib import Path
 import torch
 from machine import machine, write_report
 from options import parser as shared_parser
-from weight_update import MODELS, measure, shards_of
+from weight_update import MODELS, measure
 from weights_broadcast import broadcast
+from weights_deltas import Model, deltas
 
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.deadline import Deadline
-from tandem.trainer.parallel.ranks import alone
 from tandem.types import WeightVersion
-from tandem.weight_transfer.convert import place_shards
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
@@ -43,10 +42,8 @@ CHUNK_BYTES = 2**20
 
 def serve(name: str, folder: Path, protocols: str) -> None:
     """The first pod: publishes a version for each line on its standard input, and serves a raw socket too."""
-    model = MODELS[name]
-    shards = shards_of(model)
-    placed = place_shards(alone().world, shards, [shard.name for shard in shards])
-    buffers, store = WeightBuffers.create("bench" + uuid.uuid4().hex[:8], segment_bytes(model, "float32")), EmbeddedStore(folder / "shared.sqlite")
+    model, size_bytes = Model(name), segment_bytes(MODELS[name], "float32")
+    buffers, store = WeightBuffers.create("bench" + uuid.uuid4().hex[:8], size_bytes), EmbeddedStore(folder / "shared.sqlite")
     writer = WeightWriter(buffers, store, 2)
     service = WeightService("first", buffers.segments, store, CREDENTIAL, check_protocols(protocols.split(",")))
     with socket.create_server(("127.0.0.1", 0)) as raw:
@@ -55,9 +52,10 @@ def serve(name: str, folder: Path, protocols: str) -> None:
             if line == "raw\n":
                 connection, _ = raw.accept()
                 with connection:
-                    connection.sendall(buffers.segments[0].memory[: placed.size_bytes])
+                    connection.sendall(buffers.segments[0].memory[:size_bytes])
             else:
-                writer.publish(placed, WeightVersion(1, int(line)))
+                kind, step = line.split()
+                writer.publish(model.train(kind), WeightVersion(1, int(step)))
                 print("published", flush=True)
     service.close()
 
@@ -105,9 +103,10 @@ class TwoPods:
                 at += count
             return time.perf_counter() - began
 
-    def publish(self) -> None:
+    def publish(self, kind: str = "full") -> None:
+        """``kind``: how much of it has changed, as of ``weights_deltas``."""
         self.step += 1
-        self._tell(str(self.step))
+        self._tell(f"{kind} {self.step}")
         assert self._answer() == "published\n"
 
     def bring(self, protocol: Protocol) -> float:
@@ -151,6 +150,20 @@ def between_pods(name: str, repeat: int, threads: int) -> str:
     return "\n".join(lines)
 
 
+def between_pods_deltas(name: str, repeat: int, threads: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        pods = TwoPods(name, ("tcp",), Path(folder), threads)
+
+        def publish_and_bring(kind: str) -> float:
+            pods.publish(kind)
+            return pods.bring("tcp")
+
+        try:
+            return deltas(name, repeat, threads, publish_and_bring)
+        finally:
+            pods.close()
+
+
 def in_pod(name: str, repeat: int, threads: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         _, size, rounds = measure(name, repeat, threads, 1, Path(folder))
@@ -181,7 +194,8 @@ def main() -> None:
         f"# Weights in a pod and between pods\n\n{described}\n\nBest of {options.repeat} interleaved rounds; a model of {size / 1e6:.0f} MB in fp32 "
         f"with the tensors of a Qwen3. Sender and receiver share the machine's cores.\n\n{in_pod(options.model, options.repeat, options.threads)}\n\n"
         f"{broadcast(options.model, options.repeat, options.threads)}\n\nMedians, until every engine has verified tensors.\n\n"
-        f"{between_pods(options.model, options.repeat, options.threads)}\n"
+        f"{between_pods(options.model, options.repeat, options.threads)}\n\n"
+        f"{between_pods_deltas(options.model, options.repeat, options.threads)}\n"
     )
     print(text)
     print(f"wrote {write_report('weights', text, options.out)}")

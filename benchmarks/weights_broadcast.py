@@ -12,7 +12,7 @@ import time
 import uuid
 from pathlib import Path
 
-from weight_update import MODELS, shards_of
+from weight_update import MODELS, shards_of, train
 
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.trainer.parallel.ranks import alone
@@ -33,8 +33,17 @@ def engine(folder: Path, threads: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         how, step = line.split()
+        if how == "forget":
+            print(forget(reader), flush=True)
+            continue
         version = WeightVersion(1, int(step))
         print((reader.read if how == "copy" else reader.view)(version).revision, flush=True)
+
+
+def forget(reader: WeightReader) -> int:
+    """Makes ``reader`` read everything again, into the memory that it has."""
+    reader._held.clear()
+    return 0
 
 
 class Engines:
@@ -73,8 +82,12 @@ def broadcast(name: str, repeat: int, threads: int) -> str:
         try:
             for step in range(repeat + 2):
                 version = WeightVersion(1, step)
+                train(shards)
                 writer.publish(placed, version)
                 for how, count in seconds:
+                    if how == "copy":
+                        # An engine that held the version would not copy it again.
+                        engines.ask("forget 0", max(ENGINES))
                     began = time.perf_counter()
                     revisions = engines.ask(f"{how} {step}", count)
                     if how == "take":

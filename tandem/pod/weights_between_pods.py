@@ -52,8 +52,8 @@ class WeightsBetweenPods:
     def receive_weights(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Brings the ``version`` that is published in the run's ``store`` (``None``: the newest) to this pod's shared memory over one of ``protocols``
         (empty: all that this machine has) within ``deadline_s``, and publishes it in ``own_store``, which this pod's engines read. The reply has the
-        ``version``, its ``bytes``, the ``protocol`` (empty: it was here before), the tensors that were read again (``rereads``), how often a connection
-        broke (``breaks``) and the ``seconds``."""
+        ``version``, the ``bytes`` that came from the other pod, the ``protocol`` (empty: it was here before), the tensors that were read again
+        (``rereads``), how often a connection broke (``breaks``) and the ``seconds``."""
         protocols, began = check_protocols(meta["protocols"] or (*available(), "tcp")), time.monotonic()
         version = None if meta["version"] is None else WeightVersion(*meta["version"])
         with self._lock:
@@ -63,9 +63,9 @@ class WeightsBetweenPods:
             arrived = self._mirror.bring(
                 version, protocols, Deadline(float(meta["deadline_s"])), lambda done, total: progress({"bytes": done, "total_bytes": total})
             )
-        rereads, breaks = arrived.fetched
+        rereads, breaks, size_bytes = arrived.fetched
         return {
-            "version": list(arrived.manifest.version), "bytes": arrived.manifest.size_bytes, "protocol": arrived.protocol, "rereads": list(rereads),
+            "version": list(arrived.manifest.version), "bytes": size_bytes, "protocol": arrived.protocol, "rereads": list(rereads),
             "breaks": breaks, "seconds": time.monotonic() - began,
         }, {}  # fmt: skip
 

@@ -47,6 +47,9 @@ class WeightReader:
         self._threads = Threads(threads)
         self._segments = OpenSegments()
         self._staging: mmap.mmap | None = None
+        # The digests of the verified parts that the private memory holds, as long as its tensors and their parts stay the same.
+        self._layout: list[tuple[str, str, ShardOffsets, tuple[ShardOffsets, ...]]] = []
+        self._held: dict[tuple[str, ShardOffsets], str] = {}
 
     def update(self, apply: Apply, version: WeightVersion | None = None) -> Updated:
         """Reads ``version`` (``None``: the current one) and calls ``apply(tensors, version)`` once with all of it."""
@@ -55,7 +58,8 @@ class WeightReader:
         return Updated(weights.version, weights.size_bytes, weights.rereads, weights.revision)
 
     def read(self, version: WeightVersion | None = None) -> Weights:
-        """Copies every tensor and verifies the digest of the copy; after a mismatch everything is read once more, from the manifest on.
+        """Copies every tensor and verifies the digest of the copy; after a mismatch everything is read once more, from the manifest on. Parts that the
+        version read before had too, by their digests, are here already, and are not copied.
 
         Raises ``DamagedWeights`` if a tensor does not match its manifest twice; ``RunError`` if nothing, or another version than
         ``version``, is published; ``PeerDied`` if the segments were removed with the trainer's shim. Nothing has been applied then.
@@ -127,8 +131,12 @@ class WeightReader:
             i, copy = at
             return copy.read(shared[copy.entry.segment], tensors[i][1])
 
-        right = self._threads.map(read, copies, [copy.size_bytes for _, copy in copies])
-        wrong = dict.fromkeys(copy.entry.name for (_, copy), good in zip(copies, right, strict=True) if not good)
+        missing = [(i, copy) for i, copy in copies if self._held.get(_key(copy)) != copy.part.digest]
+        for _, copy in missing:
+            self._held.pop(_key(copy), None)
+        right = self._threads.map(read, missing, [copy.size_bytes for _, copy in missing])
+        self._held |= {_key(copy): copy.part.digest for (_, copy), good in zip(missing, right, strict=True) if good}
+        wrong = dict.fromkeys(copy.entry.name for (_, copy), good in zip(missing, right, strict=True) if not good)
         return tensors, tuple(wrong)
 
     def _tensors(self, chosen: Sequence[tuple[TensorEntry, ShardOffsets]]) -> list[tuple[str, Tensor]]:
@@ -138,6 +146,9 @@ class WeightReader:
         sizes = [count * DTYPE_BYTES[entry.dtype] for count, (entry, _) in zip(counts, chosen, strict=True)]
         offsets = place(sizes)
         staging = self._private(offsets[-1] + sizes[-1] if chosen else 0)
+        layout = [(entry.name, entry.dtype, wanted, tuple(map(offsets_of, entry.parts))) for entry, wanted in chosen]
+        if layout != self._layout:
+            self._layout, self._held = layout, {}
         tensors = []
         for (entry, _), shape, count, at in zip(chosen, shapes, counts, offsets, strict=True):
             dtype: torch.dtype = getattr(torch, entry.dtype)
@@ -149,6 +160,11 @@ class WeightReader:
         size_bytes = max(aligned(size_bytes), mmap.PAGESIZE)
         if self._staging is None or len(self._staging) < size_bytes:
             # A previous, smaller one is freed with the last tensor that is a view of it.
-            self._staging = mmap.mmap(-1, size_bytes)
+            self._staging, self._held = mmap.mmap(-1, size_bytes), {}
             populate(self._staging)
         return self._staging
+
+
+def _key(copy: PartCopy) -> tuple[str, ShardOffsets]:
+    """Returns what a part is called among those of a layout."""
+    return copy.entry.name, offsets_of(copy.part)

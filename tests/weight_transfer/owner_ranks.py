@@ -27,6 +27,7 @@ from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.replica import Replica, make_replica
 from tandem.trainer.step import train_step
 from tandem.types import RunError, WeightVersion
+from tandem.weight_transfer import register
 from tandem.weight_transfer.convert import convert, place_shards
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
@@ -79,6 +80,25 @@ def rows(here: RankContext, read: Callable[[int, ShardOffsets], Tensor], tensors
         box = ShardOffsets((world.rank * share, 0), ((world.rank + 1) * share, whole[1]))
         found.append(WeightShard(f"t{i}", whole, box, torch.float32, lambda i=i, box=box: read(i, box)))
     return found
+
+
+def bytes_of_deltas(here: RankContext, names: tuple[str, str], store: Path) -> list[int]:
+    """Registers four versions, of which the last two have another first tensor on rank 0 alone; returns the bytes that this rank copied for each."""
+    torch.set_num_threads(1)
+    writer, copied, own = WeightWriter(WeightBuffers.open(names), EmbeddedStore(store), threads=1), list[int](), register.copy_and_digest
+
+    def counted(destination: int, source: int, size_bytes: int, *, of_source: bool) -> str:
+        copied[-1] += size_bytes
+        return own(destination, source, size_bytes, of_source=of_source)
+
+    register.copy_and_digest = counted
+    rank = here.groups["world"].rank
+    for step in range(4):
+        copied.append(0)
+        shards = rows(here, lambda i, box, step=step: torch.full(box.shape, i + (float(step) if i == rank == 0 else 0.0)))
+        writer.publish(place_shards(here.groups["world"], shards), WeightVersion(1, step))
+    register.copy_and_digest = own
+    return copied
 
 
 def many_versions(here: RankContext, names: tuple[str, str], store: Path, count: int) -> None:

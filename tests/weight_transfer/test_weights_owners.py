@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from model_ranks import LLAMA, QWEN3, QWEN3_MOE, Case
-from owner_ranks import many_versions, one_fails, peak, registered, replica_of
+from owner_ranks import bytes_of_deltas, many_versions, one_fails, peak, registered, replica_of
 from ranks import Ranks
 from safetensors.torch import load_file
 
@@ -133,7 +133,7 @@ def test_weights_that_lie_in_a_file_are_registered_from_there(ranks: Ranks, shar
 
 def test_a_flipped_byte_in_any_part_is_found_and_named(ranks: Ranks, shared: Shared) -> None:
     ranks.run(MeshShape(tensor=2), registered, shared.buffers.names, shared.store_path, TIED)
-    published, draw, reader = current(shared.store), random.Random(1), shared.reader()
+    published, draw = current(shared.store), random.Random(1)
     assert published is not None
     segment = next(s for s in shared.buffers.segments if s.name == published[0].tensors[0].segment)
     assert any(part.start[1:] != (0,) for entry in published[0].tensors for part in entry.parts if len(entry.shape) > 1), "some by columns"
@@ -141,11 +141,13 @@ def test_a_flipped_byte_in_any_part_is_found_and_named(ranks: Ranks, shared: Sha
         for part, offset in zip(entry.parts, part_offsets(entry), strict=True):
             at = offset + draw.randrange(4 * ShardOffsets(part.start, part.stop).numel)
             segment.memory[at] ^= 1
+            # A reader that has verified the other parts would not read them again.
+            reader = shared.reader()
             with pytest.raises(DamagedWeights, match=f"tensor '{entry.name}' of weights of step 1 .* was read twice"):
                 reader.update(lambda tensors, version: pytest.fail("damaged weights were applied"))
             segment.memory[at] ^= 1
-    assert reader.update(lambda tensors, version: None).rereads == ()
-    reader.close()
+            assert reader.update(lambda tensors, version: None).rereads == ()
+            reader.close()
 
 
 def test_what_was_read_twice_is_told(ranks: Ranks, shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +225,14 @@ def test_a_reader_beside_ranks_that_never_wait_sees_whole_versions_only(ranks: R
     assert not failure and seen == sorted(seen) and len(set(seen)) > 1
     assert {float(tensor.min()) for _, tensor in reader.read().tensors} == {60.0}
     reader.close()
+
+
+def test_every_rank_copies_only_what_has_changed_of_its_own_parts(ranks: Ranks, shared: Shared) -> None:
+    first, second = ranks.run(MeshShape(data=2), bytes_of_deltas, shared.buffers.names, shared.store_path)
+    rows_bytes = [32 * (500 + i) * 4 for i in range(6)]
+    assert first == [sum(rows_bytes)] * 2 + [rows_bytes[0]] * 2 and second == [sum(rows_bytes)] * 2 + [0] * 2
+    received = shared.reader().read().tensors
+    assert [(float(t[:32].min()), float(t[:32].max()), float(t[32:].max())) for _, t in received] == [(3.0, 3.0, 0.0)] + [(float(i),) * 3 for i in range(1, 6)]
 
 
 def test_a_rank_that_fails_fails_all_in_one_line_and_the_next_version_is_registered(ranks: Ranks, shared: Shared, tmp_path: Path) -> None:

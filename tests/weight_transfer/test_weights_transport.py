@@ -86,7 +86,7 @@ def test_every_version_arrives_bit_for_bit_and_the_engines_of_the_other_pod_read
     for step in range(4):
         sent = pods.publish(weights(step), WeightVersion(1, step))
         got = pods.bring(WeightVersion(1, step))
-        assert (got.protocol, got.fetched) == ("tcp", ((), 0)) and got.manifest.digest == sent.digest
+        assert (got.protocol, got.fetched[:2]) == ("tcp", ((), 0)) and got.manifest.digest == sent.digest
         assert got.manifest.tensors[0].segment not in pods.buffers.names
         assert are_equal(received(pods), weights(step))
     assert pods.bring(WeightVersion(1, 3)).protocol == "", "what is here is not read again"

@@ -26,13 +26,14 @@ from tandem.types import UserError
 
 class WeightShard(NamedTuple):
     """A weight shard that is read on demand. ``read`` returns it in the shape of ``offsets``, as a view of the rank's memory or, for paged
-    weights, of the file."""
+    weights, of the file. ``is_frozen``: its values never change, because the parameter has no gradient."""
 
     name: str
     whole: tuple[int, ...]
     offsets: ShardOffsets
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    is_frozen: bool = False
 
 
 class ReplicaState:
@@ -100,7 +101,11 @@ class ReplicaState:
         paged = None if isinstance(optimizer, ShardedOptimizer) else self.replica.paged
         weight = model.get_parameter if paged is None else paged.weight
         return [
-            WeightShard(p.name, p.whole, p.offsets, model.dtype, partial(_view, partial(weight, p.parameter), p.first, p.offsets)) for p in parts
+            WeightShard(
+                p.name, p.whole, p.offsets, model.dtype, partial(_view, partial(weight, p.parameter), p.first, p.offsets),
+                is_frozen=not model.get_parameter(p.parameter).requires_grad,
+            )
+            for p in parts
         ]
 
     @property

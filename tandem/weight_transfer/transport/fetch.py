@@ -12,6 +12,7 @@ from tandem.types.errors import DamagedWeights
 from tandem.types.weights import WeightManifest
 from tandem.weight_transfer.publication import describe
 from tandem.weight_transfer.shared_memory import Segment, contents_of
+from tandem.weight_transfer.transport.local_parts import NOTHING_HERE, LocalParts
 from tandem.weight_transfer.transport.pieces import Piece, Source, SourceLost, pieces_of
 
 logger = logging.getLogger(__name__)
@@ -22,17 +23,20 @@ _MOST_MISMATCHES = 2
 
 
 class Fetched(NamedTuple):
-    """What a transfer needed: the parts that were read again because their bytes had been altered, and how often a connection broke."""
+    """What a transfer needed: the parts that were read again because their bytes had been altered, how often a connection broke, and the bytes of the parts
+    that came from the other pod, each counted once."""
 
     rereads: tuple[str, ...]
     breaks: int
+    size_bytes: int = 0
 
 
 def fetch(
-    source: Source, manifest: WeightManifest, segment: str, into: Segment, *, peer: str, deadline: Deadline, patience_s: float = 10.0,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    source: Source, manifest: WeightManifest, segment: str, into: Segment, here: LocalParts = NOTHING_HERE, *, peer: str, deadline: Deadline,
+    patience_s: float = 10.0, on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Fetched:  # fmt: skip
-    """Reads every part of ``manifest`` from ``segment`` of the pod ``peer`` to the same offsets of ``into``, whose label it sets when all are verified.
+    """Reads every part of ``manifest`` that is not ``here`` from ``segment`` of the pod ``peer`` to the same offsets of ``into``, whose label it sets when all
+    are verified.
 
     ``patience_s``: how long attempts may bring no byte before the other pod counts as dead. ``on_progress``: receives the verified and all bytes,
     after each attempt.
@@ -44,7 +48,8 @@ def fetch(
         TimeoutError: past ``deadline``.
     """
     into.contents = None
-    left, breaks, rereads = pieces_of(manifest), 0, list[str]()
+    left, breaks, rereads = [piece for piece in pieces_of(manifest) if not here.fill(piece, into)], 0, list[str]()
+    fetched_bytes = sum(piece.size_bytes for piece in left)
     patience, pause_s = Deadline(patience_s, deadline), _PAUSES_S[0]
     while left:
         before = sum(piece.done_bytes for piece in left)
@@ -65,7 +70,7 @@ def fetch(
         left = [piece for piece in left if not piece.is_verified]
         on_progress(manifest.size_bytes - sum(piece.size_bytes for piece in left), manifest.size_bytes)
     into.contents = contents_of(manifest)
-    return Fetched(tuple(rereads), breaks)
+    return Fetched(tuple(rereads), breaks, fetched_bytes)
 
 
 def _is_altered(piece: Piece, manifest: WeightManifest) -> bool:

@@ -10,9 +10,10 @@ from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import WeightManifest
 from tandem.weight_transfer.publication import current, describe, publish, replaceable
-from tandem.weight_transfer.shared_memory import WeightBuffers, check_free
+from tandem.weight_transfer.shared_memory import Segment, WeightBuffers, check_free, contents_of
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, choose, endpoint_of
 from tandem.weight_transfer.transport.fetch import Fetched, fetch
+from tandem.weight_transfer.transport.local_parts import LocalParts
 from tandem.weight_transfer.transport.pieces import Source, SourceStuck
 
 logger = logging.getLogger(__name__)
@@ -44,12 +45,18 @@ class WeightMirror:
         self.buffers: WeightBuffers | None = None
         self._source: tuple[Endpoint, Offer, Source] | None = None
         self._stuck: SourceStuck | None = None
+        # What each segment holds, of what this mirror has brought, and the revision of the last.
+        self._brought: dict[str, WeightManifest] = {}
+        self._revision = 0
 
     def bring(
         self, version: WeightVersion | None, protocols: Collection[Protocol], deadline: Deadline,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Mirrored:  # fmt: skip
         """Reads, verifies and publishes ``version`` (``None``: the one that is published now); at once if it is here already.
+
+        Only parts whose digest no memory here has are read from the other pod. If the same version was published again, because it was found damaged
+        somewhere, everything that is here is compared with its digest.
 
         Raises ``RunError`` if nothing or another version is published, no pod serves it, or the shared memory of this machine is too small; and
         what ``fetch`` raises. The engines' published version stays as it was then.
@@ -64,16 +71,18 @@ class WeightMirror:
             raise RunError(f"weights {describe(version)} were requested, but {describe(manifest.version)} are published")
         before = replaceable(self.own)
         held = before[0] if before else None
-        if held is not None and (held.version, held.digest) == (manifest.version, manifest.digest) and self._owns(held):
+        is_again = held is not None and (held.version, held.digest) == (manifest.version, manifest.digest) and self._owns(held)
+        if held is not None and is_again and published[1] == self._revision:
             return Mirrored(held, "", NOTHING_FETCHED)
         segment = _segment_of(manifest)
         endpoint = endpoint_of(self.shared, segment)
         offer = choose(endpoint, protocols)
         into = self._buffers(manifest).other(None if held is None else held.tensors[0].segment)
-        peer, patience_s = endpoint.pod, self._patience_s
+        peer, patience_s, known = endpoint.pod, self._patience_s, self._known(into, held, is_again)
+        self._brought.pop(into.name, None)
         try:
             source = self._source_of(endpoint, offer)
-            fetched = fetch(source, manifest, segment, into, peer=peer, deadline=deadline, patience_s=patience_s, on_progress=on_progress)
+            fetched = fetch(source, manifest, segment, into, known, peer=peer, deadline=deadline, patience_s=patience_s, on_progress=on_progress)
         except SourceStuck as stuck:
             self._stuck = stuck
             raise
@@ -82,8 +91,18 @@ class WeightMirror:
             raise
         ours = replace(manifest, tensors=tuple(replace(entry, segment=into.name) for entry in manifest.tensors))
         publish(self.own, ours, before)
+        self._brought[into.name], self._revision = ours, published[1]
         logger.info("weights %s came from pod %s over %s", describe(manifest.version), endpoint.pod, offer.protocol)
         return Mirrored(ours, offer.protocol, fetched)
+
+    def _known(self, into: Segment, held: WeightManifest | None, is_again: bool) -> LocalParts:
+        """Returns the parts of earlier versions that are in this pod's memory: in ``into`` itself, from the version before the last, and those of the last."""
+        own = self._brought.get(into.name)
+        before = None if own is None or into.contents != contents_of(own) else own
+        if self.buffers is None or held is None or not self._owns(held):
+            return LocalParts(before, trusts=not is_again)
+        segment = next(each for each in self.buffers.segments if each.name == _segment_of(held))
+        return LocalParts(before, held if segment.contents == contents_of(held) else None, segment, trusts=not is_again)
 
     def close(self) -> None:
         """Removes the buffers, unless a transfer may still write to them: then they are removed with the process."""
