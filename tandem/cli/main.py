@@ -24,6 +24,7 @@ COMMANDS = {
     "replay": "repeat a recorded step and compare every number",
     "generate": "complete prompts with a model",
     "serve": "serve OpenAI's API over HTTP",
+    "gateway": "serve the models of several servers at one address",
     "data": "check a data file: rows as the model sees them, lengths, mistakes",
     "tokenize": "tokenize text or examples to shards of token ids",
     "evaluate": "measure accuracy on a task, perplexity, or tasks of lm-eval",

@@ -1,6 +1,6 @@
-"""Generates the tables of ``docs/recipes.md``: every section, key, default and meaning, from the configuration classes.
+"""Generates the tables of ``docs/recipes.md`` and ``docs/gateway.md``: every section, key, default and meaning, from the configuration classes.
 
-``python -m tandem.config.document docs/recipes.md`` rewrites everything below ``MARKER`` and keeps what is above.
+``python -m tandem.config.document docs/recipes.md docs/gateway.md`` rewrites everything below ``MARKER`` and keeps what is above.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tandem.config.describe import field_descriptions
+from tandem.config.gateway import GatewayConfig
 from tandem.config.load import refused_keys
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
@@ -29,9 +30,6 @@ class Section(typing.NamedTuple):
 def document(text: str) -> str:
     """Returns the document ``text`` with the tables of all sections below the line ``MARKER``. Raises ``ValueError`` if the line is
     missing."""
-    guide, marker, _ = text.partition(f"{MARKER}\n")
-    if not marker:
-        raise ValueError(f"the document has no line '{MARKER}' to write the tables below")
     rollouts = sections(Recipe)
     shared = {section.kind for section in rollouts}
     data = sections(PretrainRecipe)
@@ -46,6 +44,19 @@ def document(text: str) -> str:
         _refusals("Keys that training on data does not use and refuses", PretrainRecipe),
         *(block for section in data if section.kind not in shared for block in _section(section)),
     ]
+    return _below_marker(text, blocks)
+
+
+def gateway_document(text: str) -> str:
+    """Returns the document ``text`` with the tables of the gateway's file below the line ``MARKER``. Raises ``ValueError`` if the line is missing."""
+    own = [Section("the file", GatewayConfig, {}), *sections(GatewayConfig)]
+    return _below_marker(text, [ABOUT, *(block for section in own for block in _section(section))])
+
+
+def _below_marker(text: str, blocks: list[str]) -> str:
+    guide, marker, _ = text.partition(f"{MARKER}\n")
+    if not marker:
+        raise ValueError(f"the document has no line '{MARKER}' to write the tables below")
     return guide + marker + "\n" + "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -108,8 +119,9 @@ def _default(field: "dataclasses.Field[object]") -> str:
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
-    path.write_text(document(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in map(Path, sys.argv[1:]):
+        write = gateway_document if path.name == "gateway.md" else document
+        path.write_text(write(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from tandem.serving.engines.instance import InstanceDied
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
 from tandem.serving.guard import Guard
 from tandem.serving.ignored_fields import WARNING, warned
-from tandem.serving.json_body import ParsedRoute
 from tandem.serving.log_lines import RequestLog
+from tandem.serving.parsed_route import ParsedRoute
 from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
 from tandem.serving.routes import adapters, control, generate, openai, probes
 from tandem.serving.sessions import ClientLeft

@@ -1,9 +1,6 @@
 """Middleware of every route: checks keys and the size and speed of bodies, and refuses requests while draining."""
 
-import asyncio
-import contextlib
 import hmac
-import json
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -11,11 +8,11 @@ from tandem.serving.bodies import read_body
 from tandem.serving.errors import ApiError, unauthorised, unavailable
 from tandem.serving.json_body import PARSED
 from tandem.serving.limits import BEFORE_LOAD_BYTES
+from tandem.serving.refusal import answer
 from tandem.serving.routes import adapters, control
 from tandem.serving.state import ServerState
 
 CONTROL = frozenset((*control.PATHS, *adapters.PATHS))
-_LINGER_S = 5.0
 PUBLIC = ("/health", "/liveness", "/readiness", "/startup", "/metrics", "/version", "/openapi.json", "/docs")
 
 
@@ -96,20 +93,3 @@ def _bearer(scope: Scope) -> bytes:
 
 def _equal(given: bytes, known: str) -> bool:
     return hmac.compare_digest(given, known.encode())
-
-
-async def answer(error: ApiError, send: Send, rest: Receive | None) -> None:
-    """Send an error as the whole response. ``rest``: the rest of the request's body, which is read and thrown away for a few seconds: a connection
-    that is closed with unread bytes is reset, and its client would not see the answer."""
-    body = json.dumps(error.body).encode()
-    headers = [("content-type", "application/json"), ("content-length", str(len(body))), *error.headers.items()]
-    plain = [(name.lower().encode(), value.encode()) for name, value in headers]
-    await send({"type": "http.response.start", "status": error.status, "headers": plain})
-    await send({"type": "http.response.body", "body": body, "more_body": rest is not None})
-    if rest is None:
-        return
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_S):
-            while (message := await rest())["type"] == "http.request" and message.get("more_body", False):
-                pass
-    await send({"type": "http.response.body", "body": b""})

@@ -3,12 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import Request
-from fastapi.routing import APIRoute
-from starlette.responses import Response
 from starlette.types import Scope
 
 from tandem.serving.errors import ApiError, invalid
@@ -115,22 +111,3 @@ def _check_counts(body: dict[str, Any], limits: Limits) -> None:
     bias = body.get("logit_bias") if not isinstance(sampling, dict) else sampling.get("logit_bias")
     if isinstance(bias, dict) and len(bias) > limits.vocab_size:
         raise invalid(f"'logit_bias' names {len(bias)} tokens; the vocabulary has {limits.vocab_size}", "logit_bias")
-
-
-class ParsedRequest(Request):
-    """A request whose body ``parse_body`` has parsed."""
-
-    async def json(self) -> Any:
-        return self.scope[PARSED] if PARSED in self.scope else await super().json()
-
-
-class ParsedRoute(APIRoute):
-    """A route that takes the parsed body from the scope."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            return await handler(ParsedRequest(request.scope, request.receive))
-
-        return handle

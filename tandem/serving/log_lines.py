@@ -6,10 +6,12 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.serving.metrics import Metrics
+if TYPE_CHECKING:
+    from tandem.serving.metrics import Metrics
 
 USAGE = "tandem.usage"
 """The key of a request's scope under which its ``Usage`` is."""
@@ -100,7 +102,7 @@ class RequestLog:
             self._lines.add(f'{client} "{scope["method"]} {_printable(scope)}" {status}{tokens}, {time.monotonic() - began:.3f} s')
 
 
-async def log_stats(metrics: Metrics, lines: LogLines, period_s: float = STATS_S) -> None:
+async def log_stats(metrics: "Metrics", lines: LogLines, period_s: float = STATS_S) -> None:
     """Logs throughput and load every ``period_s`` seconds in which there was work, and once more after it, in vLLM's words."""
     before, at, was_busy = metrics.totals(), time.monotonic(), False
     while True:

@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import ipaddress
 import os
-import resource
 import signal
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +21,18 @@ from tandem.serving.app import make_app
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, overloaded
-from tandem.serving.guard import answer
+from tandem.serving.http_process import BACKLOG, HttpServer, max_connections, raise_file_limit, say
 from tandem.serving.limits import BEFORE_LOAD_BYTES
 from tandem.serving.log_lines import log_stats
 from tandem.serving.memory import freeze_start
 from tandem.serving.metrics import Metrics
+from tandem.serving.refusal import answer
 from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
 from tandem.serving.state import ServerState
 from tandem.serving.text_encoder import TextEncoder
 from tandem.text.chat import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
-
-_BACKLOG = 2048
-_OTHER_FILES = 64
-"""Open files that are not connections of clients."""
 
 
 def run_server(settings: ServerSettings) -> int:
@@ -51,8 +46,8 @@ def run_server(settings: ServerSettings) -> int:
     defaults = default_sampling(Path(settings.engine.model), settings.engine.generation_config, settings.engine.override_generation_config)
     if settings.chat_template is not None:
         ChatTemplate.from_folder(settings.tokenizer_folder, source=settings.chat_template)
-    listener = listen(settings.host, settings.port, backlog=_BACKLOG)
-    _raise_file_limit()
+    listener = listen(settings.host, settings.port, backlog=BACKLOG)
+    raise_file_limit()
     metrics = Metrics(settings.names[0], settings.instances)
     pool = Pool(settings, metrics)
     bodies = UnfinishedBodies(BEFORE_LOAD_BYTES * 64, BEFORE_LOAD_BYTES * 16)
@@ -61,24 +56,16 @@ def run_server(settings: ServerSettings) -> int:
         return asyncio.run(_serve(state, listener))
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to this module."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-
 async def _serve(state: ServerState, listener: socket.socket) -> int:
     settings = state.settings
-    connections = ClientConnections(_max_files() - _OTHER_FILES, settings.connections_per_client)
+    connections = ClientConnections(max_connections(), settings.connections_per_client)
     deadlines = {"request_s": settings.request_s, "stall_s": settings.stall_s}
     protocol = type("Protocol", (PatientProtocol,), {**deadlines, "connections_of_clients": connections, "refusal": staticmethod(_too_many_connections)})
     config = uvicorn.Config(
-        make_app(state), http=protocol, log_level="critical", access_log=False, lifespan="off", loop="asyncio", backlog=_BACKLOG,
+        make_app(state), http=protocol, log_level="critical", access_log=False, lifespan="off", loop="asyncio", backlog=BACKLOG,
         timeout_graceful_shutdown=5, server_header=False, timeout_keep_alive=30,
     )  # fmt: skip
-    server = _Server(config)
+    server = HttpServer(config)
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -95,7 +82,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         await asyncio.wait({life, hurry, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not life.done():
             state.lines.close()
-            _say("stopped at once; in-flight requests were cut off")
+            say("stopped at once; in-flight requests were cut off")
             return 1
         return life.result()
     finally:
@@ -114,29 +101,29 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
     settings = state.settings
     host = f"[{address[0]}]" if ":" in str(address[0]) else address[0]
     if not settings.api_keys and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        _say(f"warning: anyone who reaches {host} may use this server; give --api-key @FILE, or leave out --host")
-    _say(f"loading '{settings.engine.model}'; http://{host}:{address[1]} answers probes meanwhile")
+        say(f"warning: anyone who reaches {host} may use this server; give --api-key @FILE, or leave out --host")
+    say(f"loading '{settings.engine.model}'; http://{host}:{address[1]} answers probes meanwhile")
     loading = asyncio.create_task(_load(state))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
-        _say("stopped before the model was loaded")
+        say("stopped before the model was loaded")
         return 0
     loading.result()
     if state.sampling_defaults:
         given = ", ".join(f"{name} {value:g}" for name, value in state.sampling_defaults.items())
-        _say(f"requests that do not say otherwise are sampled with {given} (--generation-config vllm: with vLLM's defaults)")
+        say(f"requests that do not say otherwise are sampled with {given} (--generation-config vllm: with vLLM's defaults)")
     freeze_start()
     state.is_started = True
     engines = "1 engine" if settings.instances == 1 else f"{settings.instances} engines"
     names = ", ".join((*settings.names, *state.adapters.names))
-    _say(f"serving {names} at http://{host}:{address[1]} ({engines}, {state.max_model_len} tokens of context); Ctrl-C stops it")
+    say(f"serving {names} at http://{host}:{address[1]} ({engines}, {state.max_model_len} tokens of context); Ctrl-C stops it")
     await stopping
     state.is_draining = True
     if state.open_requests:
-        _say(f"draining: {state.open_requests} requests are in flight; a second signal cuts them off")
+        say(f"draining: {state.open_requests} requests are in flight; a second signal cuts them off")
         if state.pool.is_paused:
             # Otherwise the clients of paused requests would wait forever.
             with contextlib.suppress(ApiError):  # A hung engine has no requests.
@@ -147,7 +134,7 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
                     await asyncio.sleep(0.05)
     left = state.open_requests
     state.lines.close()
-    _say("stopped" if not left else f"stopped after {settings.drain_s:g} s; {left} requests were cut off")
+    say("stopped" if not left else f"stopped after {settings.drain_s:g} s; {left} requests were cut off")
     return 0 if not left else 1
 
 
@@ -158,21 +145,5 @@ async def _load(state: ServerState) -> None:
         await state.adapters.load(name, folder)
 
 
-def _raise_file_limit() -> None:
-    """A connection is a file: take all that this process may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 16, hard))
-
-
-def _max_files() -> int:
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft, 2 * _OTHER_FILES)
-
-
 async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
     await answer(overloaded("your address has too many open connections; close some, or raise --max-connections-per-client"), send, receive)
-
-
-def _say(text: str) -> None:
-    print(f"tandem: {text}", file=sys.stderr, flush=True)

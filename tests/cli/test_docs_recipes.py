@@ -5,7 +5,7 @@ import dataclasses
 from helpers_cli import ROOT
 
 from tandem.config.describe import field_descriptions
-from tandem.config.document import document, sections
+from tandem.config.document import document, gateway_document, sections
 from tandem.config.engine import EngineArgs
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
@@ -23,6 +23,8 @@ def rows(text: str, section: str) -> dict[str, str]:
 
 def test_the_committed_tables_are_those_of_the_classes() -> None:
     assert document(TEXT) == TEXT, "run: python -m tandem.config.document docs/recipes.md"
+    gateway = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    assert gateway_document(gateway) == gateway, "run: python -m tandem.config.document docs/gateway.md"
     assert document(TEXT.replace("| `group_size` | `8` |", "| `group_size` | `9` |")) == TEXT
 
 

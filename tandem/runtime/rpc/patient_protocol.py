@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1 with deadlines of its own for slow clients. Needs the extra ``serve``."""
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -11,10 +11,16 @@ _REFUSED_S = 1.0
 """How long a refused connection may take to send the request that is answered with the refusal."""
 
 
-class PatientProtocol(H11Protocol):
-    """HTTP/1.1 that closes a connection if a request's head does not arrive within ``request_s``, or if the client reads nothing of its answer
-    for ``stall_s``. A connection that its client may not have (``connections_of_clients``) is answered by the application ``refusal`` and closed;
-    one that exceeds what the server can have is closed at once."""
+if TYPE_CHECKING:
+    _Http = H11Protocol
+else:
+    _Http = object
+
+
+class Patience(_Http):
+    """What is added to a protocol of uvicorn: it closes a connection if a request's head does not arrive within ``request_s``, or if the client reads
+    nothing of its answer for ``stall_s``. A connection that its client may not have (``connections_of_clients``) is answered by the application
+    ``refusal`` and closed; one that exceeds what the server can have is closed at once."""
 
     request_s = 30.0
     stall_s = 300.0
@@ -23,6 +29,11 @@ class PatientProtocol(H11Protocol):
     _address: str | None = None
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
+
+    @property
+    def next_has_begun(self) -> bool:
+        """Whether a part of the head of the next request is there."""
+        raise NotImplementedError
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,8 +59,8 @@ class PatientProtocol(H11Protocol):
         super().on_response_complete()
         if self.refusal is not None and self.app is self.refusal:
             self.transport.close()
-        # The head of the next request has begun; an idle connection has a longer timeout.
-        if self.conn.trailing_data[0]:
+        # An idle connection has a longer timeout.
+        if self.next_has_begun:
             self._watch()
 
     def pause_writing(self) -> None:
@@ -80,3 +91,11 @@ class PatientProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+class PatientProtocol(Patience, H11Protocol):
+    """The same in pure Python, by h11."""
+
+    @property
+    def next_has_begun(self) -> bool:
+        return bool(self.conn.trailing_data[0])

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from tandem.engine.lora.request import LoRARequest
 from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, invalid
-from tandem.serving.json_body import ParsedRoute
+from tandem.serving.parsed_route import ParsedRoute
 from tandem.serving.protocol import LoadAdapter, UnloadAdapter
 from tandem.types import UserError
 

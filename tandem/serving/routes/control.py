@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 
 from tandem.serving.errors import ApiError, invalid
-from tandem.serving.json_body import ParsedRoute
+from tandem.serving.parsed_route import ParsedRoute
 from tandem.serving.protocol import AbortRequest, InitTransfer, StartUpdate, UpdateWeights
 from tandem.serving.state import ServerState
 from tandem.types import UserError, WeightVersion

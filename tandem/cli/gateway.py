@@ -1,0 +1,85 @@
+"""Serve the models of several servers at one address: load balancing, health, retries.
+
+The backends are servers of OpenAI's API: tandem serve, vLLM, SGLang, or a hosted service.
+
+examples:
+  tandem gateway --backends http://127.0.0.1:8000,http://127.0.0.1:8001
+  tandem gateway gateway.yaml
+  tandem gateway gateway.yaml --check
+"""
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from tandem.types import UserError
+
+_MOST_BYTES = 2**20
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", help="the gateway's settings (docs/gateway.md lists the keys)")
+    parser.add_argument("--backends", metavar="URL,URL", help="the servers, in place of those of the file")
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (default: 8080)")
+    parser.add_argument("--check", action="store_true", help="check the settings, ask every backend once, and stop")
+
+
+def run(options: argparse.Namespace) -> int:
+    for module in ("aiohttp", "starlette", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f"'tandem gateway' needs {module}, which is not installed; pip install 'tandem-rl[gateway]'")
+    from tandem.config.gateway import GatewayConfig
+    from tandem.config.load import build
+
+    config = build(GatewayConfig, _settings(options))
+    if options.check:
+        from tandem.gateway.check import check_gateway
+
+        return check_gateway(config)
+    from tandem.gateway.server import run_gateway
+
+    return run_gateway(config)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings of the file with those of the command line in their place. Raises ``UserError``."""
+    settings: dict[str, Any] = {} if options.file is None else _read(options.file)
+    if options.backends is not None:
+        settings["backends"] = [{"url": url.strip()} for url in options.backends.split(",") if url.strip()]
+    if not settings.get("backends"):
+        raise UserError("no backends; give their addresses with --backends URL,URL or the key 'backends' of a file")
+    settings |= {name: getattr(options, name) for name in ("host", "port") if getattr(options, name) is not None}
+    return settings
+
+
+def _read(path: str) -> dict[str, Any]:
+    import yaml
+
+    from tandem.config.yaml_text import parse_yaml
+    from tandem.types.input_file import read_input
+
+    try:
+        content = parse_yaml(read_input(path, _MOST_BYTES, "the settings of a gateway are a short YAML file").decode("utf-8"), path)
+    except FileNotFoundError:
+        raise UserError(f"'{path}' does not exist; name the file of the gateway's settings, or give --backends") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"'{path}' cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"'{path}' is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"'{path}' has no settings; write 'backends:' with a list of URLs, as docs/gateway.md shows")
+    return _with_paths(content, Path(path).parent)
+
+
+def _with_paths(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns ``settings`` with files named from the folder of the settings."""
+    backends = settings.get("backends")
+    if isinstance(backends, list):
+        settings["backends"] = [
+            {**each, "api_key_file": str(folder / each["api_key_file"])} if isinstance(each, dict) and isinstance(each.get("api_key_file"), str) else
+            {"url": each} if isinstance(each, str) else each
+            for each in backends
+        ]  # fmt: skip
+    return settings

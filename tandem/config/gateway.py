@@ -1,0 +1,185 @@
+"""The settings of ``tandem gateway``: the sections and keys of its file."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+from tandem.config.addresses import check_no_secret
+from tandem.config.limits import check_at_least_one, check_seconds
+from tandem.types.errors import UserError
+
+MOST_BACKENDS = 1024
+MOST_BODY_MIB = 2**12
+
+
+@dataclass(frozen=True, slots=True)
+class BackendConfig:
+    """A server that answers OpenAI's API: Tandem's, vLLM's, SGLang's or a hosted one."""
+
+    url: str
+    """Its address up to the path of the API, for example `http://10.0.0.5:8000`."""
+    name: str = ""
+    """Its name in logs and metrics. Empty: host and port of the URL."""
+    models: tuple[str, ...] = ()
+    """The models that it serves. Empty: it is asked for them (`/v1/models`) with every probe."""
+    weight: float = 1.0
+    """Its capacity beside the others: with 2 it is given twice the work."""
+    api_key_file: str = ""
+    """File with the key that it needs. Empty: it is sent the client's own `Authorization`, unless the gateway has keys itself."""
+    probe: str = ""
+    """Path that it is probed at. Empty: `/readiness`, where it has none `/health`, then `/v1/models`."""
+
+    @property
+    def label(self) -> str:
+        return self.name or urlsplit(self.url).netloc
+
+    def check(self) -> None:
+        """Raises ``UserError`` for an address, a weight or a path that cannot be right."""
+        check_no_secret("a URL of 'backends'", self.url)
+        fix = "write http://HOST:PORT, without the path of the API"
+        try:
+            parts = urlsplit(self.url)
+            _ = parts.port
+        except ValueError:
+            raise UserError(f"'backends' has the URL {self.url!r}, which is not one; {fix}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username is not None:
+            raise UserError(f"'backends' has the URL {self.url!r}; {fix}")
+        if parts.path.rstrip("/").endswith("/v1"):
+            raise UserError(f"'backends' has the URL {self.url!r}; leave out '/v1', which is the beginning of every path that clients ask for")
+        if not 0 < self.weight <= 1000:
+            raise UserError(f"'backends.weight' of {self.label} is {self.weight:g}; it must be above 0 and at most 1000")
+        if self.probe and not self.probe.startswith("/"):
+            raise UserError(f"'backends.probe' of {self.label} is {self.probe!r}; it must begin with '/', for example /health")
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutConfig:
+    """How long the gateway waits for a backend before the request is given to another one or ends with an error."""
+
+    connect_s: float = 2.0
+    """For a connection."""
+    first_byte_s: float = 600.0
+    """For the beginning of the answer; an answer that is not streamed begins when it is complete."""
+    idle_s: float = 120.0
+    """Between two parts of an answer that has begun."""
+
+    def check(self) -> None:
+        check_seconds("timeouts", self, "connect_s", "first_byte_s", "idle_s")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeConfig:
+    """How the gateway learns which backends are ready."""
+
+    interval_s: float = 2.0
+    """Time between two probes of a backend."""
+    timeout_s: float = 2.0
+    """Time for its answer."""
+    failures: int = 3
+    """Probes in a row that are not answered until a backend is down: requests that wait for its first byte are then given to others. One that
+    answers that it is not ready is given no new requests and finishes those that it has."""
+
+    def check(self) -> None:
+        check_seconds("probes", self, "interval_s", "timeout_s")
+        check_at_least_one("probes", self, "failures")
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerConfig:
+    """The circuit breaker of each backend: what Envoy calls outlier detection. Failures are broken or refused connections, timeouts and statuses
+    500 to 599 except 503; neither an error of the client (400 to 499) nor a full queue (429, 503) is one."""
+
+    failures: int = 5
+    """Failures in a row that open it."""
+    window: int = 20
+    """Newest answers whose share of failures opens it too."""
+    failure_share: float = 0.5
+    """This share."""
+    open_s: float = 1.0
+    """Time that it stays open first. Then one request at a time tries the backend; each failure doubles the time."""
+    max_open_s: float = 30.0
+    """Longest time that it stays open."""
+    successes: int = 2
+    """Answers in a row that close it again."""
+
+    def check(self) -> None:
+        check_at_least_one("breaker", self, "failures", "window", "successes")
+        check_seconds("breaker", self, "open_s", "max_open_s")
+        if not 0 < self.failure_share <= 1:
+            raise UserError(f"'breaker.failure_share' is {self.failure_share:g}; it must be above 0 and at most 1")
+        if self.max_open_s < self.open_s:
+            raise UserError(f"'breaker.max_open_s' is {self.max_open_s:g}, less than 'breaker.open_s' ({self.open_s:g}); make it at least that")
+
+
+@dataclass(frozen=True, slots=True)
+class RetryConfig:
+    """When a request that a backend failed before the first byte of its answer is given to another one."""
+
+    attempts: int = 3
+    """Backends that a request is sent to at most, the first included; 1 turns retries off."""
+    budget: float = 0.2
+    """Retries for each request on average, so that they do not multiply the load of backends that fail under it."""
+    reserve: int = 10
+    """Retries beyond the budget every ten seconds, for gateways with few requests."""
+    backoff_s: float = 0.025
+    """The n-th retry waits a random time of at most this long times 2^n."""
+
+    def check(self) -> None:
+        check_at_least_one("retry", self, "attempts")
+        check_seconds("retry", self, "backoff_s")
+        if not 0 <= self.budget <= 10 or not 0 <= self.reserve <= 10_000:
+            name, high = ("reserve", 10_000) if 0 <= self.budget <= 10 else ("budget", 10)
+            raise UserError(f"'retry.{name}' is {getattr(self, name)}; it must be from 0 to {high}")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """The file of ``tandem gateway``."""
+
+    backends: tuple[BackendConfig, ...]
+    """The servers behind the gateway."""
+    host: str = "127.0.0.1"
+    """Address that it listens on."""
+    port: int = 8080
+    """Port that it listens on; 0 takes a free one."""
+    balance: Literal["least_tokens", "power_of_two", "round_robin"] = "least_tokens"
+    """Which of the backends that can serve a request gets it: the one with the fewest outstanding tokens, the better of two drawn at
+    random, or each in turn."""
+    max_body_mib: float = 32.0
+    """Largest body of a request."""
+    request_s: float = 30.0
+    """Time for a client to send a request."""
+    stall_s: float = 300.0
+    """Time after which a client that reads nothing of its answer is disconnected."""
+    drain_s: float = 600.0
+    """Time for requests in flight after SIGTERM."""
+    max_connections_per_client: int = 0
+    """Open connections of one address; 0: no limit."""
+    log_requests: bool = True
+    """Whether a line is logged for each request, without prompt, answer, query or key."""
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    """Waits for backends."""
+    probes: ProbeConfig = field(default_factory=ProbeConfig)
+    """How backends are probed."""
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    """The circuit breakers."""
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    """Retries."""
+
+    def check(self) -> None:
+        """Raises ``UserError`` for values that cannot work."""
+        if not 1 <= len(self.backends) <= MOST_BACKENDS:
+            raise UserError(f"'backends' has {len(self.backends)} entries; give 1 to {MOST_BACKENDS}, each with a url")
+        labels = [backend.label for backend in self.backends]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise UserError(f"two backends have the name '{label}'; give each a name of its own ('name')")
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"'port' is {self.port}; it must be from 0 to 65535")
+        if not 0 < self.max_body_mib <= MOST_BODY_MIB:
+            raise UserError(f"'max_body_mib' is {self.max_body_mib:g}; it must be above 0 and at most {MOST_BODY_MIB}")
+        for name in ("request_s", "stall_s", "drain_s"):
+            if not 0 < getattr(self, name) <= 2_000_000:
+                raise UserError(f"'{name}' is {getattr(self, name)}; it must be above 0 seconds, at most 2000000")
+        if self.max_connections_per_client < 0:
+            raise UserError(f"'max_connections_per_client' is {self.max_connections_per_client}; it must be at least 0")

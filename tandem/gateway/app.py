@@ -1,0 +1,141 @@
+"""The gateway's HTTP application: probes, the list of models, and everything that goes to a backend."""
+
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+import tandem
+from tandem.config.gateway import GatewayConfig
+from tandem.gateway.headers import Headers
+from tandem.gateway.inference_request import INFERENCE_PATHS, InferenceRequest, read_request
+from tandem.gateway.metrics import Metrics
+from tandem.gateway.pool import Pool
+from tandem.gateway.proxy import Proxy
+from tandem.serving.bodies import Share, UnfinishedBodies, read_body
+from tandem.serving.errors import ApiError, internal, invalid, unavailable
+from tandem.serving.json_body import PARSED, BodyParser
+from tandem.serving.log_lines import LogLines
+from tandem.serving.refusal import answer
+
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+_JSON_HEADER = (b"content-type", b"application/json")
+
+
+@dataclass
+class GatewayState:
+    """What the requests of one gateway share. ``is_draining``: nothing new is taken."""
+
+    config: GatewayConfig
+    pool: Pool
+    proxy: Proxy
+    metrics: Metrics
+    bodies: UnfinishedBodies
+    lines: LogLines = field(default_factory=LogLines)
+    parser: BodyParser = field(default_factory=BodyParser)
+    is_draining: bool = False
+    open_requests: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def why_not_ready(self) -> str | None:
+        """A few words for the balancer in front, ``None`` while requests are welcome."""
+        return "draining" if self.is_draining else None if self.pool.is_ready else "no backend is ready"
+
+
+class GatewayApp:
+    """ASGI application. It is no framework's: every request passes here, and none needs more than its path."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "uvicorn is started without lifespan and WebSockets"
+        path, method = scope["path"], scope["method"]
+        if path in INFERENCE_PATHS:
+            await self._inference(scope, receive, send)
+            return
+        if method not in ("GET", "HEAD"):
+            known = ", ".join(INFERENCE_PATHS)
+            await answer(ApiError(404, f"{method} {path[:100]} is not answered here; there is POST {known}", code="not_found"), send, receive)
+            return
+        try:
+            response = self._get(path)
+        except ApiError as error:
+            response = JSONResponse(error.body, error.status, headers=error.headers)
+        await response(scope, receive, send)
+
+    def _get(self, path: str) -> Response:
+        """Returns the answer to a GET. Raises ``ApiError``."""
+        state = self._state
+        if path == "/liveness":
+            return JSONResponse({"status": "alive"})
+        if path in ("/readiness", "/health", "/startup"):
+            why = state.why_not_ready
+            return JSONResponse({"status": why or "ready"}, 503 if why else 200)
+        if path == "/metrics":
+            return Response(state.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        if path == "/version":
+            return JSONResponse({"version": tandem.__version__})
+        if path == "/v1/models":
+            return JSONResponse({"object": "list", "data": [self._model(name) for name in state.pool.models]})
+        if path.startswith("/v1/models/"):
+            name = path.removeprefix("/v1/models/")
+            state.pool.check_model(name)
+            return JSONResponse(self._model(name))
+        raise ApiError(404, f"GET {path[:100]} is not answered here; there is /v1/models, /readiness, /liveness, /metrics and /version", code="not_found")
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._state.created, "owned_by": "tandem"}
+
+    async def _inference(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self._state
+        refusal: ApiError | None = None
+        is_complete = False
+        state.open_requests += 1
+        try:
+            client = scope["client"][0] if scope.get("client") else ""
+            with state.bodies.of(client) as share:
+                try:
+                    request = await self._read(scope, receive, share)
+                finally:
+                    is_complete = share.is_complete
+            if request is None:  # The client left.
+                return
+            state.pool.check_model(request.model)
+            await state.proxy.answer(request, scope, receive, send)
+        except ApiError as error:
+            # The traceback would keep the body.
+            refusal = error.with_traceback(None)
+        except Exception as error:
+            state.lines.add(f"a request failed in the gateway: {type(error).__name__}: {error}")
+            refusal = internal(f"the gateway failed: {type(error).__name__}")
+        finally:
+            state.open_requests -= 1
+        if refusal is not None:
+            await answer(refusal, send, None if is_complete or refusal.status == 408 else receive)
+
+    async def _read(self, scope: Scope, receive: Receive, share: Share) -> InferenceRequest | None:
+        """Returns the request with its body, ``None`` if the client left. Raises ``ApiError``."""
+        state = self._state
+        if scope["method"] != "POST":
+            raise ApiError(405, f"{scope['path']} is answered to POST", code="method_not_allowed")
+        if state.is_draining:
+            raise unavailable("the gateway is shutting down", retry_after_s=1)
+        body = await read_body(receive, share, int(state.config.max_body_mib * 2**20), state.config.request_s)
+        if body is None:
+            return None
+        if not body:
+            raise invalid("the body is empty; send a JSON object")
+        # A body is JSON here whatever its Content-Type says, as clients of OpenAI's API do not always say.
+        parsed: dict[str, Any] = {"headers": [_JSON_HEADER]}
+        await state.parser.parse(parsed, body, None)
+        headers: Headers = scope["headers"]
+        given = next((value for name, value in headers if name == b"x-request-id"), b"")
+        id = given.decode("ascii") if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        return read_request(id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client)

@@ -1,0 +1,101 @@
+"""One server behind the gateway: what it is doing for us, and whether it can do more."""
+
+import asyncio
+import enum
+import itertools
+from dataclasses import dataclass, field
+
+from tandem.config.gateway import BackendConfig, BreakerConfig
+from tandem.gateway.breaker import Breaker, Outcome, Pass
+
+_order = itertools.count(1)
+
+
+class Health(enum.Enum):
+    """What the probes say."""
+
+    UNKNOWN = "unknown"
+    """It was not probed yet."""
+    READY = "ready"
+    NOT_READY = "not_ready"
+    """It answers that it takes no requests: it loads, drains or sleeps."""
+    DOWN = "down"
+    """It does not answer."""
+
+
+@dataclass(eq=False)
+class Backend:
+    """A backend and its load. ``models``: those that it serves. ``is_tandem``: it says that it is Tandem's server, whose random numbers depend on
+    the request alone. ``last_taken``: grows with every attempt, so that equal loads alternate."""
+
+    config: BackendConfig
+    breaker: Breaker
+    api_key: str | None = None
+    health: Health = Health.UNKNOWN
+    models: tuple[str, ...] = ()
+    is_tandem: bool = False
+    outstanding_tokens: int = 0
+    last_taken: int = 0
+    attempts: "set[Attempt]" = field(default_factory=set)
+
+    @classmethod
+    def make(cls, config: BackendConfig, breaker: BreakerConfig, api_key: str | None = None) -> "Backend":
+        return cls(config, Breaker(breaker), api_key, models=config.models)
+
+    @property
+    def name(self) -> str:
+        return self.config.label
+
+    @property
+    def is_ready(self) -> bool:
+        return self.health is Health.READY
+
+    @property
+    def load(self) -> float:
+        """Outstanding tokens for each unit of its weight."""
+        return self.outstanding_tokens / self.config.weight
+
+    def take(self, tokens: int) -> "Attempt":
+        """Begins an attempt that costs about ``tokens`` tokens. Its breaker must allow one."""
+        return Attempt(self, self.breaker.take(), tokens)
+
+
+class Attempt:
+    """One request at one backend. It counts in the backend's load from its beginning until ``release``, whatever happens to it.
+
+    ``waiting_since``: event-loop time since when the backend owes us something, ``None`` while it does not. ``has_begun``: the answer has begun.
+    """
+
+    def __init__(self, backend: Backend, given: Pass, tokens: int) -> None:
+        self.backend, self.tokens = backend, tokens
+        self.waiting_since: float | None = None
+        self.has_begun = False
+        self.given_up: str | None = None
+        """Why the gateway no longer waits for the backend."""
+        self._pass = given
+        self._task = asyncio.current_task()
+        backend.outstanding_tokens += tokens
+        backend.last_taken = next(_order)
+        backend.attempts.add(self)
+
+    def done(self, tokens: int) -> None:
+        """Takes ``tokens`` of the work that is done off the load."""
+        tokens = min(tokens, self.tokens)
+        self.tokens -= tokens
+        self.backend.outstanding_tokens -= tokens
+
+    def give_up(self, why: str) -> None:
+        """Ends the wait for the backend: the task that made the attempt is cancelled, and finds the reason in ``given_up``."""
+        if self.given_up is None and self._task is not None:
+            self.given_up = why
+            self._task.cancel()
+
+    def release(self) -> None:
+        """Takes the attempt out of the load; calling it again changes nothing."""
+        if self in self.backend.attempts:
+            self.backend.attempts.remove(self)
+            self.done(self.tokens)
+
+    def report(self, outcome: Outcome) -> None:
+        """Tells the breaker, once, what the attempt says about the backend."""
+        self.backend.breaker.report(self._pass, outcome)

@@ -1,0 +1,29 @@
+"""``tandem gateway --check``: what the gateway would find if it were started."""
+
+import asyncio
+
+import aiohttp
+
+from tandem.config.gateway import GatewayConfig
+from tandem.gateway.backend import Health
+from tandem.gateway.probes import Probes
+from tandem.gateway.server import make_backends
+
+
+def check_gateway(config: GatewayConfig) -> int:
+    """Asks every backend once and prints a line for each. Returns 0 if all are ready, else 1."""
+    backends = make_backends(config)
+    told: list[str] = []
+
+    async def ask() -> None:
+        async with aiohttp.ClientSession() as session:
+            probes = Probes(config.probes, backends, session, told.append)
+            await asyncio.gather(*map(probes.probe, backends))
+
+    asyncio.run(ask())
+    for backend in backends:
+        if backend.health is Health.READY:
+            print(f"{backend.name}: ready, serves {', '.join(backend.models) or 'no model'}{' (Tandem)' if backend.is_tandem else ''}")
+    for line in told:
+        print(line)
+    return 0 if all(backend.is_ready for backend in backends) else 1

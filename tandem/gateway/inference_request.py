@@ -1,0 +1,77 @@
+"""What the gateway must know of a request: its model, whether it is streamed, and about how much work it is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.gateway.headers import Headers
+from tandem.serving.errors import invalid
+
+INFERENCE_PATHS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/generate",
+    "/tokenize", "/detokenize",
+)  # fmt: skip
+"""What is passed to backends, all with POST. Control calls of a backend are none of it: they would reach one that the client has not chosen."""
+BYTES_PER_TOKEN = 4
+"""Of English text in JSON, about; the order of backends by load needs no more."""
+MAX_TOKENS = {"/v1/completions": 16}
+"""What a request that names no limit may generate: OpenAI's default for completions."""
+OTHER_MAX_TOKENS = 256
+"""A guess for chats, which have no limit by default."""
+_NO_GENERATION = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/tokenize", "/detokenize")
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """A request as it came, and what was read from it. ``body``: its bytes, which are sent to the backend as they are. ``prompt_tokens`` and
+    ``max_tokens``: estimates of the work, over all prompts and completions."""
+
+    id: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+    client: str
+    model: str | None
+    stream: bool
+    prompt_tokens: int
+    max_tokens: int
+
+
+def read_request(id: str, path: str, query: bytes, headers: Headers, body: bytes, content: Any, client: str) -> InferenceRequest:
+    """Returns the request with the parsed body ``content``. Raises ``ApiError`` if that is no object, or the fields that are read here are not of their
+    type; all others are the backend's business."""
+    if not isinstance(content, dict):
+        raise invalid("the body is not a JSON object; send one with 'Content-Type: application/json'")
+    model, stream = content.get("model"), content.get("stream")
+    if model is not None and not isinstance(model, str):
+        raise invalid("'model' is not a text", "model")
+    if stream is not None and not isinstance(stream, bool):
+        raise invalid("'stream' is neither true nor false", "stream")
+    prompts, tokens = _prompt(content, len(body))
+    return InferenceRequest(id, path, query, headers, body, client, model, bool(stream), tokens, prompts * _generated(path, content))
+
+
+def _prompt(content: dict[str, Any], body_bytes: int) -> tuple[int, int]:
+    """Returns the number of prompts, and of their tokens: counted if they are token ids, else by the length of the body."""
+    given = next((content[name] for name in ("prompt", "prompt_token_ids", "input", "tokens") if isinstance(content.get(name), list)), None)
+    if not given:
+        return 1, body_bytes // BYTES_PER_TOKEN + 1
+    if isinstance(given[0], int):
+        return 1, len(given)
+    if isinstance(given[0], list):
+        return len(given), sum(len(each) for each in given if isinstance(each, list))
+    return len(given), body_bytes // BYTES_PER_TOKEN + 1
+
+
+def _generated(path: str, content: dict[str, Any]) -> int:
+    """Returns how many tokens may be generated for each prompt."""
+    if path in _NO_GENERATION:
+        return 0
+    sampling = content.get("sampling_params")
+    fields = {**content, **sampling} if isinstance(sampling, dict) else content
+    longest = next(
+        (fields[name] for name in ("max_completion_tokens", "max_tokens", "max_output_tokens") if type(fields.get(name)) is int),
+        MAX_TOKENS.get(path, OTHER_MAX_TOKENS),
+    )
+    count = fields.get("n")
+    return max(0, longest) * (count if type(count) is int and 1 <= count <= 1024 else 1)

@@ -1,0 +1,46 @@
+"""The gateway's figures in Prometheus' text format; their names begin with ``tandem_gateway_``."""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tandem.gateway.backend import Backend, Health
+
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600)
+
+
+class Metrics:
+    """Counters and histograms of requests; the state of backends is read when the figures are asked for."""
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self.registry = CollectorRegistry()
+        self._backends = backends
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"tandem_gateway_{name}", text, labels, registry=self.registry)
+
+        self.requests = Counter(
+            "tandem_gateway_requests", "Requests that were answered, by status (499: the client left).", ("model", "code"), registry=self.registry
+        )
+        self.attempts = Counter("tandem_gateway_attempts", "Attempts at backends, by what came of them.", ("backend", "outcome"), registry=self.registry)
+        self.retries = Counter("tandem_gateway_retries", "Requests given to a further backend.", registry=self.registry)
+        self.first_byte = Histogram(
+            "tandem_gateway_time_to_first_byte_seconds", "From the complete request to the first byte of its answer.", ("model",),
+            registry=self.registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self.duration = Histogram(
+            "tandem_gateway_request_seconds", "From the complete request to the end of its answer.", ("model",), registry=self.registry, buckets=_SECONDS
+        )
+        self._in_flight = gauge("in_flight_requests", "Requests at the backend.", "backend")
+        self._outstanding = gauge("outstanding_tokens", "Tokens that the backend has still to compute, estimated.", "backend")
+        self._ready = gauge("backend_ready", "1 if the backend is ready by its probes.", "backend")
+        self._breaker = gauge("backend_breaker_open", "0 closed, 0.5 half-open, 1 open.", "backend")
+
+    def text(self) -> bytes:
+        """Returns all figures."""
+        for backend in self._backends:
+            self._in_flight.labels(backend.name).set(len(backend.attempts))
+            self._outstanding.labels(backend.name).set(backend.outstanding_tokens)
+            self._ready.labels(backend.name).set(backend.health is Health.READY)
+            self._breaker.labels(backend.name).set({"closed": 0, "half_open": 0.5, "open": 1}[backend.breaker.state])
+        return generate_latest(self.registry)

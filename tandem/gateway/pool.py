@@ -1,0 +1,55 @@
+"""All backends: which of them can serve a request, and which gets it."""
+
+import math
+from collections.abc import Sequence
+
+from tandem.config.gateway import GatewayConfig
+from tandem.gateway.backend import Backend
+from tandem.gateway.balancer import balancer
+from tandem.serving.errors import ApiError, invalid, unavailable
+
+
+class Pool:
+    """The backends of a gateway, in the order of its file."""
+
+    def __init__(self, config: GatewayConfig, backends: Sequence[Backend]) -> None:
+        self.backends = list(backends)
+        self._pick = balancer(config.balance)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models of all backends that are not down, each once."""
+        return tuple(dict.fromkeys(model for backend in self.backends for model in backend.models))
+
+    @property
+    def is_ready(self) -> bool:
+        return any(backend.is_ready for backend in self.backends)
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ``ApiError`` for a model that no backend serves."""
+        known = self.models
+        if model is None:
+            if len(known) > 1:
+                raise invalid(f"'model' is missing; there is {', '.join(known)}", "model")
+            return
+        if model not in known:
+            if not known:
+                raise unavailable("no backend has said which models it serves yet", retry_after_s=2)
+            names = ", ".join(known)
+            raise ApiError(404, f"the model '{model[:100]}' is not served here; there is {names}", param="model", code="model_not_found")
+
+    def choose(self, model: str | None, tried: Sequence[Backend] = ()) -> Backend | None:
+        """Returns the backend for the next attempt of a request for ``model``, ``None`` if none can take it. ``tried``: those that have failed it."""
+        able = [backend for backend in self._serving(model) if backend.is_ready and backend.breaker.allows() and backend not in tried]
+        return self._pick(able) if able else None
+
+    def refusal(self, model: str | None) -> ApiError:
+        """Returns the error of a request for ``model`` that no backend can take, with the time until one may."""
+        serving = [backend for backend in self._serving(model) if backend.is_ready]
+        if not serving:
+            return unavailable("no backend of this model is ready", retry_after_s=2)
+        seconds = min(backend.breaker.opens_in_s for backend in serving)
+        return unavailable("the backends of this model fail; they are tried again shortly", retry_after_s=max(1, math.ceil(seconds)))
+
+    def _serving(self, model: str | None) -> list[Backend]:
+        return [backend for backend in self.backends if model is None or model in backend.models]

@@ -1,0 +1,115 @@
+"""Asks every backend, again and again, whether it is ready and which models it serves."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+
+from tandem.config.gateway import ProbeConfig
+from tandem.gateway.backend import Backend, Health
+
+_PATHS = ("/readiness", "/health", "/v1/models")
+_MOST_BYTES = 2**20
+_MOST_MODELS = 1000
+
+
+class Probes:
+    """Probes the backends, each in a task of its own, so that one that hangs delays no other. ``say``: writes a line when the health of a backend changes."""
+
+    def __init__(self, config: ProbeConfig, backends: list[Backend], session: aiohttp.ClientSession, say: Callable[[str], None]) -> None:
+        self._config, self._backends, self._session, self._say = config, backends, session, say
+        self._paths = {backend.name: backend.config.probe for backend in backends}
+        self._failures = dict.fromkeys(self._paths, 0)
+        self._failing_since = dict.fromkeys(self._paths, 0.0)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Probes all once, then goes on in the background until ``stop``."""
+        await asyncio.gather(*(self.probe(backend) for backend in self._backends))
+        self._tasks = [asyncio.create_task(self._repeat(backend), name=f"probe {backend.name}") for backend in self._backends]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _repeat(self, backend: Backend) -> None:
+        while True:
+            await asyncio.sleep(self._config.interval_s)
+            await self.probe(backend)
+
+    async def probe(self, backend: Backend) -> None:
+        """Asks ``backend`` once and notes its health and models."""
+        why, began = "", asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                status = await self._status(backend)
+                if status < 400 and not backend.config.models:
+                    await self._read_models(backend)
+            health = Health.READY if status < 400 else Health.NOT_READY
+            why = "" if status < 400 else f"it answers {status}"
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            self._failures[backend.name] += 1
+            if self._failures[backend.name] == 1:
+                self._failing_since[backend.name] = began
+            if self._failures[backend.name] < self._config.failures and backend.health is not Health.UNKNOWN:
+                return
+            health = Health.DOWN
+            why = f"no answer within {self._config.timeout_s:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"[:200]
+        else:
+            self._failures[backend.name] = 0
+        self._note(backend, health, why)
+
+    def _note(self, backend: Backend, health: Health, why: str) -> None:
+        before, backend.health = backend.health, health
+        if health is before:
+            return
+        if health is Health.DOWN:
+            since = self._failing_since[backend.name]
+            for attempt in list(backend.attempts):
+                # A stream whose parts still come is not ended for a probe that does not.
+                if not attempt.has_begun or (attempt.waiting_since is not None and attempt.waiting_since < since):
+                    attempt.give_up("it no longer answers probes")
+        if before is Health.DOWN:
+            backend.breaker.reset()
+        text = {Health.READY: "is ready", Health.NOT_READY: "is not ready", Health.DOWN: "is down"}[health]
+        if before is not Health.UNKNOWN or health is not Health.READY:
+            self._say(f"backend {backend.name} {text}{f' ({why})' if why else ''}")
+
+    async def _status(self, backend: Backend) -> int:
+        """Returns the status of the probe. The first path that the backend knows is used from then on."""
+        known = self._paths[backend.name]
+        for path in (known,) if known else _PATHS:
+            async with self._session.get(backend.config.url.rstrip("/") + path, headers=_headers(backend), allow_redirects=False) as response:
+                if response.status not in (404, 405) or known:
+                    self._paths[backend.name] = path
+                    return response.status
+        return 404
+
+    async def _read_models(self, backend: Backend) -> None:
+        """Raises ``ValueError`` if the answer is not a list of models."""
+        async with self._session.get(f"{backend.config.url.rstrip('/')}/v1/models", headers=_headers(backend), allow_redirects=False) as response:
+            if response.status != 200:
+                raise ValueError(f"/v1/models answers {response.status}")
+            text = b"".join([part async for part in _bounded(response)])
+        try:
+            entries = [entry for entry in json.loads(text)["data"][:_MOST_MODELS] if isinstance(entry["id"], str)]
+            backend.models = tuple(entry["id"] for entry in entries)
+            backend.is_tandem = any(entry.get("owned_by") == "tandem" for entry in entries)
+        except (AttributeError, TypeError, KeyError):
+            raise ValueError("/v1/models is not a list of models") from None
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yields the parts of a body. Raises ``ValueError`` for one that is larger than any list of models."""
+    size = 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > _MOST_BYTES:
+            raise ValueError(f"/v1/models has more than {_MOST_BYTES} bytes")
+        yield part
+
+
+def _headers(backend: Backend) -> dict[str, str]:
+    return {"Authorization": f"Bearer {backend.api_key}"} if backend.api_key else {}

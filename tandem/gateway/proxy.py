@@ -1,0 +1,280 @@
+"""Answers a request through a backend: attempts, retries, and the way back to the client."""
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass, field
+
+import aiohttp
+from starlette.types import Receive, Scope, Send
+from yarl import URL
+
+from tandem.config.gateway import GatewayConfig
+from tandem.gateway.backend import Attempt, Backend
+from tandem.gateway.breaker import Outcome
+from tandem.gateway.headers import Headers, end_to_end, to_backend
+from tandem.gateway.inference_request import InferenceRequest
+from tandem.gateway.metrics import Metrics
+from tandem.gateway.pool import Pool
+from tandem.gateway.retry_budget import RetryBudget
+from tandem.gateway.server_sent_events import whole_events
+from tandem.serving.errors import ApiError
+
+BUSY = (429, 503)
+RETRIED = (429, 500, 502, 503, 504)
+"""Statuses with which a request is given to another backend, where there is one."""
+WHOLE_BYTES = 2**22
+"""An answer that is not streamed is received up to this size before any of it is sent, so that one that breaks off can be repeated."""
+_ENDED_BY_DONE = ("/v1/completions", "/v1/chat/completions", "/generate")
+"""Paths whose streams end with ``[DONE]``. A connection that closes without it was cut, even if HTTP calls that an end."""
+_DONE = b"data: [DONE]\n\n"
+
+
+class BackendFailed(Exception):
+    """An attempt that brought no answer. ``is_lost``: the connection could not be made or broke before anything came, so that the same backend may be
+    tried again. ``is_paid``: the budget has been charged for a retry."""
+
+    def __init__(self, message: str, *, is_lost: bool = False, is_paid: bool = False) -> None:
+        super().__init__(message)
+        self.is_lost, self.is_paid = is_lost, is_paid
+
+
+class StatusRetried(BackendFailed):
+    """An answer whose status is not passed on, as another backend may do better. ``outcome``: what it says about the backend."""
+
+    def __init__(self, message: str, outcome: Outcome) -> None:
+        super().__init__(message, is_paid=True)
+        self.outcome = outcome
+
+
+@dataclass
+class Exchange:
+    """One request of a client from its beginning to the end of its answer. ``status``: what was sent, 499 before."""
+
+    request: InferenceRequest
+    scope: Scope
+    send: Send
+    began: float = field(default_factory=time.monotonic)
+    status: int = 499
+    is_stream: bool = False
+    """Events are being sent."""
+    tried: list[Backend] = field(default_factory=list)
+    blamed: list[Attempt] = field(default_factory=list)
+    """Attempts that ended with status 500: whether the backends or the request is to blame, shows the next one."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has received a byte, so that nothing can be repeated."""
+        return self.status != 499
+
+
+class Proxy:
+    """Passes requests to the pool's backends, and their answers back as they come."""
+
+    def __init__(self, config: GatewayConfig, pool: Pool, session: aiohttp.ClientSession, metrics: Metrics, *, passes_keys: bool) -> None:
+        self._config, self._pool, self._session, self._metrics = config, pool, session, metrics
+        self._budget = RetryBudget(config.retry)
+        self._authorization = {
+            backend.name: f"Bearer {backend.api_key}" if backend.api_key else None if passes_keys else "" for backend in pool.backends
+        }
+
+    async def answer(self, request: InferenceRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers ``request``. ``receive`` has nothing but the client's end left. Raises ``ApiError`` for what is answered with an error."""
+        exchange = Exchange(request, scope, send)
+        task = asyncio.current_task()
+        assert task is not None
+        has_left = False
+
+        async def watch() -> None:
+            nonlocal has_left
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            has_left = True
+            task.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await self._attempts(exchange)
+        except asyncio.CancelledError:
+            if not has_left:
+                raise
+            # The connection to the backend is closed by now: that is how it learns that nobody waits.
+            task.uncancel()
+            exchange.status = 499
+        except ApiError as error:
+            exchange.status = error.status
+            raise
+        finally:
+            watcher.cancel()
+            model = request.model or "-"
+            self._metrics.requests.labels(model, exchange.status).inc()
+            self._metrics.duration.labels(model).observe(time.monotonic() - exchange.began)
+
+    async def _attempts(self, exchange: Exchange) -> None:
+        """Makes attempts until one brings an answer. Raises ``ApiError`` if none does."""
+        self._budget.request()
+        model, failure = exchange.request.model, BackendFailed("no backend was tried")
+        try:
+            for number in range(self._config.retry.attempts):
+                if number:
+                    if not failure.is_paid and not self._budget.take():
+                        break
+                    self._metrics.retries.inc()
+                    await asyncio.sleep(random.uniform(0, self._config.retry.backoff_s * 2**number))
+                backend = self._pool.choose(model, exchange.tried)
+                if backend is None and failure.is_lost:
+                    backend = self._pool.choose(model)
+                if backend is None:
+                    break
+                try:
+                    await self._attempt(exchange, backend, is_last=number + 1 == self._config.retry.attempts)
+                    return
+                except BackendFailed as error:
+                    failure = error
+                    exchange.tried.append(backend)
+        finally:
+            self._settle(exchange, Outcome.FAILURE)
+        if not exchange.tried:
+            raise self._pool.refusal(model)
+        raise ApiError(502, f"the backend failed: {failure}", kind="backend_error", code="backend_failed")
+
+    def _settle(self, exchange: Exchange, outcome: Outcome) -> None:
+        """Reports the attempts that ended with status 500."""
+        for attempt in exchange.blamed:
+            attempt.report(outcome)
+        exchange.blamed.clear()
+
+    async def _attempt(self, exchange: Exchange, backend: Backend, *, is_last: bool) -> None:
+        """Makes one attempt. Raises ``BackendFailed`` if another one may be made."""
+        request = exchange.request
+        attempt = backend.take(request.prompt_tokens + request.max_tokens)
+        outcome = Outcome.UNKNOWN
+        try:
+            attempt.waiting_since = asyncio.get_running_loop().time()
+            async with self._session.post(
+                self._url(backend, request), data=request.body, headers=self._headers(backend, request), allow_redirects=False
+            ) as response:
+                outcome = await self._relay(exchange, attempt, response, is_last=is_last)
+        except StatusRetried as error:
+            outcome = error.outcome
+            raise
+        except asyncio.CancelledError:
+            if attempt.given_up is None:
+                raise
+            task = asyncio.current_task()
+            if task is not None and task.uncancel() > 0:
+                raise  # The client has left too.
+            outcome = Outcome.FAILURE
+            await self._broken(exchange, attempt.given_up)
+        except (aiohttp.ClientError, OSError) as error:
+            outcome = Outcome.FAILURE
+            is_lost = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+            await self._broken(exchange, _describe(error), is_lost=is_lost)
+        finally:
+            attempt.release()
+            self._metrics.attempts.labels(backend.name, outcome.value).inc()
+            if attempt not in exchange.blamed:
+                attempt.report(outcome)
+
+    async def _relay(self, exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, *, is_last: bool) -> Outcome:
+        """Sends the answer of a backend to the client; returns what it says about the backend."""
+        status, backend = response.status, attempt.backend
+        outcome = Outcome.BUSY if status in BUSY else Outcome.FAILURE if status >= 500 else Outcome.SUCCESS
+        has_other = status in RETRIED and not is_last and self._pool.choose(exchange.request.model, [*exchange.tried, backend]) is not None
+        if has_other and self._budget.take():
+            if status == 500:
+                exchange.blamed.append(attempt)
+            raise StatusRetried(f"it answers {status}", outcome)
+        if status == 500 and exchange.blamed:
+            # Two backends that both fail at one request are not broken: the request is to blame.
+            self._settle(exchange, Outcome.UNKNOWN)
+            outcome = Outcome.UNKNOWN
+        else:
+            self._settle(exchange, Outcome.FAILURE)
+        headers = [(name, value) for name, value in end_to_end(response.raw_headers) if name != b"x-request-id"]
+        headers.append((b"x-request-id", exchange.request.id.encode()))
+        if response.content_type == "text/event-stream":
+            await self._stream(exchange, attempt, response, headers)
+        else:
+            await self._whole(exchange, attempt, response, headers)
+        return outcome
+
+    async def _whole(self, exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, headers: Headers) -> None:
+        """Sends an answer that is no stream of events."""
+        parts: list[bytes] = []
+        size = 0
+        async for part in response.content.iter_any():
+            attempt.has_begun = True
+            attempt.waiting_since = None
+            parts.append(part)
+            size += len(part)
+            if size > WHOLE_BYTES:
+                await self._start(exchange, response.status, headers)
+                await self._part(exchange, b"".join(parts))
+                parts.clear()
+            attempt.waiting_since = asyncio.get_running_loop().time()
+        await self._start(exchange, response.status, headers)
+        await self._part(exchange, b"".join(parts), is_last=True)
+
+    async def _stream(self, exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, headers: Headers) -> None:
+        """Sends events as they come, each whole. Raises ``aiohttp.ClientPayloadError`` if the last one is missing."""
+        loop = asyncio.get_running_loop()
+        exchange.is_stream = True
+        is_done, held = exchange.request.path not in _ENDED_BY_DONE, b""
+        async for part in response.content.iter_any():
+            attempt.waiting_since = None
+            whole, held = whole_events(held + part)
+            if whole:
+                if not exchange.has_begun:
+                    attempt.has_begun = True
+                    attempt.done(exchange.request.prompt_tokens)
+                    await self._start(exchange, response.status, headers)
+                attempt.done(whole.count(b"data:"))
+                is_done = is_done or whole.rstrip().endswith(b"[DONE]")
+                await self._part(exchange, whole)
+            attempt.waiting_since = loop.time()
+        if held or not is_done:
+            raise aiohttp.ClientPayloadError("the stream ended before its last event")
+        await self._start(exchange, response.status, headers)
+        await self._part(exchange, b"", is_last=True)
+
+    async def _start(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        if exchange.has_begun:
+            return
+        exchange.status = status
+        self._metrics.first_byte.labels(exchange.request.model or "-").observe(time.monotonic() - exchange.began)
+        await exchange.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _part(self, exchange: Exchange, part: bytes, *, is_last: bool = False) -> None:
+        await exchange.send({"type": "http.response.body", "body": part, "more_body": not is_last})
+
+    async def _broken(self, exchange: Exchange, why: str, *, is_lost: bool = False) -> None:
+        """Deals with an attempt that broke: raises ``BackendFailed`` while nothing was sent, else ends the answer so that the client sees that it is
+        not whole: with an event in a stream, else by closing the connection."""
+        if not exchange.has_begun:
+            raise BackendFailed(why, is_lost=is_lost)
+        if exchange.is_stream:
+            error = ApiError(502, f"the backend broke off: {why}", kind="backend_error", code="backend_failed")
+            await self._part(exchange, b"data: " + json.dumps(error.body).encode() + b"\n\n" + _DONE, is_last=True)
+
+    def _headers(self, backend: Backend, request: InferenceRequest) -> list[tuple[str, str]]:
+        headers = to_backend(request.headers, authorization=self._authorization[backend.name], client=request.client)
+        plain = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name != b"x-request-id"]
+        return [*plain, ("x-request-id", request.id)]
+
+    def _url(self, backend: Backend, request: InferenceRequest) -> URL:
+        query = f"?{request.query.decode('latin-1')}" if request.query else ""
+        return URL(f"{backend.config.url.rstrip('/')}{request.path}{query}", encoded=True)
+
+
+def _describe(error: Exception) -> str:
+    """Returns an error of a connection without the address, which is the operator's business."""
+    text = {
+        aiohttp.ServerDisconnectedError: "it closed the connection",
+        aiohttp.ClientPayloadError: "its answer is not complete",
+        aiohttp.ClientConnectorError: "no connection",
+        aiohttp.ServerTimeoutError: "no connection in time",
+        aiohttp.ClientResponseError: "its answer is not HTTP",
+    }
+    return next((words for kind, words in text.items() if isinstance(error, kind)), type(error).__name__)

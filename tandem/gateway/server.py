@@ -1,0 +1,165 @@
+"""The life of a gateway: probe the backends, serve, drain, stop."""
+
+import asyncio
+import contextlib
+import importlib.util
+import ipaddress
+import signal
+import socket
+from typing import Any
+
+import aiohttp
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from tandem.config.gateway import BackendConfig, GatewayConfig
+from tandem.gateway.app import GatewayApp, GatewayState
+from tandem.gateway.backend import Backend
+from tandem.gateway.metrics import Metrics
+from tandem.gateway.pool import Pool
+from tandem.gateway.probes import Probes
+from tandem.gateway.proxy import Proxy
+from tandem.gateway.waits import watch_waits
+from tandem.runtime.rpc.client_connections import ClientConnections
+from tandem.runtime.rpc.listener import listen
+from tandem.serving.bodies import UnfinishedBodies
+from tandem.serving.errors import overloaded
+from tandem.serving.http_process import BACKLOG, HttpServer, max_connections, raise_file_limit, say
+from tandem.serving.log_lines import RequestLog
+from tandem.serving.refusal import answer
+from tandem.types import UserError
+from tandem.types.input_file import read_input
+
+_KEEP_ALIVE_S = 4.0
+"""How long an idle connection to a backend is kept: less than the 5 s of uvicorn, which most of them run, so that it is not closed just as
+a request is sent."""
+_DNS_S = 5.0
+_MOST_UNFINISHED_BODIES = 4
+_MOST_KEY_BYTES = 4096
+
+
+def run_gateway(config: GatewayConfig) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status. Raises ``UserError`` if the port or a key file cannot be used."""
+    backends = make_backends(config)
+    listener = listen(config.host, config.port, backlog=BACKLOG)
+    raise_file_limit()
+    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config, backends, listener))
+
+
+def make_backends(config: GatewayConfig) -> list[Backend]:
+    """Returns the backends of ``config`` with their keys. Raises ``UserError`` for a key file that cannot be read."""
+    return [Backend.make(backend, config.breaker, _key(backend)) for backend in config.backends]
+
+
+def _key(backend: BackendConfig) -> str | None:
+    path = backend.api_key_file
+    if not path:
+        return None
+    try:
+        key = read_input(path, _MOST_KEY_BYTES, "a key is one line").decode("utf-8").split("\n")[0].strip()
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"the key file '{path}' of backend {backend.label} cannot be read: {error}") from None
+    if not key or not key.isprintable():
+        raise UserError(f"the key file '{path}' of backend {backend.label} has no key in its first line")
+    return key
+
+
+def _loop_factory() -> Any:
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def _protocol(config: GatewayConfig) -> type:
+    if importlib.util.find_spec("httptools") is None:
+        from tandem.runtime.rpc.patient_protocol import PatientProtocol as Base
+    else:
+        from tandem.runtime.rpc.fast_protocol import FastProtocol as Base  # type: ignore[assignment]
+    connections = ClientConnections(max_connections(), config.max_connections_per_client)
+    values = {"request_s": config.request_s, "stall_s": config.stall_s, "connections_of_clients": connections, "refusal": staticmethod(_too_many)}
+    return type("Protocol", (Base,), values)
+
+
+async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
+    await answer(overloaded("your address has too many open connections; close some"), send, receive)
+
+
+async def _serve(config: GatewayConfig, backends: list[Backend], listener: socket.socket) -> int:
+    connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
+    skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, skip_auto_headers=skipped, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+    ) as session:
+        pool, metrics = Pool(config, backends), Metrics(backends)
+        largest = int(config.max_body_mib * 2**20)
+        bodies = UnfinishedBodies(largest * _MOST_UNFINISHED_BODIES, largest * _MOST_UNFINISHED_BODIES)
+        state = GatewayState(config, pool, Proxy(config, pool, session, metrics, passes_keys=True), metrics, bodies)
+        probes = Probes(config.probes, backends, session, say)
+        waits = asyncio.create_task(watch_waits(config.timeouts, backends))
+        try:
+            await probes.start()
+            return await _until_stopped(state, listener)
+        finally:
+            waits.cancel()
+            await asyncio.gather(waits, probes.stop(), return_exceptions=True)
+
+
+async def _until_stopped(state: GatewayState, listener: socket.socket) -> int:
+    config = state.config
+    app: Any = GatewayApp(state)
+    server = HttpServer(uvicorn.Config(
+        RequestLog(app, state.lines) if config.log_requests else app, http=_protocol(config), log_level="critical", access_log=False, lifespan="off",
+        loop="asyncio", backlog=BACKLOG, timeout_graceful_shutdown=5, server_header=False, date_header=False, timeout_keep_alive=75, ws="none",
+    ))  # fmt: skip
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    serving = asyncio.create_task(server.serve([listener]))
+    hurry = asyncio.create_task(stop_now.wait())
+    _announce(state, listener)
+    drained = asyncio.create_task(_drain(state, stop))
+    try:
+        await asyncio.wait({drained, hurry, serving}, return_when=asyncio.FIRST_COMPLETED)
+        is_drained = drained.done() and drained.result()
+        left = state.open_requests
+        state.lines.close()
+        say("stopped" if is_drained else f"stopped; {left} requests were cut off")
+        return 0 if is_drained else 1
+    finally:
+        for task in (drained, hurry):
+            task.cancel()
+        await asyncio.gather(drained, hurry, return_exceptions=True)
+        server.should_exit, server.force_exit = True, state.open_requests > 0
+        await serving
+
+
+def _announce(state: GatewayState, listener: socket.socket) -> None:
+    address = listener.getsockname()
+    host = f"[{address[0]}]" if ":" in str(address[0]) else address[0]
+    if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        say(f"warning: anyone who reaches {host} may use this gateway")
+    ready = sum(backend.is_ready for backend in state.pool.backends)
+    models = ", ".join(state.pool.models) or "no model yet"
+    say(f"gateway at http://{host}:{address[1]} ({ready} of {len(state.pool.backends)} backends ready: {models}); Ctrl-C stops it")
+
+
+async def _drain(state: GatewayState, stop: asyncio.Event) -> bool:
+    """After ``stop``, waits until no request is in flight; returns whether that is so within ``drain_s``."""
+    await stop.wait()
+    state.is_draining = True
+    if state.open_requests:
+        say(f"draining: {state.open_requests} requests are in flight; a second signal cuts them off")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(state.config.drain_s):
+                while state.open_requests:
+                    await asyncio.sleep(0.05)
+    return not state.open_requests

@@ -1,0 +1,23 @@
+"""Ends the waits of attempts whose backend owes an answer for too long."""
+
+import asyncio
+
+from tandem.config.gateway import TimeoutConfig
+from tandem.gateway.backend import Backend
+
+_PERIOD_S = 0.1
+
+
+async def watch_waits(config: TimeoutConfig, backends: list[Backend]) -> None:
+    """Gives up, for ever, the attempts that wait longer than ``first_byte_s`` or ``idle_s``. One task looks at all of them: a timer for each part of each
+    answer would cost more than passing the part on."""
+    loop = asyncio.get_running_loop()
+    period = min(_PERIOD_S, config.first_byte_s / 2, config.idle_s / 2)
+    while True:
+        await asyncio.sleep(period)
+        now = loop.time()
+        for backend in backends:
+            for attempt in list(backend.attempts):
+                since, limit = attempt.waiting_since, config.idle_s if attempt.has_begun else config.first_byte_s
+                if since is not None and now - since > limit:
+                    attempt.give_up(f"it did not {'go on' if attempt.has_begun else 'answer'} within {limit:g} s")

@@ -1,0 +1,39 @@
+"""What every process that serves clients over HTTP needs: uvicorn without its signal handlers, room for connections, and lines on standard error."""
+
+import contextlib
+import resource
+import sys
+from typing import Any
+
+import uvicorn
+
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
+_OTHER_FILES = 64
+"""Open files that are not connections of clients."""
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to the process that runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+def raise_file_limit() -> None:
+    """A connection is a file: takes all that this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 16, hard))
+
+
+def max_connections() -> int:
+    """Returns how many connections of clients this process can have open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (1 << 20 if soft == resource.RLIM_INFINITY else max(soft, 2 * _OTHER_FILES)) - _OTHER_FILES
+
+
+def say(text: str) -> None:
+    """Writes one line for the operator to standard error."""
+    print(f"tandem: {text}", file=sys.stderr, flush=True)
