@@ -19,7 +19,54 @@ def check_backends(recipe: "Recipe") -> None:
 
 
 def _check_megatron(recipe: "Recipe") -> None:
-    raise UserError("'trainer.backend' is 'megatron', which this version can install and not yet drive; set it to tandem")
+    """Refuses what Megatron-Core's layers, schedules and optimizer do not do as they are driven here."""
+    trainer, parallel = recipe.trainer, recipe.parallel
+    defaults: tuple[tuple[str, object, object, str], ...] = (
+        ("trainer.optimizer", trainer.optimizer, "adamw", "trains with its own AdamW"),
+        ("trainer.dtype", trainer.dtype, "float32", "trains in fp32 here"),
+        ("trainer.precision", trainer.precision, "fp32", "trains in fp32 here"),
+        ("trainer.offload", trainer.offload, "none", "keeps its moments in memory"),
+        ("trainer.offload_parameters", trainer.offload_parameters, "none", "keeps its weights in memory"),
+        ("trainer.offload_activations", trainer.offload_activations, "none", "keeps its activations in memory"),
+        ("trainer.recompute", trainer.recompute, "none", "keeps its activations in memory"),
+        ("trainer.share_prompts", trainer.share_prompts, False, "computes each sequence by itself"),
+        ("trainer.router_balance_loss", trainer.router_balance_loss, 0.0, "balances no experts here"),
+        ("trainer.router_bias_rate", trainer.router_bias_rate, 0.0, "balances no experts here"),
+        ("parallel.context", parallel.context, 1, "divides no sequence without Transformer Engine"),
+        ("parallel.schedule", parallel.schedule, "1f1b", "runs its own 1F1B"),
+        ("parallel.pipeline_layers", list(parallel.pipeline_layers), [], "divides the layers evenly"),
+        ("parallel.deterministic", bool(parallel.deterministic), False, "divides matrices by columns and by rows"),
+        ("rollout.engine.kv_cache_dtype", recipe.rollout.engine.kv_cache_dtype, "auto", "rounds no keys and values"),
+    )
+    for key, value, only, reason in defaults:
+        if value != only:
+            given = f"'{key}' is {_shown(value)} and trainer.backend 'megatron', which {reason}"
+            raise UserError(f"{given}; set it to {_shown(only)}, or trainer.backend to tandem")
+    if parallel.zero > 1:
+        raise UserError(f"'parallel.zero' is {parallel.zero} and trainer.backend 'megatron', whose distributed optimizer is stage 1; set it to 1 or 0")
+    if parallel.tensor > 1 and parallel.sequence_parallel:
+        raise UserError(
+            f"'parallel.tensor' is {parallel.tensor} with trainer.backend 'megatron', whose norms do not divide tokens over tensor ranks without Transformer "
+            "Engine; set parallel.sequence_parallel to false"
+        )
+    if trainer.lora is not None:
+        raise UserError("section 'trainer.lora' is given and trainer.backend 'megatron', which trains whole weights; remove it, or set the backend to tandem")
+    if recipe.algorithm.name == "ppo":
+        raise UserError(
+            "'algorithm.name' is 'ppo' and trainer.backend 'megatron', which trains no critic; set it to grpo, or trainer.backend to tandem"
+        )
+    if recipe.reference.follows:
+        raise UserError(
+            f"'reference.update' is '{recipe.reference.update}' and trainer.backend 'megatron', whose weights the reference cannot follow; set it to never"
+        )
+    if recipe.residents.plan not in ("auto", "keep", "sleep"):
+        raise UserError(
+            f"'residents.plan' is '{recipe.residents.plan}' and trainer.backend 'megatron', whose memory is not moved away; set it to keep or sleep"
+        )
+
+
+def _shown(value: object) -> str:
+    return f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_deepspeed(recipe: "Recipe") -> None:

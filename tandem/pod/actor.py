@@ -18,7 +18,7 @@ from tandem.model.value_folder import make_value_folder
 from tandem.pod.prompts import context_tokens
 from tandem.pod.residents.trainer import Held, HeldGradients, HeldTensors
 from tandem.runtime.records.tracing import Tracer
-from tandem.trainer.backend import TrainedReplica
+from tandem.trainer.backend import TrainedReplica, TrainedState
 from tandem.trainer.build import ReplicaSettings, build_frozen, build_replica
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints, SavedCritic
 from tandem.trainer.checkpoint.replica_state import ReplicaState
@@ -121,7 +121,7 @@ def build_actor(
     most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe.model, recipe.rollout.max_tokens, start))
     settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype, seed=recipe.run.seed)
     trained = replace(settings, head_seed=recipe.run.seed) if recipe.has_shared_critic else settings
-    replica, guard = build_replica(trained, ranks, kernels), GradScaler(recipe.trainer)
+    state, guard = build_state(trained, rank, kernels), GradScaler(recipe.trainer)
     critic = _build_critic(recipe, rank, kernels, start, most) if recipe.has_critic else None
 
     def frozen(name: str, model: ReplicaSettings) -> FrozenModel:
@@ -140,7 +140,7 @@ def build_actor(
         folder = found_model(recipe.reward_model.path).resolve()
         reward_model = frozen("reward_model", ReplicaSettings(folder, directory, recipe.trainer, recipe.parallel, most))
     checkpoints = ReplicaCheckpoints(
-        directory / "checkpoints", recipe.checkpoint.keep, start, ReplicaState(replica), guard, rank.saving,
+        directory / "checkpoints", recipe.checkpoint.keep, start, state, guard, rank.saving,
         asynchronous=recipe.checkpoint.asynchronous, in_use=in_use, fault_point=rank.fault_point,
         critic=None if critic is None else SavedCritic(critic.replica, critic.guard, critic.start),
         reference=reference.replica if follows and reference is not None else None,
@@ -149,7 +149,17 @@ def build_actor(
     ranks.trace(tracer)
     # A checkpoint holds the state of these random numbers: whether models were loaded just now must not show in it.
     torch.manual_seed(recipe.run.seed)
-    return Actor(replica, guard, checkpoints, tracer, reference, critic, reward_model, follows)
+    return Actor(state.replica, guard, checkpoints, tracer, reference, critic, reward_model, follows)
+
+
+def build_state(settings: ReplicaSettings, rank: Rank, kernels: Kernels) -> TrainedState:
+    """Builds this rank's part of the actor with the trainer that ``trainer.backend`` names."""
+    if settings.trainer.backend == "megatron":
+        # Only the sidecar's environment has it.
+        from tandem.backends.megatron.build import build_megatron
+
+        return build_megatron(settings, rank)
+    return ReplicaState(build_replica(settings, rank.ranks, kernels))
 
 
 def _build_critic(recipe: Recipe, rank: Rank, kernels: Kernels, start: Path, most_tokens: int) -> Critic:

@@ -14,6 +14,7 @@ from tandem.config.recipe import Recipe
 from tandem.kernels import select, why_reference
 from tandem.layout.residents import Phase, Residency
 from tandem.model.create_model import create_model
+from tandem.model.decoder import Decoder
 from tandem.model.export_dtype import export_dtype
 from tandem.pod.actor import build_actor
 from tandem.pod.calls import TRAINER_CALLS
@@ -125,7 +126,9 @@ class TrainerWorker:
         self.models = self.inferred = None
         actor = build_actor(recipe, self.rank, self.kernels, Path(meta["start"]), lambda: self.in_use, residency)
         if self.record is not None:
-            self.record.watch(actor.native.model, "actor")
+            if isinstance(actor.replica.model, Decoder):
+                # The layers of another library's network are not recorded, its weights and gradients are.
+                self.record.watch(actor.replica.model, "actor")
             if actor.critic is not None:
                 self.record.watch(actor.critic.replica.model, "critic")
         loaded, damaged = actor.checkpoints.load(meta["step"]), actor.checkpoints.damaged

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -40,7 +40,8 @@ pause. A dead rank ends every collective at once."""
 @dataclass(frozen=True, slots=True)
 class Rank:
     """A rank's process as its target receives it. ``ranks``: the mesh. ``saving``: a communicator of all ranks that only checkpoints use.
-    ``heartbeat``: reports its progress (``None``: no supervisor). ``threads``: of this process."""
+    ``heartbeat``: reports its progress (``None``: no supervisor). ``threads``: of this process. ``store``: reaches all ranks, for a library that connects
+    them for itself, with collectives that end after ``timeout_s``."""
 
     ranks: Ranks
     directory: Path
@@ -48,6 +49,8 @@ class Rank:
     heartbeat: Heartbeat | None = None
     fault_point: FaultPoint = no_fault
     threads: int = 1
+    store: dist.Store = field(default_factory=dist.HashStore)
+    timeout_s: float = SUPERVISED_S
 
     def enter(self, phase: str, step: int) -> None:
         """Reports that this rank starts ``phase`` of ``step``."""
@@ -82,7 +85,9 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
     groups = join(mesh, store, device, SUPERVISED_S, heartbeat, LOOPBACK, nccl_deadline_s=settings.hang_timeout_s)
     checkpoint_store = dist.PrefixStore("checkpoints/", store)
     saving = connect("checkpoints", mesh.rank, mesh.shape.world, checkpoint_store, torch.device("cpu"), SUPERVISED_S)
-    return Rank(Ranks(mesh, groups, deterministic, sequence, device), directory, saving, heartbeat, fault_point, settings.threads)
+    timeout_s = settings.hang_timeout_s if device.type == "cuda" else SUPERVISED_S
+    ranks = Ranks(mesh, groups, deterministic, sequence, device)
+    return Rank(ranks, directory, saving, heartbeat, fault_point, settings.threads, store, timeout_s)
 
 
 def make_methods(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.backends.environment import python_of
+from tandem.backends.megatron.model_check import check_model
 from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
@@ -89,6 +90,8 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         shapes, context = read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         check_placement(recipe.parallel)
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
+        if recipe.trainer.backend == "megatron":
+            check_model(shapes, recipe.parallel)
         check_engine_on_model(recipe.rollout.engine, shapes)
         if recipe.has_critic and recipe.critic.path:
             valued = check_value_model(recipe.critic.path, "critic.path", folder, shapes, context)

@@ -15,8 +15,8 @@ KEY = "config"
 """The journal's key of the text of ``config.yaml``."""
 
 MAY_CHANGE = (
-    "'parallel', 'machine', 'checkpoint', 'registry', 'residents', 'coordination', 'pods', trainer.offload..., rollout.workers, run.max_steps, "
-    "run.max_restarts, run.elastic, run.on_mismatch, evaluation.target_accuracy and evaluation.consecutive"
+    "'parallel', 'machine', 'checkpoint', 'registry', 'residents', 'coordination', 'pods', trainer.backend, trainer.offload..., rollout.workers, "
+    "run.max_steps, run.max_restarts, run.elastic, run.on_mismatch, evaluation.target_accuracy and evaluation.consecutive"
 )
 """The keys that ``may_change`` allows, for messages."""
 
@@ -25,7 +25,8 @@ MOST_NAMED = 8
 
 _SECTIONS = ("parallel", "machine", "checkpoint", "registry", "residents", "coordination", "pods")
 _KEYS = (
-    "rollout.workers", "run.max_steps", "run.max_restarts", "run.elastic", "run.on_mismatch", "evaluation.target_accuracy", "evaluation.consecutive",
+    "trainer.backend", "rollout.workers", "run.max_steps", "run.max_restarts", "run.elastic", "run.on_mismatch", "evaluation.target_accuracy",
+    "evaluation.consecutive",
 )  # fmt: skip
 _ABSENT = object()
 

@@ -1,0 +1,68 @@
+"""Connects Megatron-Core's process groups on the ranks of a mesh."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tandem.trainer.parallel.ranks import Ranks
+from tandem.types import CollectiveError, UserError
+
+SEED = 1234
+"""Of Megatron's random states, from which nothing is drawn: there is no dropout, and weights are read from a folder."""
+
+
+def connect(ranks: Ranks, store: Any, timeout_s: float) -> None:
+    """Makes Megatron's process groups, once for this process. ``store``: reaches all ranks; ``timeout_s``: after which a collective ends.
+
+    Megatron numbers ranks as ``layout.mesh`` does: tensor innermost, then data, whose neighbours share the experts, and the pipeline outermost. Raises
+    ``UserError`` on a machine without CUDA, which Megatron-Core takes for granted."""
+    # They are about packages that are not installed on purpose, and about names inside torch.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    check_device()
+    if parallel_state.model_parallel_is_initialized():
+        return
+    shape = ranks.mesh.shape
+    if ranks.device.type == "cpu":
+        # Gloo would resolve this machine's name, which need not lead anywhere.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if ranks.device.type == "cuda" else "gloo", store=dist.PrefixStore("megatron/", store), rank=ranks.mesh.rank, world_size=shape.world,
+        timeout=timedelta(seconds=timeout_s),
+    )  # fmt: skip
+    parallel_state.initialize_model_parallel(
+        shape.tensor, shape.pipeline, expert_model_parallel_size=shape.expert, create_gloo_process_groups=False,
+        distributed_timeout_minutes=int(timeout_s // 60) + 1,
+    )  # fmt: skip
+    model_parallel_cuda_manual_seed(SEED)
+
+
+def check_device() -> None:
+    """Raises ``UserError`` unless this process has a CUDA device."""
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(
+            f"'trainer.backend' is 'megatron', and Megatron-Core needs a CUDA device ({str(error).splitlines()[0]}); set trainer.backend to tandem, "
+            "which also trains on a CPU"
+        ) from None
+
+
+@contextmanager
+def named(what: str, ranks: Ranks) -> Iterator[None]:
+    """Is a context in which a collective of Megatron's that fails, because a rank is gone, raises ``CollectiveError`` like those of ``Communicator``."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        if isinstance(error, dist.DistError) or "gloo" in reason:
+            raise CollectiveError(f"rank {ranks.mesh.rank} of {ranks.mesh.shape.world} (Megatron-Core): {what} failed: {reason}") from None
+        raise

@@ -1,0 +1,85 @@
+"""Builds a rank's part of a GPT of Megatron-Core for the shapes of a decoder."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tandem.config.trainer import TrainerConfig
+from tandem.layout.shapes import ModelShapes
+from tandem.model.megatron.layout import MegatronMesh, padded_vocabulary
+from tandem.trainer.parallel.ranks import Ranks
+
+
+def transformer_config(shapes: ModelShapes, ranks: Ranks) -> Any:
+    """Returns Megatron's ``TransformerConfig`` of ``shapes`` on the mesh of ``ranks``.
+
+    No fused kernel is switched on, and no dropout. Losses and gradients are summed over tokens, micro-batches and ranks as they are, because the loss has
+    the counts of the global batch in it (``calculate_per_token_loss``)."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    shape, experts = ranks.mesh.shape, shapes.experts
+    mixture: dict[str, Any] = {} if experts is None else {
+        "num_moe_experts": experts.num_experts, "moe_router_topk": experts.num_experts_per_tok, "moe_ffn_hidden_size": experts.intermediate_size,
+        "moe_router_pre_softmax": not experts.normalised, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False, "expert_model_parallel_size": shape.expert,
+    }  # fmt: skip
+    return TransformerConfig(
+        num_layers=shapes.num_hidden_layers, hidden_size=shapes.hidden_size, ffn_hidden_size=shapes.intermediate_size,
+        num_attention_heads=shapes.num_attention_heads, num_query_groups=shapes.num_key_value_heads, kv_channels=shapes.head_dim,
+        normalization="RMSNorm", layernorm_epsilon=shapes.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        add_qkv_bias=shapes.attention_bias, qk_layernorm=shapes.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=shape.tensor, pipeline_model_parallel_size=shape.pipeline, pipeline_dtype=torch.float32, params_dtype=torch.float32,
+        use_cpu_initialization=ranks.device.type == "cpu", calculate_per_token_loss=True, bias_activation_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, **mixture,
+    )  # fmt: skip
+
+
+def build_network(shapes: ModelShapes, ranks: Ranks, is_sharded: bool) -> Any:
+    """Returns this rank's part of the GPT in Megatron's ``DistributedDataParallel``; its weights are not filled. ``is_sharded``: for the distributed
+    optimizer."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe import moe_utils
+
+    if shapes.experts is not None and not hasattr(moe_utils, "te_general_gemm"):
+        # 0.16 reads the name also where Transformer Engine, which defines it, is not installed.
+        moe_utils.te_general_gemm = None
+    config = transformer_config(shapes, ranks)
+    layers = get_gpt_layer_local_spec(
+        num_experts=None if shapes.experts is None else shapes.experts.num_experts, moe_grouped_gemm=False, qk_layernorm=shapes.qk_norm, normalization="RMSNorm"
+    )
+    network = GPTModel(
+        config, layers, padded_vocabulary(shapes, ranks.mesh.shape.tensor), shapes.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=shapes.tie_word_embeddings, position_embedding_type="rope", rotary_base=shapes.rope_theta,
+    ).to(ranks.device)  # fmt: skip
+    data_parallel = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=is_sharded), network)
+
+    def finalize(model: Any, num_tokens: Any = None, *arguments: Any, **options: Any) -> None:
+        # Without the number of tokens, which the loss has divided by already.
+        finalize_model_grads(model, None, *arguments, **options)
+
+    config.finalize_model_grads_func = finalize
+    return data_parallel
+
+
+def build_optimizer(network: Any, trainer: TrainerConfig, is_sharded: bool) -> Any:
+    """Returns Megatron's AdamW over ``network``: with ``is_sharded`` the distributed optimizer (ZeRO 1)."""
+    from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+
+    config = OptimizerConfig(
+        optimizer="adam", lr=trainer.learning_rate, min_lr=0.0, weight_decay=trainer.weight_decay, adam_beta1=trainer.beta1, adam_beta2=trainer.beta2,
+        adam_eps=trainer.epsilon, clip_grad=trainer.max_grad_norm, use_distributed_optimizer=is_sharded, params_dtype=torch.float32,
+    )  # fmt: skip
+    # Norms and biases are never decayed.
+    not_decayed = ParamKey(predicate=ParamPredicate("vectors", lambda parameter: parameter.ndim < 2))
+    return get_megatron_optimizer(config, [network], config_overrides={not_decayed: ParamGroupOverride(wd_mult=0.0)}, use_gloo_process_groups=False)
+
+
+def mesh_of(ranks: Ranks) -> MegatronMesh:
+    shape = ranks.mesh.shape
+    return MegatronMesh(shape.tensor, shape.pipeline, shape.expert)

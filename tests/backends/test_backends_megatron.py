@@ -1,0 +1,195 @@
+"""Megatron-Core as the trainer. Where its environment is missing (``tandem sidecar install megatron``), the proofs with it are skipped by name."""
+
+import itertools
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import megatron_environment
+import pytest
+import torch
+from meshes_of_steps import MODELS, Trained, make_folder, train
+from safetensors.torch import load_file
+
+from tandem.backends.environment import installed, tandem_path
+from tandem.backends.megatron.model_check import check_model, missing_block
+from tandem.backends.megatron.parts import parts_of
+from tandem.backends.megatron.passes import RowShape, as_rows
+from tandem.config.load import apply_overrides, build, read_yaml
+from tandem.config.parallel import ParallelConfig
+from tandem.config.recipe import Recipe
+from tandem.layout.mesh import MeshShape
+from tandem.layout.shapes import ExpertShapes, RopeScaling, parameters
+from tandem.model.megatron.layout import MegatronMesh, entries
+from tandem.trainer.micro_batch import collate
+from tandem.types import TrainSequence, UserError
+
+needs_megatron = pytest.mark.skipif(
+    installed("megatron") is None, reason="the megatron sidecar has no environment here; make it with: tandem sidecar install megatron"
+)
+
+
+@pytest.fixture(scope="session")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of Megatron's environment with the shim of a CPU."""
+    return megatron_environment.make(tmp_path_factory.mktemp("sidecars")) / "megatron" / "bin" / "python"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mesh", [MegatronMesh(), MegatronMesh(2, 2), MegatronMesh(1, 2, 2), MegatronMesh(2, 1, 2)], ids=str)
+def test_parts_are_the_elements_that_megatrons_layout_puts_there(name: str, mesh: MegatronMesh) -> None:
+    shapes = MODELS[name]
+    if shapes.experts is None:
+        mesh = replace(mesh, expert=1)
+    weights = {parameter: torch.randn(shape) for parameter, shape in parameters(shapes)}
+    covered = {parameter: torch.zeros(shape) for parameter, shape in parameters(shapes)}
+    for rank in mesh.ranks():
+        held = {e.name: e.join([weights[of] for of in e.names], rank.tensor, mesh.tensor).contiguous() for e in entries(shapes, mesh, rank, "local")}
+        for part in parts_of(shapes, mesh, rank):
+            view = held[part.parameter].view(-1)[part.first : part.first + part.offsets.numel].view(part.offsets.shape)
+            assert torch.equal(view, weights[part.name][part.offsets.slices]), part
+            covered[part.name][part.offsets.slices] += 1
+    assert all(bool((count > 0).all()) for count in covered.values())
+
+
+def test_sequences_of_a_packed_micro_batch_become_padded_rows() -> None:
+    counted = {"a": ((5, 6, 7, 8), (0.0, 0.0, 1.0, 1.0)), "b": ((9, 3), (0.0, 1.0)), "c": ((1, 2, 4), (0.0, 1.0, 0.0))}
+    rows = as_rows(collate([TrainSequence(name, tokens, 1, mask) for name, (tokens, mask) in counted.items()]), RowShape(4, 5))
+    # The last token predicts nothing, nor do those after the last counted one.
+    assert rows.tokens.tolist() == [[5, 6, 7, 0, 0], [9, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert rows.predicting.tolist() == [1, 2, 5, 10]
+
+
+REFUSED = {
+    "trainer.optimizer": "muon", "trainer.dtype": "bfloat16", "trainer.precision": "bf16", "trainer.recompute": "full", "trainer.share_prompts": "true",
+    "trainer.offload": "cpu", "trainer.lora.rank": "4", "algorithm.name": "ppo", "residents.plan": "offload", "rollout.engine.kv_cache_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def load_recipe(overrides: Sequence[str]) -> Recipe:
+    return build(Recipe, apply_overrides(read_yaml(Path(__file__).parents[1] / "pod" / "tiny.yaml"), overrides))
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_megatron_does_not_do_is_refused_in_one_line_before_any_work(key: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load_recipe([f"{key}={REFUSED[key]}", "trainer.backend=megatron"])
+    assert "megatron" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [("parallel.data=2", "parallel.zero=2"), ("parallel.tensor=2",), ("parallel.context=2",), ("parallel.pipeline=2", "parallel.schedule=gpipe")],
+    ids=" ".join,
+)
+def test_meshes_that_megatron_does_not_have_here_are_refused(keys: tuple[str, ...]) -> None:
+    load_recipe(keys)
+    with pytest.raises(UserError, match="megatron"):
+        load_recipe([*keys, "trainer.backend=megatron"])
+
+
+def test_networks_that_are_not_built_are_named() -> None:
+    shapes = MODELS["qwen3"]
+    assert all(missing_block(known) is None for known in MODELS.values())
+    assert missing_block(replace(shapes, rope_scaling=RopeScaling("linear", 2.0))) == "rope_scaling 'linear'"
+    assert missing_block(replace(shapes, layer_windows=(None, 4))) == "sliding windows"
+    assert missing_block(replace(shapes, value_head="token")) == "a value head"
+    assert missing_block(replace(shapes, mlp_bias=True)) == "biases of o_proj or of the MLP"
+    assert missing_block(replace(shapes, experts=ExpertShapes(4, 2, 24, dense_layers=(0,)))) == "a mixture of experts with dense layers"
+    with pytest.raises(UserError, match=r"^the model has sliding windows.*set trainer.backend to tandem$"):
+        check_model(replace(shapes, layer_windows=(None, 4)), ParallelConfig())
+
+
+def test_models_that_megatron_does_not_divide_evenly_are_refused() -> None:
+    for parallel in (ParallelConfig(pipeline=3), ParallelConfig(tensor=4), ParallelConfig(data=2, expert=2)):
+        with pytest.raises(UserError, match="choose a divisor"):
+            check_model(MODELS["qwen3"], parallel)
+    with pytest.raises(UserError, match="sequence parallelism alone"):
+        check_model(MODELS["qwen3_moe"], ParallelConfig(tensor=2))
+    check_model(MODELS["qwen3_moe"], ParallelConfig(data=2, expert=2, pipeline=2))
+
+
+@needs_megatron
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name, shape, zero",
+    [
+        ("qwen3", MeshShape(), 0), ("qwen3", MeshShape(data=2), 1), ("qwen3", MeshShape(tensor=2), 0), ("qwen3", MeshShape(pipeline=2), 0),
+        ("qwen2", MeshShape(tensor=2, pipeline=2), 0), ("qwen3", MeshShape(data=2, tensor=2), 1), ("qwen3_moe", MeshShape(data=2, expert=2), 1),
+        ("qwen3_moe", MeshShape(data=2, expert=2, pipeline=2), 0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_losses_and_weights_of_20_steps_equal_those_of_tandems_trainer(
+    name: str, shape: MeshShape, zero: int, sidecar: Path, tmp_path: Path, tandem_alone: "Alone"
+) -> None:
+    model, expected = tandem_alone(name)
+    found = train(model, tmp_path / "run", "megatron", shape, zero, sidecar=sidecar)
+    folder = load_file(model / "model.safetensors")
+    assert found.before.keys() == folder.keys() and all(torch.equal(found.before[each], folder[each]) for each in folder), "bit for bit"
+    assert_close(found, expected)
+    # 1F1B (Narayanan et al., 2021): stage s of p has at most p - s micro-batches in flight.
+    mesh_ranks = range(shape.world)
+    assert found.in_flight == [shape.pipeline - rank // (shape.world // shape.pipeline) for rank in mesh_ranks]
+
+
+class Alone:
+    """Tandem's own trainer on one rank, once for each model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.made = folder, dict[str, tuple[Path, Trained]]()
+
+    def __call__(self, name: str) -> tuple[Path, Trained]:
+        if name not in self.made:
+            model = make_folder(self.folder / name, name)
+            self.made[name] = (model, train(model, self.folder / f"{name}-run", "tandem", MeshShape()))
+        return self.made[name]
+
+
+@pytest.fixture(scope="module")
+def tandem_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return Alone(tmp_path_factory.mktemp("alone"))
+
+
+def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-5) -> None:
+    assert len(found.metrics) == len(expected.metrics) > 0
+    for step, (own, other) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        assert own.keys() == other.keys()
+        for name, value in other.items():
+            assert abs(own[name] - value) <= tolerance, (step, name)
+    assert all(float((found.after[name] - weight).abs().max()) <= tolerance for name, weight in expected.after.items())
+    flat = lambda trained: list(itertools.chain.from_iterable(itertools.chain.from_iterable(trained.logprobs)))
+    assert max(abs(a - b) for a, b in zip(flat(found), flat(expected), strict=True)) <= tolerance
+
+
+@needs_megatron
+@pytest.mark.full
+@pytest.mark.parametrize("shape, zero", [(MeshShape(data=2), 1), (MeshShape(tensor=2), 0), (MeshShape(data=2, expert=2), 1)], ids=str)
+def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_bits_and_either_trainer_reads_it(
+    shape: MeshShape, zero: int, sidecar: Path, tmp_path: Path
+) -> None:
+    name = "qwen3_moe" if shape.expert > 1 else "qwen3"
+    model = make_folder(tmp_path / "model", name)
+    whole = train(model, tmp_path / "whole", "megatron", shape, zero, steps=6, sidecar=sidecar)
+    for trainer in ("megatron", "tandem"):
+        run = tmp_path / trainer
+        train(model, run, "megatron", shape, zero, steps=3, save_at=(3,), sidecar=sidecar)
+        rest = train(model, run, trainer, shape, zero, steps=6, sidecar=sidecar if trainer == "megatron" else None)
+        assert len(rest.metrics) == 3
+        if trainer == "megatron":
+            assert rest.metrics == whole.metrics[3:] and all(torch.equal(rest.after[each], whole.after[each]) for each in whole.after)
+        else:
+            assert_close(rest, whole._replace(metrics=whole.metrics[3:]))
+
+
+@needs_megatron
+@pytest.mark.full
+def test_a_machine_without_cuda_and_without_the_shim_is_refused_in_one_line(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    from tandem.backends.environment import python_of
+
+    code = "from tandem.backends.megatron.groups import check_device; check_device()"
+    done = subprocess.run([str(python_of("megatron")), "-c", code], env={"PYTHONPATH": tandem_path(tmp_path)}, capture_output=True, text=True, check=False)
+    assert "Megatron-Core needs a CUDA device" in done.stderr.splitlines()[-1] and "trainer.backend to tandem" in done.stderr.splitlines()[-1]

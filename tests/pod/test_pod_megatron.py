@@ -1,0 +1,68 @@
+"""Whole GRPO runs with Megatron-Core as the trainer, on a CPU with the shim. Skipped by name where its environment is missing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from pod_runs import PodRun, difference
+from safetensors.torch import load_file
+
+from tandem.backends.environment import FOLDER, installed
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        installed("megatron") is None, reason="the megatron sidecar has no environment here; make it with: tandem sidecar install megatron"
+    ),
+]
+STEPS = 4
+MESHES = {
+    "data": ("--parallel.data=2", "--parallel.zero=1"),
+    "tensor": ("--parallel.tensor=2", "--parallel.sequence_parallel=false", "--model.create.num_key_value_heads=2"),
+    "pipeline": ("--parallel.pipeline=2",),
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Sidecars with the shim of a CPU."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "backends" / "megatron_on_cpu"))
+    import megatron_environment
+
+    return {FOLDER: str(megatron_environment.make(tmp_path_factory.mktemp("sidecars")))}
+
+
+def trained(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> PodRun:
+    run = PodRun(folder, environment=environment or {})
+    done = run.train(f"--run.max_steps={STEPS}", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_run_trains_as_with_tandems_own_trainer(mesh: str, environment: dict[str, str], tmp_path: Path) -> None:
+    found = trained(tmp_path / "megatron", "--trainer=megatron", *MESHES[mesh], environment=environment)
+    expected = trained(tmp_path / "tandem", *(each for each in MESHES[mesh] if each.startswith("--model")))
+    assert found.left_behind() == []
+    for own, other in zip(found.rows(), expected.rows(), strict=True):
+        for name in ("reward", "actor/pg_loss", "kl", "actor/entropy", "actor/grad_norm", "response_length/mean"):
+            assert own[name] == pytest.approx(other[name], abs=1e-4), (own["step"], name)
+        # Another network than the engine's: equal but for the last bits, and said to be so.
+        assert 0 < own["mismatch_max_abs"] < 1e-5 and own["mismatch_kl"] < 1e-10
+    assert not found.events("mismatch")
+    ours, theirs = (load_file(run.directory / "model" / "model.safetensors") for run in (found, expected))
+    assert ours.keys() == theirs.keys() and all(float((ours[name] - theirs[name]).abs().max()) < 1e-3 for name in theirs)
+
+
+def test_a_rank_and_the_controller_are_killed_and_the_run_is_the_same(environment: dict[str, str], tmp_path: Path) -> None:
+    arguments = ("--trainer=megatron", *MESHES["data"])
+    undisturbed = trained(tmp_path / "undisturbed", *arguments, environment=environment)
+    faults = "trainer_rank1:before:forward:1,trainer_worker:before:optimizer:2,pod:after:commit_scores:3"
+    run = PodRun(tmp_path / "killed", environment=environment)
+    done = run.train(f"--run.max_steps={STEPS}", *arguments, "--fault", faults)
+    assert done.returncode == -9, done.stdout + done.stderr
+    done = run.resume("--fault", faults)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in (run.directory / "faults").iterdir()) == sorted(faults.replace(":", "-").split(","))
+    assert difference(run, undisturbed) == []
+    assert run.left_behind() == []
