@@ -6,7 +6,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,7 +37,8 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class EtcdServer:
-    """A member of a cluster, which can be killed and started again on its data. ``options``: further flags of etcd."""
+    """A member of a cluster, which can be killed and started again on its data. ``options``: further flags of etcd. ``host``: that it listens on, and
+    ``inside`` returns the command that runs another one there."""
 
     folder: Path
     name: str = "m0"
@@ -46,14 +47,16 @@ class EtcdServer:
     cluster: str = ""
     ports: list[int] = field(default_factory=lambda: free_ports(2))
     process: "subprocess.Popen[bytes] | None" = None
+    host: str = "127.0.0.1"
+    inside: Callable[..., Sequence[str]] = lambda *command: command
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://127.0.0.1:{self.ports[0]}"
+        return f"{self.scheme}://{self.host}:{self.ports[0]}"
 
     @property
     def peer(self) -> str:
-        return f"{self.name}=http://127.0.0.1:{self.ports[1]}"
+        return f"{self.name}=http://{self.host}:{self.ports[1]}"
 
     def config(self, **changes: object) -> CoordinationConfig:
         return CoordinationConfig(store="etcd", **{"endpoints": (self.url,), "deadline_s": 60.0, **changes})  # type: ignore[arg-type]
@@ -65,12 +68,12 @@ class EtcdServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [
+                self.inside(
                     binary, "--name", self.name, "--data-dir", str(self.folder / self.name), "--listen-client-urls", self.url,
                     "--advertise-client-urls", self.url, "--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url,
                     "--initial-cluster", self.cluster or self.peer, "--heartbeat-interval", "50", "--election-timeout", "500",
                     "--log-level", "error", *self.options,
-                ],
+                ),
                 stdout=log, stderr=log,
             )  # fmt: skip
         if wait:
@@ -82,7 +85,7 @@ class EtcdServer:
         while True:
             try:
                 if self.scheme == "https":
-                    with socket.create_connection(("127.0.0.1", self.ports[0]), timeout=1):
+                    with socket.create_connection((self.host, self.ports[0]), timeout=1):
                         return
                 if b'"true"' in urllib.request.urlopen(f"{self.url}/health", timeout=1).read():
                     return

@@ -18,6 +18,7 @@ from tandem.types import UserError
 
 COMMANDS = {
     "train": "train a model from a recipe: pretraining, fine-tuning, or GRPO in a pod",
+    "pod": "start a pod that draws samples for a run on another machine",
     "recipes": "list, print or copy the recipes that come with Tandem",
     "resume": "continue an interrupted run",
     "verify": "verify every byte that a run's results depend on",

@@ -14,6 +14,11 @@ def check_backends(recipe: "Recipe") -> None:
         _check_megatron(recipe)
     if recipe.trainer.backend == "deepspeed":
         _check_deepspeed(recipe)
+    if recipe.rollout.backend != "tandem" and recipe.rollout.verify_weights_every_steps:
+        raise UserError(
+            f"'rollout.verify_weights_every_steps' is {recipe.rollout.verify_weights_every_steps} with rollout.backend '{recipe.rollout.backend}', whose "
+            "memory only its own engine reads; leave it out"
+        )
     if recipe.rollout.backend == "vllm":
         _check_vllm(recipe)
 

@@ -1,9 +1,13 @@
-"""Section ``pods``: how many pods draw the samples of a run, and when one is left out."""
+"""Section ``pods``: how many pods draw the samples of a run, who starts them, and when one is left out."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tandem.config.limits import check_at_least_one, check_seconds
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
+
+_OF_JOINING = ("min_count", "join_timeout_s", "heartbeat_timeout_s", "host", "port", "credential_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,16 +15,67 @@ class PodsConfig:
     """The pods of a run. The first one has the trainer; every one has a rollout sidecar with `rollout.workers` workers. See `hybrid.md`, Many pods."""
 
     count: int = 1
-    """Number of pods. The samples are the same for any number."""
+    """Number of pods that the run starts on its own machine. The samples are the same for any number."""
+    min_count: int = 1
+    """A rollout waits until so many pods are there, those of `count` included, as the minimum of `torchrun --nnodes=MIN:MAX`."""
+    max_count: int = 0
+    """The most pods, those of `count` included, as the maximum of `torchrun --nnodes=MIN:MAX`. The others are started elsewhere by `tandem pod` and join and
+    leave between iterations; one more than this waits until another leaves. 0: `count`, so none can join."""
+    join_timeout_s: float = 600.0
+    """Seconds that a rollout waits for `min_count` pods, and a pod for the run. Then they end."""
+    heartbeat_timeout_s: float = 30.0
+    """A pod that joined and is silent for so many seconds is left out. It sends a heartbeat every second."""
+    host: str = "127.0.0.1"
+    """Address of this machine that the other pods connect to. It is listened on. Each machine sets its own."""
+    port: int = 0
+    """Port on `host`: of the run for its weights, of `tandem pod` for calls. 0: any free one."""
+    credential_file: str = ""
+    """File with the secret that all pods of the run share, readable by its owner only; for example a mounted Kubernetes secret."""
+    protocols: tuple[Literal["rdma", "mooncake", "tcp"], ...] = ("tcp",)
+    """How the trainer's pod serves its weights. Each other pod takes the first of `rdma`, `mooncake` (Mooncake over TCP) and `tcp` that both have; the first
+    two need the extra `mooncake`."""
     deadline_factor: float = 10.0
     """A worker that takes this many times longer to finish a group than the slowest one before counts as stuck; its pod is left out until the next
     update of weights."""
     min_deadline_s: float = 30.0
     """Shortest time in seconds after which a worker counts as stuck. The longest is `machine.call_deadline_s`."""
 
+    @property
+    def may_join(self) -> bool:
+        """Whether pods that are started elsewhere may join."""
+        return self.max_count > self.count
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there may be more than one pod."""
+        return self.count > 1 or self.may_join
+
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
-        check_at_least_one("pods", self, "count")
-        check_seconds("pods", self, "min_deadline_s")
+        check_at_least_one("pods", self, "count", "min_count")
+        check_seconds("pods", self, "min_deadline_s", "join_timeout_s", "heartbeat_timeout_s")
         if not self.deadline_factor > 1:
             raise UserError(f"'pods.deadline_factor' is {self.deadline_factor:g}; it must be more than 1, as the slowest worker is never stuck")
+        if self.max_count and self.max_count < self.count:
+            raise UserError(
+                f"'pods.max_count' is {self.max_count} and pods.count {self.count}, the pods that the run starts itself; raise max_count or leave it out"
+            )
+        if not self.protocols:
+            raise UserError("'pods.protocols' is empty, so no other pod could receive weights; leave it out for plain TCP")
+        if not self.are_several:
+            refuse_unread("pods", self, "the run has one pod", "protocols", fix="set pods.count or pods.max_count to more than 1")
+        if not self.may_join:
+            reason = f"no pod can join, because pods.max_count is {self.max_count} and pods.count {self.count}"
+            refuse_unread("pods", self, reason, *_OF_JOINING, fix="set pods.max_count to more than pods.count")
+            return
+        if self.min_count > self.max_count:
+            raise UserError(f"'pods.min_count' is {self.min_count} and pods.max_count {self.max_count}; lower one or raise the other")
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"'pods.port' is {self.port}; it must be a port, 1 to 65535, or 0 for any free one")
+        if self.host in ("", "0.0.0.0", "::"):
+            raise UserError(f"'pods.host' is '{self.host}', which no other machine can connect to; give an address of this machine")
+        if not self.credential_file:
+            raise UserError(
+                f"'pods.max_count' is {self.max_count}, so pods can join, and 'pods.credential_file' is not given; make the secret that they show: "
+                "(umask 077; openssl rand -hex 32 > pods.secret)"
+            )

@@ -183,6 +183,21 @@ class Recipe:
                 f"'pods.count' is {self.pods.count} with machine.device cuda; the pods of one machine compute on its CPUs in this version: set "
                 "rollout.workers, which has GPUs for each, and pods.count to 1"
             )
+        if self.pods.may_join:
+            self._check_joining()
+
+    def _check_joining(self) -> None:
+        """Checks that pods which are started elsewhere find the run, and can draw for it."""
+        given = f"'pods.max_count' is {self.pods.max_count} and pods.count {self.pods.count}, so pods can join from other machines"
+        if self.coordination.store == "embedded":
+            raise UserError(f"{given}, which reach no 'embedded' store; set coordination.store to etcd")
+        if not self.run.name:
+            raise UserError(f"{given}, which find a run by its name; set run.name")
+        if self.trainer.lora is not None:
+            raise UserError(f"{given}; in this version they receive whole models and no adapter: remove trainer.lora, or set pods.max_count to pods.count")
+        if self.rollout.agent is not None or self.task.tools:
+            what = "rollout.agent" if self.rollout.agent is not None else "task.tools"
+            raise UserError(f"{given}; in this version they have no functions of yours: remove {what}, or set pods.max_count to pods.count")
 
     def _check_environment(self) -> None:
         """Checks that a ``verifiers`` environment, and nothing else, is scored by its own functions."""

@@ -50,6 +50,9 @@ class RolloutConfig:
     workers: int = 1
     """Number of rollout workers, each an engine with a process and, on GPUs, `engine.tensor_parallel_size` GPUs of its own. A group stays on one worker; the
     samples are the same for any number. `--inline` has one."""
+    verify_weights_every_steps: int = 0
+    """Steps between two rollouts after which every tensor in the engines' memory is compared with what it was right after the update; under weights that have
+    changed the rollout is drawn again. 0: never. On their way to the engines weights are always verified."""
     multi_turn: MultiTurnConfig | None = None
     """Episodes of several turns with the tools of `task.tools`; a section of its own, below."""
     agent: AgentConfig | None = None
@@ -96,6 +99,8 @@ class RolloutConfig:
             )
         if not self.budget_tokens:
             refuse_unread("rollout", self, "rollout.budget_tokens is 0, so no token is older than its step", "mask_off_policy", fix="set rollout.budget_tokens")
+        if self.verify_weights_every_steps < 0:
+            raise UserError(f"'rollout.verify_weights_every_steps' is {self.verify_weights_every_steps}; it must be 0 (never) or more")
         if self.max_staleness not in (0, 1):
             raise UserError(f"'rollout.max_staleness' is {self.max_staleness}; it must be 0 (synchronous) or 1 (one step off)")
         if not 0 < self.temperature <= 100:

@@ -71,7 +71,7 @@ def execute_rl(
         journal, metrics = stack.enter_context(opened_files(directory, fault_point))
         records = Records(journal, metrics, callback)
         fence = stack.enter_context(leading(recipe.coordination, directory, journal, callback.message))
-        trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults)
+        trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults, fence)
         stack.callback(trainer_channel.close)
         stack.callback(rollout_channel.close)
         trainer = TrainerSidecar(trainer_channel)
@@ -118,6 +118,7 @@ def execute_rl(
             recipe.run.max_restarts, planned.residency, planned.prefetch, recipe.has_inference,
             on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
             check_inputs=check_inputs, fence=fence, shared_store=shared_store(recipe, directory),
+            verify_every=recipe.rollout.verify_weights_every_steps, pods=recipe.pods,
         )
         step = _bring_up(pod, journal)
         numerics = numerics_record(rank_threads(recipe), pod.kernels)

@@ -97,6 +97,11 @@ class RemoteChannel:
         """Its name among the members of the run."""
         return f"pod-{self.number}"
 
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a shim, as far as this process knows."""
+        return self.shim is not None
+
     def start(self) -> None:
         if self.client is None:
             self._start_shim()
@@ -109,11 +114,12 @@ class RemoteChannel:
         arguments = [
             "--role", self.role, "--run", str(self.directory), "--pod-id", self.pod_id, "--credential", str(self.credential_file),
             "--port-file", str(port_file), "--threads", str(self.threads), "--deadline", str(self.deadline_s),
+            "--lease", str(self.lease_s),
         ]
         if self.number:
             arguments += ["--pod-number", str(self.number)]
         if self.join:
-            arguments += ["--join", self.join, "--member", self.member, "--lease", str(self.lease_s)]
+            arguments += ["--join", self.join, "--member", self.member]
         if self.faults is not None:
             arguments += ["--faults", str(self.faults)]
         self.shim = spawn(

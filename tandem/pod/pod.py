@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from tandem.config.pods import PodsConfig
 from tandem.config.rewards import INFERRED_COLUMNS
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.pod.calls import InferencePart
@@ -42,7 +43,8 @@ class Pod:
     checkpoint that is under way. ``on_committed`` is told of each checkpoint that was journalled; those of steps ``in_use`` are not removed.
     ``trained_on``: what the journal has that a step was trained on.
     ``fence``: gives the guard of the weights that are published. ``shared_store``: the address of the store in which other pods find them; empty: there
-    are none.
+    are none. ``pods``: how they are served to them. ``verify_every``: the steps between two comparisons of the engines' memory
+    with what they were given; 0: none.
     ``check_inputs`` verifies what a trainer reads besides checkpoints, whenever one starts, and raises ``RunError``.
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``published``: the version of the weights in the buffers
@@ -89,6 +91,8 @@ class Pod:
     check_inputs: Callable[[], None] = lambda: None
     fence: Fence = lambda: None
     shared_store: str = ""
+    verify_every: int = 0
+    pods: PodsConfig = field(default_factory=PodsConfig)
     memory: dict[str, float] = field(default_factory=dict)
     device_metrics: dict[str, float] = field(default_factory=dict)
     rollout_metrics: dict[str, float] = field(default_factory=dict)
@@ -121,7 +125,7 @@ class Pod:
             self.all_damaged, self.boundaries = bool(loaded["damaged"]), {}
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
             if self.shared_store:
-                self.trainer.serve_weights(self.shared_store)
+                self.trainer.serve_weights(self.shared_store, self.pods.protocols, host=self.pods.host, port=self.pods.port)
         for note in loaded["notes"]:
             self._tell_once(note)
         for why in loaded["passed_over"]:
@@ -225,6 +229,8 @@ class Pod:
             rereads, self.engine_step = updated["rereads"], step
             for each in updated.get("left_out", ()):
                 self.restarts.note(step, each)
+            for each in updated.get("members", ()):
+                self._note_member(step, each)
             self._note_base(updated, detail)
             if was_empty:
                 waking = float(updated["seconds"])
@@ -232,6 +238,13 @@ class Pod:
                 detail.update(self.moves.note(step, {"moves": engine_moves(self.engine_bytes, "instantiate", seconds)}))
         if rereads:
             self._tell_of_damage(step, f"tensor '{rereads[0]}' and {len(rereads) - 1} more did not have their digests", "they were read again")
+
+    def _note_member(self, step: int, news: dict[str, Any]) -> None:
+        """Journals and tells that a pod of another machine ``joined``, ``left`` or was ``refused``."""
+        self.journal.record_event("membership", {"step": step, **news})
+        what, why = next(key for key in ("joined", "left", "refused") if key in news), f": {news['reason']}" if news.get("reason") else ""
+        did = {"joined": "joined the run", "left": "left the run", "refused": "could not join the run"}[what]
+        self.records.callback.message(f"step {step}: pod {news[what]} ({news['name']}) {did}{why}")
 
     def _tell_once(self, note: str | None) -> None:
         if note is not None and note not in self.told:
@@ -266,6 +279,7 @@ class Pod:
                 step, prompts, settings, weights=weights, unfinished=unfinished, expected=expected, restarts_left=self.restarts.left, on_progress=report,
                 on_samples=on_samples,
             )
+            self._verify_engines(step)
         self._note_rollout(facts, self.rollout.memory())
         self._measure("wait_rollout", self.trainer.memory())
         return samples
@@ -284,6 +298,7 @@ class Pod:
                 samples, facts = self.rollout.rollout(
                     step, prompts, settings, weights=weights, expected=expected, restarts_left=left, on_progress=report, on_samples=on_samples
                 )
+                self._verify_engines(step)
             return samples, {**facts, "memory": self.rollout.memory()}
 
         self.ahead = RolloutAhead(step, draw, in_thread=self.rollout.channel.is_remote)
@@ -302,6 +317,11 @@ class Pod:
         self.hidden_s += ahead.seconds - ahead.waited_s
         self._note_rollout(facts, facts["memory"])
         return samples
+
+    def _verify_engines(self, step: int) -> None:
+        """Raises ``SidecarDied`` if the samples of ``step`` were drawn from weights that had changed in an engine's memory: they are drawn again."""
+        if self.verify_every and step % self.verify_every == 0:
+            self.rollout.verify_engines(step)
 
     def rest_engine(self, step: int) -> None:
         """The engine draws no more, and keeps what it holds."""

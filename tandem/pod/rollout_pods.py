@@ -1,8 +1,8 @@
 """The rollout sidecars of all pods of a run, called as one: the pod's cycle sees one rollout, however many pods draw it. Imports no torch.
 
 Weights are received by every other pod than the trainer's before any engine switches to them. The prompts of a rollout are divided over the workers of
-all pods (``rollout_workers``). A pod that dies, is silent or misses the deadline of an answer is killed and left out; it is started again before the next
-update of weights.
+all pods (``rollout_workers``). A pod that dies, is silent or misses the deadline of an answer is left out. One of the run's own is killed and started again
+before the next update of weights; one that was started elsewhere joins anew (``joining``).
 """
 
 import logging
@@ -10,64 +10,34 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, TypeVar
 
 from tandem.pod.channel import RemoteChannel
 from tandem.pod.failures import PodLost, SidecarDied
+from tandem.pod.joined_channel import JoinedChannel
+from tandem.pod.joining import Joining
+from tandem.pod.rollout_pod import PodWorker, RolloutPod
 from tandem.pod.rollout_workers import RolloutWorkers
 from tandem.rl.rollout.answer_deadline import AnswerDeadline
-from tandem.runtime.coordination.membership import leave, members
+from tandem.runtime.coordination.membership import Member, leave, members
 from tandem.runtime.coordination.store import Store
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, RpcTimeout, WorkerDied
+from tandem.types import RunError
 from tandem.types.wire import Frame
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class RolloutPod:
-    """The rollout sidecar of pod ``number`` with ``workers`` workers. ``own_store``: the address of the pod's own store, in which its engines find the
-    weights that it receives; empty: it is the trainer's pod."""
-
-    number: int
-    channel: RemoteChannel
-    workers: int
-    own_store: str = ""
-
-    def ask(
-        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float | None = None, on_progress: Progress | None = None
-    ) -> Frame:
-        """Calls the sidecar. Raises ``WorkerDied`` for a worker of it, ``PodLost`` if the sidecar is gone, ``SidecarDied`` if the trainer's is."""
-        try:
-            return self.channel.call(name, meta, blobs, deadline_s=deadline_s, on_progress=on_progress)
-        except SidecarDied as death:
-            if death.role == "trainer":
-                raise
-            if death.part == "worker":
-                raise WorkerDied(f"a rollout worker of pod {self.number}", name, death.reason) from None
-            raise PodLost(self.number, name, death.reason) from None
-
-
-@dataclass(frozen=True)
-class PodWorker:
-    """Worker ``number`` of a pod, as ``RolloutWorkers`` calls it."""
-
-    pod: RolloutPod
-    number: int
-
-    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None) -> Frame:
-        return self.pod.ask(name, {**(meta or {}), "worker": self.number}, blobs, deadline_s=deadline_s, on_progress=on_progress)
-
-
 @dataclass
 class RolloutPods:
-    """A ``Channel`` to the rollout sidecars of ``pods``.
+    """A ``Channel`` to the rollout sidecars of ``pods``, which the run starts itself, and of those that are ``joining`` (``None``: none may).
 
     ``open_store``: opens the store of the run, which is at ``store_address``. ``capacity``: sequences that a worker draws at once. ``deadline_s``: of a call
     of a shim to its worker; that of a call of a shim is longer, so that the shim names a worker that is stuck. ``there``: the pods that take part;
     ``away``: why the others do not, by number; ``lost``: those that were left out since the last update of weights and outside a rollout, as it is
-    reported."""
+    reported. ``least``: the pods that an update of weights waits for, up to ``join_timeout_s``."""
 
     pods: Sequence[RolloutPod]
     open_store: Callable[[], Store]
@@ -75,6 +45,9 @@ class RolloutPods:
     capacity: int
     deadline_s: float
     answer_deadline: AnswerDeadline
+    joining: Joining | None = None
+    least: int = 1
+    join_timeout_s: float = 600.0
     there: list[RolloutPod] = field(default_factory=list)
     away: dict[int, str] = field(default_factory=dict)
     lost: list[dict[str, Any]] = field(default_factory=list)
@@ -89,24 +62,32 @@ class RolloutPods:
     def start(self) -> None:
         """Brings up every pod. Raises ``SidecarDied`` if none starts."""
         self._store = self._store or self.open_store()
-        self._take_part(self._each(self.pods, self._start, "start"))
+        joined = [pod for pod in self.there if pod.name]
+        self._take_part([*self._each(self.pods, self._start, "start"), *joined])
 
     def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None) -> Frame:
         meta, blobs, progress = meta or {}, blobs or {}, on_progress or (lambda _: None)
+        told: dict[str, Any] = {}
         with _one_sidecar():
-            left_out = self._bring_weights(list(meta["version"])) if name == "update_weight" else []
+            if name == "update_weight":
+                self._bring_weights(list(meta["version"]))
+                (lost, self.lost), news = (self.lost, []), [] if self.joining is None else self.joining.told()
+                told = {key: value for key, value in {"left_out": lost, "members": news}.items() if value}
             # Without those that an earlier rollout under the same weights has lost.
             self._take_part(self.there)
             reply, payload = getattr(self.workers, name)(meta, blobs, progress)
-        return Frame({**reply, "left_out": left_out} if left_out else reply, payload, "result")
+        return Frame({**reply, **told}, payload, "result")
 
-    def _bring_weights(self, version: list[int]) -> list[dict[str, Any]]:
-        """Starts the pods again that are not there, and lets all but the trainer's receive ``version``. Returns the pods that are left out since then."""
+    def _bring_weights(self, version: list[int]) -> None:
+        """Starts the pods again that are not there, takes in those that joined, and lets all but the trainer's receive ``version``."""
         assert self._store is not None
-        present = {member.name for member in members(self._store)}
-        for pod in [pod for pod in self.there if pod.channel.member not in present]:
-            self._lose(pod, PodLost(pod.number, "update_weight", f"pod {pod.number} did not renew its lease"))
+        present = members(self._store)
+        revisions = {member.name: member.revision for member in present}
+        for pod in list(self.there):
+            if pod.channel.member not in revisions or (pod.name and revisions[pod.name] != pod.revision):
+                self._part_with(pod)
         self._take_part([*self.there, *self._each([pod for pod in self.pods if pod not in self.there], self._start_again, "start")])
+        self._take_in(present)
 
         def receive(pod: RolloutPod) -> None:
             if pod.own_store:
@@ -114,12 +95,40 @@ class RolloutPods:
                 pod.ask("receive_weights", {**stores, "version": version, "protocols": [], "deadline_s": self.deadline_s})
 
         self._take_part(self._each(self.there, receive, "receive_weights"))
-        lost, self.lost = self.lost, []
-        return lost
+
+    def _take_in(self, present: Sequence[Member]) -> None:
+        """Takes in the pods that have joined and are prepared. Waits for them where there are fewer than ``least``; raises ``RunError`` past the time."""
+        if self.joining is None:
+            return
+        assert self._store is not None
+        ends = monotonic() + self.join_timeout_s
+        while True:
+            self.joining.look(self._store, present, self.workers.engine)
+            self._take_part([*self.there, *self.joining.ready()])
+            if len(self.there) >= self.least:
+                return
+            if monotonic() > ends:
+                raise RunError(
+                    f"{len(self.there)} of pods.min_count {self.least} pods are there after pods.join_timeout_s ({self.join_timeout_s:g} s); start more with "
+                    "'tandem pod', then resume the run, or resume it with a lower --pods.min_count"
+                )
+            with self.joining.changed:
+                self.joining.changed.wait(0.5)
+            present = members(self._store)
+
+    def _part_with(self, pod: RolloutPod) -> None:
+        """Goes on without a pod that is not a member any more: it leaves, or its lease has ended."""
+        if pod.name and self.joining is not None and isinstance(pod.channel, JoinedChannel):
+            with suppress(SidecarDied):
+                if pod.channel.release():
+                    self.joining.forget(pod, "left")
+                    self.there = [each for each in self.there if each is not pod]
+                    return
+        self._lose(pod, PodLost(pod.number, "update_weight", f"pod {pod.number} did not renew its lease"))
 
     def _start(self, pod: RolloutPod) -> None:
         """Starts what does not run of a pod."""
-        if pod.channel.shim is None and self._store is not None:
+        if not pod.channel.is_running and self._store is not None:
             # The lease of the one before may last on, under the name of the one that takes its place.
             leave(self._store, pod.channel.member)
         pod.channel.start()
@@ -173,27 +182,35 @@ class RolloutPods:
     def _leave_out(self, lost: PodLost) -> None:
         """Ends a pod that was lost in a rollout, which reports it itself."""
         self.answer_deadline.missed()
-        self._end(self.pods[lost.pod], lost)
+        self._end(next(pod for pod in self.there if pod.number == lost.pod), lost)
 
     def _lose(self, pod: RolloutPod, lost: PodLost) -> None:
         """Ends a pod that was lost outside a rollout, and notes it unless it was left out before."""
-        if pod.number not in self.away:
+        if pod.name or pod.number not in self.away:
             self.lost.append({"left_out": pod.number, "reason": str(lost), "groups": 0})
         logger.warning("%s; pod %d is left out", lost, pod.number)
         self._end(pod, lost)
 
     def _end(self, pod: RolloutPod, lost: PodLost) -> None:
-        self.away.setdefault(pod.number, str(lost))
+        if pod.name and self.joining is not None:
+            self.joining.forget(pod, "lost")
+        else:
+            self.away.setdefault(pod.number, str(lost))
         pod.channel.kill()
         self.there = [each for each in self.there if each is not pod]
 
     def allocate(self, size_bytes: int) -> tuple[str, ...]:
-        return self.pods[0].channel.allocate(size_bytes)
+        channel = self.pods[0].channel
+        assert isinstance(channel, RemoteChannel)
+        return channel.allocate(size_bytes)
 
     def stop_worker(self) -> None:
         self._take_part(self._each(self.there, lambda pod: pod.channel.stop_worker(), "stop_worker"))
 
     def discard(self) -> None:
+        joined = [pod for pod in self.there if pod.name]
+        for pod in joined:
+            self._end(pod, PodLost(pod.number, "discard", "the rollout begins anew"))
         _at_once(lambda pod: pod.channel.discard(), self.pods)
 
     def memory(self) -> dict[str, int]:
@@ -204,7 +221,8 @@ class RolloutPods:
         return {name: sum(each[name] for each in found) for name in found[0]}
 
     def close(self) -> None:
-        _at_once(lambda pod: pod.channel.close(), self.pods)
+        joined = [] if self.joining is None else list(self.joining.lives.values())
+        _at_once(lambda pod: pod.channel.close(), [*self.pods, *joined])
         if self._store is not None:
             self._store.close()
 

@@ -30,7 +30,7 @@ from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.rank_process import start
-from tandem.types import RunError, WeightSource, WeightVersion
+from tandem.types import EngineDied, RunError, WeightSource, WeightVersion
 from tandem.types.wire_records import decode_prompts, decode_samples, encode_samples, samples_to_text
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ CALLS = ROLLOUT_CALLS
 
 
 class RolloutWorker:
-    """The state of the worker between calls: an engine, which keeps what it reads weights with."""
+    """The state of the worker between calls: an engine, which keeps what it reads weights with. ``given``: by rank, the digests of what the engine held right
+    after the newest update, if they are verified later."""
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         self.recipe = recipe
@@ -48,6 +49,7 @@ class RolloutWorker:
         self.directory = directory
         self.tools: EpisodeTools | None = None
         self.agents: Agents | None = None
+        self.given: list[dict[str, str]] = []
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -102,6 +104,16 @@ class RolloutWorker:
         """The reply has the ``digests`` of what the engine holds: for each worker, here one, and each of its ranks, by name."""
         return {"digests": [self._engine().engine.held_digests()]}, {}
 
+    def verify_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Raises ``EngineDied`` if a tensor that the engine holds is not what it was after the update."""
+        for rank, (now, given) in enumerate(zip(self._engine().engine.held_digests(), self.given, strict=True)):
+            if changed := [name for name, digest in given.items() if now.get(name) != digest]:
+                raise EngineDied(
+                    f"tensor '{changed[0]}' and {len(changed) - 1} more of the engine's rank {rank} have changed in its memory since they were updated to the "
+                    f"weights of step {self._engine().weight_version.step}"
+                )
+        return {}, {}
+
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Copy out, verify and apply the published ``version``; nothing is applied unless every tensor verifies. ``rereads``: names of
         tensors that were damaged when they were first read. A sleeping engine then allocates its KV cache again, in ``seconds``. ``unverified``: the
@@ -119,6 +131,8 @@ class RolloutWorker:
             rereads, revision = updated.rereads, updated.revision
         began = perf_counter()
         llm.engine.wake_up()
+        if self.recipe.rollout.verify_weights_every_steps:
+            self.given = llm.engine.held_digests()
         return {
             "version": list(llm.weight_version), "rereads": list(rereads), "base_bytes": base_bytes,
             "kv_cache_bytes": llm.engine.kv_cache_bytes, "seconds": perf_counter() - began, "revision": revision,

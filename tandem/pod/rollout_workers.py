@@ -64,6 +64,11 @@ class RolloutWorkers:
         """The ``digests`` of what every worker's engine holds, by worker and rank."""
         return {"digests": [ranks for reply in self._all("weight_digests", meta) for ranks in reply.meta["digests"]]}, {}
 
+    def verify_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Compares what every worker's engine holds with what it was given. Raises ``EngineDied`` if a tensor has changed."""
+        self._all("verify_engine", meta)
+        return {}, {}
+
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Updates every worker to the published ``version``. ``rereads``: those of all workers. Raises ``RunError`` if a worker holds another version
         afterwards, ``DamagedWeights`` if the weights that all have taken do not have their digests; no worker says that it holds them then."""

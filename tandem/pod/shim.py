@@ -1,8 +1,8 @@
 """A sidecar's shim: answers the controller, owns the shared memory, and starts, watches and ends the worker's processes.
 
 ``python -m tandem.pod.shim --role trainer|rollout ...``. It imports no torch, so it starts in a tenth of a second, and outlives a worker that is
-being replaced. It dies with the controller, and its worker with it. With ``--http HOST:PORT`` it answers the same calls over HTTP as well, for
-callers on other machines (the extra ``serve``).
+being replaced. It dies with the controller, and its worker with it. A pod of another machine has the same calls in
+``joining_shim``.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from tandem.runtime.coordination.membership import join
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.session import Session
 from tandem.runtime.machine.gpus import pod_device, visible_gpus
-from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
+from tandem.runtime.process.faults import FaultPlan, no_fault
 from tandem.runtime.process.worker_group import GroupSettings, WorkerGroup
 from tandem.runtime.records.logs import log_uncaught, setup
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
 from tandem.runtime.rpc.credentials import read_credential
 from tandem.runtime.rpc.rpc_server import RpcServer
-from tandem.types import UserError, WeightVersion
+from tandem.types import WeightVersion
 from tandem.weight_transfer.shared_memory import WeightBuffers
 from tandem.weight_transfer.verify import PublishedVerifier
 
@@ -211,20 +211,6 @@ def of_pod(options: argparse.Namespace, role: str) -> str:
     return f"pod{options.pod_number}_{role}" if options.pod_number else role
 
 
-def _serve_http(address: str, methods: dict[str, Method], credential: str, name: str, point: FaultPoint) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"--http is '{address}'; give HOST:PORT, for example 0.0.0.0:9000")
-    try:
-        from tandem.runtime.rpc.http_server import HttpServer
-    except ImportError:
-        raise UserError("--http needs starlette and uvicorn; install them with: pip install 'tandem-rl[serve]'") from None
-    logger.warning("calls are accepted from other machines at %s, with the pod's credential, unencrypted", address)
-    server = HttpServer(methods, credential, name=name, host=host, port=int(port), fault_point=point)
-    server.start()
-    logger.info("answering HTTP on %s:%d", host, server.port)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role", choices=tuple(CALLS), required=True)
@@ -237,7 +223,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--deadline", type=float, required=True)
     parser.add_argument("--faults", default="")
-    parser.add_argument("--http", metavar="HOST:PORT", default="")
     options = parser.parse_args()
     setup(f"{options.role}_shim", Path(options.run) / "logs")
     log_uncaught()
@@ -245,8 +230,6 @@ def main() -> None:
     point = FaultPlan.parse(options.faults).point(of_pod(options, f"{options.role}_shim"), Path(options.run)) if options.faults else no_fault
     methods, credential, name = shim.methods(), read_credential(Path(options.credential)), f"the {options.role} sidecar"
     server = RpcServer(methods, credential, name=name, fault_point=point)
-    if options.http:
-        _serve_http(options.http, methods, credential, name, point)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)

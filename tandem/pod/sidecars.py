@@ -120,6 +120,10 @@ class RolloutSidecar:
         digests: list[list[dict[str, str]]] = self.channel.call("weight_digests").meta["digests"]
         return digests
 
+    def verify_engines(self, step: int) -> None:
+        """Compares what the engines hold with what they were given. Raises ``SidecarDied``, with its name, if a tensor has changed in an engine's memory."""
+        self.channel.call("verify_engine", {"step": step})
+
     def receive_weights(
         self, store: str, own_store: str, version: WeightVersion | None, protocols: Sequence[str] = (), *, deadline_s: float = 600.0,
         on_progress: Progress | None = None,

@@ -15,13 +15,16 @@ from tandem.config.recipe import Recipe
 from tandem.config.run_paths import with_run_paths
 from tandem.pod.channel import Channel, InlineChannel, RemoteChannel
 from tandem.pod.failures import Role
-from tandem.pod.rollout_pods import RolloutPod, RolloutPods
+from tandem.pod.joining import Joining
+from tandem.pod.leadership import Fence
+from tandem.pod.rollout_pod import RolloutPod
+from tandem.pod.rollout_pods import RolloutPods
 from tandem.pod.worker import make_worker
 from tandem.rl.rollout.answer_deadline import AnswerDeadline
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.processes import available_cores
-from tandem.runtime.rpc.credentials import new_credential, write_credential
+from tandem.runtime.rpc.credentials import new_credential, read_credential, write_credential
 from tandem.types import UserError
 
 
@@ -40,9 +43,9 @@ def rank_threads(recipe: Recipe) -> int:
     return max(1, pod_threads(recipe) // recipe.parallel.world)
 
 
-def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPlan | None) -> tuple[Channel, Channel]:
+def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPlan | None, fence: Fence = lambda: None) -> tuple[Channel, Channel]:
     """Channels to the trainer's and to the rollout's sidecar, which is that of all pods; nothing runs yet. ``directory`` has the recipe's
-    ``config.yaml``."""
+    ``config.yaml``. ``fence``: as of ``leading``."""
     pod_id, folder, threads = secrets.token_hex(6), directory / "pod", pod_threads(recipe)
     # It has what the processes of a pod share while they live; those of an earlier start are dead, and so may be its bytes.
     shutil.rmtree(folder, ignore_errors=True)
@@ -55,45 +58,59 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
         for key, backend in (("trainer.backend", recipe.trainer.backend), ("rollout.backend", recipe.rollout.backend)):
             if backend != "tandem":
                 raise UserError(f"--inline is one process and '{key}' is '{backend}', which has an environment of its own; leave --inline out")
-        if recipe.pods.count > 1:
-            raise UserError(f"--inline is one process and this run has {recipe.pods.count} pods; leave --inline out or set pods.count to 1")
+        if recipe.pods.are_several:
+            count = max(recipe.pods.count, recipe.pods.max_count)
+            raise UserError(f"--inline is one process and this run has {count} pods; leave --inline out or set pods.count to 1")
         if recipe.parallel.world > 1:
             raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
         return inline_channel("trainer"), inline_channel("rollout")
-    credential = new_credential()
+    credential = read_credential(Path(recipe.pods.credential_file)) if recipe.pods.credential_file else new_credential()
     write_credential(folder / "credential", credential)
 
     def remote_channel(role: Role, count: int = 1) -> RemoteChannel:
         return RemoteChannel(
-            role, directory, pod_id, folder / "credential", credential, recipe.machine.call_deadline_s, max(1, threads // count), faults
-        )
+            role, directory, pod_id, folder / "credential", credential, recipe.machine.call_deadline_s, max(1, threads // count), faults,
+            lease_s=recipe.coordination.lease_s,
+        )  # fmt: skip
 
     first = remote_channel("rollout", recipe.pods.count)
-    return remote_channel("trainer"), first if recipe.pods.count == 1 else _rollout_pods(recipe, first)
+    return remote_channel("trainer"), _rollout_pods(recipe, first, fence) if recipe.pods.are_several else first
 
 
 def shared_store(recipe: Recipe, directory: Path) -> str:
     """Returns the address of the store in which the pods of the run in ``directory`` find weights, empty if there is one pod."""
-    return store_address(recipe.coordination, directory) if recipe.pods.count > 1 else ""
+    return store_address(recipe.coordination, directory) if recipe.pods.are_several else ""
 
 
-def _rollout_pods(recipe: Recipe, first: RemoteChannel) -> RolloutPods:
+def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> RolloutPods:
     """The rollout sidecars of all pods, of which ``first`` is beside the trainer. Each other one has a folder and a store of its own, as on another
     machine."""
     directory, rollout, pods = first.directory, recipe.rollout, recipe.pods
     address = shared_store(recipe, directory)
-    member = replace(first, join=address, lease_s=recipe.coordination.lease_s)
+    member = replace(first, join=address)
     made = [RolloutPod(0, member, rollout.workers)]
+    own = replace(recipe, coordination=CoordinationConfig(), pods=PodsConfig())
     for number in range(1, pods.count):
         folder = directory / "pods" / str(number)
         shutil.rmtree(folder / "pod", ignore_errors=True)
         (folder / "pod").mkdir(parents=True)
         (folder / "logs").mkdir(exist_ok=True)
-        own = replace(recipe, coordination=CoordinationConfig(), pods=PodsConfig())
         text = yaml.safe_dump(with_run_paths(to_mapping(own), folder, directory), sort_keys=False, allow_unicode=True)
         (folder / "config.yaml").write_text(text, encoding="utf-8")
         channel = replace(member, directory=folder, pod_id=secrets.token_hex(6), number=number, trainer_pod=first.pod_id)
         made.append(RolloutPod(number, channel, rollout.workers, store_address(own.coordination, folder)))
     deadline_s = recipe.machine.call_deadline_s
     answer = AnswerDeadline(pods.deadline_factor, pods.min_deadline_s, deadline_s + 10)
-    return RolloutPods(made, lambda: open_store(address), address, rollout.engine.max_num_seqs, deadline_s, answer)
+    joining = None
+    if pods.may_join:
+
+        def leadership() -> int:
+            guard = fence()
+            assert guard is not None, "pods join through etcd, where a controller leads"
+            return guard.revision
+
+        text = yaml.safe_dump(to_mapping(own), sort_keys=False, allow_unicode=True)
+        joining = Joining(text, first.credential, rollout.workers, pods.max_count - pods.count, pods.count, leadership, deadline_s, pods.heartbeat_timeout_s)
+    return RolloutPods(
+        made, lambda: open_store(address), address, rollout.engine.max_num_seqs, deadline_s, answer, joining, pods.min_count, pods.join_timeout_s
+    )

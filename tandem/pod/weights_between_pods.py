@@ -26,7 +26,7 @@ class WeightsBetweenPods:
     one version at a time is written."""
 
     def __init__(self, options: argparse.Namespace, buffers: Callable[[], WeightBuffers | None]) -> None:
-        self._pod, self._threads = str(options.pod_id), int(options.threads)
+        self._pod, self._threads, self._lease_s = str(options.pod_id), int(options.threads), float(options.lease)
         self._credential = read_credential(Path(options.credential))
         self._buffers = buffers
         self._stores: dict[str, Store] = {}
@@ -45,7 +45,7 @@ class WeightsBetweenPods:
             if self._service is None:
                 self._service = WeightService(
                     self._pod, buffers.segments, self._store(meta["store"]), self._credential, protocols,
-                    host=meta["host"], port=int(meta["port"]), advertised=meta["advertised"],
+                    host=meta["host"], port=int(meta["port"]), advertised=meta["advertised"], lease_s=self._lease_s,
                 )  # fmt: skip
             return {"ports": {offer.protocol: offer.port for offer in self._service.endpoint.offers}}, {}
 

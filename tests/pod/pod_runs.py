@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ MARK = "TANDEM_POD_TEST"
 @dataclass
 class PodRun:
     """A run directory under ``parent`` and its processes, each with one of ``marks`` in its environment, and with ``environment``. ``program``:
-    Python's arguments that run the command ``tandem``."""
+    Python's arguments that run the command ``tandem``. ``inside``: returns the command that runs another one on the run's machine."""
 
     parent: Path
     recipe: Path = RECIPE
@@ -36,6 +36,7 @@ class PodRun:
     program: tuple[str, ...] = ("-m", "tandem.cli.main")
     marks: list[str] = field(default_factory=list)
     environment: Mapping[str, str] = field(default_factory=dict)
+    inside: Callable[..., Sequence[str]] = lambda *command: command
 
     @property
     def directory(self) -> Path:
@@ -53,7 +54,7 @@ class PodRun:
         shutil.copy(HERE / "rewards.py", self.parent)
         self.marks.append(uuid.uuid4().hex)
         return subprocess.Popen(
-            [sys.executable, *self.program, *arguments],
+            self.inside(sys.executable, *self.program, *arguments),
             cwd=self.parent,
             env={**os.environ, **self.environment, MARK: self.marks[-1]},
             stdout=subprocess.PIPE,
@@ -150,3 +151,10 @@ def difference(found: PodRun, expected: PodRun) -> list[str]:
     if found.evaluations() != expected.evaluations():
         wrong.append("evaluations")
     return wrong
+
+
+def train_two_pods(run: PodRun, *settings: str) -> None:
+    """Trains ``run`` with a second pod, which leaves nothing behind."""
+    done = run.train("--pods", "2", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.left_behind() == []

@@ -31,6 +31,7 @@ class TwoPods:
 
     folder: Path
     faults: FaultPlan | None = None
+    source: Path = RECIPE
     channels: list[RemoteChannel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -38,9 +39,9 @@ class TwoPods:
         for name in ("first", "second"):
             (self.folder / name / "pod").mkdir(parents=True)
             (self.folder / name / "logs").mkdir()
-            shutil.copy(RECIPE, self.folder / name / "config.yaml")
+            shutil.copy(self.source, self.folder / name / "config.yaml")
             write_credential(self.folder / name / "pod" / "credential", self.credential)
-        self.recipe = build(Recipe, read_yaml(RECIPE))
+        self.recipe = build(Recipe, read_yaml(self.source))
         self.store, self.model = str(self.folder / "first" / "pod" / "store.sqlite"), self.folder / "model"
         self.own_store = str(self.folder / "second" / "pod" / "store.sqlite")
         self.trainer = TrainerSidecar(self.open("first", "trainer"))
@@ -56,11 +57,11 @@ class TwoPods:
         """Brings up every sidecar: the trainer with a fresh model, the engines with dummy weights."""
         self.trainer.channel.start()
         self.trainer.create_model(self.model)
-        kernels = self.trainer.load(self.model, None, KEEP, ())["kernels"]
+        self.kernels = self.trainer.load(self.model, None, KEEP, ())["kernels"]
         self.buffers = self.trainer.channel.allocate(segment_bytes(read_shapes(self.model), self.recipe.trainer.dtype))
         for engine in self.engines:
             engine.channel.start()
-            engine.start_engine(self.model, kernels)
+            engine.start_engine(self.model, self.kernels)
 
     def register(self, version: WeightVersion) -> None:
         self.trainer.offload(version.step, release=False)

@@ -36,6 +36,31 @@ def test_weights_that_are_damaged_in_shared_memory_are_registered_again_and_the_
     assert run.left_behind() == [] and run.events("recovery") == []
 
 
+def test_a_bit_that_flips_inside_an_engine_is_named_and_the_rollout_is_drawn_again_from_whole_weights(undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path, program=(str(HERE / "damaged_memory.py"), "3", "1", "--inside-engine"))
+    done = run.train("--rollout.verify_weights_every_steps=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (event,) = run.events("recovery")
+    assert (event.detail["role"], event.detail["part"], event.detail["step"]) == ("rollout", "worker", 3)
+    assert event.detail["reason"].startswith("tensor 'embed_tokens' and 0 more of the engine's rank 0 have changed in its memory since they were updated to")
+    assert difference(run, undisturbed) == [] and run.left_behind() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "settings", [("--pods=2",), ("--rollout.workers=2", "--residents.plan=sleep"), ("--rollout.max_staleness=1",)], ids=["pods", "workers", "ahead"]
+)
+def test_a_bit_that_flips_inside_an_engine_is_found_in_every_kind_of_run(settings: tuple[str, ...], tmp_path: Path) -> None:
+    alone, run = PodRun(tmp_path / "alone"), PodRun(tmp_path / "run", program=(str(HERE / "damaged_memory.py"), "3", "1", "--inside-engine"))
+    plain = ("--rollout.max_staleness=1", "--algorithm.old_logprobs=rollout") if "--rollout.max_staleness=1" in settings else ()
+    done = alone.train(*plain)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run.train("--rollout.verify_weights_every_steps=1", *settings, *plain)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert any("have changed in its memory since they were updated" in event.detail["reason"] for event in run.events("recovery"))
+    assert difference(run, alone) == [] and run.left_behind() == []
+
+
 @pytest.mark.full
 def test_two_workers_that_took_damaged_weights_take_them_again_and_the_run_is_the_same(undisturbed: PodRun, tmp_path: Path) -> None:
     run = run_with_damage(tmp_path, step=3, times=1)

@@ -378,24 +378,3 @@ def test_the_control_channel_starts_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_a_shim_answers_over_http_as_over_its_own_port(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    write_credential(tmp_path / "credential", CREDENTIAL)
-    arguments = ["--role", "rollout", "--run", str(tmp_path), "--pod-id", "test", "--threads", "1", "--deadline", "20", "--http", address]
-    files = ["--credential", str(tmp_path / "credential"), "--port-file", str(tmp_path / "port")]
-    process = spawn("tandem.pod.shim", [*arguments, *files], threads=Threads(1), output=tmp_path / "out")
-    try:
-        ends = time.monotonic() + 60
-        while not (tmp_path / "port").exists() and process.poll() is None and time.monotonic() < ends:
-            time.sleep(0.01)
-        local = RpcClient("the shim", int((tmp_path / "port").read_text()), CREDENTIAL)
-        remote = HttpClient("the shim", int(address.rpartition(":")[2]), CREDENTIAL)
-        for client in (local, remote):
-            assert client.call("memory", deadline_s=60).meta == {"rss_bytes": 0, "shm_bytes": 0}
-            with pytest.raises(WorkerDied, match="the rollout worker is not running"):
-                client.call("rollout", deadline_s=60)
-    finally:
-        kill(process)

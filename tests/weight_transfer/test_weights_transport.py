@@ -305,7 +305,7 @@ def test_a_pod_that_is_gone_is_named_when_patience_ends(make: Callable[..., TwoP
     pods.service.close()
     with pytest.raises(RunError, match=r"no pod serves the shared memory tandem-.* of the published weights; its pod has ended"):
         pods.bring()
-    publish_endpoint(pods.shared, endpoint)  # As a pod that was killed leaves it.
+    publish_endpoint(pods.shared, endpoint, 60)  # As a pod that was killed leaves it.
     with pytest.raises(PeerDied, match=r"the connection to pod first at 127.0.0.1:\d+ broke: .*, and nothing came for 0.2 s") as caught:
         pods.bring()
     assert caught.value.peer == "first"

@@ -25,6 +25,14 @@ def run_prefix(config: CoordinationConfig, directory: Path) -> str:
     return f"{config.prefix.rstrip('/')}/{directory.name}/"
 
 
+def with_deadline(address: str, deadline_s: float) -> str:
+    """Returns ``address`` with calls that wait at most ``deadline_s`` for an etcd that does not answer."""
+    if not address.startswith(_ETCD):
+        return address
+    section, prefix = json.loads(address.removeprefix(_ETCD))
+    return _ETCD + json.dumps([{**section, "deadline_s": min(deadline_s, section["deadline_s"])}, prefix])
+
+
 def open_store(address: str, on_wait: Callable[[], None] = lambda: None) -> Store:
     """Opens the store at ``address``. ``on_wait`` is called again and again while it does not answer. Raises ``UserError``."""
     if not address.startswith(_ETCD):

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 from types import TracebackType
 
 from tandem.runtime.coordination.store import Store
@@ -16,11 +17,18 @@ class Session:
 
     def __init__(self, store: Store, lease_s: float) -> None:
         self.store, self.lease_s = store, lease_s
+        self._renewed_s = _now_s()
         self.lease = store.grant_lease(lease_s)
         self.is_lost = False
         self._ended = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="keep-alive", daemon=True)
         self._keeper.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the lease has expired, or may have: the store has confirmed no renewal that was sent within the last ``lease_s``. Known without the store,
+        and at once by a process that was paused."""
+        return self.is_lost or _now_s() - self._renewed_s > self.lease_s
 
     def close(self) -> None:
         """Ends the lease, and with it the keys."""
@@ -32,8 +40,10 @@ class Session:
 
     def _keep(self) -> None:
         while not self._ended.wait(self.lease_s / 3):
+            asked_s = _now_s()
             try:
                 self.store.keep_alive(self.lease)
+                self._renewed_s = asked_s
             except LookupError:
                 if not self._ended.is_set():
                     self.is_lost = True
@@ -47,3 +57,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _now_s() -> float:
+    """Returns seconds of a clock that goes on while the machine sleeps, where there is one, and that nobody can set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

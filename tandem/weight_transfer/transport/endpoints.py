@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
+from tandem.runtime.coordination.leased_key import LeasedKey
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import RunError, UserError
 
@@ -35,14 +36,10 @@ class Endpoint:
     offers: tuple[Offer, ...]
 
 
-def publish_endpoint(store: Store, endpoint: Endpoint) -> None:
-    """Replaces what the pod has published before."""
+def publish_endpoint(store: Store, endpoint: Endpoint, lease_s: float) -> LeasedKey:
+    """Replaces what the pod has published before. It is there until the result is closed, and ``lease_s`` longer if this process dies."""
     plain = asdict(endpoint)
-    store.put(PREFIX + str(plain.pop("pod")), json.dumps(plain, separators=(",", ":")).encode("ascii"))
-
-
-def withdraw_endpoint(store: Store, pod: str) -> None:
-    store.delete(PREFIX + pod)
+    return LeasedKey(store, PREFIX + str(plain.pop("pod")), json.dumps(plain, separators=(",", ":")).encode("ascii"), lease_s)
 
 
 def endpoint_of(store: Store, segment: str) -> Endpoint:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import UserError
 from tandem.weight_transfer.shared_memory import Segment
-from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, publish_endpoint, withdraw_endpoint
+from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, publish_endpoint
 from tandem.weight_transfer.transport.mooncake import MooncakeService
 from tandem.weight_transfer.transport.tcp_server import WeightServer
 
@@ -15,15 +15,15 @@ logger = logging.getLogger(__name__)
 
 class WeightService:
     """``host``: the address that is listened on; ``advertised``: the one that other pods connect to, ``host`` if empty. ``port``: that of plain TCP, 0
-    for any free one. Raises ``UserError`` if a port cannot be taken, or a protocol is not there."""
+    for any free one. ``lease_s``: of the endpoint in the store. Raises ``UserError`` if a port cannot be taken, or a protocol is not there."""
 
     def __init__(
         self, pod: str, segments: Sequence[Segment], store: Store, credential: str, protocols: Sequence[Protocol], *,
-        host: str = "127.0.0.1", port: int = 0, advertised: str = "",
+        host: str = "127.0.0.1", port: int = 0, advertised: str = "", lease_s: float = 15.0,
     ) -> None:  # fmt: skip
         if not advertised and host in ("0.0.0.0", "::", ""):
             raise UserError(f"weights are served on every address ('{host}'); say which one other pods connect to (advertised)")
-        self.pod, self._store = pod, store
+        self.pod = pod
         self._services: list[WeightServer | MooncakeService] = []
         offers = []
         try:
@@ -42,12 +42,12 @@ class WeightService:
             raise
         size_bytes = min(segment.size_bytes for segment in segments)
         self.endpoint = Endpoint(pod, tuple(segment.name for segment in segments), size_bytes, tuple(offers))
-        publish_endpoint(store, self.endpoint)
+        self._published = publish_endpoint(store, self.endpoint, lease_s)
         logger.info("weights are served at %s", ", ".join(f"{offer.protocol} {offer.host}:{offer.port}" for offer in offers))
 
     def close(self) -> None:
         """Takes the endpoint from the store and serves no more."""
-        withdraw_endpoint(self._store, self.pod)
+        self._published.close()
         self._end()
 
     def _end(self) -> None:

@@ -1,0 +1,81 @@
+"""Makes random faults in runs of four pods on machines of their own (network namespaces, real etcd), and writes what became of each run.
+
+    python benchmarks/pod_faults.py [--faults 100] [--first-seed 1] [--work runs/bench]
+
+A run trains with five faults of different kinds: a kill of any process or of a whole machine, a cut between any two, full shared memory, a full disk, clocks
+that jump, a slow peer, a stopped process. Pods that end are started again, as a cluster's manager does, and a run that ends is resumed. It is then compared
+with the undisturbed run in one pod: every byte of the model and of the checkpoints, the rows of metrics.jsonl but for times, the evaluations, and every
+sample of every step, once each. These are the faults of tests/pod/pod_faults.py. ``--work`` keeps each run (``pod-faults.jsonl``) and the folders of those
+with something wrong, so that the command can be stopped and started again; the report has all that are there. Needs root. Ends with exit code 1 where
+something was wrong.
+"""
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from machine import ROOT, machine, write_report
+from options import parser as shared_parser
+
+for room in (".", "pod"):
+    sys.path.insert(0, str(ROOT / "tests" / room))
+
+from four_pods import STEPS, undisturbed_run  # noqa: E402 - found by the lines above
+from network import why_not  # noqa: E402
+from pod_faults import EACH, KINDS, FaultyRun, PodFault, faulty_run, rows_of  # noqa: E402
+from pod_runs import PodRun  # noqa: E402
+
+
+def read(path: Path) -> dict[int, FaultyRun]:
+    """Returns the recorded runs by seed."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return {
+        row["seed"]: FaultyRun(**{**row, "wrong": tuple(row["wrong"]), "faults": tuple(PodFault(**fault) for fault in row["faults"])}) for row in rows
+    }
+
+
+def report(runs: dict[int, FaultyRun]) -> str:
+    every = [runs[seed] for seed in sorted(runs)]
+    faults = [fault for run in every for fault in run.faults]
+    fine = sum(not run.wrong for run in every)
+    lines = ["# Random faults in runs of four pods", "", machine(), ""]
+    lines += [
+        f"{len(faults)} faults in {len(every)} runs of {STEPS} steps; {fine} runs with nothing wrong: each ended, every sample was counted once, and weights, "
+        "checkpoints, metrics and evaluations are those of the undisturbed run bit for bit.", "",
+    ]  # fmt: skip
+    recoveries = sum((Counter(run.recoveries) for run in every), Counter[str]())
+    lines += [f"Replaced or left out meanwhile: {', '.join(f'{part} {count}' for part, count in sorted(recoveries.items()))}.", ""]
+    kinds, went_on = Counter(fault.kind for fault in faults), Counter(fault.kind for fault in faults if not fault.ended)
+    lines += ["| fault | how often | the run went on by itself |", "|---|---|---|"]
+    lines += [f"| {kind} | {kinds[kind]} | {went_on[kind]} |" for kind in KINDS]
+    return "\n".join([*lines, "", "Where the command had ended, the run was resumed.", "", *rows_of(every), ""])
+
+
+def main() -> int:
+    parser = shared_parser(__doc__ or "", work="the runs are")
+    parser.add_argument("--faults", type=int, default=100, help="in all")
+    parser.add_argument("--first-seed", type=int, default=1)
+    options = parser.parse_args()
+    if reason := why_not():
+        sys.exit(reason)
+    work = options.work.resolve() / "pod-faults"
+    work.mkdir(parents=True, exist_ok=True)
+    path, quiet = work / "pod-faults.jsonl", PodRun(work / "undisturbed", name="run")
+    if not (quiet.directory / "model").is_dir():
+        quiet = undisturbed_run(work / "undisturbed")
+    for seed in range(options.first_seed, options.first_seed + -(-options.faults // EACH)):
+        if seed in read(path):
+            continue
+        run = faulty_run(quiet, work / f"seed-{seed}", seed)
+        print(run, flush=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(run)) + "\n")
+    runs = read(path)
+    print(f"wrote {write_report('pod-faults', report(runs), options.out)}")
+    return 1 if any(run.wrong for run in runs.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

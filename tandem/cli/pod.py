@@ -1,0 +1,44 @@
+"""Start a pod on this machine that draws samples for a run on another one.
+
+The pod joins the run that 'tandem train' makes of the same recipe, by its run.name, through the etcd of section coordination, and draws samples from the
+next iteration on. The run sends it everything else, the weights included. It ends with the run; SIGTERM or Ctrl-C lets it leave after the iteration, a
+second one at once. pods.max_count says how many pods there may be, pods.host is the address of this machine, and pods.credential_file a file with the
+secret of the run's pods. Needs the extra 'serve'.
+
+examples:
+  tandem pod sort.yaml --pods.host=10.0.0.2
+  tandem pod sort.yaml --pods.host=10.0.0.2 --pods.port=9100 --name rollout-1
+"""
+
+import argparse
+import re
+import socket
+from pathlib import Path
+
+from tandem.types import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="the recipe of the run: a YAML file, or the name of one that comes with Tandem")
+    parser.add_argument("--name", default=socket.gethostname(), help="of this pod in the run (default: that of the machine)")
+    parser.add_argument("--folder", type=Path, help="of the pod's files and logs (default: RUN.DIRECTORY/RUN_NAME.pods/NAME)")
+    parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
+    parser.set_defaults(takes_overrides=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    from tandem.config.recipe import Recipe, load_config
+    from tandem.pod.joining_pod import serve_run
+    from tandem.pod.start import threads_of
+
+    recipe = load_config(options.recipe, options.overrides)
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"{options.recipe} trains on data and draws no samples, so no pod can join it; give the recipe of a run of reinforcement learning")
+    if not recipe.pods.may_join:
+        raise UserError(f"'pods.max_count' is {recipe.pods.max_count} and pods.count {recipe.pods.count}, so no pod can join this run; set pods.max_count")
+    if not re.fullmatch(r"\w[\w.-]*", options.name) or re.fullmatch(r"pod-\d+", options.name):
+        raise UserError(f"--name is '{options.name}'; use letters, digits, '.', '_' and '-', and not pod-NUMBER, which are the pods of the run itself")
+    folder = options.folder or Path(recipe.run.directory) / f"{recipe.run.name}.pods" / options.name
+    return serve_run(
+        recipe.run.name, recipe.coordination, recipe.pods, name=options.name, folder=folder, threads=threads_of(recipe.machine), faults=options.fault
+    )

@@ -1,0 +1,90 @@
+"""How the controller reaches the sidecar of a pod that joined from another machine: calls over HTTP, each with the token of this life of it."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tandem.pod.failures import SidecarDied
+from tandem.runtime.rpc.calls import Blobs, CallError, Meta, Progress, RpcTimeout, WorkerDied
+from tandem.runtime.rpc.http_client import HttpClient
+from tandem.types import DamagedWeights, EngineDied, UserError
+from tandem.types.wire import Frame
+
+_RELEASE_S = 5.0
+
+
+@dataclass
+class JoinedChannel:
+    """The sidecar of the member ``member``, which joined at ``revision``. ``token``: of this life, with the revisions of the controller's leadership and
+    of the joining; a life that has another one refuses the call. ``deadline_s`` bounds every call. ``drop``: removes the member from the store."""
+
+    member: str
+    revision: int
+    token: list[int]
+    client: HttpClient
+    deadline_s: float
+    drop: Callable[[], None] = lambda: None
+    is_ended: bool = field(default=False, init=False)
+
+    def call(
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None, deadline_s: float | None = None
+    ) -> Frame:
+        """One call. Raises ``SidecarDied`` for everything that keeps this pod from answering, and ``DamagedWeights`` for weights that must be registered
+        again."""
+        if self.is_ended:
+            raise SidecarDied("rollout", "shim", f"pod '{self.member}' was left out, so it cannot be asked for '{name}'")
+        return self._ask(name, meta, blobs, on_progress, self.deadline_s + 10 if deadline_s is None else deadline_s)
+
+    def _ask(self, name: str, meta: Meta | None, blobs: Blobs | None, on_progress: Progress | None, deadline_s: float) -> Frame:
+        try:
+            return self.client.call(
+                name, {**(meta or {}), "token": self.token}, blobs, deadline_s=deadline_s, on_progress=on_progress
+            )
+        except (WorkerDied, EngineDied) as error:
+            raise SidecarDied("rollout", "worker", str(error)) from None
+        except DamagedWeights:
+            raise
+        except (CallError, UserError) as error:
+            is_worker = isinstance(error, RpcTimeout) and "killed" in str(error)
+            raise SidecarDied("rollout", "worker" if is_worker else "shim", str(error)) from None
+
+    def kill(self) -> None:
+        """Leaves this life alone from now on, and lets another begin. A pod that cannot be reached finds out in the store."""
+        if not self.is_ended:
+            self.is_ended = True
+            threading.Thread(target=self._end, name=f"drop-{self.member}", daemon=True).start()
+
+    def _end(self) -> None:
+        try:
+            self.release(again=True)
+        except SidecarDied:
+            self.drop()
+
+    def release(self, *, again: bool = False) -> bool:
+        """Ends this life; ``again``: another may join. Returns whether the pod was about to leave by itself. Raises ``SidecarDied``."""
+        self.is_ended = True
+        return bool(self._ask("release", {"again": again}, None, None, _RELEASE_S).meta["left"])
+
+    # It shares no memory with the trainer, so its engines stay as they are when those of the run's own pods end, and its memory is not that of this machine.
+
+    def start(self) -> None:
+        """Does nothing: it was started before it joined."""
+
+    def stop_worker(self) -> None:
+        """Does nothing: its engines wait for the next weights."""
+
+    def memory(self) -> dict[str, int]:
+        return {"rss_bytes": 0, "shm_bytes": 0}
+
+    def discard(self) -> None:
+        self.kill()
+
+    def close(self) -> None:
+        """Tells the pod that the run needs it no longer."""
+        with contextlib.suppress(SidecarDied):
+            self.release()
+
+    @property
+    def is_running(self) -> bool:
+        return not self.is_ended

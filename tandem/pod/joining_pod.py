@@ -1,0 +1,77 @@
+"""A pod that joins a run from another machine: starts its sidecar, and the next life of it whenever one ends. Imports no torch."""
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from tandem.config.coordination import CoordinationConfig
+from tandem.config.pods import PodsConfig
+from tandem.pod.joining_shim import AGAIN
+from tandem.runtime.coordination.open import store_address
+from tandem.runtime.process.backoff import Backoff
+from tandem.runtime.process.processes import Threads, describe_exit, kill, spawn
+from tandem.runtime.rpc.credentials import read_credential
+from tandem.types import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def serve_run(run: str, coordination: CoordinationConfig, pods: PodsConfig, *, name: str, folder: Path, threads: int, faults: str = "") -> int:
+    """Joins the run ``run`` as the member ``name``, whose files and logs are in ``folder``, and draws its samples with ``threads`` until it ends or this
+    process receives SIGTERM or SIGINT. Returns the exit status. Raises ``UserError`` for what is wrong before it has joined."""
+    read_credential(Path(pods.credential_file))
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    arguments = {
+        "run": folder, "of-run": run, "member": name, "agent": f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+        "join": store_address(coordination, Path(run)), "host": pods.host, "credential": Path(pods.credential_file).absolute(), "port": pods.port,
+        "threads": threads, "lease": coordination.lease_s, "join-timeout": pods.join_timeout_s, "faults": faults,
+    }  # fmt: skip
+    return _Lives([text for key, value in arguments.items() for text in (f"--{key}", str(value))]).run()
+
+
+class _Lives:
+    def __init__(self, arguments: list[str]) -> None:
+        self._arguments = arguments
+        self._shim: subprocess.Popen[bytes] | None = None
+        self._stops = 0
+
+    def run(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._stop())
+        backoff, has_joined = Backoff(), False
+        while not self._stops:
+            began = time.monotonic()
+            self._shim = spawn("tandem.pod.joining_shim", self._arguments, threads=Threads(1), new_session=True)
+            status = self._wait(self._shim)
+            if self._stops or status == 0:
+                return max(0, status)
+            has_joined |= status == AGAIN or status < 0
+            if not has_joined or status == UserError.exit_code:
+                return status
+            # A life that lasted is progress.
+            wait_s = backoff.wait_s(int(began // 60))
+            print(f"the pod's sidecar ended ({describe_exit(status)}); it joins again in {wait_s:g} s", flush=True)
+            self._sleep(wait_s)
+        return 0
+
+    def _wait(self, shim: "subprocess.Popen[bytes]") -> int:
+        while (status := shim.poll()) is None:
+            if self._stops > 1:
+                return kill(shim)
+            time.sleep(0.05)
+        return status
+
+    def _sleep(self, seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        while not self._stops and time.monotonic() < ends:
+            time.sleep(0.05)
+
+    def _stop(self) -> None:
+        self._stops += 1
+        if self._shim is not None and self._shim.poll() is None:
+            self._shim.terminate()

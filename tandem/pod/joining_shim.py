@@ -1,0 +1,255 @@
+"""The rollout sidecar of a pod that joins a run from another machine: ``python -m tandem.pod.joining_shim ...``, which ``tandem pod`` starts.
+
+It is a member of the run as long as its lease lasts, and this process is one life of it: the run sends it the recipe once (``setup``), and it ends, with
+its workers and its shared memory, when the lease is over, when the run drops it, or when another controller takes over. ``tandem pod`` then starts the next
+life, which joins anew. So nothing of an earlier life can answer late or keep old weights, whoever was cut off from whom. Imports no torch.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from tandem.pod.calls import ROLLOUT_CALLS
+from tandem.pod.shim import Shim
+from tandem.runtime.coordination.election import LEADER
+from tandem.runtime.coordination.membership import Member, join, leave, members
+from tandem.runtime.coordination.open import open_store, with_deadline
+from tandem.runtime.coordination.session import Session
+from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.process.faults import FaultPlan, no_fault
+from tandem.runtime.records.logs import log_uncaught, setup
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, PeerDied, Progress, Reply
+from tandem.runtime.rpc.credentials import read_credential
+from tandem.types import RunError, UserError
+from tandem.types.wire import Buffer
+
+logger = logging.getLogger(__name__)
+
+RELEASED, AGAIN = 0, 75
+"""Exit statuses: the run needs this pod no longer; this life is over and the next one may join (``EX_TEMPFAIL``)."""
+_PASSED_ON = (*ROLLOUT_CALLS, "start_worker", "stop_worker", "replace_worker", "receive_weights", "memory")
+_FIRST_CONTACT_S = 10.0
+_LOOK_S = 0.2
+
+
+class JoiningShim:
+    """One life. ``token``: of the controller that set it up, with the revisions of its leadership and of this life's joining."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.name, self.folder = options, str(options.member), Path(options.run)
+        self.lease_s = float(options.lease)
+        # Calls that wait for the store no longer than a part of the lease, so that its end is seen in time.
+        self.store = open_store(with_deadline(options.join, _FIRST_CONTACT_S))
+        self.session: Session | None = None
+        self.member: Member | None = None
+        self.token: list[int] | None = None
+        self.shim: Shim | None = None
+        self.is_leaving = self.is_released = False
+        self.ended = threading.Event()
+        self.status, self.lock = RELEASED, threading.Lock()
+
+    # -- membership --------------------------------------------------------------------------------------------------------
+
+    def join(self, port: int) -> None:
+        """Becomes a member that answers at ``port``. Raises ``UserError`` if there is another one of this name, or the store does not let it in."""
+        facts = {"host": self.options.host, "port": port, "pid": os.getpid(), "machine": socket.gethostname(), "agent": self.options.agent}
+        for other in members(self.store):
+            if other.name == self.name and other.facts.get("agent") == self.options.agent:
+                leave(self.store, self.name)  # The life before this one, which has ended.
+        self.session = Session(self.store, self.lease_s)
+        try:
+            self.member = join(self.session, self.name, facts)
+        except RunError as error:
+            raise UserError(f"{error} (--name)") from None
+        threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
+        threading.Thread(target=self._watch_run, name="run", daemon=True).start()
+        self._say(f"joined run '{self.options.of_run}' at {self.options.host}:{port}")
+
+    def _watch_lease(self) -> None:
+        assert self.session is not None
+        while not self.ended.wait(_LOOK_S):
+            if self.session.is_over:
+                self.end(AGAIN, "its lease in the store is over, so the run goes on without it")
+
+    def _watch_run(self) -> None:
+        """Ends this life if its key is gone, or if no controller has led the run for too long."""
+        assert self.member is not None
+        waiting = Deadline(float(self.options.join_timeout))
+        while not self.ended.wait(min(1.0, self.lease_s / 6)):
+            with contextlib.suppress(RunError):  # The lease ends if the store stays away.
+                is_there = any((each.name, each.revision) == (self.name, self.member.revision) for each in members(self.store))
+                if self.store.get(LEADER) is not None:
+                    waiting = Deadline(float(self.options.join_timeout))
+                elif waiting.passed or (self.is_leaving and self.token is None):
+                    self.end(RELEASED if self.is_leaving else 1, f"no controller leads run '{self.options.of_run}'")
+                if not is_there and not self.is_leaving and not self.is_released:
+                    self.end(AGAIN, "the run has dropped it")
+
+    def leave(self) -> None:
+        """Joins no further iteration; the second time, ends at once."""
+        if self.is_leaving or self.token is None:
+            self.end(RELEASED, "it leaves")
+            return
+        self.is_leaving = True
+        self._say("leaves after this iteration")
+        # Not in a signal's handler, which may have interrupted a call of the store.
+        threading.Thread(target=lambda: leave(self.store, self.name), name="leave", daemon=True).start()
+
+    def end(self, status: int, why: str) -> None:
+        """Ends this life: at once if another begins, so that it answers nobody any more."""
+        with self.lock:
+            if not self.ended.is_set():
+                self._say(f"ends: {why}")
+                self.status = status
+                self.ended.set()
+        if status == AGAIN:
+            # The workers die with this process.
+            os._exit(AGAIN)
+
+    def close(self) -> None:
+        if self.shim is not None:
+            self.shim.close()
+        if self.session is not None:
+            self.session.close()
+
+    def _say(self, what: str) -> None:
+        logger.warning("pod %s %s", self.name, what)
+        print(f"pod {self.name} {what}", flush=True)
+
+    # -- calls -------------------------------------------------------------------------------------------------------------
+
+    def methods(self) -> dict[str, Method]:
+        return {"setup": self.setup, "release": self.release, **{name: self._fenced(name) for name in _PASSED_ON}}
+
+    def setup(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Takes this life for the controller with ``token``, with the recipe ``config`` and the files of the model's folder but its weights. Raises
+        ``PeerDied`` if it is another life that is meant, or another controller has it."""
+        token = [int(each) for each in meta["token"]]
+        with self.lock:
+            if self.member is None or token[1] != self.member.revision:
+                raise PeerDied(self.name, "setup", f"pod {self.name} has another life now")
+            if self.token is None:
+                self.token = token
+            elif token[0] > self.token[0]:
+                threading.Thread(target=self.end, args=(AGAIN, "another controller leads the run")).start()
+                raise PeerDied(self.name, "setup", f"pod {self.name} works for an earlier controller; it joins again")
+            else:
+                raise PeerDied(self.name, "setup", f"pod {self.name} was set up before")
+        _fill(self.folder, str(meta["config"]), blobs)
+        options = argparse.Namespace(
+            role="rollout", run=str(self.folder), pod_id=secrets.token_hex(6), credential=self.options.credential, pod_number=int(meta["number"]),
+            join="", member="", lease=self.lease_s, threads=int(self.options.threads), deadline=float(meta["deadline_s"]), faults=self.options.faults,
+        )  # fmt: skip
+        self.shim = Shim(options)
+        self._say(f"draws samples as pod {meta['number']}")
+        return {}, {}
+
+    def release(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Ends this life; ``again``: another may join. The reply says whether the pod ``left`` by itself."""
+        self._check(meta, "release")
+        status, why = (AGAIN, "the run has dropped it") if meta["again"] else (RELEASED, "it has left" if self.is_leaving else "the run has ended")
+        self.is_released = True
+        threading.Timer(0.5, self.end, (status, why)).start()  # After the reply.
+        return {"left": self.is_leaving}, {}
+
+    def _fenced(self, name: str) -> Method:
+        """The shim's call ``name`` for the controller that holds the token. One whose lease is over answers nothing, neither progress nor a result."""
+
+        def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+            self._check(meta, name)
+            assert self.shim is not None
+
+            def report(update: dict[str, object]) -> None:
+                self._check(meta, name)
+                progress(update)
+
+            own = {key: value for key, value in meta.items() if key != "token"}
+            reply = self.shim.methods()[name]({**own, **self._own(name)}, blobs, report)
+            self._check(meta, name)
+            return reply
+
+        return call
+
+    def _own(self, name: str) -> Mapping[str, str]:
+        """What a call names that is elsewhere on this machine."""
+        if name == "receive_weights":
+            return {"store": self.options.join, "own_store": str(self.folder / "pod" / "store.sqlite")}
+        return {"folder": str(self.folder / "model")} if name == "start_engine" else {}
+
+    def _check(self, meta: Meta, name: str) -> None:
+        """Raises ``PeerDied`` for a call of another controller or to another life, and where this one is over."""
+        if self.session is None or self.session.is_over:
+            raise PeerDied(self.name, name, f"the lease of pod {self.name} is over")
+        if self.token is None or list(meta["token"]) != self.token:
+            raise PeerDied(self.name, name, f"pod {self.name} was fenced: a call has token {meta['token']}, and this life {self.token}")
+
+
+def _fill(folder: Path, config: str, files: Mapping[str, Buffer]) -> None:
+    """Writes what a life has of a run. Raises ``RunError`` for a file that would not be in its folder."""
+    for name in ("pod", "model"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir(mode=0o700)
+    (folder / "config.yaml").write_text(config, encoding="utf-8")
+    for name, content in files.items():
+        if Path(name).name != name:
+            raise RunError(f"'{name}' is not the name of a file of a model")
+        (folder / "model" / name).write_bytes(content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("--run", "--of-run", "--member", "--agent", "--join", "--host", "--credential"):
+        parser.add_argument(name, required=True)
+    for name in ("--port", "--threads"):
+        parser.add_argument(name, type=int, required=True)
+    for name in ("--lease", "--join-timeout"):
+        parser.add_argument(name, type=float, required=True)
+    parser.add_argument("--faults", default="")
+    options = parser.parse_args()
+    setup("rollout_shim", Path(options.run) / "logs")
+    log_uncaught()
+    try:
+        status = serve(options)
+    except UserError as error:
+        logger.error("%s", error)
+        print(f"tandem: {error}", file=sys.stderr, flush=True)
+        status = error.exit_code
+    # Calls that still run are in daemon threads, which are not joined.
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Joins the run and answers its calls. Returns the exit status of this life."""
+    try:
+        from tandem.runtime.rpc.http_server import HttpServer
+    except ImportError:
+        raise UserError("a pod that joins a run needs starlette and uvicorn; install them with: pip install 'tandem-rl[serve]'") from None
+    life = JoiningShim(options)
+    point = FaultPlan.parse(options.faults).point("rollout_shim", Path(options.run)) if options.faults else no_fault
+    credential = read_credential(Path(options.credential))
+    server = HttpServer(life.methods(), credential, name=f"pod {options.member}", host=options.host, port=options.port, fault_point=point)
+    server.start()
+    signal.signal(signal.SIGTERM, lambda *_: life.leave())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        life.join(server.port)
+        while not life.ended.wait(1.0):
+            pass
+        server.close()
+    finally:
+        life.close()
+    return life.status
+
+
+if __name__ == "__main__":
+    main()

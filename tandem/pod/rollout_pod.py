@@ -1,0 +1,46 @@
+"""The rollout sidecar of one pod, and its workers, as the controller calls them."""
+
+from dataclasses import dataclass
+
+from tandem.pod.channel import RemoteChannel
+from tandem.pod.failures import PodLost, SidecarDied
+from tandem.pod.joined_channel import JoinedChannel
+from tandem.runtime.rpc.calls import Blobs, Meta, Progress, WorkerDied
+from tandem.types.wire import Frame
+
+
+@dataclass(frozen=True)
+class RolloutPod:
+    """The rollout sidecar of pod ``number`` with ``workers`` workers. ``own_store``: the address of the pod's own store, in which its engines find the
+    weights that it receives; empty: it is the trainer's pod. ``name`` and ``revision``: of a pod that joined from elsewhere, and of its joining."""
+
+    number: int
+    channel: RemoteChannel | JoinedChannel
+    workers: int
+    own_store: str = ""
+    name: str = ""
+    revision: int = 0
+
+    def ask(
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float | None = None, on_progress: Progress | None = None
+    ) -> Frame:
+        """Calls the sidecar. Raises ``WorkerDied`` for a worker of it, ``PodLost`` if the sidecar is gone, ``SidecarDied`` if the trainer's is."""
+        try:
+            return self.channel.call(name, meta, blobs, deadline_s=deadline_s, on_progress=on_progress)
+        except SidecarDied as death:
+            if death.role == "trainer":
+                raise
+            if death.part == "worker":
+                raise WorkerDied(f"a rollout worker of pod {self.number}", name, death.reason) from None
+            raise PodLost(self.number, name, death.reason) from None
+
+
+@dataclass(frozen=True)
+class PodWorker:
+    """Worker ``number`` of a pod, as ``RolloutWorkers`` calls it."""
+
+    pod: RolloutPod
+    number: int
+
+    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None) -> Frame:
+        return self.pod.ask(name, {**(meta or {}), "worker": self.number}, blobs, deadline_s=deadline_s, on_progress=on_progress)

@@ -1,0 +1,462 @@
+"""Pods that are started elsewhere join a run, leave it, are fenced when they were cut off, and change no bit of it."""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_server import WHY_SKIPPED, EtcdServer, program
+from pod_runs import RECIPE, PodRun, difference, finish
+
+from tandem.config.pods import PodsConfig
+from tandem.config.recipe import load_config
+from tandem.pod.joining import Joining
+from tandem.pod.joining_shim import AGAIN, JoiningShim
+from tandem.pod.rollout_pod import RolloutPod
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.coordination.etcd import EtcdStore
+from tandem.runtime.coordination.leased_key import LeasedKey
+from tandem.runtime.coordination.membership import join, leave, members
+from tandem.runtime.coordination.session import Session
+from tandem.runtime.rpc.calls import PeerDied
+from tandem.runtime.rpc.credentials import write_credential
+from tandem.runtime.rpc.http_server import HttpServer
+from tandem.types import UserError
+
+CREDENTIAL = "c0" * 32
+JOINS = ["--pods.max_count=2", "--pods.credential_file=f", "--coordination.store=etcd", "--run.name=r"]
+
+
+# -- one life of a pod -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Life:
+    """A life of the pod ``n`` in this process, whose end is only noted."""
+
+    shim: JoiningShim
+    ends: list[tuple[int, str]] = field(default_factory=list)
+
+    def token(self, leader: int = 7) -> list[int]:
+        assert self.shim.member is not None
+        return [leader, self.shim.member.revision]
+
+    def call(self, name: str, token: list[int], **meta: Any) -> dict[str, Any]:
+        return self.shim.methods()[name]({**meta, "token": token}, {}, lambda _: None)[0]
+
+    def set_up(self, token: list[int]) -> None:
+        self.call("setup", token, config=RECIPE.read_text(), number=1, deadline_s=60.0)
+
+
+@pytest.fixture
+def life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
+    write_credential(tmp_path / "credential", CREDENTIAL)
+    options = argparse.Namespace(
+        run=str(tmp_path), of_run="r", member="n", agent="a", join=str(tmp_path / "store.sqlite"), host="127.0.0.1", credential=str(tmp_path / "credential"),
+        port=0, threads=1, lease=60.0, join_timeout=60.0, faults="",
+    )  # fmt: skip
+    made = Life(JoiningShim(options))
+    monkeypatch.setattr(made.shim, "end", lambda status, why: made.ends.append((status, why)))
+    made.shim.join(1234)
+    yield made
+    made.shim.ended.set()
+    made.shim.close()
+    made.shim.store.close()
+
+
+def test_a_life_answers_the_controller_that_set_it_up_and_no_other(life: Life) -> None:
+    with pytest.raises(PeerDied, match=r"was fenced: a call has token \[7, \d+\], and this life None"):
+        life.call("memory", life.token())
+    with pytest.raises(PeerDied, match="pod n has another life now"):
+        life.set_up([7, life.token()[1] - 1])
+    life.set_up(life.token())
+    assert life.call("memory", life.token()) == {"rss_bytes": 0, "shm_bytes": 0}
+    with pytest.raises(PeerDied, match="pod n was set up before"):
+        life.set_up(life.token())
+    with pytest.raises(PeerDied, match=r"was fenced: a call has token \[6, \d+\], and this life \[7"):
+        life.call("memory", life.token(6))
+    assert life.ends == []
+
+
+def test_a_new_controller_ends_a_life_that_works_for_the_one_before(life: Life) -> None:
+    life.set_up(life.token(7))
+    with pytest.raises(PeerDied, match="pod n was set up before"):
+        life.set_up(life.token(6))
+    with pytest.raises(PeerDied, match="works for an earlier controller; it joins again"):
+        life.set_up(life.token(8))
+    ends = time.monotonic() + 30
+    while not life.ends and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert life.ends == [(AGAIN, "another controller leads the run")]
+
+
+def test_a_pod_whose_lease_is_over_keeps_a_result_that_is_late_and_what_it_has_drawn(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    life.set_up(life.token())
+    assert life.shim.shim is not None and life.shim.session is not None
+    told: list[dict[str, Any]] = []
+
+    def draw(meta: Any, blobs: Any, progress: Callable[[dict[str, Any]], None]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        progress({"samples": "in time"})
+        # The process was stopped for longer than its lease; no thread has looked at the clock since.
+        monkeypatch.setattr("tandem.runtime.coordination.session._now_s", lambda: time.clock_gettime(time.CLOCK_BOOTTIME) + 61)
+        with contextlib.suppress(PeerDied):
+            progress({"samples": "late"})
+        return {}, {}
+
+    monkeypatch.setattr(life.shim.shim, "methods", lambda: {"rollout": draw})
+    with pytest.raises(PeerDied, match="the lease of pod n is over"):
+        life.shim.methods()["rollout"]({"token": life.token()}, {}, told.append)
+    assert told == [{"samples": "in time"}]
+    # A minute later the pod has seen it itself.
+    ends = time.monotonic() + 30
+    while not life.ends and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert (AGAIN, "its lease in the store is over, so the run goes on without it") in life.ends
+
+
+def test_a_pod_ends_its_process_when_the_run_has_dropped_it(life: Life) -> None:
+    leave(life.shim.store, "n")
+    ends = time.monotonic() + 30
+    while not life.ends and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert life.ends[0] == (AGAIN, "the run has dropped it")
+
+
+def test_the_next_life_of_a_pod_takes_the_place_of_the_one_before_and_another_pod_of_this_name_does_not(life: Life) -> None:
+    before = life.shim.member
+    assert before is not None
+    again = JoiningShim(argparse.Namespace(**{**vars(life.shim.options), "port": 0}))
+    again.end = lambda status, why: None  # type: ignore[method-assign]
+    again.join(4321)
+    assert again.member is not None and again.member.revision > before.revision
+    other = JoiningShim(argparse.Namespace(**{**vars(life.shim.options), "agent": "b"}))
+    with pytest.raises(UserError, match=r"the run has a member 'n' already \(.*\); give this one another name, or end that one \(--name\)"):
+        other.join(1)
+    for shim in (again, other):
+        shim.ended.set()
+        shim.close()
+
+
+def test_a_key_is_written_again_after_its_lease_has_ended(tmp_path: Path) -> None:
+    store = EmbeddedStore(tmp_path / "store.sqlite")
+    key = LeasedKey(store, "weights/endpoints/p", b"here", 0.3)
+    entry = store.get("weights/endpoints/p")
+    assert entry is not None
+    store.revoke(key._session.lease)
+    assert store.get("weights/endpoints/p") is None
+    assert store.watch("weights/endpoints/p", entry.revision, 30).value == b"here"
+    key.close()
+    assert store.get("weights/endpoints/p") is None
+    store.close()
+
+
+# -- the controller's side -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """A controller that looks for pods, of which ``most`` may take part, and the ``calls`` that they received."""
+
+    store: EmbeddedStore
+    joining: Joining
+    folder: Path
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    servers: list[HttpServer] = field(default_factory=list)
+
+    def add(self, name: str, credential: str = CREDENTIAL, *, refuses: str = "") -> Session:
+        """Adds a pod that answers every call but ``refuses``."""
+
+        def answer(call: str) -> Any:
+            def method(meta: Any, blobs: Any, progress: Any) -> Any:
+                self.calls.append((name, call))
+                if call == refuses:
+                    raise UserError("/dev/shm is too small")
+                return {"left": False}, {}
+
+            return method
+
+        methods = {call: answer(call) for call in ("setup", "start_worker", "start_engine", "release")}
+        server = HttpServer(methods, credential, name=name)
+        server.start()
+        self.servers.append(server)
+        session = Session(self.store, 60)
+        join(session, name, {"host": "127.0.0.1", "port": server.port, "agent": name})
+        return session
+
+    def look(self) -> list[RolloutPod]:
+        """Returns the pods that became ready."""
+        self.joining.look(self.store, members(self.store), {"folder": str(self.folder)})
+        ends = time.monotonic() + 30
+        while len(self.joining.news) < 1 and time.monotonic() < ends:
+            with self.joining.changed:
+                self.joining.changed.wait(0.1)
+        return self.joining.ready()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(9))
+    made = Run(EmbeddedStore(tmp_path / "store.sqlite"), Joining("{}", CREDENTIAL, 1, 1, 1, lambda: 7, 60.0, 5.0), tmp_path / "model")
+    yield made
+    for server in made.servers:
+        server.close()
+
+
+def test_a_pod_that_joined_is_prepared_and_one_more_than_may_waits_for_its_place(run: Run) -> None:
+    first = run.add("first")
+    (pod,) = run.look()
+    assert (pod.number, pod.name) == (1, "first") and run.joining.told() == [{"joined": 1, "name": "first"}]
+    assert [call for _, call in run.calls] == ["setup", "start_worker", "start_engine"]
+    second = run.add("second")
+    run.joining.look(run.store, members(run.store), {"folder": str(run.folder)})
+    assert list(run.joining.lives) == ["first"]
+    run.joining.forget(pod, "left")
+    assert run.joining.told() == [{"left": 1, "name": "first", "reason": ""}]
+    # The life that left is not taken again, although its key is still there.
+    (other,) = run.look()
+    assert (other.number, other.name) == (2, "second")
+    for session in (first, second):
+        session.close()
+
+
+@pytest.mark.parametrize(
+    ("credential", "refuses", "reason"),
+    [("00" * 32, "", r"refused the call 'setup': 401 wrong credential"), (CREDENTIAL, "start_engine", "/dev/shm is too small")],
+    ids=["credential", "memory"],
+)
+def test_a_pod_that_cannot_be_prepared_is_said_once_and_tried_again_in_its_next_life(credential: str, refuses: str, reason: str, run: Run) -> None:
+    session = run.add("first", credential, refuses=refuses)
+    assert run.look() == []
+    (news,) = run.joining.told()
+    assert news["refused"] == 1 and reason in news["reason"] and run.joining.lives == {}
+    run.joining.look(run.store, members(run.store), {"folder": str(run.folder)})
+    assert run.joining.lives == {}, "this life is over"
+    session.close()
+    run.add("first")
+    (pod,) = run.look()
+    assert pod.number == 1 and run.joining.told() == [{"joined": 1, "name": "first"}]
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values, line",
+    [
+        ({"min_count": 0}, r"'pods\.min_count' is 0; it must be at least 1"),
+        ({"count": 3, "max_count": 2}, r"'pods\.max_count' is 2 and pods\.count 3, the pods that the run starts itself; raise max_count or leave it out"),
+        ({"min_count": 2}, r"'pods\.min_count' is 2, which is not read: no pod can join, because pods\.max_count is 0 and pods\.count 1; set pods\.max_count"),
+        ({"max_count": 2, "min_count": 3, "credential_file": "f"}, r"'pods\.min_count' is 3 and pods\.max_count 2"),
+        ({"max_count": 2, "credential_file": "f", "port": 70000}, r"'pods\.port' is 70000; it must be a port"),
+        ({"max_count": 2, "credential_file": "f", "host": "0.0.0.0"}, r"'pods\.host' is '0\.0\.0\.0', which no other machine can connect to"),
+        ({"max_count": 2}, r"'pods\.credential_file' is not given; make the secret that they show: \(umask 077; openssl rand -hex 32 > pods\.secret\)"),
+        ({"max_count": 2, "credential_file": "f", "heartbeat_timeout_s": 0.0}, r"'pods\.heartbeat_timeout_s' is 0\.0; it must be above 0 seconds"),
+    ],
+    ids=["least", "most", "unread", "more than most", "port", "host", "secret", "seconds"],
+)
+def test_keys_of_joining_that_cannot_be_right_are_refused_in_one_line(values: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        PodsConfig(**values).check()
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        (JOINS[:2], r"so pods can join from other machines, which reach no 'embedded' store; set coordination\.store to etcd"),
+        (JOINS[:3], r"which find a run by its name; set run\.name"),
+        ([*JOINS, "--trainer.lora={rank: 2}"], r"they receive whole models and no adapter: remove trainer\.lora"),
+    ],
+    ids=["store", "name", "adapter"],
+)
+def test_runs_that_no_pod_can_join_are_refused_in_one_line(overrides: list[str], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        load_config(RECIPE, overrides)
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Machines:
+    """A run and pods that are started beside it, each with its own folder, which know of each other by etcd alone."""
+
+    folder: Path
+    etcd: EtcdServer
+    settings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        write_credential(self.folder / "secret", CREDENTIAL)
+        self.name = f"run-{time.time_ns()}"
+        self.run = PodRun(self.folder / "run", name=self.name)
+        self.pods = dict[str, PodRun]()
+
+    @property
+    def _common(self) -> list[str]:
+        return [
+            "--coordination.store=etcd", f"--coordination.endpoints=[{self.etcd.url}]", "--coordination.lease_s=3", "--pods.max_count=3",
+            f"--pods.credential_file={self.folder / 'secret'}", f"--run.name={self.name}", *self.settings,
+        ]  # fmt: skip
+
+    def pod(self, name: str, *arguments: str) -> "subprocess.Popen[str]":
+        pod = self.pods.setdefault(name, PodRun(self.folder / name))
+        return pod.begin("pod", str(RECIPE), f"--run.directory={pod.parent}", f"--name={name}", f"--folder={pod.parent / 'files'}", *self._common, *arguments)
+
+    def train(self, *arguments: str) -> "subprocess.Popen[str]":
+        return self.run.begin("train", str(RECIPE), f"--run.directory={self.run.parent}", *self._common, *arguments)
+
+    def log(self, name: str) -> str:
+        path = self.pods[name].parent / "files" / "logs" / "rollout_shim.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, name: str, what: str, process: "subprocess.Popen[str] | None" = None) -> None:
+        ends = time.monotonic() + 240
+        while what not in self.log(name):
+            assert time.monotonic() < ends and (process is None or process.poll() is None), (what, self.log(name))
+            time.sleep(0.02)
+
+    def members(self) -> list[tuple[str, str]]:
+        """Returns what the journal has of pods, by what happened and the name."""
+        return [(next(key for key in ("joined", "left", "refused") if key in event.detail), event.detail["name"]) for event in self.run.events("membership")]
+
+    def left_behind(self) -> list[str]:
+        return [*self.run.left_behind(), *(line for pod in self.pods.values() for line in pod.left_behind())]
+
+    def close(self) -> None:
+        for run in (self.run, *self.pods.values()):
+            for pid in run.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def machines(etcd_server: EtcdServer, tmp_path: Path) -> Iterator[Machines]:
+    made = Machines(tmp_path, etcd_server)
+    yield made
+    made.close()
+
+
+def shim_of(pod: PodRun) -> int:
+    return next(pid for pid, line in pod.processes().items() if "joining_shim" in line)
+
+
+needs_etcd = pytest.mark.skipif(program() is None, reason=WHY_SKIPPED)
+
+
+@needs_etcd
+def test_a_pod_that_was_started_elsewhere_draws_samples_and_the_curve_is_that_of_one_pod(machines: Machines, undisturbed: PodRun) -> None:
+    # More than pods.count, which is 1.
+    pod, train = machines.pod("a"), machines.train("--pods.min_count=2")
+    done = finish(train)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended = finish(pod)
+    assert ended.returncode == 0 and "pod a draws samples as pod 1" in ended.stdout and "pod a ends: the run has ended" in ended.stdout, ended
+    assert difference(machines.run, undisturbed) == [] and machines.left_behind() == []
+    assert machines.members() == [("joined", "a")] and machines.run.events("recovery") == []
+    assert [f"weights of step {step} (incarnation 1) came from pod" in machines.log("a") for step in range(7)] == [True] * 7
+    assert EtcdStore(machines.etcd.config(), f"/tandem/{machines.name}/").list("") == []
+
+
+@pytest.mark.full
+@needs_etcd
+def test_pods_join_and_leave_between_iterations_and_that_costs_no_restart(machines: Machines, tmp_path: Path) -> None:
+    longer = "--run.max_steps=60"
+    alone = PodRun(tmp_path / "alone", name=machines.name)
+    done = alone.train(longer)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, train = machines.pod("first"), machines.train("--pods.min_count=2", longer)
+    machines.wait_for("first", "weights of step 1 ", train)
+    first.terminate()
+    second = machines.pod("second")
+    assert finish(first).returncode == 0
+    done = finish(train)
+    assert done.returncode == 0 and difference(machines.run, alone) == [], done.stdout + done.stderr
+    # min_count 2 makes the run wait for the second one when the first has left.
+    assert machines.members() == [("joined", "first"), ("left", "first"), ("joined", "second")] and machines.run.events("recovery") == []
+    assert "pod first ends: it has left" in machines.log("first") and finish(second).returncode == 0 and machines.left_behind() == []
+
+
+@pytest.mark.full
+@needs_etcd
+def test_a_pod_that_was_stopped_for_longer_than_its_lease_answers_nothing_and_joins_anew(machines: Machines, undisturbed: PodRun) -> None:
+    machines.settings = ("--pods.heartbeat_timeout_s=4",)
+    pod = machines.pod("a", "--fault", "rollout_shim:stall:rollout:3")
+    train = machines.train("--pods.min_count=2")
+    marker, ends = machines.pods["a"].parent / "files" / "faults" / "rollout_shim-stall-rollout-3", time.monotonic() + 240
+    while not marker.exists():
+        assert time.monotonic() < ends and train.poll() is None
+        time.sleep(0.02)
+    shim = shim_of(machines.pods["a"])
+    os.kill(shim, signal.SIGSTOP)
+    # The run goes on without it: min_count is not met, so it waits for the pod's next life.
+    time.sleep(8)
+    os.kill(shim, signal.SIGCONT)
+    done = finish(train)
+    assert done.returncode == 0 and difference(machines.run, undisturbed) == [], done.stdout + done.stderr
+    assert machines.members() == [("joined", "a"), ("joined", "a")]
+    (event,) = machines.run.events("recovery")
+    assert (event.detail["part"], event.detail["pod"]) == ("pod", 1)
+    assert "its lease in the store is over" in machines.log("a") or "the run has dropped it" in machines.log("a")
+    assert finish(pod).returncode == 0 and machines.left_behind() == []
+
+
+@pytest.mark.full
+@needs_etcd
+@pytest.mark.parametrize("fault", ["rollout_shim:before:rollout:3", "rollout_shim:after:rollout:3", "rollout_shim:before:receive_weights:2"])
+def test_a_pod_that_is_killed_joins_again_and_no_bit_changes(fault: str, machines: Machines, undisturbed: PodRun) -> None:
+    pod, train = machines.pod("a", "--fault", fault), machines.train("--pods.min_count=2")
+    done = finish(train)
+    assert done.returncode == 0 and difference(machines.run, undisturbed) == [], done.stdout + done.stderr
+    assert machines.members() == [("joined", "a"), ("joined", "a")] and len(machines.run.events("recovery")) == 1
+    assert finish(pod).returncode == 0 and machines.left_behind() == []
+
+
+@pytest.mark.full
+@needs_etcd
+def test_pods_wait_for_a_controller_that_was_killed_and_work_for_the_next_one(machines: Machines, undisturbed: PodRun) -> None:
+    pods = [machines.pod(name) for name in ("a", "b")]
+    assert finish(machines.train("--pods.min_count=3", "--fault", "controller:after:commit_samples:3")).returncode != 0
+    resumed = machines.run.resume()
+    assert resumed.returncode == 0 and difference(machines.run, undisturbed) == [], resumed.stdout + resumed.stderr
+    assert [finish(pod).returncode for pod in pods] == [0, 0] and machines.left_behind() == []
+    assert all(machines.log(name).count("draws samples as pod") == 2 for name in ("a", "b"))
+
+
+@pytest.mark.full
+@needs_etcd
+def test_a_pod_whose_agent_is_killed_leaves_nothing_behind(machines: Machines, undisturbed: PodRun) -> None:
+    pod, train = machines.pod("a"), machines.train("--pods.min_count=2")
+    machines.wait_for("a", "weights of step 1 ", train)
+    pod.kill()
+    pod.communicate()
+    assert machines.pods["a"].left_behind() == []
+    # Less than pods.min_count are left, so the run waits for another.
+    again = machines.pod("b")
+    done = finish(train)
+    assert done.returncode == 0 and difference(machines.run, undisturbed) == [], done.stdout + done.stderr
+    assert finish(again).returncode == 0 and machines.left_behind() == []
+
+
+@needs_etcd
+def test_what_keeps_a_pod_from_joining_is_one_line_and_leaves_nothing(machines: Machines) -> None:
+    def refusal(*arguments: str) -> str:
+        done = finish(machines.pod("a", *arguments))
+        assert done.returncode in (1, 2) and len(done.stderr.splitlines()) == 1, done
+        return done.stderr
+
+    server = HttpServer({}, CREDENTIAL, name="other")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    assert f"port {server.port} on 127.0.0.1 cannot be taken" in refusal(f"--pods.port={server.port}")
+    assert "no controller leads run" in finish(machines.pod("a", "--pods.join_timeout_s=0.5")).stdout
+    (machines.folder / "secret").chmod(0o644)
+    assert "make it readable by its owner only (chmod 600)" in refusal()
+    assert machines.left_behind() == []
