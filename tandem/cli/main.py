@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "complete prompts with a model",
     "serve": "serve OpenAI's API over HTTP",
     "gateway": "serve the models of several servers at one address",
+    "keys": "create, list, rotate and revoke the API keys of a gateway",
     "data": "check a data file: rows as the model sees them, lengths, mistakes",
     "tokenize": "tokenize text or examples to shards of token ids",
     "evaluate": "measure accuracy on a task, perplexity, or tasks of lm-eval",

@@ -1,5 +1,6 @@
 """The settings of ``tandem gateway``: the sections and keys of its file."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
@@ -24,6 +25,8 @@ class BackendConfig:
     """The models that it serves. Empty: it is asked for them (`/v1/models`) with every probe."""
     weight: float = 1.0
     """Its capacity beside the others: with 2 it is given twice the work."""
+    max_requests: int = 256
+    """Requests that it has at once; more wait in the gateway, where they can still go to another one."""
     api_key_file: str = ""
     """File with the key that it needs. Empty: it is sent the client's own `Authorization`, unless the gateway has keys itself."""
     probe: str = ""
@@ -48,6 +51,8 @@ class BackendConfig:
             raise UserError(f"'backends' has the URL {self.url!r}; leave out '/v1', which is the beginning of every path that clients ask for")
         if not 0 < self.weight <= 1000:
             raise UserError(f"'backends.weight' of {self.label} is {self.weight:g}; it must be above 0 and at most 1000")
+        if self.max_requests < 1:
+            raise UserError(f"'backends.max_requests' of {self.label} is {self.max_requests}; it must be at least 1")
         if self.probe and not self.probe.startswith("/"):
             raise UserError(f"'backends.probe' of {self.label} is {self.probe!r}; it must begin with '/', for example /health")
 
@@ -133,6 +138,60 @@ class RetryConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueConfig:
+    """The requests that wait because their backends have `max_requests`. The next one is that of the tenant that has received the least service."""
+
+    max_waiting: int = 1024
+    """Requests that wait at most; more are refused with 429."""
+    max_waiting_per_tenant: int = 256
+    """Requests of one tenant that wait at most."""
+    max_wait_s: float = 60.0
+    """Time that a request waits at most. One that would wait longer, as far as can be seen, is refused at once. `X-Request-Timeout` (seconds) of a
+    request shortens it."""
+
+    def check(self) -> None:
+        check_at_least_one("queue", self, "max_waiting", "max_waiting_per_tenant")
+        check_seconds("queue", self, "max_wait_s")
+
+
+@dataclass(frozen=True, slots=True)
+class LimitConfig:
+    """Limits of a key or a tenant. A request takes its share before it is sent on, its prompt and what it may generate, and gives back what it has not used.
+    Minutes and days are those of UTC."""
+
+    requests_per_minute: int | None = None
+    """Requests in a minute. Empty: no limit."""
+    requests_per_day: int | None = None
+    """Requests in a day."""
+    tokens_per_minute: int | None = None
+    """Tokens in a minute, of prompts and answers."""
+    tokens_per_day: int | None = None
+    """Tokens in a day."""
+    concurrent: int | None = None
+    """Requests at once."""
+
+    def check(self) -> None:
+        for name in ("requests_per_minute", "requests_per_day", "tokens_per_minute", "tokens_per_day", "concurrent"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"the limit '{name}' is {value}; it must be at least 1, or be left out for no limit (revoke a key to stop it)")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """A tenant: those who share keys, a budget and a place in the queue."""
+
+    weight: float = 1.0
+    """Its share of the service beside other tenants that wait: with 2 twice as much."""
+    limits: LimitConfig = field(default_factory=LimitConfig)
+    """Its limits, over all its keys."""
+
+    def check(self) -> None:
+        if not 0 < self.weight <= 1000:
+            raise UserError(f"the 'weight' of a tenant is {self.weight:g}; it must be above 0 and at most 1000")
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """The file of ``tandem gateway``."""
 
@@ -165,6 +224,15 @@ class GatewayConfig:
     """The circuit breakers."""
     retry: RetryConfig = field(default_factory=RetryConfig)
     """Retries."""
+
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    """Requests that wait."""
+    keys_file: str = ""
+    """File of API keys, which `tandem keys` writes; requests then need one of them. Empty: no key is needed, and a tenant is a client's address."""
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    """Tenants by name."""
+    other_tenants: TenantConfig = field(default_factory=TenantConfig)
+    """Every tenant that `tenants` does not name, each on its own."""
 
     def check(self) -> None:
         """Raises ``UserError`` for values that cannot work."""

@@ -12,15 +12,19 @@ from starlette.types import Receive, Scope, Send
 
 import tandem
 from tandem.config.gateway import GatewayConfig
+from tandem.gateway.admission import Admission
+from tandem.gateway.auth import Auth, Caller
 from tandem.gateway.headers import Headers
 from tandem.gateway.inference_request import INFERENCE_PATHS, InferenceRequest, read_request
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
 from tandem.gateway.proxy import Proxy
+from tandem.gateway.rate_limit import EmbeddedLimits, limit_headers, refused
+from tandem.gateway.usage import Meter
 from tandem.serving.bodies import Share, UnfinishedBodies, read_body
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
 from tandem.serving.json_body import PARSED, BodyParser
-from tandem.serving.log_lines import LogLines
+from tandem.serving.log_lines import USAGE, LogLines
 from tandem.serving.refusal import answer
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
@@ -34,8 +38,11 @@ class GatewayState:
     config: GatewayConfig
     pool: Pool
     proxy: Proxy
+    admission: Admission
     metrics: Metrics
     bodies: UnfinishedBodies
+    auth: Auth
+    limits: EmbeddedLimits = field(default_factory=EmbeddedLimits)
     lines: LogLines = field(default_factory=LogLines)
     parser: BodyParser = field(default_factory=BodyParser)
     is_draining: bool = False
@@ -79,7 +86,7 @@ class GatewayApp:
             why = state.why_not_ready
             return JSONResponse({"status": why or "ready"}, 503 if why else 200)
         if path == "/metrics":
-            return Response(state.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+            return Response(state.metrics.text(state.admission), headers={"Content-Type": CONTENT_TYPE_LATEST})
         if path == "/version":
             return JSONResponse({"version": tandem.__version__})
         if path == "/v1/models":
@@ -97,18 +104,19 @@ class GatewayApp:
         state = self._state
         refusal: ApiError | None = None
         is_complete = False
+        headers: Headers = scope["headers"]
         state.open_requests += 1
         try:
             client = scope["client"][0] if scope.get("client") else ""
+            caller = state.auth.caller(headers, client)
             with state.bodies.of(client) as share:
                 try:
-                    request = await self._read(scope, receive, share)
+                    request = await self._read(scope, receive, share, caller.tenant)
                 finally:
                     is_complete = share.is_complete
             if request is None:  # The client left.
                 return
-            state.pool.check_model(request.model)
-            await state.proxy.answer(request, scope, receive, send)
+            await self._admitted(request, caller, scope, receive, send)
         except ApiError as error:
             # The traceback would keep the body.
             refusal = error.with_traceback(None)
@@ -120,7 +128,26 @@ class GatewayApp:
         if refusal is not None:
             await answer(refusal, send, None if is_complete or refusal.status == 408 else receive)
 
-    async def _read(self, scope: Scope, receive: Receive, share: Share) -> InferenceRequest | None:
+    async def _admitted(self, request: InferenceRequest, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request within the limits of its caller. Raises ``ApiError``."""
+        state = self._state
+        caller.check_model(request.model)
+        state.pool.check_model(request.model)
+        shares = caller.shares(request.prompt_tokens + request.max_tokens)
+        # The client chooses the request's id, and may choose one twice.
+        reservation = uuid.uuid4().hex
+        if (over := state.limits.reserve(reservation, shares)) is not None:
+            state.metrics.limited.labels(over.share.name.rpartition(":")[2]).inc()
+            raise refused(over)
+        meter = Meter(request.prompt_tokens)
+        try:
+            await state.proxy.answer(request, receive, send, meter, limit_headers(state.limits, shares))
+        finally:
+            state.limits.settle(reservation, shares, meter.tokens, int(meter.is_answered))
+            if USAGE in scope and meter.is_answered:
+                scope[USAGE].prompt, scope[USAGE].completion = meter.prompt, meter.output
+
+    async def _read(self, scope: Scope, receive: Receive, share: Share, tenant: str) -> InferenceRequest | None:
         """Returns the request with its body, ``None`` if the client left. Raises ``ApiError``."""
         state = self._state
         if scope["method"] != "POST":
@@ -138,4 +165,4 @@ class GatewayApp:
         headers: Headers = scope["headers"]
         given = next((value for name, value in headers if name == b"x-request-id"), b"")
         id = given.decode("ascii") if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        return read_request(id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client)
+        return read_request(id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client, tenant=tenant)

@@ -55,6 +55,11 @@ class Backend:
         """Outstanding tokens for each unit of its weight."""
         return self.outstanding_tokens / self.config.weight
 
+    @property
+    def room(self) -> int:
+        """How many more requests it can have at once; below 0 where retries have found no other place."""
+        return self.config.max_requests - len(self.attempts)
+
     def take(self, tokens: int) -> "Attempt":
         """Begins an attempt that costs about ``tokens`` tokens. Its breaker must allow one."""
         return Attempt(self, self.breaker.take(), tokens)

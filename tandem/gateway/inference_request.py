@@ -1,5 +1,6 @@
 """What the gateway must know of a request: its model, whether it is streamed, and about how much work it is."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +36,14 @@ class InferenceRequest:
     stream: bool
     prompt_tokens: int
     max_tokens: int
+    tenant: str = ""
+    timeout_s: float | None = None
+    """How long the client waits for its turn, as it says."""
 
 
-def read_request(id: str, path: str, query: bytes, headers: Headers, body: bytes, content: Any, client: str) -> InferenceRequest:
+def read_request(
+    id: str, path: str, query: bytes, headers: Headers, body: bytes, content: Any, client: str, *, tenant: str = ""
+) -> InferenceRequest:
     """Returns the request with the parsed body ``content``. Raises ``ApiError`` if that is no object, or the fields that are read here are not of their
     type; all others are the backend's business."""
     if not isinstance(content, dict):
@@ -48,7 +54,22 @@ def read_request(id: str, path: str, query: bytes, headers: Headers, body: bytes
     if stream is not None and not isinstance(stream, bool):
         raise invalid("'stream' is neither true nor false", "stream")
     prompts, tokens = _prompt(content, len(body))
-    return InferenceRequest(id, path, query, headers, body, client, model, bool(stream), tokens, prompts * _generated(path, content))
+    longest = prompts * _generated(path, content)
+    return InferenceRequest(id, path, query, headers, body, client, model, bool(stream), tokens, longest, tenant, _timeout_s(headers))
+
+
+def _timeout_s(headers: Headers) -> float | None:
+    """Returns the header ``X-Request-Timeout``. Raises ``ApiError`` if it is no number of seconds."""
+    given = next((value for name, value in headers if name == b"x-request-timeout"), None)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise invalid(f"the header X-Request-Timeout is '{given.decode('latin-1')[:40]}'; give a number of seconds above 0")
+    return seconds
 
 
 def _prompt(content: dict[str, Any], body_bytes: int) -> tuple[int, int]:

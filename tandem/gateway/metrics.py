@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tandem.gateway.admission import Admission
 from tandem.gateway.backend import Backend, Health
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600)
@@ -31,13 +32,19 @@ class Metrics:
         self.duration = Histogram(
             "tandem_gateway_request_seconds", "From the complete request to the end of its answer.", ("model",), registry=self.registry, buckets=_SECONDS
         )
+        self.limited = Counter("tandem_gateway_limited", "Requests refused by a limit of their key or tenant.", ("limit",), registry=self.registry)
+        self._waiting = gauge("waiting_requests", "Requests that wait for their turn.", "model")
+        self._oldest = gauge("oldest_waiting_seconds", "How long the one that waits longest has waited.")
         self._in_flight = gauge("in_flight_requests", "Requests at the backend.", "backend")
         self._outstanding = gauge("outstanding_tokens", "Tokens that the backend has still to compute, estimated.", "backend")
         self._ready = gauge("backend_ready", "1 if the backend is ready by its probes.", "backend")
         self._breaker = gauge("backend_breaker_open", "0 closed, 0.5 half-open, 1 open.", "backend")
 
-    def text(self) -> bytes:
+    def text(self, admission: Admission) -> bytes:
         """Returns all figures."""
+        for model, count in admission.waiting.items():
+            self._waiting.labels(model).set(count)
+        self._oldest.set(admission.oldest_s)
         for backend in self._backends:
             self._in_flight.labels(backend.name).set(len(backend.attempts))
             self._outstanding.labels(backend.name).set(backend.outstanding_tokens)

@@ -40,8 +40,15 @@ class Pool:
 
     def choose(self, model: str | None, tried: Sequence[Backend] = ()) -> Backend | None:
         """Returns the backend for the next attempt of a request for ``model``, ``None`` if none can take it. ``tried``: those that have failed it."""
-        able = [backend for backend in self._serving(model) if backend.is_ready and backend.breaker.allows() and backend not in tried]
-        return self._pick(able) if able else None
+        able = [backend for backend in self._able(model) if backend not in tried]
+        # A retry finds a place beside those that have theirs; there are few.
+        free = [backend for backend in able if backend.room > 0]
+        return self._pick(free or able) if able else None
+
+    def room(self, model: str | None) -> int | None:
+        """Returns how many more requests for ``model`` its backends can have at once, ``None`` if no backend takes any."""
+        able = self._able(model)
+        return sum(max(0, backend.room) for backend in able) if able else None
 
     def refusal(self, model: str | None) -> ApiError:
         """Returns the error of a request for ``model`` that no backend can take, with the time until one may."""
@@ -50,6 +57,9 @@ class Pool:
             return unavailable("no backend of this model is ready", retry_after_s=2)
         seconds = min(backend.breaker.opens_in_s for backend in serving)
         return unavailable("the backends of this model fail; they are tried again shortly", retry_after_s=max(1, math.ceil(seconds)))
+
+    def _able(self, model: str | None) -> list[Backend]:
+        return [backend for backend in self._serving(model) if backend.is_ready and backend.breaker.allows()]
 
     def _serving(self, model: str | None) -> list[Backend]:
         return [backend for backend in self.backends if model is None or model in backend.models]

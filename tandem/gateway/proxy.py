@@ -7,10 +7,11 @@ import time
 from dataclasses import dataclass, field
 
 import aiohttp
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 from yarl import URL
 
 from tandem.config.gateway import GatewayConfig
+from tandem.gateway.admission import Admission, Charge
 from tandem.gateway.backend import Attempt, Backend
 from tandem.gateway.breaker import Outcome
 from tandem.gateway.headers import Headers, end_to_end, to_backend
@@ -19,6 +20,7 @@ from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
 from tandem.gateway.retry_budget import RetryBudget
 from tandem.gateway.server_sent_events import whole_events
+from tandem.gateway.usage import Meter
 from tandem.serving.errors import ApiError
 
 BUSY = (429, 503)
@@ -53,8 +55,11 @@ class Exchange:
     """One request of a client from its beginning to the end of its answer. ``status``: what was sent, 499 before."""
 
     request: InferenceRequest
-    scope: Scope
     send: Send
+    meter: Meter
+    headers: Headers
+    """Sent with the answer of whatever backend."""
+    charge: Charge | None = None
     began: float = field(default_factory=time.monotonic)
     status: int = 499
     is_stream: bool = False
@@ -72,16 +77,19 @@ class Exchange:
 class Proxy:
     """Passes requests to the pool's backends, and their answers back as they come."""
 
-    def __init__(self, config: GatewayConfig, pool: Pool, session: aiohttp.ClientSession, metrics: Metrics, *, passes_keys: bool) -> None:
-        self._config, self._pool, self._session, self._metrics = config, pool, session, metrics
+    def __init__(
+        self, config: GatewayConfig, pool: Pool, session: aiohttp.ClientSession, metrics: Metrics, admission: Admission, *, passes_keys: bool
+    ) -> None:
+        self._config, self._pool, self._session, self._metrics, self._admission = config, pool, session, metrics, admission
         self._budget = RetryBudget(config.retry)
         self._authorization = {
             backend.name: f"Bearer {backend.api_key}" if backend.api_key else None if passes_keys else "" for backend in pool.backends
         }
 
-    async def answer(self, request: InferenceRequest, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers ``request``. ``receive`` has nothing but the client's end left. Raises ``ApiError`` for what is answered with an error."""
-        exchange = Exchange(request, scope, send)
+    async def answer(self, request: InferenceRequest, receive: Receive, send: Send, meter: Meter, headers: Headers) -> None:
+        """Answers ``request``. ``receive`` has nothing but the client's end left. ``meter`` counts what it costs. ``headers`` are added to the answer's.
+        Raises ``ApiError`` for what is answered with an error."""
+        exchange = Exchange(request, send, meter, headers)
         task = asyncio.current_task()
         assert task is not None
         has_left = False
@@ -95,7 +103,8 @@ class Proxy:
 
         watcher = asyncio.create_task(watch())
         try:
-            await self._attempts(exchange)
+            async with self._admission(request) as exchange.charge:
+                await self._attempts(exchange)
         except asyncio.CancelledError:
             if not has_left:
                 raise
@@ -193,7 +202,7 @@ class Proxy:
         else:
             self._settle(exchange, Outcome.FAILURE)
         headers = [(name, value) for name, value in end_to_end(response.raw_headers) if name != b"x-request-id"]
-        headers.append((b"x-request-id", exchange.request.id.encode()))
+        headers += [(b"x-request-id", exchange.request.id.encode()), *exchange.headers]
         if response.content_type == "text/event-stream":
             await self._stream(exchange, attempt, response, headers)
         else:
@@ -214,8 +223,11 @@ class Proxy:
                 await self._part(exchange, b"".join(parts))
                 parts.clear()
             attempt.waiting_since = asyncio.get_running_loop().time()
+        body = b"".join(parts)
+        if response.status < 400:
+            self._charge(exchange, exchange.meter.whole(body))
         await self._start(exchange, response.status, headers)
-        await self._part(exchange, b"".join(parts), is_last=True)
+        await self._part(exchange, body, is_last=True)
 
     async def _stream(self, exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, headers: Headers) -> None:
         """Sends events as they come, each whole. Raises ``aiohttp.ClientPayloadError`` if the last one is missing."""
@@ -230,7 +242,9 @@ class Proxy:
                     attempt.has_begun = True
                     attempt.done(exchange.request.prompt_tokens)
                     await self._start(exchange, response.status, headers)
-                attempt.done(whole.count(b"data:"))
+                count = exchange.meter.events(whole)
+                attempt.done(count)
+                self._charge(exchange, count)
                 is_done = is_done or whole.rstrip().endswith(b"[DONE]")
                 await self._part(exchange, whole)
             attempt.waiting_since = loop.time()
@@ -238,6 +252,10 @@ class Proxy:
             raise aiohttp.ClientPayloadError("the stream ended before its last event")
         await self._start(exchange, response.status, headers)
         await self._part(exchange, b"", is_last=True)
+
+    def _charge(self, exchange: Exchange, tokens: int) -> None:
+        if exchange.charge is not None:
+            exchange.charge.output(tokens)
 
     async def _start(self, exchange: Exchange, status: int, headers: Headers) -> None:
         if exchange.has_begun:

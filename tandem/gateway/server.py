@@ -6,6 +6,7 @@ import importlib.util
 import ipaddress
 import signal
 import socket
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,8 +14,11 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tandem.config.gateway import BackendConfig, GatewayConfig
+from tandem.gateway.admission import Admission
 from tandem.gateway.app import GatewayApp, GatewayState
+from tandem.gateway.auth import Auth
 from tandem.gateway.backend import Backend
+from tandem.gateway.keys import KeyFile
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
 from tandem.gateway.probes import Probes
@@ -35,16 +39,19 @@ _KEEP_ALIVE_S = 4.0
 a request is sent."""
 _DNS_S = 5.0
 _MOST_UNFINISHED_BODIES = 4
+_KEYS_S = 1.0
+"""How often the key file is looked at: a revoked key ends within this time."""
 _MOST_KEY_BYTES = 4096
 
 
 def run_gateway(config: GatewayConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. Raises ``UserError`` if the port or a key file cannot be used."""
     backends = make_backends(config)
+    keys = KeyFile(Path(config.keys_file)) if config.keys_file else None
     listener = listen(config.host, config.port, backlog=BACKLOG)
     raise_file_limit()
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, backends, listener))
+        return runner.run(_serve(config, backends, keys, listener))
 
 
 def make_backends(config: GatewayConfig) -> list[Backend]:
@@ -87,7 +94,7 @@ async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
     await answer(overloaded("your address has too many open connections; close some"), send, receive)
 
 
-async def _serve(config: GatewayConfig, backends: list[Backend], listener: socket.socket) -> int:
+async def _serve(config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, listener: socket.socket) -> int:
     connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
     skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -95,17 +102,33 @@ async def _serve(config: GatewayConfig, backends: list[Backend], listener: socke
         connector=connector, timeout=timeout, skip_auto_headers=skipped, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
         pool, metrics = Pool(config, backends), Metrics(backends)
+        weights = {name: tenant.weight for name, tenant in config.tenants.items()}
+        admission = Admission(config.queue, pool, weights, config.other_tenants.weight)
         largest = int(config.max_body_mib * 2**20)
         bodies = UnfinishedBodies(largest * _MOST_UNFINISHED_BODIES, largest * _MOST_UNFINISHED_BODIES)
-        state = GatewayState(config, pool, Proxy(config, pool, session, metrics, passes_keys=True), metrics, bodies)
+        proxy = Proxy(config, pool, session, metrics, admission, passes_keys=keys is None)
+        state = GatewayState(config, pool, proxy, admission, metrics, bodies, Auth(config, keys))
         probes = Probes(config.probes, backends, session, say)
-        waits = asyncio.create_task(watch_waits(config.timeouts, backends))
+        waits = asyncio.create_task(watch_waits(config.timeouts, backends, admission.wake))
+        reading = asyncio.create_task(_refresh(keys))
         try:
             await probes.start()
             return await _until_stopped(state, listener)
         finally:
             waits.cancel()
-            await asyncio.gather(waits, probes.stop(), return_exceptions=True)
+            reading.cancel()
+            await asyncio.gather(waits, reading, probes.stop(), return_exceptions=True)
+
+
+async def _refresh(keys: KeyFile | None) -> None:
+    """Reads the key file again whenever it has changed."""
+    said = None
+    while keys is not None:
+        await asyncio.sleep(_KEYS_S)
+        keys.refresh()
+        if keys.problem != said:
+            said = keys.problem
+            say(f"the keys stay as they were: {said}" if said else "the key file can be read again")
 
 
 async def _until_stopped(state: GatewayState, listener: socket.socket) -> int:
@@ -145,8 +168,8 @@ async def _until_stopped(state: GatewayState, listener: socket.socket) -> int:
 def _announce(state: GatewayState, listener: socket.socket) -> None:
     address = listener.getsockname()
     host = f"[{address[0]}]" if ":" in str(address[0]) else address[0]
-    if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        say(f"warning: anyone who reaches {host} may use this gateway")
+    if not state.config.keys_file and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        say(f"warning: anyone who reaches {host} may use this gateway; set keys_file, or leave out --host")
     ready = sum(backend.is_ready for backend in state.pool.backends)
     models = ", ".join(state.pool.models) or "no model yet"
     say(f"gateway at http://{host}:{address[1]} ({ready} of {len(state.pool.backends)} backends ready: {models}); Ctrl-C stops it")

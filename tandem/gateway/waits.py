@@ -1,6 +1,7 @@
-"""Ends the waits of attempts whose backend owes an answer for too long."""
+"""Ends the waits of attempts whose backend owes an answer for too long, and looks after those that wait for a backend."""
 
 import asyncio
+from collections.abc import Callable
 
 from tandem.config.gateway import TimeoutConfig
 from tandem.gateway.backend import Backend
@@ -8,13 +9,14 @@ from tandem.gateway.backend import Backend
 _PERIOD_S = 0.1
 
 
-async def watch_waits(config: TimeoutConfig, backends: list[Backend]) -> None:
-    """Gives up, for ever, the attempts that wait longer than ``first_byte_s`` or ``idle_s``. One task looks at all of them: a timer for each part of each
-    answer would cost more than passing the part on."""
+async def watch_waits(config: TimeoutConfig, backends: list[Backend], wake: Callable[[], None]) -> None:
+    """Gives up, for ever, the attempts that wait longer than ``first_byte_s`` or ``idle_s``, and calls ``wake`` for requests in the queue. One task looks at
+    all of them: a timer for each part of each answer would cost more than passing the part on."""
     loop = asyncio.get_running_loop()
     period = min(_PERIOD_S, config.first_byte_s / 2, config.idle_s / 2)
     while True:
         await asyncio.sleep(period)
+        wake()
         now = loop.time()
         for backend in backends:
             for attempt in list(backend.attempts):

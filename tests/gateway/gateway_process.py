@@ -101,11 +101,11 @@ def fault_backend(name: str, models: str = "m") -> Iterator[FaultBackend]:
 
 
 @contextlib.contextmanager
-def gateway(folder: Path, backends: Sequence[Process], **settings: Any) -> Iterator[Gateway]:
-    """Runs ``tandem gateway`` before ``backends`` with ``settings``; kills it at the end if it still runs."""
+def gateway(folder: Path, servers: Sequence[Process], **settings: Any) -> Iterator[Gateway]:
+    """Runs ``tandem gateway`` before ``servers`` with ``settings``; kills it at the end if it still runs."""
     number = time.monotonic_ns()
     log, file = folder / f"gateway-{number}.log", folder / f"gateway-{number}.yaml"
-    listed = [{"url": each.url, **({"name": each.name} if isinstance(each, FaultBackend) else {})} for each in backends]
+    listed = [{"url": each.url, **({"name": each.name} if isinstance(each, FaultBackend) else {})} for each in servers]
     file.write_text(json.dumps({"backends": listed, "port": 0, **QUICK, **settings}))
     with contextlib.ExitStack() as stack:
         sink = stack.enter_context(log.open("wb"))

@@ -1,0 +1,114 @@
+"""Create, list, rotate and revoke the API keys of a gateway.
+
+The file has the digests of the keys, never the keys: a key is shown once, when it is made. A gateway whose 'keys_file' it is reads it again within
+a second.
+
+examples:
+  tandem keys create --file keys.json --tenant research
+  tandem keys create --file keys.json --tenant guests --models small --expires 30d --tokens-per-day 100000
+  tandem keys list --file keys.json
+  tandem keys rotate 4f1c09a2b7de --file keys.json
+  tandem keys revoke 4f1c09a2b7de --file keys.json
+"""
+
+import argparse
+import math
+import time
+from pathlib import Path
+
+from tandem.config.gateway import LimitConfig
+from tandem.types import UserError
+
+_LIMITS = ("requests_per_minute", "requests_per_day", "tokens_per_minute", "tokens_per_day", "concurrent")
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
+_LONGEST_EXPIRY_S = 100 * 365 * 86_400.0
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
+    create = actions.add_parser("create", help="make a key and print it")
+    create.add_argument("--tenant", required=True, metavar="NAME", help="whose key it is")
+    create.add_argument("--models", default="", metavar="NAME,NAME", help="the models that it may ask for (default: all)")
+    create.add_argument("--expires", default="", metavar="TIME", help="when it ends: 30d, 12h or 5m from now (default: never)")
+    for name in _LIMITS:
+        create.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"limit of the key: {name.replace('_', ' ')} (default: none)")
+    show = actions.add_parser("list", help="list the keys by their ids")
+    rotate = actions.add_parser("rotate", help="replace a key by a new one that may do the same, and print it; the old one ends at once")
+    revoke = actions.add_parser("revoke", help="end a key")
+    for command in (rotate, revoke):
+        command.add_argument("id", help="the key's id: what stands between the first two dashes of a key")
+    for command in (create, show, rotate, revoke):
+        command.add_argument("--file", required=True, metavar="PATH", help="the key file, as the gateway's 'keys_file'")
+
+
+def run(options: argparse.Namespace) -> int:
+    from filelock import FileLock
+
+    from tandem.gateway.keys import new_key, read_keys, rotated, write_keys
+
+    path = Path(options.file)
+    if options.action == "list":
+        return _list(path)
+    if not path.parent.is_dir():
+        raise UserError(f"the folder '{path.parent}' of the key file does not exist; make it first")
+    # Two commands at once must not lose each other's key.
+    with FileLock(f"{path}.lock"):
+        records = read_keys(path) if options.action != "create" or path.exists() else {}
+        if options.action == "create":
+            key, record = new_key(_tenant(options.tenant), models=_models(options.models), expires=_expires(options.expires), limits=_limits(options))
+            records[record.id] = record
+            print(key)
+        else:
+            if options.id not in records:
+                raise UserError(f"there is no key '{options.id[:100]}' in '{path}'; 'tandem keys list --file {path}' lists them")
+            old = records.pop(options.id)
+            if options.action == "rotate":
+                key, record = rotated(old)
+                records[record.id] = record
+                print(key)
+        write_keys(path, records)
+    return 0
+
+
+def _list(path: Path) -> int:
+    from tandem.gateway.keys import read_keys
+
+    now = time.time()
+    print("id            tenant            created           expires           models and limits")
+    for record in read_keys(path).values():
+        expires = "never" if not record.expires else f"{_date(record.expires)}{' EXPIRED' if record.is_expired(now) else ''}"
+        limits = [f"{name.replace('_', ' ')} {value}" for name in _LIMITS if (value := getattr(record.limits, name)) is not None]
+        print(f"{record.id}  {record.tenant:<16}  {_date(record.created)}  {expires:<16}  {', '.join([*(record.models or ('all models',)), *limits])}")
+    return 0
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _tenant(given: str) -> str:
+    if not given or not given.isprintable() or len(given) > 100:
+        raise UserError(f"--tenant is {given[:100]!r}; give a name of 1 to 100 printable characters")
+    return given
+
+
+def _models(given: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in given.split(",") if name.strip())
+
+
+def _expires(given: str) -> float:
+    if not given:
+        return 0.0
+    try:
+        seconds = float(given[:-1]) * _UNITS[given[-1]]
+    except (ValueError, KeyError):
+        seconds = math.nan
+    if not 0 < seconds <= _LONGEST_EXPIRY_S:
+        raise UserError(f"--expires is '{given[:40]}'; give minutes, hours or days from now, for example 30d")
+    return time.time() + seconds
+
+
+def _limits(options: argparse.Namespace) -> LimitConfig:
+    from tandem.config.load import build
+
+    return build(LimitConfig, {name: value for name in _LIMITS if (value := getattr(options, name)) is not None})

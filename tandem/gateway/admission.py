@@ -1,0 +1,140 @@
+"""Who may go to a backend now, who waits, and who is refused because he would wait too long."""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+
+from tandem.config.gateway import QueueConfig
+from tandem.gateway.fair_queue import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
+from tandem.gateway.inference_request import InferenceRequest
+from tandem.gateway.pool import Pool
+from tandem.serving.errors import ApiError
+
+_MOST_RETRY_AFTER_S = 600
+_RATE_WINDOW_S = 10.0
+
+
+@dataclass(eq=False)
+class _Waiter:
+    turn: "asyncio.Future[None]"
+    since: float
+
+
+@dataclass
+class _Line:
+    """The requests for one model. ``granted``: those that have their turn and have not taken it yet. ``ended``: when the last ones ended, for the rate."""
+
+    queue: FairQueue[_Waiter]
+    granted: int = 0
+    ended: "deque[float]" = field(default_factory=lambda: deque(maxlen=1000))
+
+
+class Admission:
+    """Lets at most as many requests through as the backends of their model have room for; the others wait, fairly among tenants.
+
+    ``clock``: monotonic seconds."""
+
+    def __init__(
+        self, config: QueueConfig, pool: Pool, weights: Mapping[str, float], other_weight: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._config, self._pool, self._clock = config, pool, clock
+        self._weights, self._other_weight = weights, other_weight
+        self._lines: dict[str | None, _Line] = {}
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """How many requests wait for each model."""
+        return {model or "-": len(line.queue) for model, line in self._lines.items()}
+
+    @property
+    def oldest_s(self) -> float:
+        """How long the one that waits longest has waited."""
+        began = [waiter.since for line in self._lines.values() for waiter in line.queue]
+        return self._clock() - min(began) if began else 0.0
+
+    @contextlib.asynccontextmanager
+    async def __call__(self, request: InferenceRequest) -> AsyncIterator["Charge"]:
+        """Waits for the request's turn, and counts its end. Raises ``ApiError`` if the queue is full, or the turn would not come in time."""
+        line = self._lines.get(request.model)
+        if line is None:
+            line = self._lines[request.model] = _Line(FairQueue(self._weights, self._other_weight))
+        room = self._pool.room(request.model)
+        # With no backend that works there is nothing to wait for: the request is refused where it asks for one.
+        if room is not None and (len(line.queue) or room - line.granted <= 0):
+            await self._wait(line, request)
+        charge = Charge(line.queue, request.tenant)
+        charge.prompt(request.prompt_tokens)
+        try:
+            yield charge
+        finally:
+            line.ended.append(self._clock())
+            self._dispatch(request.model, line)
+
+    def wake(self) -> None:
+        """Gives turns where there is room, as after a backend has become ready."""
+        for model, line in self._lines.items():
+            self._dispatch(model, line)
+
+    async def _wait(self, line: _Line, request: InferenceRequest) -> None:
+        config, tenant = self._config, request.tenant
+        expected_s = self._expected_s(line, tenant)
+        total = sum(len(each.queue) for each in self._lines.values())
+        if total >= config.max_waiting or line.queue.length(tenant) >= config.max_waiting_per_tenant:
+            raise _full("too many requests wait", expected_s)
+        limit_s = config.max_wait_s if request.timeout_s is None else min(config.max_wait_s, request.timeout_s)
+        if expected_s > limit_s:
+            raise _full(f"the request would wait about {expected_s:.0f} s, more than {limit_s:g} s", expected_s - limit_s)
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), self._clock())
+        line.queue.push(tenant, waiter)
+        try:
+            async with asyncio.timeout(limit_s):
+                await waiter.turn
+        except TimeoutError:
+            raise _full(f"the request has waited {limit_s:g} s", self._expected_s(line, tenant)) from None
+        finally:
+            line.queue.remove(tenant, waiter)
+            if waiter.turn.done() and not waiter.turn.cancelled():
+                line.granted -= 1
+                # Its turn may come together with its end; then it is the next one's.
+                asyncio.get_running_loop().call_soon(self._dispatch, request.model, line)
+
+    def _dispatch(self, model: str | None, line: _Line) -> None:
+        while len(line.queue) and (self._pool.room(model) or 0) - line.granted > 0:
+            _, waiter = line.queue.pop()
+            if not waiter.turn.done():
+                waiter.turn.set_result(None)
+                line.granted += 1
+
+    def _expected_s(self, line: _Line, tenant: str) -> float:
+        """Returns about how long a request of ``tenant`` would wait now, by how many requests ended of late; 0 while nothing is known."""
+        now = self._clock()
+        while line.ended and now - line.ended[0] > _RATE_WINDOW_S:
+            line.ended.popleft()
+        if len(line.ended) < 2:
+            return 0.0
+        rate = len(line.ended) / max(now - line.ended[0], 0.001)
+        return (line.queue.ahead(tenant) + 1) / rate
+
+
+@dataclass
+class Charge:
+    """Counts what one request costs its tenant."""
+
+    queue: FairQueue[_Waiter]
+    tenant: str
+
+    def prompt(self, tokens: int) -> None:
+        self.queue.charge(self.tenant, PROMPT_WEIGHT * tokens)
+
+    def output(self, tokens: int) -> None:
+        self.queue.charge(self.tenant, OUTPUT_WEIGHT * tokens)
+
+
+def _full(message: str, seconds: float) -> ApiError:
+    after = min(_MOST_RETRY_AFTER_S, max(1, math.ceil(seconds)))
+    return ApiError(429, f"{message}; try again in {after} s", kind="rate_limit_error", code="queue_full", retry_after_s=after)

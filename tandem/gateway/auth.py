@@ -1,0 +1,55 @@
+"""Who sends a request, and what he may ask for."""
+
+import time
+from dataclasses import dataclass
+
+from tandem.config.gateway import GatewayConfig, LimitConfig, TenantConfig
+from tandem.gateway.headers import Headers
+from tandem.gateway.keys import KeyFile, KeyRecord, find_key
+from tandem.gateway.rate_limit import Share, shares_of
+from tandem.serving.errors import ApiError, unauthorised
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a request. ``key``: ``None`` where no key is needed."""
+
+    tenant: str
+    key: KeyRecord | None
+    tenant_limits: LimitConfig
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ``ApiError`` for a model that the key does not allow."""
+        if self.key is None or not self.key.models:
+            return
+        if model not in self.key.models:
+            asked = "a request without 'model'" if model is None else f"the model '{model[:100]}'"
+            raise ApiError(403, f"your key does not allow {asked}; it allows {', '.join(self.key.models)}", kind="permission_error", param="model",
+                           code="model_not_allowed")  # fmt: skip
+
+    def shares(self, tokens: int) -> list[Share]:
+        """Returns what a request of ``tokens`` tokens takes of the limits of key and tenant."""
+        of_key = [] if self.key is None else shares_of(f"key {self.key.id}", self.key.limits, tokens)
+        return [*of_key, *shares_of(f"tenant {self.tenant}", self.tenant_limits, tokens)]
+
+
+class Auth:
+    """Finds the caller of each request. ``keys``: ``None`` if no key is needed."""
+
+    def __init__(self, config: GatewayConfig, keys: KeyFile | None) -> None:
+        self._config, self._keys = config, keys
+
+    def caller(self, headers: Headers, client: str) -> Caller:
+        """Returns the caller of a request with ``headers`` from the address ``client``. Raises ``ApiError`` for a key that is missing, wrong or expired."""
+        if self._keys is None:
+            return Caller(client, None, self._tenant(client).limits)
+        given = next((value[7:] for name, value in headers if name == b"authorization" and value[:7].lower() == b"bearer "), b"")
+        record = find_key(self._keys.records, given.decode("latin-1"))
+        if record is None:
+            raise unauthorised("a key is missing or wrong: 'Authorization: Bearer KEY'")
+        if record.is_expired(time.time()):
+            raise unauthorised(f"the key {record.id} has expired; ask for a new one")
+        return Caller(record.tenant, record, self._tenant(record.tenant).limits)
+
+    def _tenant(self, name: str) -> TenantConfig:
+        return self._config.tenants.get(name, self._config.other_tenants)

@@ -1,0 +1,141 @@
+"""Limits on requests and tokens: reserved before a request is sent on, settled when it has ended."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.config.gateway import LimitConfig
+from tandem.serving.errors import ApiError
+
+_MINUTE_S, _DAY_S = 60, 86_400
+_MOST_COUNTERS = 10_000
+RESERVED_S = 3600.0
+"""A reservation that nobody has settled by then, because its gateway died, is given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a request takes of one limit. ``window_s``: 0 for requests at once. ``is_tokens``: its unit is tokens, else requests."""
+
+    name: str
+    limit: int
+    window_s: int
+    amount: int
+    is_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The limit that a request would exceed, and the seconds until it could fit; ``None`` if it never can."""
+
+    share: Share
+    retry_after_s: float | None
+
+
+@dataclass
+class _Counter:
+    """One limit's use. ``used``: settled in ``window``; ``held``: reserved, with the time when it expires."""
+
+    window: int = 0
+    used: int = 0
+    held: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def taken(self, window: int, now: float) -> int:
+        """Returns what is used and reserved in ``window`` at ``now``."""
+        if window != self.window:
+            self.window, self.used = window, 0
+        for id in [id for id, (_, expires) in self.held.items() if expires <= now]:
+            del self.held[id]
+        return self.used + sum(amount for amount, _ in self.held.values())
+
+
+class EmbeddedLimits:
+    """The limits of one gateway process, in its memory. ``clock``: seconds since the epoch, as windows are minutes and days of UTC."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._counters: dict[str, _Counter] = {}
+        self._purge_at = _MOST_COUNTERS
+
+    def reserve(self, id: str, shares: Sequence[Share]) -> Refusal | None:
+        """Reserves all ``shares`` under ``id``, or none of them: returns the first that does not fit."""
+        now = self._clock()
+        if len(self._counters) > self._purge_at:
+            self._purge(now)
+        for share in shares:
+            if self._counter(share, now)[1] + share.amount > share.limit:
+                return Refusal(share, None if share.amount > share.limit else resets_in_s(share, now))
+        for share in shares:
+            self._counters[share.name].held[id] = (share.amount, now + RESERVED_S)
+        return None
+
+    def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int) -> None:
+        """Replaces the reservation ``id`` by what was used; one that has expired counts all the same. Calling it again counts again."""
+        now = self._clock()
+        for share in shares:
+            counter, _ = self._counter(share, now)
+            counter.held.pop(id, None)
+            if share.window_s:
+                counter.used += tokens if share.is_tokens else requests
+            elif not counter.held:
+                del self._counters[share.name]
+
+    def remaining(self, share: Share) -> tuple[int, float]:
+        """Returns what is left of a limit, and the seconds until all of it is again."""
+        now = self._clock()
+        return max(0, share.limit - self._counter(share, now)[1]), resets_in_s(share, now)
+
+    def _purge(self, now: float) -> None:
+        """Forgets the counters of those who have been away for a day."""
+        day = int(now // _DAY_S)
+        for name, counter in list(self._counters.items()):
+            window_s = _DAY_S if name.endswith("_day") else _MINUTE_S
+            if not counter.held and counter.window * window_s < (day - 1) * _DAY_S:
+                del self._counters[name]
+        self._purge_at = max(_MOST_COUNTERS, 2 * len(self._counters))
+
+    def _counter(self, share: Share, now: float) -> tuple[_Counter, int]:
+        counter = self._counters.setdefault(share.name, _Counter())
+        return counter, counter.taken(int(now // share.window_s) if share.window_s else 0, now)
+
+
+def resets_in_s(share: Share, now: float) -> float:
+    """Returns the seconds until the window of ``share`` ends; one second for requests at once, which end when they end."""
+    return share.window_s - now % share.window_s if share.window_s else 1.0
+
+
+def shares_of(who: str, limits: LimitConfig, tokens: int) -> list[Share]:
+    """Returns what a request of ``tokens`` tokens, its prompt and the most it may generate, takes of the limits of ``who``."""
+    named = (
+        ("concurrent", 0, False), ("requests_per_minute", _MINUTE_S, False), ("requests_per_day", _DAY_S, False), ("tokens_per_minute", _MINUTE_S, True),
+        ("tokens_per_day", _DAY_S, True),
+    )  # fmt: skip
+    return [
+        Share(f"{who}:{name}", limit, window_s, tokens if is_tokens else 1, is_tokens)
+        for name, window_s, is_tokens in named
+        if (limit := getattr(limits, name)) is not None
+    ]
+
+
+def refused(refusal: Refusal) -> ApiError:
+    """Returns the error for a request that exceeds a limit."""
+    share, unit = refusal.share, "tokens" if refusal.share.is_tokens else "requests"
+    name = share.name.rpartition(":")[2].replace("_", " ")
+    if refusal.retry_after_s is None:
+        return ApiError(429, f"the request may take {share.amount} {unit}, more than the limit ({name}: {share.limit}); make it smaller", kind=unit,
+                        code="rate_limit_exceeded")  # fmt: skip
+    after = max(1, math.ceil(refusal.retry_after_s))
+    return ApiError(429, f"rate limit reached ({name}: {share.limit}); try again in {after} s", kind=unit, code="rate_limit_exceeded", retry_after_s=after)
+
+
+def limit_headers(limits: EmbeddedLimits, shares: Sequence[Share]) -> list[tuple[bytes, bytes]]:
+    """Returns OpenAI's ``x-ratelimit-*``: for requests and for tokens the limit of which the smallest part is left."""
+    headers: list[tuple[bytes, bytes]] = []
+    for unit, is_tokens in (("requests", False), ("tokens", True)):
+        left = [(limits.remaining(share), share) for share in shares if share.window_s and share.is_tokens is is_tokens]
+        if left:
+            (remaining, reset_s), share = min(left, key=lambda each: each[0][0] / each[1].limit)
+            values = (("limit", str(share.limit)), ("remaining", str(remaining)), ("reset", f"{reset_s:.0f}s"))
+            headers += [(f"x-ratelimit-{name}-{unit}".encode(), value.encode()) for name, value in values]
+    return headers

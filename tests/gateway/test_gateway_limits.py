@@ -1,0 +1,219 @@
+"""Limits and keys without a network: reservations, windows, digests, files."""
+
+import json
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import keys
+from tandem.cli.main import main, parser
+from tandem.config.gateway import BackendConfig, GatewayConfig, LimitConfig, TenantConfig
+from tandem.gateway.auth import Auth
+from tandem.gateway.keys import KeyFile, find_key, new_key, read_keys, write_keys
+from tandem.gateway.rate_limit import RESERVED_S, EmbeddedLimits, limit_headers, refused, shares_of
+from tandem.gateway.usage import Meter, read_usage
+from tandem.serving.errors import ApiError
+from tandem.types import UserError
+
+
+class Clock:
+    now = 1_000_000_000.0 - 40  # 1,000,000,000 s is 40 s into a minute.
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def limits() -> tuple[EmbeddedLimits, Clock]:
+    clock = Clock()
+    return EmbeddedLimits(clock), clock
+
+
+def test_what_is_reserved_counts_until_it_is_settled_and_then_what_was_used() -> None:
+    store, _ = limits()
+    shares = shares_of("tenant t", LimitConfig(tokens_per_minute=100), 60)
+    assert store.reserve("a", shares) is None
+    over = store.reserve("b", shares)
+    assert over is not None and over.share.name == "tenant t:tokens_per_minute"
+    store.settle("a", shares, 25, 1)
+    assert store.remaining(shares[0])[0] == 75 and store.reserve("b", shares) is None
+    store.settle("b", shares, 0, 0)
+    assert store.remaining(shares[0])[0] == 75, "what nobody answered costs nothing"
+
+
+def test_a_refused_request_reserves_nothing_of_any_limit() -> None:
+    store, _ = limits()
+    both = [*shares_of("key k", LimitConfig(requests_per_minute=5), 1), *shares_of("tenant t", LimitConfig(tokens_per_day=10), 20)]
+    over = store.reserve("a", both)
+    assert over is not None and over.retry_after_s is None and store.remaining(both[0])[0] == 5
+    error = refused(over)
+    assert error.status == 429 and error.retry_after_s is None and "make it smaller" in error.message
+
+
+def test_windows_end_with_the_minute_and_the_day_and_retry_after_says_when() -> None:
+    store, clock = limits()
+    minute = shares_of("t", LimitConfig(requests_per_minute=1), 1)
+    assert store.reserve("a", minute) is None
+    store.settle("a", minute, 5, 1)
+    clock.now += 10.5
+    over = store.reserve("b", minute)
+    assert over is not None and over.retry_after_s == pytest.approx(49.5) and refused(over).retry_after_s == 50
+    clock.now += 49
+    assert store.reserve("b", minute) is not None
+    clock.now += 0.5
+    assert store.reserve("b", minute) is None
+    day = shares_of("t", LimitConfig(tokens_per_day=10), 10)
+    assert store.reserve("c", day) is None
+    store.settle("c", day, 10, 1)
+    over = store.reserve("d", day)
+    assert over is not None and over.retry_after_s == pytest.approx(86_400 - clock.now % 86_400)
+
+
+def test_requests_at_once_are_given_back_and_a_reservation_that_nobody_settles_expires() -> None:
+    store, clock = limits()
+    shares = shares_of("t", LimitConfig(concurrent=2, tokens_per_day=1000), 400)
+    assert store.reserve("a", shares) is None and store.reserve("b", shares) is None
+    over = store.reserve("c", shares)
+    assert over is not None and over.share.name == "t:concurrent" and over.retry_after_s == 1
+    store.settle("a", shares, 1, 1)
+    assert store.reserve("c", shares) is None
+    clock.now += RESERVED_S + 1
+    assert store.reserve("d", shares) is None and store.reserve("e", shares) is None
+    assert store.remaining(shares[1])[0] == 1000 - 1 - 800
+
+
+def test_the_headers_name_the_limit_of_which_the_smallest_part_is_left() -> None:
+    store, _ = limits()
+    shares = [*shares_of("key", LimitConfig(requests_per_minute=10, tokens_per_minute=1000), 50), *shares_of("tenant", LimitConfig(requests_per_day=4), 50)]
+    assert store.reserve("a", shares) is None
+    assert dict(limit_headers(store, shares)) == {
+        b"x-ratelimit-limit-requests": b"4", b"x-ratelimit-remaining-requests": b"3", b"x-ratelimit-reset-requests": b"%.0fs" % (86_400 - Clock.now % 86_400),
+        b"x-ratelimit-limit-tokens": b"1000", b"x-ratelimit-remaining-tokens": b"950", b"x-ratelimit-reset-tokens": b"60s",
+    }  # fmt: skip
+    assert limit_headers(store, []) == []
+
+
+def test_counters_of_callers_that_have_gone_are_forgotten() -> None:
+    store, clock = limits()
+    for number in range(11_000):
+        clock.now += 600
+        shares = shares_of(f"t{number}", LimitConfig(requests_per_minute=1), 1)
+        assert store.reserve("a", shares) is None
+        store.settle("a", shares, 1, 1)
+    assert len(store._counters) < 2000
+
+
+def test_usage_is_what_the_backend_says_last_and_no_text_feigns_it() -> None:
+    answer = json.dumps({"choices": [{"text": '"completion_tokens": 9999, "prompt_tokens": 9999'}], "usage": {"prompt_tokens": 7, "completion_tokens": 5}})
+    assert read_usage(answer.encode()) == (7, 5)
+    assert read_usage(json.dumps({"choices": [{"text": '"completion_tokens": 9'}]}).encode()) == (None, None)
+    assert read_usage(b'{"usage": {"input_tokens": 3, "output_tokens": 4}}') == (3, 4)
+    meter = Meter(100)
+    assert meter.tokens == 0, "nobody has answered"
+    assert meter.events(b'data: {"usage": null}\n\ndata: {}\n\n') == 2 and meter.tokens == 102
+    assert meter.events(b'data: {"usage": {"prompt_tokens": 7, "completion_tokens": 9}}\n\ndata: [DONE]\n\n') == 7 and meter.tokens == 16
+
+
+def test_keys_are_found_by_their_digest_alone() -> None:
+    key, record = new_key("t")
+    other, second = new_key("t")
+    records = {record.id: record, second.id: second}
+    assert find_key(records, key) is record and find_key(records, other) is second
+    swapped = f"tk-{record.id}-{other.split('-', 2)[2]}"
+    for wrong in ("", key[:-1], key + "x", swapped, key.upper(), "tk-", f"tk-{record.id}-", record.digest, "\udcff", key.replace("tk", "sk")):
+        assert find_key(records, wrong) is None, wrong
+    assert key.split("-", 2)[2] not in json.dumps(record.__dict__, default=str) and len(key.split("-", 2)[2]) >= 43
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main(["keys", *arguments, "--file", str(tmp_path / "keys.json")])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+def test_keys_are_created_listed_rotated_and_revoked(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    status, key, _ = command("create", "--tenant", "research", "--models", "small,large", "--expires", "30d", "--tokens-per-day", "1000")
+    key = key.strip()
+    assert status == 0 and stat.S_IMODE(file.stat().st_mode) == 0o600 and key not in file.read_text()
+    record = find_key(read_keys(file), key)
+    assert record is not None and (record.tenant, record.models, record.limits.tokens_per_day) == ("research", ("small", "large"), 1000)
+    assert record.expires - record.created == pytest.approx(30 * 86_400, abs=5)
+    _, listing, _ = command("list")
+    assert record.id in listing and "small, large, tokens per day 1000" in listing and key not in listing
+    _, fresh, _ = command("rotate", record.id)
+    rotated = find_key(read_keys(file), fresh.strip())
+    assert find_key(read_keys(file), key) is None and rotated is not None and rotated.models == record.models and rotated.expires == record.expires
+    assert command("revoke", rotated.id)[0] == 0 and read_keys(file) == {}
+    assert [each.name for each in tmp_path.iterdir() if each.suffix != ".lock"] == ["keys.json"]
+
+
+def test_commands_at_once_lose_no_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    given = [parser().parse_args(["keys", "create", "--tenant", f"t{number}", "--file", str(file)]) for number in range(12)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(keys.run, given)) == [0] * 12
+    assert sorted(record.tenant for record in read_keys(file).values()) == sorted(f"t{number}" for number in range(12))
+
+
+@pytest.mark.parametrize("arguments, says", [
+    (("create", "--tenant", ""), "--tenant is ''"),
+    (("create", "--tenant", "t", "--expires", "soon"), "--expires is 'soon'"),
+    (("create", "--tenant", "t", "--expires=-3d"), "--expires is '-3d'"),
+    (("create", "--tenant", "t", "--tokens-per-day", "0"), "'tokens_per_day' is 0"),
+    (("list",), "does not exist"),
+    (("revoke", "abc"), "does not exist"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_key_is_one_line(command: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...], says: str) -> None:
+    status, _, said = command(*arguments)
+    assert status == 2 and says in said and len(said.splitlines()) == 1, said
+
+
+def test_a_key_file_that_changes_is_read_again_and_one_that_breaks_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    key, record = new_key("t")
+    write_keys(file, {record.id: record})
+    read = KeyFile(file)
+    auth = Auth(GatewayConfig((BackendConfig("http://a:1"),), tenants={"t": TenantConfig(limits=LimitConfig(concurrent=3))}), read)
+    header = [(b"authorization", f"Bearer {key}".encode())]
+    caller = auth.caller(header, "")
+    assert caller.tenant == "t" and [share.name for share in caller.shares(1)] == ["tenant t:concurrent"]
+    file.write_text("{")
+    read.refresh()
+    assert read.problem is not None and auth.caller(header, "").tenant == "t"
+    write_keys(file, {})
+    read.refresh()
+    for headers in (header, [], [(b"authorization", b"Basic x")], [(b"authorization", b"Bearer \xff")]):
+        with pytest.raises(ApiError) as caught:
+            auth.caller(headers, "")
+        assert caught.value.status == 401
+
+
+def test_an_expired_key_and_a_model_that_a_key_does_not_allow_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    expired, first = new_key("t", expires=1.0)
+    narrow, second = new_key("t", models=("small",))
+    write_keys(file, {record.id: record for record in (first, second)})
+    auth = Auth(GatewayConfig((BackendConfig("http://a:1"),)), KeyFile(file))
+    with pytest.raises(ApiError, match=f"the key {first.id} has expired"):
+        auth.caller([(b"authorization", f"Bearer {expired}".encode())], "")
+    caller = auth.caller([(b"Authorization".lower(), f"bearer {narrow}".encode())], "")
+    caller.check_model("small")
+    for model in ("large", None):
+        with pytest.raises(ApiError) as caught:
+            caller.check_model(model)
+        assert caught.value.status == 403 and "it allows small" in caught.value.message
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"keys": [{"id": 1}]}', '{"kees": []}'])
+def test_a_broken_key_file_is_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "keys.json").write_text(content)
+    with pytest.raises(UserError) as caught:
+        read_keys(tmp_path / "keys.json")
+    assert "\n" not in str(caught.value)
