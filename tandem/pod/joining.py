@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tandem import __version__
 from tandem.pod.failures import PodLost, SidecarDied
 from tandem.pod.joined_channel import JoinedChannel
 from tandem.pod.rollout_pod import RolloutPod
@@ -55,11 +56,9 @@ class Joining:
             if "agent" not in member.facts or (member.name, member.revision) in self._over:
                 continue
             with self.changed:
-                known = self.lives.get(member.name)
-                if len(self.lives) >= self.most or (known is not None and known.revision == member.revision):
+                # A life before this one is seen to be over when it is next asked.
+                if member.name in self.lives or len(self.lives) >= self.most:
                     continue
-                if known is not None:
-                    continue  # Its life before is seen to be over when it is next asked.
                 pod = self.lives[member.name] = self._pod(store, member)
             threading.Thread(target=self._prepare, args=(pod, dict(engine)), name=f"prepare-{member.name}", daemon=True).start()
 
@@ -95,10 +94,13 @@ class Joining:
                 leave(store, member.name)
 
         channel = JoinedChannel(member.name, member.revision, [self.leadership(), member.revision], client, self.deadline_s, drop)
-        return RolloutPod(number, channel, self.workers, own_store="its own", name=member.name, revision=member.revision)
+        version = str(member.facts.get("version", "unknown"))
+        return RolloutPod(number, channel, self.workers, own_store="its own", name=member.name, revision=member.revision, version=version)
 
     def _prepare(self, pod: RolloutPod, engine: dict[str, Any]) -> None:
         try:
+            if pod.version != __version__:
+                raise RunError(f"it has Tandem {pod.version} and the run {__version__}; install the same version")
             folder = Path(engine["folder"])
             files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS)}
             pod.ask("setup", {"config": self.config, "number": pod.number, "deadline_s": self.deadline_s}, files, deadline_s=self.heartbeat_timeout_s)

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from tandem import __version__
 from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.shim import Shim
 from tandem.runtime.coordination.election import LEADER
@@ -61,7 +62,9 @@ class JoiningShim:
 
     def join(self, port: int) -> None:
         """Becomes a member that answers at ``port``. Raises ``UserError`` if there is another one of this name, or the store does not let it in."""
-        facts = {"host": self.options.host, "port": port, "pid": os.getpid(), "machine": socket.gethostname(), "agent": self.options.agent}
+        facts = {
+            "host": self.options.host, "port": port, "pid": os.getpid(), "machine": socket.gethostname(), "agent": self.options.agent, "version": __version__
+        }  # fmt: skip
         for other in members(self.store):
             if other.name == self.name and other.facts.get("agent") == self.options.agent:
                 leave(self.store, self.name)  # The life before this one, which has ended.

@@ -12,7 +12,8 @@ from tandem.types.wire import Frame
 @dataclass(frozen=True)
 class RolloutPod:
     """The rollout sidecar of pod ``number`` with ``workers`` workers. ``own_store``: the address of the pod's own store, in which its engines find the
-    weights that it receives; empty: it is the trainer's pod. ``name`` and ``revision``: of a pod that joined from elsewhere, and of its joining."""
+    weights that it receives; empty: it is the trainer's pod. ``name``: of a pod that joined from elsewhere; ``revision``: of its joining; ``version``:
+    of its Tandem."""
 
     number: int
     channel: RemoteChannel | JoinedChannel
@@ -20,6 +21,7 @@ class RolloutPod:
     own_store: str = ""
     name: str = ""
     revision: int = 0
+    version: str = ""
 
     def ask(
         self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float | None = None, on_progress: Progress | None = None

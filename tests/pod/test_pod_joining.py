@@ -16,6 +16,7 @@ import pytest
 from etcd_server import WHY_SKIPPED, EtcdServer, program
 from pod_runs import RECIPE, PodRun, difference, finish
 
+from tandem import __version__
 from tandem.config.pods import PodsConfig
 from tandem.config.recipe import load_config
 from tandem.pod.joining import Joining
@@ -171,7 +172,7 @@ class Run:
     calls: list[tuple[str, str]] = field(default_factory=list)
     servers: list[HttpServer] = field(default_factory=list)
 
-    def add(self, name: str, credential: str = CREDENTIAL, *, refuses: str = "") -> Session:
+    def add(self, name: str, credential: str = CREDENTIAL, *, refuses: str = "", version: str = __version__) -> Session:
         """Adds a pod that answers every call but ``refuses``."""
 
         def answer(call: str) -> Any:
@@ -188,7 +189,7 @@ class Run:
         server.start()
         self.servers.append(server)
         session = Session(self.store, 60)
-        join(session, name, {"host": "127.0.0.1", "port": server.port, "agent": name})
+        join(session, name, {"host": "127.0.0.1", "port": server.port, "agent": name, "version": version})
         return session
 
     def look(self) -> list[RolloutPod]:
@@ -230,12 +231,15 @@ def test_a_pod_that_joined_is_prepared_and_one_more_than_may_waits_for_its_place
 
 
 @pytest.mark.parametrize(
-    ("credential", "refuses", "reason"),
-    [("00" * 32, "", r"refused the call 'setup': 401 wrong credential"), (CREDENTIAL, "start_engine", "/dev/shm is too small")],
-    ids=["credential", "memory"],
-)
-def test_a_pod_that_cannot_be_prepared_is_said_once_and_tried_again_in_its_next_life(credential: str, refuses: str, reason: str, run: Run) -> None:
-    session = run.add("first", credential, refuses=refuses)
+    ("wrong", "reason"),
+    [
+        ({"credential": "00" * 32}, r"refused the call 'setup': 401 wrong credential"), ({"refuses": "start_engine"}, "/dev/shm is too small"),
+        ({"version": "0.0.1"}, f"it has Tandem 0.0.1 and the run {__version__}; install the same version"),
+    ],
+    ids=["credential", "memory", "version"],
+)  # fmt: skip
+def test_a_pod_that_cannot_be_prepared_is_said_once_and_tried_again_in_its_next_life(wrong: dict[str, str], reason: str, run: Run) -> None:
+    session = run.add("first", **wrong)
     assert run.look() == []
     (news,) = run.joining.told()
     assert news["refused"] == 1 and reason in news["reason"] and run.joining.lives == {}
