@@ -53,6 +53,7 @@ LOADED = ("tandem.jobs.start", "tandem.jobs.display")
 LOADED_WITH_TORCH = (
     "tandem.engine.llm", "tandem.evaluation.tasks", "tandem.evaluation.perplexity", "tandem.pod.prompts",
     "tandem.data.tokenizing.tokenize", "tandem.data.tokenizing.train_tokenizer", "tandem.model.quantization.quantize", "tandem.jobs.convert",
+    "tandem.jobs.weights_check.pair",
 )  # fmt: skip
 """What the commands import, loaded once before their processes are forked. A process with torch is forked ten times as slowly."""
 OF_DATA = ("algorithm", "data", "demonstrations", "evaluation", "model.path", "model.max", "parallel", "checkpoint")

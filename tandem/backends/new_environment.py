@@ -37,9 +37,13 @@ class NewEnvironment:
         self.say("an empty environment")
         venv.create(self.folder, with_pip=True)
 
-    def install(self, *requirements: str, dependencies: bool = True, constraints: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
-        """Installs ``requirements``, with what they depend on unless told not to. ``constraints``: versions of whatever is installed for them."""
-        arguments = ["install", *self.pip_arguments]
+    def install(
+        self, *requirements: str, options: Sequence[str] = (), dependencies: bool = True, constraints: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """Installs ``requirements``, with what they depend on unless told not to. ``options``: of pip. ``constraints``: versions of whatever is installed for
+        them."""
+        arguments = ["install", *options, *self.pip_arguments]
         if constraints:
             file = self.folder / "constraints.txt"
             file.write_text("".join(f"{line}\n" for line in constraints), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from tandem.config.deepspeed import check_deepspeed
 from tandem.types.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ def check_backends(recipe: "Recipe") -> None:
     if recipe.trainer.backend == "megatron":
         _check_megatron(recipe)
     if recipe.trainer.backend == "deepspeed":
-        _check_deepspeed(recipe)
+        check_deepspeed(recipe)
     if recipe.rollout.backend != "tandem" and recipe.rollout.verify_weights_every_steps:
         raise UserError(
             f"'rollout.verify_weights_every_steps' is {recipe.rollout.verify_weights_every_steps} with rollout.backend '{recipe.rollout.backend}', whose "
@@ -72,10 +73,6 @@ def _check_megatron(recipe: "Recipe") -> None:
 
 def _shown(value: object) -> str:
     return f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _check_deepspeed(recipe: "Recipe") -> None:
-    raise UserError("'trainer.backend' is 'deepspeed', which this version can install and not yet drive; set it to tandem")
 
 
 def _check_vllm(recipe: "Recipe") -> None:

@@ -110,7 +110,7 @@ class ParallelConfig:
 
 def check_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
     """Raises ``UserError`` for a mesh that does not work with ``trainer``."""
-    if parallel.zero and parallel.data * parallel.context == 1:
+    if parallel.zero and parallel.data * parallel.context == 1 and trainer.backend != "deepspeed":
         raise UserError(f"'parallel.zero' is {parallel.zero}, and there is one rank to shard over; raise parallel.data or set it to 0")
     if trainer.offload_parameters == "nvme" and parallel.world > 1 and parallel.zero != 3:
         raise UserError(

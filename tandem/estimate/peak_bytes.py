@@ -12,6 +12,10 @@ TRAINING_PROCESS_BYTES = 270 * 2**20
 are pages of libraries, which ranks of one machine share and which count as resident in each."""
 COMPILER_BYTES = 140 * 2**20
 """Measured: torch's compiler, which ``torch.utils.checkpoint`` imports and nothing else does."""
+DEEPSPEED_BYTES = 150 * 2**20
+"""Measured, DeepSpeed 0.19.8: what a rank has loaded with it, torch's compiler included."""
+DEEPSPEED_BUCKET = 2**24
+"""Elements of the buffer in which DeepSpeed reduces gradients (``reduce_bucket_size``), at most."""
 KEPT_SHARE = 0.1
 """Measured: the share of a rank's memory that is freed but kept by the allocator because of fragmentation."""
 BUCKETS_UNDER_WAY = 2
@@ -29,6 +33,8 @@ def peak_bytes(shapes: ModelShapes, trainer: TrainerConfig, tokens: int, paralle
 
 def process_bytes(trainer: TrainerConfig) -> int:
     """Returns the resident bytes of a rank without its weights and activations."""
+    if trainer.backend == "deepspeed":
+        return TRAINING_PROCESS_BYTES + DEEPSPEED_BYTES
     return TRAINING_PROCESS_BYTES + (COMPILER_BYTES if trainer.recompute == "full" else 0)
 
 
@@ -40,7 +46,12 @@ def staging_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Paralle
 
 def exchange_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig) -> int:
     """Returns the bytes that a data-parallel rank holds in addition to its part: gradients of layers, and of parameters outside them, that
-    are being reduced; under ZeRO 2 and 3 the gradients that a backward pass has not yet reduced; and under ZeRO 3 the gathered weights."""
+    are being reduced; under ZeRO 2 and 3 the gradients that a backward pass has not yet reduced; and under ZeRO 3 the gathered weights. With DeepSpeed its
+    buffer for reductions, and the second copy of the weights that a rank updates."""
+    if trainer.backend == "deepspeed":
+        size = trained_bytes(shapes, trainer.dtype)
+        gathered = sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] if parallel.zero == 3 else 0
+        return size // parallel.data + min(size, DEEPSPEED_BUCKET * DTYPE_BYTES[trainer.dtype]) + gathered
     if parallel.data * parallel.context == 1 or trainer.offload_parameters == "nvme":
         return 0
     outside = held_outside_layers(shapes)

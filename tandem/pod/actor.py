@@ -159,6 +159,10 @@ def build_state(settings: ReplicaSettings, rank: Rank, kernels: Kernels) -> Trai
         from tandem.backends.megatron.build import build_megatron
 
         return build_megatron(settings, rank)
+    if settings.trainer.backend == "deepspeed":
+        from tandem.backends.deepspeed.build import build_deepspeed
+
+        return build_deepspeed(settings, rank, kernels)
     return ReplicaState(build_replica(settings, rank.ranks, kernels))
 
 

@@ -63,7 +63,7 @@ def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> 
     trainer, parallel = settings.trainer, settings.parallel
     # Weights are read straight into the file or into this rank's part, because the whole model may not fit in memory.
     is_filled = trainer.offload_parameters != "nvme" and (parallel.zero < 3 or ranks.world.size == 1)
-    model, pipeline = _load(settings, ranks, kernels, is_filled)
+    model, pipeline = load_network(settings, ranks, kernels, is_filled)
     model.router_balance = make_balance(model, trainer, ranks)
     model.recompute = trainer.recompute
     replica = make_replica(model, trainer, ranks, parallel.zero, pipeline, settings.directory, is_filled=is_filled)
@@ -81,7 +81,7 @@ def build_frozen(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> F
     """Builds this rank's part of a model that is never updated."""
     is_sharded = settings.parallel.zero == 3 and ranks.world.size > 1
     settings = replace(settings, trainer=replace(settings.trainer, lora=None))
-    model, pipeline = _load(settings, ranks, kernels, is_filled=not is_sharded)
+    model, pipeline = load_network(settings, ranks, kernels, is_filled=not is_sharded)
     if not is_sharded:
         return FrozenReplica(ranks, model.requires_grad_(False), pipeline)
     shards = FrozenShards(model, ranks, is_filled=False)
@@ -101,7 +101,9 @@ def _named(start: Path) -> Iterator[None]:
         raise UserError(f"model '{start}': {error}") from None
 
 
-def _load(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_filled: bool) -> tuple[Decoder, Pipeline | None]:
+def load_network(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels, is_filled: bool) -> tuple[Decoder, Pipeline | None]:
+    """Returns this rank's part of the network in the trainer's precision, and the pipeline that it is a stage of (``None``: it is whole). ``is_filled``: with
+    its weights. Raises ``UserError`` if the folder does not hold the model."""
     parallel, stages = settings.parallel, ranks.groups["pipeline"]
     spans = spans_of(parallel, read_shapes(settings.start, "any"))
     model = unfilled_model(

@@ -204,6 +204,7 @@ def command_lines(model: str, data: str) -> dict[str, tuple[str, ...]]:
         "resume": ("resume", model),
         # The port ends it before it serves.
         "serve": ("serve", model, "--port", "-1"),
+        "weights check": ("weights", "check", "--inline", "--threads", "1", "--model", model),
     }
 
 

@@ -2,16 +2,16 @@
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tandem.backends.collective_errors import collectives_of
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.types import CollectiveError, UserError
+from tandem.types import UserError
 
 SEED = 1234
 """Of Megatron's random states, from which nothing is drawn: there is no dropout, and weights are read from a folder."""
@@ -56,13 +56,5 @@ def check_device() -> None:
         ) from None
 
 
-@contextmanager
-def named(what: str, ranks: Ranks) -> Iterator[None]:
-    """Is a context in which a collective of Megatron's that fails, because a rank is gone, raises ``CollectiveError`` like those of ``Communicator``."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        if isinstance(error, dist.DistError) or "gloo" in reason:
-            raise CollectiveError(f"rank {ranks.mesh.rank} of {ranks.mesh.shape.world} (Megatron-Core): {what} failed: {reason}") from None
-        raise
+named = partial(collectives_of, "Megatron-Core")
+"""A context for a collective of Megatron's."""

@@ -204,18 +204,23 @@ def plan(
         device = min([least_room(gpus)] + ([int(residents.device_gib * GIB)] if residents.device_gib else []))
     budget = Budget(device, available, int(residents.disk_gib * GIB) if residents.disk_gib else free_bytes(folder))
     at_once = rollout.max_staleness > 0
-    allowed = candidates(residents, on_gpu=on_gpu, sleeps=engine.tensor_parallel_size == 1, at_once=at_once)
+    is_native = trainer.backend == "tandem"
+    allowed = candidates(residents, on_gpu=on_gpu, sleeps=engine.tensor_parallel_size == 1, at_once=at_once, moves_trainer=is_native)
     chosen, why = choose(allowed, needs, budget, "rollout.max_staleness 0 with another residents.plan" if at_once else "another residents.plan")
     return PodPlan(chosen, gpus, tuple(why), chosen.prefetches(budget) if residents.prefetch else frozenset())
 
 
-def candidates(residents: ResidentsConfig, *, on_gpu: bool, sleeps: bool, at_once: bool = False) -> Iterator[Residency]:
+def candidates(
+    residents: ResidentsConfig, *, on_gpu: bool, sleeps: bool, at_once: bool = False, moves_trainer: bool = True
+) -> Iterator[Residency]:
     """Yields what the recipe allows, from the loosest to the strictest plan. ``sleeps``: the engine can free its memory without ending. ``at_once``: trainer
-    and rollout work at the same time, so that nothing moves."""
+    and rollout work at the same time, so that nothing moves. ``moves_trainer``: what the trainer holds can be moved away."""
     names: list[PlanName] = ["keep"] if at_once else list(PLANS) if residents.plan == "auto" else [residents.plan]
     to: list[Literal["memory", "disk"]] = ["memory", "disk"] if on_gpu else ["disk"]
     for name in names:
         rule = PLANS[name]
+        if rule.offloads and not moves_trainer:
+            continue
         if rule.engine == "sleeps" and not sleeps:
             if residents.plan != "auto":
                 raise RunError(
