@@ -8,6 +8,7 @@ examples:
   tandem serve runs/sort/model
   tandem serve Qwen/Qwen3-0.6B --max-model-len 4096
   tandem serve runs/sort/model --port 8001 --served-model-name sort --instances 2
+  tandem serve runs/sort --follow                 the weights of a run that is training, each version as it is published
   tandem serve models/qwen --lora-modules sql=adapters/sql --speculative-config '{"method": "ngram"}'
   tandem serve runs/sort/model --host 0.0.0.0 --api-key @key.txt --control-key @control.txt
 """
@@ -15,12 +16,16 @@ examples:
 import argparse
 import importlib.util
 import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.cli.engine_options import add_engine_options, engine_args, template_text
 from tandem.types import UserError
 from tandem.types.input_file import read_input
+
+if TYPE_CHECKING:
+    from tandem.serving.settings import FollowedRun
 
 MOST_KEY_BYTES = 2**16
 """Of a file with a key in its first line. An HTTP header is no longer."""
@@ -33,6 +38,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: 8000)")
     parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="name of the model for clients (default: MODEL)")
+    parser.add_argument("--follow", action="store_true", help="MODEL is the folder of a run in a pod: serve each version of the weights that it publishes")
+    parser.add_argument(
+        "--follow-mode", choices=("wait", "abort"), default="wait",
+        help="requests in flight when new weights come: finished on those before (wait), or answered with what they have (abort), as by /pause",
+    )  # fmt: skip
     parser.add_argument("--chat-template", metavar="FILE", help="a chat template in Jinja, or its text, instead of the tokenizer's own")
     parser.add_argument("--allowed-origins", type=_texts, default=(), metavar="JSON", help='origins of web pages that may call (CORS), for example \'["*"]\'')
     parser.add_argument("--allowed-methods", type=_texts, default=("*",), metavar="JSON", help="methods that they may use (default: all)")
@@ -71,6 +81,12 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"'tandem serve' needs {module}, which is not installed; pip install 'tandem-rl[serve]'")
     from tandem.model.model_source import hold_model
 
+    if options.follow:
+        from tandem.jobs.followed_run import followed_run
+
+        folder, follows, dtype = followed_run(Path(options.model), options.follow_mode, lambda line: print(f"tandem: {line}", file=sys.stderr, flush=True))
+        options.dtype = getattr(options, "dtype", None) or dtype
+        return _serve(options, folder, follows)
     given = engine_args(options)
     with hold_model(
         options.model, revision=given.revision, download_dir=given.download_dir, weight_cache_gib=given.weight_cache_gib, verify=given.verify
@@ -78,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         return _serve(options, held.path)
 
 
-def _serve(options: argparse.Namespace, folder: Path) -> int:
+def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | None" = None) -> int:
     from tandem.model.model_source import find_model
     from tandem.runtime.process.processes import available_cores
     from tandem.serving.server import run_server
@@ -99,7 +115,7 @@ def _serve(options: argparse.Namespace, folder: Path) -> int:
         instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances)),
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
         heartbeat_s=options.heartbeat_timeout, step_s=options.step_timeout, max_connections_per_client=options.max_connections_per_client,
-        max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib),
+        max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib), follows=follows,
     )  # fmt: skip
     return run_server(settings)
 

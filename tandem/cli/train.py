@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     short = {"coordination.store": options.coordination, "pods.count": options.pods, "rollout.backend": options.rollout, "trainer.backend": options.trainer}
     recipe = load_config(options.recipe, [*(f"--{key}={value}" for key, value in short.items() if value is not None), *options.overrides])
     if options.dry_run:
-        print(dry_run(recipe, options.recipe))
+        print(dry_run(recipe, options.recipe, options.inline))
         return 0
     with display() as callback:
         result = train(

@@ -1,4 +1,4 @@
-"""Section ``pods``: how many pods draw the samples of a run, who starts them, and when one is left out."""
+"""Section ``pods``: how many pods draw the samples of a run, and who starts them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -34,11 +34,6 @@ class PodsConfig:
     protocols: tuple[Literal["rdma", "mooncake", "tcp"], ...] = ("tcp",)
     """How the trainer's pod serves its weights. Each other pod takes the first of `rdma`, `mooncake` (Mooncake over TCP) and `tcp` that both have; the first
     two need the extra `mooncake`."""
-    deadline_factor: float = 10.0
-    """A worker that takes this many times longer to finish a group than the slowest one before counts as stuck; its pod is left out until the next
-    update of weights."""
-    min_deadline_s: float = 30.0
-    """Shortest time in seconds after which a worker counts as stuck. The longest is `machine.call_deadline_s`."""
 
     @property
     def may_join(self) -> bool:
@@ -53,9 +48,7 @@ class PodsConfig:
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
         check_at_least_one("pods", self, "count", "min_count")
-        check_seconds("pods", self, "min_deadline_s", "join_timeout_s", "heartbeat_timeout_s")
-        if not self.deadline_factor > 1:
-            raise UserError(f"'pods.deadline_factor' is {self.deadline_factor:g}; it must be more than 1, as the slowest worker is never stuck")
+        check_seconds("pods", self, "join_timeout_s", "heartbeat_timeout_s")
         if self.max_count and self.max_count < self.count:
             raise UserError(
                 f"'pods.max_count' is {self.max_count} and pods.count {self.count}, the pods that the run starts itself; raise max_count or leave it out"

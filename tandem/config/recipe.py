@@ -30,6 +30,7 @@ from tandem.config.sft import SFTConfig
 from tandem.config.task import VERIFIERS, TaskConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.unread import refuse_unread
+from tandem.config.watchdog import WatchdogConfig
 from tandem.types.errors import UserError
 
 
@@ -56,10 +57,13 @@ class Recipe:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     coordination: CoordinationConfig = field(default_factory=CoordinationConfig)
     pods: PodsConfig = field(default_factory=PodsConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.elastic": "the trainer of a pod is always restarted with all of its ranks",
         "rollout.sleep_mode": "it is residents.plan now, where 'keep' and 'terminate' are two of five plans",
+        "pods.deadline_factor": "it is watchdog.deadline_factor now, which holds for every wait",
+        "pods.min_deadline_s": "it is watchdog.min_deadline_s now, which holds for every wait",
         "trainer.sleep_offload": "it is residents.plan now: 'offload', with residents.to memory ('cpu') or disk ('nvme')",
     }
 

@@ -15,6 +15,9 @@ from rich.text import Text
 
 from tandem.runtime.callback import Callback
 
+WAIT_LINE_S = 10.0
+"""Shortest time between two lines on the same wait."""
+
 
 def duration(seconds: float) -> str:
     """Returns ``seconds`` as 41 s, 3 min 05 s or 2 h 10 min."""
@@ -45,6 +48,7 @@ class _State:
         self.accuracy: float | None = None
         self.first_row_at: float | None = None
         self.rows = 0
+        self.waiting = ""
         self.began = time.monotonic()
 
     def time_left(self) -> str:
@@ -74,6 +78,7 @@ class PlainDisplay(Callback):
         self.stream = stream or sys.stdout
         self.state = _State()
         self.last_progress = 0.0
+        self._waits_s, self._next_wait_s = 0.0, 0.0
 
     def _line(self, text: str) -> None:
         print(f"[{duration(time.monotonic() - self.state.began)}] {text}", file=self.stream, flush=True)
@@ -112,6 +117,18 @@ class PlainDisplay(Callback):
     def message(self, text: str) -> None:
         self._line(text)
 
+    def waiting(self, text: str) -> None:
+        now = time.monotonic()
+        if not self.state.waiting:
+            self._waits_s = self._next_wait_s = now
+        if text and now >= self._next_wait_s:
+            self._line(text)
+            # A wait twice as long is worth another line.
+            self._next_wait_s = now + max(WAIT_LINE_S, now - self._waits_s)
+        elif not text and self.state.waiting:
+            self._line("going on")
+        self.state.waiting = text
+
     def __enter__(self) -> Self:
         return self
 
@@ -143,7 +160,8 @@ class TerminalDisplay(Callback):
         if state.score_name:
             facts.add_row(state.score_name, shown(state.score, ".3f"), "tokens/s", shown(state.tokens_per_s, ".0f"))
         facts.add_row("elapsed", duration(time.monotonic() - state.began), "time left", state.time_left())
-        return Panel(Group(facts, self.bars), title=Text(f"tandem train  {state.run_directory}"), border_style="cyan")
+        late = [Text(f"late: {state.waiting}", style="yellow")] if state.waiting else []
+        return Panel(Group(facts, self.bars, *late), title=Text(f"tandem train  {state.run_directory}"), border_style="cyan")
 
     def started(self, run_directory: str, max_steps: int, target: float | None) -> None:
         self.state.run_directory, self.state.max_steps, self.state.target = run_directory, max_steps, target
@@ -173,6 +191,9 @@ class TerminalDisplay(Callback):
 
     def message(self, text: str) -> None:
         self.console.print(text, markup=False)
+
+    def waiting(self, text: str) -> None:
+        self.state.waiting = text
 
     def __enter__(self) -> Self:
         self.live.start()

@@ -24,6 +24,7 @@ from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.jobs.verify.resume_checks import check_recipe_text, check_records
 from tandem.jobs.verify.verify_config import MAY_CHANGE, may_change
+from tandem.pod.start import check_inline
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.records.journal import Journal
@@ -62,6 +63,7 @@ def train(
     elif isinstance(recipe, Mapping):
         recipe = recipe_of(recipe if dataset is None else with_dataset_task(recipe))
     told = Callbacks(callbacks)
+    _check_inline(recipe, inline)
     recipe = with_commits(recipe)
     inputs = python_inputs(recipe, rewards, dataset)
     with written_for_checks(inputs) as checked:
@@ -79,6 +81,14 @@ def train(
 def _check(recipe: AnyRecipe) -> list[str]:
     """Returns what the run will need, one line for each figure. Raises ``UserError`` or ``RunError`` where the run cannot work."""
     return check_data_run(recipe) if isinstance(recipe, PretrainRecipe) else check_rl_run(recipe).lines()
+
+
+def _check_inline(recipe: AnyRecipe, inline: bool) -> None:
+    """Raises ``UserError`` if a run that is to be ``inline`` needs processes."""
+    if isinstance(recipe, Recipe):
+        check_inline(recipe, inline)
+    elif inline and recipe.parallel.world > 1:
+        raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
 
 
 def resume(
@@ -99,6 +109,7 @@ def _resume(directory: Path, callback: Callbacks, inline: bool, overrides: Seque
     except UserError:
         check_recipe_text(directory)
         raise
+    _check_inline(recipe, inline)
     check_records(directory, isinstance(recipe, Recipe), callback)
     _check_may_change(overrides)
     finished = finished_result(recipe, directory)
@@ -214,8 +225,6 @@ def _run_job(
     recipe: AnyRecipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
     if isinstance(recipe, PretrainRecipe) and recipe.parallel.world > 1:
-        if inline:
-            raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
         return supervise(recipe, directory, callback, resumed, faults)
     if isinstance(recipe, PretrainRecipe):
         # It needs torch, which a pod's controller runs without.
@@ -225,8 +234,9 @@ def _run_job(
     return execute_rl(recipe, directory, inline, callback, faults, resumed)
 
 
-def dry_run(recipe: AnyRecipe, recipe_path: str | Path) -> str:
+def dry_run(recipe: AnyRecipe, recipe_path: str | Path, inline: bool = False) -> str:
     """Returns what the run will need, after every check of ``train`` that needs no work."""
+    _check_inline(recipe, inline)
     recipe = with_commits(recipe, "description")
     if isinstance(recipe, PretrainRecipe):
         lines = [*check_data_run(recipe), describe_data_time(recipe)]

@@ -1,6 +1,7 @@
 """A run of reinforcement learning in a pod, from the model it starts from to the trained one and its report."""
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 from time import sleep
 
 from tandem.config.recipe import Recipe
+from tandem.config.watchdog import WatchdogConfig
 from tandem.data.prompts import PromptSource
 from tandem.data.tools.load import tool_files
 from tandem.jobs.checks.check_rl import check_pod
@@ -51,7 +53,10 @@ from tandem.runtime.machine.gpus import check_pod_device
 from tandem.runtime.machine.numerics import numerics_record
 from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.process.faults import FaultPlan, no_fault
+from tandem.runtime.process.stacks import stacks_in
 from tandem.runtime.process.stop_signals import SignalRequests
+from tandem.runtime.process.waits import WAITS
+from tandem.runtime.process.watchdog import Watchdog
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.logs import setup
 from tandem.runtime.records.run_records import Records
@@ -72,6 +77,7 @@ def execute_rl(
         records = Records(journal, metrics, callback)
         fence = stack.enter_context(leading(recipe.coordination, directory, journal, callback.message))
         trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults, fence)
+        watchdog = stack.enter_context(_watched(recipe.watchdog, directory, callback))
         stack.callback(trainer_channel.close)
         stack.callback(rollout_channel.close)
         trainer = TrainerSidecar(trainer_channel)
@@ -129,12 +135,21 @@ def execute_rl(
         trigger = CheckpointTrigger(recipe.checkpoint, stack.enter_context(SignalRequests(callback.message, callback.wants_stop)))
         run = RLRun(
             directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=RoundPrompts(prompts, recipe, journal),
-            rewards=rewards, memory=planned.host, trigger=trigger, uploader=uploader,
+            rewards=rewards, memory=planned.host, trigger=trigger, watchdog=watchdog, uploader=uploader,
         )  # fmt: skip
         records.begin_rows()
         steps = reinforce(pod, run)
         records.sync()
         return _finish(pod, run, steps)
+
+
+@contextlib.contextmanager
+def _watched(config: WatchdogConfig, directory: Path, callback: Callback) -> Iterator[Watchdog]:
+    """Inside, the run's processes answer with their stacks, and the watchdog looks at what this process waits for."""
+    WAITS.begin("the controller", factor=config.deadline_factor, least_s=config.min_deadline_s)
+    folder, memory = directory / "pod" / "stacks", config.memory_alarm_gib * 2**30
+    with stacks_in(folder), Watchdog(directory, folder, callback.waiting, memory_alarm_bytes=memory, lag_alarm_s=config.lag_alarm_s) as watchdog:
+        yield watchdog
 
 
 def _start_model(

@@ -8,3 +8,7 @@ TRAINER_CALLS = (
 InferencePart = Literal["all", "rewards", "update"]
 """Which passes of other models an inference phase has: those that ``rewards`` need, those that the ``update`` needs, or both."""
 ROLLOUT_CALLS = ("start_engine", "update_weight", "confirm_weight", "rollout", "sleep_engine", "weight_digests", "verify_engine")
+LEARNED_CALLS = frozenset(
+    {"inference", "compare", "train", "offload", "prefetch", "onload", "convert", "register", "update_weight", "confirm_weight", "rollout", "sleep_engine"}
+)
+"""The calls of a step, whose deadline follows the times of earlier steps. What reads a model or writes a checkpoint has the longest deadline."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.pod.failures import Role, SidecarDied
+from tandem.pod.watched_call import is_of_worker, watched_call
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.processes import Threads, describe_exit, kill, memory_of, spawn, terminate
@@ -72,7 +73,8 @@ class Channel(Protocol):
 
 @dataclass
 class RemoteChannel:
-    """A shim in a process of its own. ``deadline_s`` bounds every call. ``number``: of its pod. ``join``: the address of the store in which it becomes a
+    """A shim in a process of its own. ``deadline_s`` bounds every call, and the learned deadline of a call without progress is at least
+    ``least_deadline_s``. ``number``: of its pod. ``join``: the address of the store in which it becomes a
     member of the run, on a lease of ``lease_s``; empty: it does not. ``trainer_pod``: the id of the pod that it receives weights from."""
 
     role: Role
@@ -87,6 +89,7 @@ class RemoteChannel:
     join: str = ""
     lease_s: float = 15.0
     trainer_pod: str = ""
+    least_deadline_s: float = 0.0
     shim: "subprocess.Popen[bytes] | None" = None
     client: RpcClient | None = None
     starts: int = 0
@@ -143,14 +146,15 @@ class RemoteChannel:
     ) -> Frame:
         if self.client is None:
             raise SidecarDied(self.role, "shim", f"it is not running, so it cannot be asked for '{name}'")
+        learns = deadline_s > self.deadline_s
         try:
-            return self.client.call(name, meta, blobs, deadline_s=deadline_s, on_progress=on_progress)
+            return watched_call(self.client, name, meta, blobs, on_progress, deadline_s, learns=learns, least_s=self.least_deadline_s)
         except (WorkerDied, EngineDied, DamagedOffload) as error:
             raise SidecarDied(self.role, "worker", str(error)) from None
         except (PeerDied, RpcTimeout) as error:
             if error.peer in (TRAINER_SEGMENTS, self.trainer_pod):
                 raise SidecarDied("trainer", "shim", str(error)) from None
-            part = "worker" if isinstance(error, RpcTimeout) and "killed" in str(error) else "shim"
+            part = "worker" if isinstance(error, RpcTimeout) and is_of_worker(error) else "shim"
             raise SidecarDied(self.role, part, str(error)) from None  # type: ignore[arg-type]
         except RemoteError as error:
             raise RunError(f"{error}; this is a defect, please report it with logs/{self.role}_worker.log") from None

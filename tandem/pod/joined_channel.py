@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.pod.failures import SidecarDied
+from tandem.pod.watched_call import is_of_worker, watched_call
 from tandem.runtime.rpc.calls import Blobs, CallError, Meta, Progress, RpcTimeout, WorkerDied
 from tandem.runtime.rpc.http_client import HttpClient
 from tandem.types import DamagedWeights, EngineDied, UserError
@@ -38,15 +39,14 @@ class JoinedChannel:
 
     def _ask(self, name: str, meta: Meta | None, blobs: Blobs | None, on_progress: Progress | None, deadline_s: float) -> Frame:
         try:
-            return self.client.call(
-                name, {**(meta or {}), "token": self.token}, blobs, deadline_s=deadline_s, on_progress=on_progress
-            )
+            meta = {**(meta or {}), "token": self.token}
+            return watched_call(self.client, name, meta, blobs, on_progress, deadline_s, learns=deadline_s > self.deadline_s)
         except (WorkerDied, EngineDied) as error:
             raise SidecarDied("rollout", "worker", str(error)) from None
         except DamagedWeights:
             raise
         except (CallError, UserError) as error:
-            is_worker = isinstance(error, RpcTimeout) and "killed" in str(error)
+            is_worker = isinstance(error, RpcTimeout) and is_of_worker(error)
             raise SidecarDied("rollout", "worker" if is_worker else "shim", str(error)) from None
 
     def kill(self) -> None:

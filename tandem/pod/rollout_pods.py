@@ -19,9 +19,9 @@ from tandem.pod.joined_channel import JoinedChannel
 from tandem.pod.joining import Joining
 from tandem.pod.rollout_pod import PodWorker, RolloutPod
 from tandem.pod.rollout_workers import RolloutWorkers
-from tandem.rl.rollout.answer_deadline import AnswerDeadline
 from tandem.runtime.coordination.membership import Member, leave, members
 from tandem.runtime.coordination.store import Store
+from tandem.runtime.process.learned_deadline import LearnedDeadline
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, RpcTimeout, WorkerDied
 from tandem.types import RunError
 from tandem.types.wire import Frame
@@ -44,7 +44,7 @@ class RolloutPods:
     store_address: str
     capacity: int
     deadline_s: float
-    answer_deadline: AnswerDeadline
+    answer_deadline: LearnedDeadline
     joining: Joining | None = None
     least: int = 1
     join_timeout_s: float = 600.0

@@ -15,8 +15,8 @@ from time import monotonic
 from typing import Any, Protocol
 
 from tandem.pod.failures import PodLost
-from tandem.rl.rollout.answer_deadline import AnswerDeadline
 from tandem.rl.rollout.dispatcher import Dispatcher, GroupLoad
+from tandem.runtime.process.learned_deadline import LearnedDeadline
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, RpcTimeout, WorkerDied
 from tandem.types import DamagedWeights, Prompt, RunError, Sample
 from tandem.types.wire import Buffer, Frame
@@ -46,7 +46,7 @@ class RolloutWorkers:
     capacity: int
     deadline_s: float
     leave_out: Callable[[PodLost], None] = lambda lost: None
-    answer_deadline: AnswerDeadline | None = None
+    answer_deadline: LearnedDeadline | None = None
     verify: Callable[[Sequence[int], Sequence[int | None]], object] | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     version: tuple[int, ...] = ()

@@ -29,12 +29,13 @@ from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.session import Session
 from tandem.runtime.machine.gpus import pod_device, visible_gpus
 from tandem.runtime.process.faults import FaultPlan, no_fault
+from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.worker_group import GroupSettings, WorkerGroup
 from tandem.runtime.records.logs import log_uncaught, setup
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
 from tandem.runtime.rpc.credentials import read_credential
 from tandem.runtime.rpc.rpc_server import RpcServer
-from tandem.types import WeightVersion
+from tandem.types import UserError, WeightVersion
 from tandem.weight_transfer.shared_memory import WeightBuffers
 from tandem.weight_transfer.verify import PublishedVerifier
 
@@ -224,6 +225,7 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, required=True)
     parser.add_argument("--faults", default="")
     options = parser.parse_args()
+    WAITS.begin(f"the {options.role} shim" + (f" of pod {options.pod_number}" if options.pod_number else ""))
     setup(f"{options.role}_shim", Path(options.run) / "logs")
     log_uncaught()
     shim = Shim(options)
@@ -248,4 +250,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        # A port that is taken, or a store that does not answer: what a user can mend has no traceback.
+        logger.error("%s", error)
+        sys.exit(f"tandem: {error}")

@@ -20,9 +20,9 @@ from tandem.pod.leadership import Fence
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.rollout_pods import RolloutPods
 from tandem.pod.worker import make_worker
-from tandem.rl.rollout.answer_deadline import AnswerDeadline
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.faults import FaultPlan
+from tandem.runtime.process.learned_deadline import LearnedDeadline
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.rpc.credentials import new_credential, read_credential, write_credential
 from tandem.types import UserError
@@ -43,6 +43,25 @@ def rank_threads(recipe: Recipe) -> int:
     return max(1, pod_threads(recipe) // recipe.parallel.world)
 
 
+def longest_episode_s(recipe: Recipe) -> float:
+    """Returns the seconds that an episode may last by itself, whatever was measured: an agent may wait for others. 0 without agents."""
+    return 0.0 if recipe.rollout.agent is None else recipe.rollout.agent.timeout_s + recipe.watchdog.min_deadline_s
+
+
+def check_inline(recipe: Recipe, inline: bool) -> None:
+    """Raises ``UserError`` if a run that is to be ``inline`` needs processes."""
+    if not inline:
+        return
+    for key, backend in (("trainer.backend", recipe.trainer.backend), ("rollout.backend", recipe.rollout.backend)):
+        if backend != "tandem":
+            raise UserError(f"--inline is one process and '{key}' is '{backend}', which has an environment of its own; leave --inline out")
+    if recipe.pods.are_several:
+        count = max(recipe.pods.count, recipe.pods.max_count)
+        raise UserError(f"--inline is one process and this run has {count} pods; leave --inline out or set pods.count to 1")
+    if recipe.parallel.world > 1:
+        raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
+
+
 def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPlan | None, fence: Fence = lambda: None) -> tuple[Channel, Channel]:
     """Channels to the trainer's and to the rollout's sidecar, which is that of all pods; nothing runs yet. ``directory`` has the recipe's
     ``config.yaml``. ``fence``: as of ``leading``."""
@@ -54,15 +73,8 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
     def inline_channel(role: Role) -> Channel:
         return InlineChannel(role, pod_id, lambda: make_worker(role, recipe, directory, threads))
 
+    check_inline(recipe, inline)
     if inline:
-        for key, backend in (("trainer.backend", recipe.trainer.backend), ("rollout.backend", recipe.rollout.backend)):
-            if backend != "tandem":
-                raise UserError(f"--inline is one process and '{key}' is '{backend}', which has an environment of its own; leave --inline out")
-        if recipe.pods.are_several:
-            count = max(recipe.pods.count, recipe.pods.max_count)
-            raise UserError(f"--inline is one process and this run has {count} pods; leave --inline out or set pods.count to 1")
-        if recipe.parallel.world > 1:
-            raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
         return inline_channel("trainer"), inline_channel("rollout")
     credential = read_credential(Path(recipe.pods.credential_file)) if recipe.pods.credential_file else new_credential()
     write_credential(folder / "credential", credential)
@@ -70,7 +82,7 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
     def remote_channel(role: Role, count: int = 1) -> RemoteChannel:
         return RemoteChannel(
             role, directory, pod_id, folder / "credential", credential, recipe.machine.call_deadline_s, max(1, threads // count), faults,
-            lease_s=recipe.coordination.lease_s,
+            lease_s=recipe.coordination.lease_s, least_deadline_s=longest_episode_s(recipe) if role == "rollout" else 0.0,
         )  # fmt: skip
 
     first = remote_channel("rollout", recipe.pods.count)
@@ -100,7 +112,7 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
         channel = replace(member, directory=folder, pod_id=secrets.token_hex(6), number=number, trainer_pod=first.pod_id)
         made.append(RolloutPod(number, channel, rollout.workers, store_address(own.coordination, folder)))
     deadline_s = recipe.machine.call_deadline_s
-    answer = AnswerDeadline(pods.deadline_factor, pods.min_deadline_s, deadline_s + 10)
+    answer = LearnedDeadline(recipe.watchdog.deadline_factor, max(recipe.watchdog.min_deadline_s, longest_episode_s(recipe)), deadline_s + 10)
     joining = None
     if pods.may_join:
 

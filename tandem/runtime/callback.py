@@ -15,7 +15,7 @@ class Callback:
 
         tandem.train("sort", callbacks=[Log()])
 
-    All are called in the process and the thread of ``train``, between the work of two phases; the run waits meanwhile. If a method raises, its
+    All but ``waiting`` are called in the process and the thread of ``train``, between the work of two phases; the run waits meanwhile. If a method raises, its
     callback is told nothing more, the step is completed and saved, and ``train`` raises ``RunError``: ``resume`` continues the run.
     """
 
@@ -39,6 +39,10 @@ class Callback:
 
     def message(self, text: str) -> None:
         """A line for the user, such as a recovery or the share of faults."""
+
+    def waiting(self, text: str) -> None:
+        """Something takes longer than it ever did: ``text`` says who waits for whom, since when, and why if that is known. Called about twice a second, in
+        another thread, and with an empty text when it goes on."""
 
     def wants_stop(self) -> bool:
         """Returns whether the run is to be saved and stopped. Asked between two steps; ``train`` then raises ``RunError``."""

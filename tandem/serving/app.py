@@ -20,6 +20,7 @@ from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, De
 from tandem.serving.routes import adapters, control, generate, openai, probes
 from tandem.serving.sessions import ClientLeft
 from tandem.serving.state import ServerState
+from tandem.serving.weight_versions import HEADER as WEIGHT_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def make_app(state: ServerState) -> FastAPI:
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=settings.allowed_methods, allow_headers=settings.allowed_headers,
-            allow_credentials=settings.allow_credentials, expose_headers=[WARNING],
+            allow_credentials=settings.allow_credentials, expose_headers=[WARNING, WEIGHT_VERSION],
         )  # fmt: skip
     if settings.log_requests:
         app.add_middleware(RequestLog, lines=state.lines)

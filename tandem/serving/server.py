@@ -21,6 +21,7 @@ from tandem.serving.app import make_app
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, overloaded
+from tandem.serving.follow import follow
 from tandem.serving.http_process import BACKLOG, HttpServer, max_connections, raise_file_limit, say
 from tandem.serving.limits import BEFORE_LOAD_BYTES
 from tandem.serving.log_lines import log_stats
@@ -120,7 +121,11 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
     engines = "1 engine" if settings.instances == 1 else f"{settings.instances} engines"
     names = ", ".join((*settings.names, *state.adapters.names))
     say(f"serving {names} at http://{host}:{address[1]} ({engines}, {state.max_model_len} tokens of context); Ctrl-C stops it")
+    following = None if settings.follows is None else asyncio.create_task(follow(state.pool, settings.follows, say))
     await stopping
+    if following is not None:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
     state.is_draining = True
     if state.open_requests:
         say(f"draining: {state.open_requests} requests are in flight; a second signal cuts them off")

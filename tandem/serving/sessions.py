@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -59,15 +59,15 @@ async def answers(pool: Pool, requests: Sequence[EngineRequest]) -> list[Request
         return [last[stream] for stream in streams]
 
 
-async def begin(request: Request, events: AsyncGenerator[bytes, None]) -> "EventStream":
+async def begin(request: Request, events: AsyncGenerator[bytes, None], headers: Callable[[], Mapping[str, str]]) -> "EventStream":
     """The stream of ``events``, once its first is there: what is refused is refused before the answer begins, and a client
-    that leaves meanwhile is noticed."""
+    that leaves meanwhile is noticed. ``headers``: of the answer, asked when the first is there."""
     try:
         first = await while_connected(request, _first(events))
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events)
+    return EventStream(first, events, headers())
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
@@ -99,8 +99,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._first, self._rest = first, rest
 

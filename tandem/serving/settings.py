@@ -2,9 +2,21 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tandem.config.engine import EngineArgs
 from tandem.types import UserError
+
+FollowMode = Literal["wait", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedRun:
+    """A run whose published weights are served. ``store``: the address of its coordination store. ``mode``: what becomes of requests in flight at an update, a
+    mode of ``/pause``."""
+
+    store: str
+    mode: FollowMode = "wait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,7 @@ class ServerSettings:
         request_s: how long a client may take to send a request.
         stall_s: how long a reader may take no byte of its answer.
         drain_s: how long in-flight requests may continue after SIGTERM.
+        follows: the run whose published weights are served.
     """
 
     engine: EngineArgs
@@ -58,6 +71,7 @@ class ServerSettings:
     request_s: float = 30.0
     stall_s: float = 300.0
     drain_s: float = 600.0
+    follows: FollowedRun | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
 from tandem.runtime.process.heartbeat_table import Heartbeat, HeartbeatTable
 from tandem.runtime.process.rank_settings import RankSettings
-from tandem.runtime.process.stacks import answer_with_stacks
+from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.worker import end_of_imports, serve
 from tandem.runtime.records.logs import log_uncaught, setup
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
@@ -111,7 +111,7 @@ def make_methods(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoi
 def main(settings: RankSettings, channel: int) -> None:
     setup(settings.log, Path(settings.directory) / "logs")
     log_uncaught()
-    answer_with_stacks(Path(settings.stacks))
+    WAITS.begin(settings.log)
     methods, fault_point = make_methods(settings)
     serve(methods, channel, fault_point=fault_point)
 

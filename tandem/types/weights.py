@@ -53,11 +53,13 @@ class WeightManifest:
 class WeightSource:
     """Where published weights are read, in plain values that every rank of an engine can be sent. ``store``: the address of the coordination
     store; ``threads``: how many copy, on all ranks of an engine together. ``verifies``: whether the engine copies the weights and compares their digests;
-    otherwise it takes them from the shared memory as they are, and does not say that it holds them before it is told that they were verified."""
+    otherwise it takes them from the shared memory as they are, and does not say that it holds them before it is told that they were verified.
+    ``opening``: a source with another number opens the store anew, because its file may be another one under the same name."""
 
     store: str
     threads: int = 2
     verifies: bool = True
+    opening: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,7 +271,14 @@ def file_bytes(size_bytes: int) -> int:
 
 
 def check_free(size_bytes: int, folder: Path = FOLDER) -> None:
-    """Raises ``RunError`` where ``folder`` has fewer than ``size_bytes`` free."""
+    """Raises ``RunError`` where ``folder`` cannot be written, or has fewer than ``size_bytes`` free."""
+    try:
+        os.close(os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600))
+    except OSError as error:
+        raise RunError(
+            f"shared memory in {folder} cannot be created: {error.strerror}; mount a tmpfs there that this user can write (in Kubernetes: a volume emptyDir "
+            "with medium Memory)"
+        ) from None
     free = free_bytes(folder)
     if free < size_bytes:
         raise RunError(

@@ -130,11 +130,12 @@ def test_etcd_killed_in_the_middle_of_a_run_loses_nothing(own_server: EtcdServer
         before = entry.revision if (entry := store.get("weights/current")) is not None else 0
         store.watch("weights/current", before, 120)
         own_server.kill()
-        time.sleep(3)  # Longer than the lease; etcd counts it from its start anew.
+        time.sleep(8)  # Longer than the lease, which etcd counts from its start anew, and long enough to be shown.
         own_server.start()
     done = finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
     assert difference(run, undisturbed) == [] and run.events("recovery") == []
+    assert f"waits for etcd at {own_server.url}" in done.stdout and "going on" in done.stdout
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ def test_kill_outside_a_rollout_and_no_bit_changes(fault: str, undisturbed: PodR
 def test_a_pod_that_is_stopped_is_left_out_and_its_groups_are_drawn_by_the_other(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     # Its worker waits in its third rollout until the whole pod is stopped.
-    settings = ["--pods=2", "--pods.min_deadline_s=3", "--fault", "pod1_rollout_worker:stall:rollout:3"]
+    settings = ["--pods=2", "--watchdog.min_deadline_s=3", "--fault", "pod1_rollout_worker:stall:rollout:3"]
     process = run.begin("train", str(run.recipe), f"--run.directory={run.parent}", "--run.name=run", *settings)
     marker, ends = run.directory / "pods" / "1" / "faults" / "pod1_rollout_worker-stall-rollout-3", time.monotonic() + 240
     while not marker.exists() and time.monotonic() < ends:

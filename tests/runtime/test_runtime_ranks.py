@@ -103,12 +103,12 @@ def test_rank_that_has_not_begun_is_no_hang_and_neither_is_a_slow_start() -> Non
 def test_pause_of_the_supervisor_starts_every_deadline_anew_and_is_no_gap_to_learn_from() -> None:
     watch = HangWatchdog(first_s=300.0, least_s=1.0)
     now = watched(0.5, 5, watch)
-    learned, resumed = watch.longest_s, now + 100
+    learned, resumed = watch.learned.longest_s, now + 100
     stopped = [replace(STATE, rank=rank, step=5, beat_s=now) for rank in range(2)]
     assert watch.look(stopped, resumed + 0.1, resumed) == []
     # Rank 0 continues before the supervisor notices, rank 1 never does.
     states = [replace(stopped[0], beat_s=resumed - 0.5), stopped[1]]
-    assert watch.look(states, resumed + 0.2, resumed) == [] and watch.longest_s == learned
+    assert watch.look(states, resumed + 0.2, resumed) == [] and watch.learned.longest_s == learned
     states = [replace(stopped[0], beat_s=resumed + 9), stopped[1]]
     assert watch.look(states, resumed + FACTOR * learned - 0.1, resumed) == []
     assert [state.rank for state in watch.look(states, resumed + FACTOR * learned + 0.1, resumed)] == [1]
@@ -172,11 +172,11 @@ def test_stacks_come_from_a_process_that_sleeps_and_not_from_one_that_is_stopped
     process = subprocess.Popen([sys.executable, "-c", SLEEPER, str(path)], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        (found,) = stacks_of({1: (process.pid, path)}).values()
+        (found,) = stacks_of(path, [process.pid]).values()
         assert innermost(found).startswith("wait_for_ever (<string>:")
         process.send_signal(signal.SIGSTOP)
-        assert stacks_of({1: (process.pid, path)}, wait_s=0.2) == {1: ""}
-        assert stacks_of({1: (process.pid, tmp_path / "nothing")}, wait_s=0.2) == {1: ""}
+        assert stacks_of(path, [process.pid], wait_s=0.2) == {process.pid: ""}
+        assert stacks_of(tmp_path / "nothing", [process.pid], wait_s=0.2) == {process.pid: ""}
         assert process.poll() is None
     finally:
         process.kill()

@@ -14,6 +14,7 @@ from tandem.rl.rollout.filter_groups import is_complete, trained_on
 from tandem.rl.rollout.past_lengths import PastLengths
 from tandem.rl.rollout.round_prompts import RoundPrompts
 from tandem.rl.rollout.staleness import weights_of
+from tandem.runtime.process.watchdog import Watchdog
 from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.types import Round
@@ -34,6 +35,7 @@ class RLRun(Run):
     rewards: RewardPool
     memory: PodMemory
     trigger: CheckpointTrigger
+    watchdog: Watchdog
     uploader: "Uploader | None" = None
     target_was_told: bool = False
     lengths: PastLengths = field(default_factory=PastLengths)

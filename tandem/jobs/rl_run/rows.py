@@ -37,10 +37,13 @@ def write_row(pod: Pod, run: RLRun, step: int, rounds: Sequence[Round], trained:
     for phase, measured in sorted(pod.memory.items()):
         row[f"memory/{phase}/measured"] = measured
         row[f"memory/{phase}/predicted"] = float(predicted[phase])
-    row.update(pod.device_metrics | pod.rollout_metrics | pod.moves.take())
+    row.update(pod.device_metrics | pod.rollout_metrics | pod.moves.take() | run.watchdog.take_gauges())
     row.update({f"reward_s/{label}/{name}": seconds for label, took in run.reward_times.items() for name, seconds in took._asdict().items()})
     run.reward_times.clear()
     run.records.row(row, sum(len(s.prompt_token_ids) + len(s.token_ids) for sample in samples for s in sample.sequences))
+    for alarm in run.watchdog.take_alarms():
+        run.journal.record_event("alarm", {"step": step, "reason": alarm})
+        run.records.callback.message(f"step {step}: {alarm}")
     _check_mismatch(run, step, trained)
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from tandem.config.coordination import CoordinationConfig
+from tandem.runtime.process.waits import WAITS, Wait
 from tandem.types.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -101,12 +102,12 @@ class EtcdClient:
             self._give_back(line, response)
             return reply
 
-        return self._patiently(attempt, deadline)
+        return self._patiently(method, attempt, deadline)
 
     @contextlib.contextmanager
     def stream(self, method: str, body: Mapping[str, Any], deadline: Patience, silence_s: float) -> Iterator[Iterator[dict[str, Any]]]:
         """The messages of the stream that ``method`` opens. They end with the connection, or after ``silence_s`` without one."""
-        line, response = self._patiently(lambda line: (line, self._post(line, method, body, deadline)), deadline)
+        line, response = self._patiently(method, lambda line: (line, self._post(line, method, body, deadline)), deadline)
 
         def messages() -> Iterator[dict[str, Any]]:
             if line.connection.sock is not None:
@@ -135,8 +136,12 @@ class EtcdClient:
 
     # -- one call: connections, authentication, what to do after a failure --------------------------------------------
 
-    def _patiently(self, attempt: Callable[[_Line], _T], deadline: Patience) -> _T:
-        """Returns the result of ``attempt`` at the first endpoint that gives one."""
+    def _patiently(self, method: str, attempt: Callable[[_Line], _T], deadline: Patience) -> _T:
+        """Returns the result of ``attempt`` of a call of ``method`` at the first endpoint that gives one."""
+        with WAITS.wait(f"etcd at {self.name}", method, deadline.seconds) as wait:
+            return self._repeated(attempt, deadline, wait)
+
+    def _repeated(self, attempt: Callable[[_Line], _T], deadline: Patience, wait: Wait) -> _T:
         pause_s, is_new_token = 0.0, False
         while True:
             line = self._take(deadline)
@@ -172,6 +177,7 @@ class EtcdClient:
                 self._heard()
                 return result
             self._unheard(line.place, trouble, deadline)
+            WAITS.troubled(wait, trouble)
             self._on_wait()
             time.sleep(max(0.0, min(pause_s, deadline.left_s())))
             pause_s = min(max(2 * pause_s, _PAUSE_S[0]), _PAUSE_S[1])

@@ -33,9 +33,14 @@ def main() -> None:
         os.execvp(target, [target, *arguments])
     sys.argv = [target, *arguments]
     # After the request above, which must not wait for an import.
+    from pathlib import Path
+
+    from tandem.runtime.process.stacks import STACKS_VARIABLE, answer_with_stacks
     from tandem.runtime.process.temporary import choose_temporary_folder
 
     choose_temporary_folder()
+    if STACKS_VARIABLE in os.environ:
+        answer_with_stacks(Path(os.environ[STACKS_VARIABLE]))
     if kind == "worker":
         # What its imports make lives as long as the process, and to visit it again and again takes a tenth of the start. ``serve`` turns the
         # garbage collector on.

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tandem.runtime.process.heartbeat_table import RankState
+from tandem.runtime.process.learned_deadline import LearnedDeadline
 
 FACTOR = 20.0
 """The deadline is this many times the longest gap between two signs of life."""
@@ -22,8 +23,8 @@ class HangWatchdog:
     IN_STEP = frozenset({"train", "forward", "backward", "reduce", "optimizer"})
 
     def __init__(self, first_s: float, least_s: float) -> None:
-        self.first_s, self.least_s = first_s, least_s
-        self.longest_s = 0.0
+        self.first_s = first_s
+        self.learned = LearnedDeadline(FACTOR, least_s, first_s)
         self._before: dict[int, RankState] = {}
         self._first_step: int | None = None
         self._steps = 0
@@ -33,7 +34,7 @@ class HangWatchdog:
         """Returns the seconds without a sign of life in ``phase`` after which a rank counts as hung."""
         if self._steps < STEPS or phase not in self.IN_STEP:
             return self.first_s
-        return min(self.first_s, max(self.least_s, FACTOR * self.longest_s))
+        return self.learned()
 
     def look(self, states: Sequence[RankState], now_s: float, resumed_s: float = 0.0) -> list[RankState]:
         """Returns the hung ranks: of those past their deadline, the ones that the others wait for. ``resumed_s``: when this process last
@@ -45,7 +46,7 @@ class HangWatchdog:
             is_next = before is not None and before.beat_s != state.beat_s and before.pid == state.pid
             # A gap with a pause in it says nothing about the run.
             if is_next and before is not None and before.beat_s >= resumed_s and {before.phase, state.phase} <= self.IN_STEP:
-                self.longest_s = max(self.longest_s, state.beat_s - before.beat_s)
+                self.learned.answered(state.beat_s - before.beat_s)
             self._before[state.rank] = state
         begun = [state.step for state in states if state.phase in self.IN_STEP]
         if begun:

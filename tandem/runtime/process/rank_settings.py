@@ -14,7 +14,6 @@ class RankSettings:
         shape: the mesh's shape.
         rendezvous: the file through which the ranks of this start find each other.
         heartbeats: the shared table of heartbeats.
-        stacks: the file for this rank's stacks.
         threads: threads of this process.
         device: ``cpu``, or ``cuda``, where rank r uses GPU r.
         faults, roles: a plan of faults, and the roles that this process has in it.
@@ -28,7 +27,6 @@ class RankSettings:
     shape: dict[str, int]
     rendezvous: str
     heartbeats: str
-    stacks: str
     threads: int
     device: str
     faults: str

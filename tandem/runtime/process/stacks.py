@@ -1,39 +1,66 @@
-"""The Python stacks of other processes, including those that are stuck in C."""
+"""The Python stacks of other processes, including those that are stuck in C.
 
+Every process that ``spawn`` starts answers a signal with the stacks of all its threads, in a file of the folder that ``STACKS_VARIABLE`` in its environment
+names; the processes that it starts inherit it. So one who looks for a stuck party finds all of a run, whoever started them.
+"""
+
+import contextlib
 import faulthandler
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 SIGNAL = signal.SIGUSR2
+STACKS_VARIABLE = "TANDEM_STACKS"
+"""The folder for the stacks of this process and its children."""
 
 
-def answer_with_stacks(path: Path) -> None:
-    """Makes this process append the stacks of all its threads to ``path`` when ``stacks_of`` asks for them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def answer_with_stacks(folder: Path) -> None:
+    """Makes this process append the stacks of all its threads to a file of ``folder`` when ``stacks_of`` asks for them."""
+    folder.mkdir(parents=True, exist_ok=True)
     # The file stays open: the handler writes to its descriptor.
-    faulthandler.register(SIGNAL, file=path.open("w", encoding="utf-8"), all_threads=True)
+    faulthandler.register(SIGNAL, file=_path(folder, os.getpid()).open("w", encoding="utf-8"), all_threads=True)
 
 
-def stacks_of(processes: Mapping[int, tuple[int, Path]], wait_s: float = 1.0) -> dict[int, str]:
-    """Returns the stacks of ``processes``, each a (pid, path) that called ``answer_with_stacks(path)``; empty for one that is stopped or has not
-    called it yet."""
-    before = {}
-    for name, (pid, path) in processes.items():
-        before[name] = path.stat().st_size if path.exists() else -1
-        with suppress(ProcessLookupError, PermissionError):
-            # Before the process has opened its file, the signal would kill it.
-            if before[name] >= 0:
+@contextlib.contextmanager
+def stacks_in(folder: Path) -> Iterator[None]:
+    """Inside, processes that are started answer with their stacks in ``folder``, and so does this one."""
+    before = os.environ.get(STACKS_VARIABLE)
+    os.environ[STACKS_VARIABLE] = str(folder)
+    answer_with_stacks(folder)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(SIGNAL)
+        if before is None:
+            del os.environ[STACKS_VARIABLE]
+        else:
+            os.environ[STACKS_VARIABLE] = before
+
+
+def answering(folder: Path) -> list[int]:
+    """Returns the ids of the living processes that answer in ``folder``."""
+    numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    return sorted(pid for pid in numbers if _answers(folder, pid))
+
+
+def stacks_of(folder: Path, pids: Iterable[int], wait_s: float = 1.0) -> dict[int, str]:
+    """Returns the stacks of the processes ``pids``; empty for one that is stopped, has ended or does not answer in ``folder``."""
+    before, stacks = dict[int, int](), dict.fromkeys(pids, "")
+    for pid in stacks:
+        # A process that does not have its file open would be killed by the signal: it has not called ``answer_with_stacks`` yet, or has the id of a dead one.
+        if _answers(folder, pid):
+            before[pid] = _path(folder, pid).stat().st_size
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, SIGNAL)
-    ends, stacks = time.monotonic() + wait_s, dict.fromkeys(processes, "")
-    while time.monotonic() < ends and not all(_is_whole(text) for text in stacks.values()):
+    ends = time.monotonic() + wait_s
+    while time.monotonic() < ends and not all(_is_whole(stacks[pid]) for pid in before):
         time.sleep(0.05)
-        for name, (_, path) in processes.items():
-            if before[name] >= 0:
-                stacks[name] = path.read_text(encoding="utf-8", errors="replace")[before[name] :]
+        for pid, size in before.items():
+            stacks[pid] = _path(folder, pid).read_text(encoding="utf-8", errors="replace")[size:]
     return stacks
 
 
@@ -51,6 +78,24 @@ def innermost(stack: str, frames: int = 3) -> str:
         number, _, function = rest.removeprefix("line ").partition(" in ")
         calls.append(f"{function} ({Path(path.strip(chr(34))).name}:{number})")
     return " < ".join(calls)
+
+
+def _path(folder: Path, pid: int) -> Path:
+    return folder / str(pid)
+
+
+def _answers(folder: Path, pid: int) -> bool:
+    """Returns whether the process has its file in ``folder`` open."""
+    try:
+        own = _path(folder, pid).stat()
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found = link.stat()
+                if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino):
+                    return True
+    except OSError:
+        return False
+    return False
 
 
 def _is_whole(text: str) -> bool:

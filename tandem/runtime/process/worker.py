@@ -22,7 +22,9 @@ from typing import Any
 
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPoint, no_fault
-from tandem.runtime.process.processes import Threads, describe_exit, kill, kill_group, spawn, wait
+from tandem.runtime.process.processes import Threads, describe_exit, kill, kill_group, spawn
+from tandem.runtime.process.processes import wait as wait_for_exit
+from tandem.runtime.process.waits import WAITS, StateOfPeer, Wait, unknown
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, RpcTimeout, WorkerDied, error_meta, is_result, with_fault_points
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
 from tandem.types.errors import UserError
@@ -45,6 +47,7 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         new_session: bool = False,
         python: Path | None = None,
+        state: StateOfPeer = unknown,
     ) -> None:
         """Starts ``python -m MODULE ARGUMENTS --channel FD``, a process that calls ``serve`` with that descriptor.
 
@@ -52,8 +55,9 @@ class Worker:
             name: the worker's name in error messages.
             new_session: start it in its own session, so that processes it starts are killed with it (see ``spawn``).
             python: the interpreter of another environment (see ``spawn``).
+            state: see ``StateOfPeer``.
         """
-        self.name = name
+        self.name, self.state = name, state
         self._new_session = new_session
         ours, theirs = socket.socketpair()
         with theirs:
@@ -95,11 +99,11 @@ class Worker:
             RemoteError: the method raised anything else.
         """
         deadline = Deadline(deadline_s)
-        with self._lock:
+        with self._lock, WAITS.wait(self.name, name, deadline_s, state_of_peer=self.state) as wait:
             if self._broken:
                 raise WorkerDied(self.name, name, self._broken)
             try:
-                return self._call(name, meta or {}, blobs, deadline, on_progress)
+                return self._call(name, meta or {}, blobs, deadline, on_progress, wait)
             except TimeoutError:
                 self._broken = f"{self.name} was stuck in '{name}': no result within {deadline_s:g} s; it was killed ({self._kill_stuck()})"
                 raise RpcTimeout(self.name, name, self._broken) from None
@@ -109,7 +113,7 @@ class Worker:
                 if self._stopped:
                     self._close()
 
-    def _call(self, name: str, meta: Meta, blobs: Blobs | None, deadline: Deadline, on_progress: Progress | None) -> Frame:
+    def _call(self, name: str, meta: Meta, blobs: Blobs | None, deadline: Deadline, on_progress: Progress | None, wait: Wait) -> Frame:
         self._calls += 1
         with self._whole_frames():
             self._channel.send(meta, blobs, kind="call", method=name, call=self._calls, deadline=deadline)
@@ -118,6 +122,7 @@ class Worker:
                 frame = self._channel.receive(deadline)
             if frame.call != self._calls:
                 continue  # The answer to a call that was interrupted on this side.
+            wait.heard(frame.meta, is_progress=frame.kind == "progress")
             if is_result(frame, self.name, name, on_progress):
                 return frame
 
@@ -148,7 +153,7 @@ class Worker:
     def _ended(self, deadline_s: float) -> bool:
         """Returns whether the process ends within ``deadline_s``. Does not reap it, because ``_kill`` needs its id for the process group."""
         if self._pidfd is None or self.process.returncode is not None:
-            return wait(self.process, deadline_s) is not None
+            return wait_for_exit(self.process, deadline_s) is not None
         ending = select.poll()
         ending.register(self._pidfd, select.POLLIN)
         return bool(ending.poll(max(0.0, deadline_s) * 1000))
@@ -219,10 +224,17 @@ def _answer(owner: Channel, methods: Mapping[str, Method], frame: Frame) -> None
         except OSError:
             raise _OwnerClosed from None
 
+    def tell(meta: Meta) -> None:
+        try:
+            owner.send(meta, kind="heartbeat", call=frame.call)
+        except OSError:
+            raise _OwnerClosed from None
+
     try:
         if name not in methods:
             raise LookupError(f"this worker has no call '{name}'")
-        meta, blobs = methods[name](frame.meta, frame.blobs, progress)
+        with WAITS.telling(tell):
+            meta, blobs = methods[name](frame.meta, frame.blobs, progress)
     except UserError as error:
         logger.error("'%s': %s", name, error)
         owner.send(error_meta(error), kind="error", call=frame.call)

@@ -24,7 +24,7 @@ from tandem.runtime.process.hang_watchdog import HangWatchdog
 from tandem.runtime.process.heartbeat_table import HeartbeatTable, RankState
 from tandem.runtime.process.processes import ProcessMemory, Threads, describe_exit, kill, memory_of_tree
 from tandem.runtime.process.rank_settings import RankSettings
-from tandem.runtime.process.stacks import innermost, stacks_of
+from tandem.runtime.process.stacks import STACKS_VARIABLE, innermost, stacks_of
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, RemoteError, RpcTimeout, WorkerDied
 from tandem.types import CollectiveError, RunError, UserError
@@ -94,17 +94,21 @@ class WorkerGroup:
         settings, folder = self.settings, self.settings.folder
         own = RankSettings(
             settings.target, str(settings.directory), rank, asdict(self.shape), str(folder / "rendezvous"), str(folder / "heartbeats"),
-            str(self._stacks(rank)), settings.threads, settings.device, settings.faults, settings.roles(rank), settings.log(rank), settings.hang_timeout_s,
+            settings.threads, settings.device, settings.faults, settings.roles(rank), settings.log(rank), settings.hang_timeout_s,
         )  # fmt: skip
         name = settings.name if self.shape.world == 1 else f"rank {rank} of {settings.name}"
         output = settings.directory / "logs" / f"{settings.log(rank)}.out"
         # Ranks share the machine's memory, so a rank must not hold more than it needs.
         kept = kept_heap_environment(os.environ) if self.shape.world > 1 else None
-        environment = {**(kept or {}), **settings.environment}
+        environment = {STACKS_VARIABLE: str(self._stacks), **(kept or {}), **settings.environment}
         return Worker(
             name, "tandem.trainer.rank_process", [own.to_json()], threads=Threads(settings.threads), output=output, new_session=True,
-            environment=environment, python=settings.python,
+            environment=environment, python=settings.python, state=lambda: self._state_of(rank),
         )  # fmt: skip
+
+    def _state_of(self, rank: int) -> tuple[str, float]:
+        state = self._board.states()[rank]
+        return state.describe(time.monotonic()), state.beat_s
 
     @property
     def alive(self) -> bool:
@@ -207,15 +211,18 @@ class WorkerGroup:
             kill(worker.process)
         raise RanksLost(self.settings.name, name, text, ranks, min((states[r].step for r in ranks if r < len(states)), default=0))
 
-    def _stacks(self, rank: int) -> Path:
-        return self.settings.folder / f"stacks-{rank}"
+    @property
+    def _stacks(self) -> Path:
+        """The folder for the stacks of the ranks: that of the whole run, if it has one."""
+        return Path(os.environ.get(STACKS_VARIABLE) or self.settings.folder / "stacks")
 
     def _write_stacks(self, states: Sequence[RankState]) -> None:
         """Writes the stacks of every running rank to a file, and their innermost frames to ``say``."""
         living = {rank: worker.pid for rank, worker in enumerate(self.workers) if worker.process.poll() is None}
         if not living:
             return
-        stacks = stacks_of({rank: (pid, self._stacks(rank)) for rank, pid in living.items()})
+        taken = stacks_of(self._stacks, living.values())
+        stacks = {rank: taken[pid] for rank, pid in living.items()}
         path, now = self.settings.directory / "logs" / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{living[min(living)]}.txt", time.monotonic()
         path.write_text("".join(f"{states[rank].describe(now)}\n{text}\n" for rank, text in stacks.items()), encoding="utf-8")
         for rank, text in stacks.items():

@@ -3,7 +3,7 @@
 Keys: ``step`` (int, required; the step's place, counted from 0: row 3 describes the step from 3 to 4 optimizer steps
 taken) and the field's metric names: ``reward/*``, ``accuracy``, ``actor/*``, ``response_length/*``, ``kl``,
 ``mismatch_kl``, ``rollout/staleness``, ``weight_version``, ``evaluation/*``, ``timing_s/*`` (seconds), ``perf/*`` and
-``memory/{phase}/{predicted,measured}`` (bytes), ``comm/*``. Floats are written with the fewest digits that give back the same bits;
+``memory/{phase}/{predicted,measured}`` (bytes), ``comm/*``, ``controller/*``. Floats are written with the fewest digits that give back the same bits;
 infinities and NaN as ``Infinity`` and ``NaN``, which Python's ``json`` reads.
 
 ``append`` hands a row to the operating system before it returns: a killed process loses none. ``sync`` flushes rows to the disk; it is
@@ -19,7 +19,7 @@ from typing import Any
 
 from tandem.types.errors import RunError, UserError
 
-VOLATILE = ("timing_s/", "reward_s/", "perf/", "memory/", "comm/")
+VOLATILE = ("timing_s/", "reward_s/", "perf/", "memory/", "comm/", "controller/")
 """Prefixes of the keys that differ between two runs that are otherwise bit-identical."""
 
 

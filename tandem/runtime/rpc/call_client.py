@@ -5,10 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.process.waits import Wait
 from tandem.runtime.rpc.calls import Blobs, Meta, PeerDied, Progress, RpcTimeout, is_result
 from tandem.runtime.rpc.channel import BrokenFrame
 from tandem.types.errors import RunError
 from tandem.types.wire import Frame
+
+NO_PROGRESS = "no progress"
+"""How the text of an ``RpcTimeout`` begins to say that the sidecar lives and what it does goes on no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,12 @@ class CallClient(ABC):
         *,
         deadline_s: float,
         on_progress: Progress | None = None,
+        wait: Wait | None = None,
     ) -> Frame:
-        """Returns the result of the call ``name``.
+        """Returns the result of the call ``name``. ``wait``: that of the caller for it, which learns from each frame how the sidecar is.
 
         Raises:
-            RpcTimeout: no result within ``deadline_s``, or no heartbeat within ``heartbeat_timeout_s``.
+            RpcTimeout: no result within ``deadline_s``, no heartbeat within ``heartbeat_timeout_s``, or no progress until ``wait`` is overdue.
             PeerDied: the sidecar cannot be reached, or closed the connection before it answered.
             UserError, RunError, WorkerDied: as the method raised it.
             RemoteError: the method raised anything else.
@@ -50,17 +55,23 @@ class CallClient(ABC):
             while True:
                 # Each frame has its own time limit from its start, so that a frame that trickles in does not extend it.
                 frame = receive(Deadline(self.heartbeat_timeout_s, deadline))
+                if wait is not None:
+                    wait.heard(frame.meta, is_progress=frame.kind == "progress")
                 if is_result(frame, self.peer, name, on_progress):
                     return frame
                 if frame.kind == "refused":
                     raise self.refused(name, str(frame.meta.get("message")))
-                if deadline.passed:
+                if deadline.passed or (wait is not None and wait.is_overdue):
                     raise TimeoutError
 
         try:
             return self._exchange(name, meta or {}, blobs, deadline, min(self.heartbeat_timeout_s, deadline_s), result)
         except TimeoutError:
-            limit = f"no result within {deadline_s:g} s" if deadline.passed else f"no sign of life for {self.heartbeat_timeout_s:g} s"
+            limit = f"no sign of life for {self.heartbeat_timeout_s:g} s"
+            if deadline.passed:
+                limit = f"no result within {deadline_s:g} s"
+            elif wait is not None and wait.is_overdue:
+                limit = f"{NO_PROGRESS} for {wait.silent_s:.0f} s, after {wait.limit.longest_s:.1f} s at most so far"
             raise RpcTimeout(self.peer, name, f"{self.peer} is stuck in '{name}': {limit}") from None
         except (OSError, EOFError, BrokenFrame) as error:
             raise self.died(name, error) from None

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tandem.runtime.process.waits import WAITS
 from tandem.runtime.rpc.call_server import CallServer, run_call
 from tandem.runtime.rpc.calls import Method
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
@@ -82,13 +83,12 @@ class HttpServer(CallServer):
                 put(None)
 
         threading.Thread(target=run, name=f"{self.name}-call", daemon=True).start()
-        heartbeat = encode({}, kind="heartbeat")
         while True:
             try:
                 async with asyncio.timeout(self.heartbeat_s):
                     frame = await frames.get()
             except TimeoutError:
-                frame = heartbeat
+                frame = encode(WAITS.heartbeat_meta(), kind="heartbeat")
             if frame is None:
                 return
             yield frame

@@ -12,6 +12,7 @@ import socket
 import threading
 
 from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.process.waits import WAITS
 from tandem.runtime.rpc.call_server import CallServer, run_call
 from tandem.runtime.rpc.calls import Blobs, Meta, Method
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
@@ -101,7 +102,7 @@ class RpcServer(CallServer):
 
         def beat() -> None:
             while not done.wait(self.heartbeat_s):
-                send({}, {}, "heartbeat")
+                send(WAITS.heartbeat_meta(), {}, "heartbeat")
 
         threading.Thread(target=beat, name=f"{self.name}-heartbeat", daemon=True).start()
         try:

@@ -14,10 +14,10 @@ from tandem.engine.lora.request import LoRARequest
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.model.huggingface.model_folder import read_tensors
-from tandem.runtime.rpc.calls import error_meta, message_from
+from tandem.runtime.rpc.calls import PeerDied, error_meta, message_from
 from tandem.runtime.rpc.channel import Channel
 from tandem.serving.engines.messages import Abort, EngineRequest, step_meta
-from tandem.types import RunError, UserError, WeightVersion
+from tandem.types import RunError, UserError, WeightSource, WeightVersion
 from tandem.types.wire import Frame
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class EngineLoop:
         self._calls: dict[str, Callable[..., dict[str, Any]]] = {
             "pause": self._pause, "resume": self._resume, "abort_requests": self._abort_requests, "sleep": self._sleep,
             "wake_up": self._wake_up, "reset_prefix_cache": self._reset_prefix_cache, "start_weight_update": self._start_weight_update,
-            "update_weights": self._update_weights, "finish_weight_update": self._finish_weight_update,
+            "update_weights": self._update_weights, "finish_weight_update": self._finish_weight_update, "read_published": self._read_published,
             "weight_info": self._weight_info, "weight_checker": self._weight_checker, "add_lora": self._add_lora, "remove_lora": self._remove_lora,
         }  # fmt: skip
 
@@ -228,6 +228,14 @@ class EngineLoop:
             raise RunError("no weight update was started")
         staged, self._staged = self._staged, None
         self._engine.update_weights(staged, WeightVersion(*version))
+        return self._weight_info()
+
+    def _read_published(self, version: list[int], source: dict[str, Any]) -> dict[str, Any]:
+        """Reads, verifies and takes what a run has published as ``version``, or leaves the weights as they are."""
+        try:
+            self._engine.update_weights_from(WeightSource(**source), WeightVersion(*version))
+        except PeerDied as death:
+            raise RunError(str(death)) from None
         return self._weight_info()
 
     def _weight_info(self) -> dict[str, Any]:

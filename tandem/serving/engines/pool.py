@@ -120,7 +120,9 @@ class Pool:
                 await instance.call("start_weight_update")
                 for folder in self.weights.folders:
                     await instance.call("update_weights", folder=folder)
-                await instance.call("finish_weight_update", version=list(self.weights.version))
+            if self.weights.folders or self.weights.source:
+                name, arguments = self.weights.call
+                await instance.call(name, **arguments)
             if self.is_paused:
                 await instance.call("pause", mode="recompute")
             if self.is_sleeping:
@@ -337,14 +339,18 @@ class Pool:
         await self.call("wake_up")
         self.is_sleeping = False
 
-    async def update(self, version: WeightVersion, folders: tuple[str, ...]) -> list[dict[str, Any]]:
-        """Take the staged weights everywhere. Where no engine can take them none does. One that cannot where others could, as
+    async def update(self, weights: Weights) -> list[dict[str, Any]]:
+        """Takes ``weights``, which are staged or published, everywhere. Where no engine can take them none does. One that cannot where others could, as
         after a restart in the middle of the update, is replaced by one that starts with them."""
         self._check_answering()
         async with self._control:
-            before, self.weights = self.weights, Weights(version, folders)
+            before, self.weights = self.weights, weights
             alive = [slot.instance for slot in self.slots if slot.instance is not None]
-            calls = [instance.call("finish_weight_update", version=list(version)) for instance in alive]
+            if not alive and weights.source:
+                # The next engine begins with them; those before may be gone.
+                return []
+            name, arguments = weights.call
+            calls = [instance.call(name, **arguments) for instance in alive]
             answers = await asyncio.gather(*calls, return_exceptions=True)
             taken = [answer for answer in answers if isinstance(answer, dict)]
             errors = [answer for answer in answers if isinstance(answer, BaseException)]

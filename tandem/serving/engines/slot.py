@@ -1,11 +1,12 @@
 """A place for one engine in the pool: the engine, its last stats and the requests that it computes."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from tandem.engine.metrics.stats import EngineStats
 from tandem.serving.engines.instance import Instance
 from tandem.serving.engines.stream import Stream
-from tandem.types import WeightVersion
+from tandem.types import WeightSource, WeightVersion
 
 
 @dataclass(eq=False)
@@ -44,7 +45,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of every engine: ``folders`` together hold all tensors; empty for the model's own."""
+    """The weights of every engine: ``folders`` together hold all tensors, or a run publishes them at ``source``; without either they are the model's own."""
 
     version: WeightVersion
     folders: tuple[str, ...] = ()
+    source: WeightSource | None = None
+
+    @property
+    def call(self) -> tuple[str, dict[str, Any]]:
+        """The call, with its arguments, that makes an engine take them between two steps."""
+        version = list(self.version)
+        return ("read_published", {"version": version, "source": asdict(self.source)}) if self.source else ("finish_weight_update", {"version": version})

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 
+from tandem.serving.engines.slot import Weights
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.parsed_route import ParsedRoute
 from tandem.serving.protocol import AbortRequest, InitTransfer, StartUpdate, UpdateWeights
@@ -120,7 +121,7 @@ def _weights(routes: APIRouter, state: ServerState) -> None:
         if state.update is None:
             raise invalid("no weight update was started; call /start_weight_update first")
         (version, folders), state.update = state.update, None
-        answers: list[dict[str, Any]] = await _refusing(pool.update(version, tuple(folders)))
+        answers: list[dict[str, Any]] = await _refusing(pool.update(Weights(version, tuple(folders))))
         return answers[0]
 
     @routes.get("/weight_info")

@@ -19,6 +19,7 @@ from tandem.serving.protocol import DetokenizeRequest, GenerateRequest, Generate
 from tandem.serving.routes.adapters import adapter_meta
 from tandem.serving.sessions import DONE, answers, begin, each, sse, submitted, while_connected
 from tandem.serving.state import ServerState
+from tandem.serving.weight_versions import WeightVersions
 from tandem.text.tokenizer import Tokenizer
 
 
@@ -46,20 +47,25 @@ async def generate(state: ServerState, body: GenerateRequest, request: Request) 
         stream=bool(body.stream), key=key, first_index=body.first_index or 0, priority=body.priority or 0, cache_salt=body.cache_salt or "",
         num_draft_tokens=body.num_draft_tokens, adapter=adapter_meta(adapter),
     )  # fmt: skip
+    versions = WeightVersions()
     if body.stream:
-        return await begin(request, _events(state, asked, name, usage))
+        return await begin(request, _events(state, asked, name, usage, versions), lambda: versions.header)
     (output,) = await while_connected(request, answers(state.pool, [asked]))
     usage.completion = sum(len(completion.token_ids) for completion in output.outputs)
-    return JSONResponse(_body(name, output) | {"prompt_token_ids": tokens})
+    versions.take(output, state.pool.weights.version)
+    return JSONResponse(_body(name, output, versions) | {"prompt_token_ids": tokens}, headers=versions.header)
 
 
-async def _events(state: ServerState, asked: EngineRequest, name: str, usage: Usage) -> AsyncGenerator[bytes, None]:
+async def _events(
+    state: ServerState, asked: EngineRequest, name: str, usage: Usage, versions: WeightVersions
+) -> AsyncGenerator[bytes, None]:
     is_first = True
     with submitted(state.pool, [asked]) as (streams, queue):
         try:
             async for _, output in each(queue, len(streams)):
                 usage.completion += sum(len(completion.token_ids) for completion in output.outputs)
-                yield sse(_body(name, output))
+                versions.take(output, state.pool.weights.version)
+                yield sse(_body(name, output, versions))
                 is_first = False
         except ApiError as error:
             if is_first:
@@ -68,12 +74,13 @@ async def _events(state: ServerState, asked: EngineRequest, name: str, usage: Us
     yield DONE
 
 
-def _body(name: str, output: RequestOutput) -> dict[str, Any]:
+def _body(name: str, output: RequestOutput, versions: WeightVersions) -> dict[str, Any]:
     return {
         "request_id": name,
         "finished": output.finished,
         "num_cached_tokens": output.num_cached_tokens,
         "prompt_logprobs": prompt_logprobs(output.prompt_logprobs),
+        "weight_versions": versions.body,
         "outputs": [_completion(completion) for completion in output.outputs],
     }
 

@@ -20,6 +20,7 @@ from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, Op
 from tandem.serving.routes.adapters import adapter_meta
 from tandem.serving.sessions import DONE, answers, begin, each, sse, submitted, while_connected
 from tandem.serving.state import ServerState
+from tandem.serving.weight_versions import WeightVersions
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Job:
     options: StreamOptions | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     usage: Usage = field(default_factory=Usage)
+    versions: WeightVersions = field(default_factory=WeightVersions)
     logprobs: dict[tuple[int, int], CompletionLogprobs] = field(default_factory=dict)
     opening: Callable[["Job"], dict[str, Any]] | None = None
     """The first chunk of each choice of a chat, which carries its role."""
@@ -59,7 +61,7 @@ class Job:
         return choice
 
     def body(self, choices: list[dict[str, Any]], object_name: str, usage: Usage | None) -> dict[str, Any]:
-        body = {"id": self.id, "object": object_name, "created": self.created, "model": self.model, "choices": choices}
+        body = {"id": self.id, "object": object_name, "created": self.created, "model": self.model, "choices": choices, "weight_versions": self.versions.body}
         return body | {"usage": None if usage is None else usage.body}
 
 
@@ -167,17 +169,18 @@ def _requests(
 async def _answer(state: ServerState, job: Job, request: Request, stream: bool) -> Response:
     job.usage = request.scope.get(USAGE, job.usage)
     if stream:
-        return await begin(request, _events(state, job))
+        return await begin(request, _events(state, job), lambda: job.versions.header)
     outputs = await while_connected(request, answers(state.pool, job.requests))
     choices = []
     for number, output in enumerate(outputs):
         choices += [job.choice(number, completion, output, True, False) for completion in output.outputs]
-        _count(job, number, output)
+        _count(state, job, number, output)
         job.usage.prompt += len(job.requests[number].prompt_token_ids)
-    return JSONResponse(job.body(choices, job.object, job.usage))
+    return JSONResponse(job.body(choices, job.object, job.usage), headers=job.versions.header)
 
 
-def _count(job: Job, number: int, output: RequestOutput) -> None:
+def _count(state: ServerState, job: Job, number: int, output: RequestOutput) -> None:
+    job.versions.take(output, state.pool.weights.version)
     job.usage.completion += sum(len(completion.token_ids) for completion in output.outputs)
     if output.finished:
         job.usage.cached += output.num_cached_tokens
@@ -194,7 +197,7 @@ async def _events(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
         try:
             async for stream, output in each(queue, len(streams)):
                 number = numbers[stream.request.id]
-                _count(job, number, output)
+                _count(state, job, number, output)
                 parts = []
                 if not seen and job.opening is not None:
                     parts.append(sse(job.opening(job)))
