@@ -25,6 +25,7 @@ from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.learned_deadline import LearnedDeadline
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.rpc.credentials import new_credential, read_credential, write_credential
+from tandem.runtime.rpc.listener import listen
 from tandem.types import UserError
 
 
@@ -76,6 +77,9 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
     check_inline(recipe, inline)
     if inline:
         return inline_channel("trainer"), inline_channel("rollout")
+    if recipe.pods.may_join:
+        # The trainer's shim listens there much later.
+        listen(recipe.pods.host, recipe.pods.port).close()
     credential = read_credential(Path(recipe.pods.credential_file)) if recipe.pods.credential_file else new_credential()
     write_credential(folder / "credential", credential)
 

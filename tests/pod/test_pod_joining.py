@@ -18,10 +18,11 @@ from pod_runs import RECIPE, PodRun, difference, finish
 
 from tandem import __version__
 from tandem.config.pods import PodsConfig
-from tandem.config.recipe import load_config
+from tandem.config.recipe import Recipe, load_config
 from tandem.pod.joining import Joining
 from tandem.pod.joining_shim import AGAIN, JoiningShim
 from tandem.pod.rollout_pod import RolloutPod
+from tandem.pod.start import open_channels
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.coordination.etcd import EtcdStore
 from tandem.runtime.coordination.leased_key import LeasedKey
@@ -285,6 +286,21 @@ def test_keys_of_joining_that_cannot_be_right_are_refused_in_one_line(values: di
 def test_runs_that_no_pod_can_join_are_refused_in_one_line(overrides: list[str], line: str) -> None:
     with pytest.raises(UserError, match=line):
         load_config(RECIPE, overrides)
+
+
+@pytest.mark.parametrize(
+    "wrong, line",
+    [
+        (["--pods.host=nowhere.invalid"], "host 'nowhere.invalid' is not an address of this machine"),
+        (["--pods.credential_file=missing"], "the pod's credential missing cannot be read"),
+    ],
+    ids=["host", "secret"],
+)
+def test_an_address_or_a_secret_that_is_not_there_is_refused_before_any_work(wrong: list[str], line: str, tmp_path: Path) -> None:
+    recipe = load_config(RECIPE, [*JOINS, *wrong])
+    assert isinstance(recipe, Recipe)
+    with pytest.raises(UserError, match=line):
+        open_channels(recipe, tmp_path, False, None)
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------------
