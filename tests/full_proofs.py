@@ -2,6 +2,7 @@
 
     python tests/full_proofs.py --minutes 40      as many as fit
     python tests/full_proofs.py --record          all; record the date of each that passes
+    python tests/full_proofs.py --sidecars        make the environment of a sidecar whose proofs are due first; the time for it counts
 
 The record is tests/full_proofs.csv (test, date of the last pass). A test whose last pass is more than seven days old is listed as overdue.
 """
@@ -19,6 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(__file__).with_suffix(".csv")
 NEVER = "1970-01-01"
+SIDECARS = {
+    "vllm": (
+        ("tests/backends/test_backends_vllm.py", "tests/pod/test_pod_vllm.py"),
+        ("tandem/backends/vllm", "tandem/backends/requirements.py", "tandem/pod/vllm_worker.py", "tandem/rl/rollout/vllm_groups.py"),
+    ),
+}
+"""The proofs that need the environment of a sidecar, and the code that they prove: the environment takes gigabytes and minutes, so it is made only where a
+proof is overdue or was not made since the code changed."""
 
 
 def collect() -> list[str]:
@@ -45,6 +54,27 @@ def write_record(record: dict[str, str], known: list[str]) -> None:
         writer.writerows((test, record[test]) for test in sorted(known) if test in record)
 
 
+def due_sidecars(tests: list[str], record: dict[str, str], week_ago: str) -> list[str]:
+    """Returns the sidecars of which a proof is overdue, or older than the last change of its code."""
+    due = []
+    for name, (files, code) in SIDECARS.items():
+        oldest = min((record.get(test, NEVER) for test in tests if test.partition("::")[0] in files), default=NEVER)
+        changed = subprocess.run(["git", "log", "-1", "--format=%cs", "--", *files, *code], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        if oldest < week_ago or changed > oldest:
+            due.append(name)
+    return due
+
+
+def make_sidecars(names: list[str], limit_s: float) -> None:
+    """Makes the environments of ``names``; where one cannot be made its proofs skip, and say so."""
+    for name in names:
+        print(f"making the environment of the {name} sidecar, whose proofs are due", flush=True)
+        try:
+            subprocess.run([sys.executable, "-m", "tandem", "sidecar", "install", name], cwd=ROOT, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            print(f"it was not made in {limit_s:.0f} s: the {name} sidecar is NOT tested", flush=True)
+
+
 def run(test: str, limit_s: float) -> str:
     """Runs one test. Returns ``passed``, ``failed``, ``skipped`` if none of its cases ran, or ``out of time``."""
     with tempfile.TemporaryDirectory() as folder:
@@ -64,10 +94,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time, including the test that is running")
     parser.add_argument("--record", action="store_true", help="write the date of each test that passes to full_proofs.csv")
+    parser.add_argument("--sidecars", action="store_true", help="make the environments of sidecars whose proofs are due first")
     options = parser.parse_args()
     tests, record, today = collect(), read_record(), datetime.date.today().isoformat()
     tests.sort(key=lambda test: (record.get(test, NEVER), test))
     end = time.monotonic() + options.minutes * 60
+    week_ago = (datetime.date.today() - datetime.timedelta(days=7)).isoformat()
+    if options.sidecars:
+        make_sidecars(due_sidecars(tests, record, week_ago), min(options.minutes * 60, 1800) / 2)
     outcome: dict[str, str] = {}
     for test in tests:
         left = end - time.monotonic()
@@ -78,7 +112,6 @@ def main() -> int:
             record[test] = today
             if options.record:
                 write_record(record, tests)
-    week_ago = (datetime.date.today() - datetime.timedelta(days=7)).isoformat()
     for test in tests:
         state = outcome.get(test, "NOT RUN (no time left)")
         overdue = "  OVERDUE: last passed " + record.get(test, "never") if record.get(test, NEVER) < week_ago else ""

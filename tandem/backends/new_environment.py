@@ -29,6 +29,11 @@ class NewEnvironment:
         return self.folder / "bin" / "python"
 
     @property
+    def site_packages(self) -> Path:
+        """The folder of what is installed in it."""
+        return next(self.folder.glob("lib/python3*/site-packages"))
+
+    @property
     def log(self) -> Path:
         return self.folder / "install.log"
 

@@ -1,8 +1,10 @@
-"""What a trainer or an engine of another library cannot be combined with."""
+"""What a trainer or an engine of another library cannot be combined with, and what it changes of the defaults."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.deepspeed import check_deepspeed
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,11 +17,6 @@ def check_backends(recipe: "Recipe") -> None:
         _check_megatron(recipe)
     if recipe.trainer.backend == "deepspeed":
         check_deepspeed(recipe)
-    if recipe.rollout.backend != "tandem" and recipe.rollout.verify_weights_every_steps:
-        raise UserError(
-            f"'rollout.verify_weights_every_steps' is {recipe.rollout.verify_weights_every_steps} with rollout.backend '{recipe.rollout.backend}', whose "
-            "memory only its own engine reads; leave it out"
-        )
     if recipe.rollout.backend == "vllm":
         _check_vllm(recipe)
 
@@ -76,4 +73,45 @@ def _shown(value: object) -> str:
 
 
 def _check_vllm(recipe: "Recipe") -> None:
-    raise UserError("'rollout.backend' is 'vllm', which this version can install and not yet drive; set it to tandem")
+    rollout, given = recipe.rollout, "'rollout.backend' is 'vllm'"
+    others = {
+        "rollout.multi_turn": rollout.multi_turn is not None,
+        "rollout.agent": rollout.agent is not None,
+        "rollout.budget_tokens": bool(rollout.budget_tokens),
+        "rollout.repetition_detection": rollout.repetition_detection is not None,
+        "trainer.lora": recipe.trainer.lora is not None,
+    }
+    for key, is_given in others.items():
+        if is_given:
+            raise UserError(f"{given} with '{key}', which vLLM is not driven with in this version; remove the key, or set rollout.backend to tandem")
+    if recipe.trainer.dtype == "float64":
+        raise UserError(f"{given} and 'trainer.dtype' is 'float64', which vLLM does not have; set it to float32, bfloat16 or float16")
+    if rollout.temperature != 1 or rollout.top_k or rollout.top_p < 1 or rollout.min_p:
+        raise UserError(
+            f"{given}, which reports one log-probability of a token: with rollout.temperature, top_k, top_p or min_p those of the sampling distribution and of "
+            "the model differ; set temperature to 1 and turn the others off, or set rollout.backend to tandem"
+        )
+    if recipe.residents.plan in ("sleep", "offload"):
+        raise UserError(
+            f"{given} and 'residents.plan' is '{recipe.residents.plan}', in which its engine sleeps, and vLLM frees nothing then on a CPU; set it to auto, "
+            "keep, figure or terminate"
+        )
+    refuse_unread("rollout.engine", rollout.engine, f"{given}, which has no such option", *_OF_OWN_ENGINE)
+
+
+_OF_OWN_ENGINE = (
+    "quantization", "deterministic", "batching", "cache_implementation", "kv_cache_dtype", "preemption_mode", "swap_space", "watermark",
+    "speculative_config", "async_scheduling",
+)  # fmt: skip
+
+
+def with_backend_defaults(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the sections ``data`` of a recipe with what a backend changes of the defaults, which ``config.yaml`` then has: with vLLM, whose
+    log-probabilities are not the trainer's bit for bit, importance sampling is on, and what it holds is compared after each rollout."""
+    rollout, algorithm = data.get("rollout"), data.get("algorithm", {})
+    if not isinstance(rollout, Mapping) or rollout.get("backend") != "vllm":
+        return data
+    data = {**data, "rollout": {"verify_weights_every_steps": 1, **rollout}}
+    if not isinstance(algorithm, Mapping) or algorithm.get("name") == "online_dpo":
+        return data
+    return {**data, "algorithm": {"tis_cap": 2.0, "old_logprobs": "recompute", **algorithm}}

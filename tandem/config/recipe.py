@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
-from tandem.config.backends import check_backends
+from tandem.config.backends import check_backends, with_backend_defaults
 from tandem.config.bundled import recipe_file
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.coordination import CoordinationConfig
@@ -409,4 +409,4 @@ def recipe_of(data: Mapping[str, Any]) -> AnyRecipe:
     if name not in (*IN_A_POD, *ON_DATA):
         # Its sections would be checked against the wrong class.
         raise UserError(f"'algorithm.name' is {name!r}; it must be one of {', '.join((*IN_A_POD, *ON_DATA))}")
-    return build(PretrainRecipe, data) if name in ON_DATA else build(Recipe, data)
+    return build(PretrainRecipe, data) if name in ON_DATA else build(Recipe, with_backend_defaults(data))

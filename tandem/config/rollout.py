@@ -123,6 +123,8 @@ class RolloutConfig:
         """Returns the option, as ``key is value``, that makes the engine's log-probabilities differ from the trainer's; empty if there is
         none."""
         engine = self.engine
+        if self.backend != "tandem":
+            return f"'rollout.backend' is '{self.backend}'"
         if engine.quantization is not None:
             return f"'rollout.engine.quantization' is '{engine.quantization}'"
         if not engine.deterministic and engine.tensor_parallel_size > 1:

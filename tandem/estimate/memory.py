@@ -19,6 +19,9 @@ from tandem.types.kv_cache import KVCacheDtype
 PROCESS_BYTES = 260 * 2**20
 """Resident bytes of a process that has imported torch and done nothing (measured: 230 to 270 MiB, torch 2.13 CPU)."""
 
+VLLM_PROCESS_BYTES = 1950 * 2**20
+"""Of a rollout worker on vLLM with one rank: its own process, the API server and the engine (measured: 2,050 MiB with a model of 5 MB and a cache of 90)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PodMemory:
@@ -56,6 +59,7 @@ def predict(
     kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1, engines: int = 1,
     critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
     teacher: ModelShapes | None = None, reads_base: bool = False, residency: Residency = KEEP, attended: int = 0, pods: int = 1,
+    engine_process_bytes: int = PROCESS_BYTES,
 ) -> PodMemory:
     """Returns the memory of a run on the CPUs of one machine.
 
@@ -63,11 +67,12 @@ def predict(
     ``follows`` it and is saved with it; ``critic``: and of a model of these shapes that is trained and saved with it; ``reward_model``: and of a frozen one
     of these; ``reads_base``: the actor is the reference too, without its adapter. ``attended``: as in ``saved_bytes``. ``swap_bytes``: an engine's swap
     space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache. ``engines``: rollout workers, of which each has
-    ``kv_cache_tokens``. ``residency``: what is where when. ``pods``: which of them have two weight buffers each."""
+    ``kv_cache_tokens``, and each rank ``engine_process_bytes`` besides. ``residency``: what is where when. ``pods``: which of them have two weight buffers
+    each."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
-    engine = engines * (engine_ranks * PROCESS_BYTES + 2 * weights + kv_cache_bytes + swap_bytes)
+    engine = engines * (engine_ranks * engine_process_bytes + 2 * weights + kv_cache_bytes + swap_bytes)
     # The embedding table and the norms of an engine that sleeps.
     asleep = engines * (PROCESS_BYTES + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
 

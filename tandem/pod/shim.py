@@ -114,7 +114,7 @@ class Shim:
         device, gpus = pod_device(recipe.machine), recipe.rollout.engine.tensor_parallel_size
         settings = GroupSettings(
             name=name,
-            target=f"tandem.pod.{self.role}_worker",
+            target="tandem.pod.vllm_worker" if self.role == "rollout" and recipe.rollout.backend == "vllm" else f"tandem.pod.{self.role}_worker",
             directory=self.run,
             folder=self.run / "pod" / f"{self.role}-{os.getpid()}-{self.starts}",
             threads=max(1, options.threads // (shape.world * count)),

@@ -1,5 +1,9 @@
+"""Paths of helpers, also of another room."""
+
 import sys
 from pathlib import Path
 
-for folder in (Path(__file__).parent, Path(__file__).parent / "megatron_on_cpu"):
+HERE = Path(__file__).parent
+for folder in (HERE, HERE / "megatron_on_cpu"):
     sys.path.insert(0, str(folder))
+sys.path.append(str(HERE.parent / "weight_transfer"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem.backends.environment import python_of
 from tandem.backends.megatron.model_check import check_model
+from tandem.backends.vllm.model_check import check_model as check_vllm_model
 from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
@@ -40,7 +41,7 @@ from tandem.pod.residents.plan import PodPlan, largest_micro_batch
 from tandem.rl.agents.check_agent import check_agent
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.episode_tools import EpisodeTools
-from tandem.runtime.machine.gpus import check_pod_device
+from tandem.runtime.machine.gpus import check_pod_device, pod_device
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import Prompt, UserError
 from tandem.weight_transfer.manifest import segment_bytes
@@ -88,6 +89,8 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         if recipe.model.create is None:
             _check_folder(folder, is_of_hub=hub_model(recipe.model.path or "") is not None)
         shapes, context = read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
+        if recipe.rollout.backend == "vllm":
+            check_vllm_model(shapes, pod_device(recipe.machine))
         check_placement(recipe.parallel)
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.trainer.backend == "megatron":

@@ -52,6 +52,12 @@ def replay_rl_step(
     """Replays ``parts`` of ``step`` of the run in ``directory``. ``say`` receives a line for each stage, the folder ``record`` digests of the tensors.
 
     Raises ``UserError`` where the step is not in the journal, or this machine cannot give the same bits."""
+    if "rollout" in parts and recipe.rollout.backend != "tandem":
+        reason = f"the bits of {recipe.rollout.backend} depend on what else is in a batch, so the rollout is not replayed"
+        if len(parts) == 1:
+            raise UserError(f"{reason}; its samples are in the journal, and --only rewards or --only train replays what was made of them")
+        say(reason)
+        parts = [part for part in parts if part != "rollout"]
     with ExitStack() as stack:
         stack.enter_context(RunLock(directory))
         journal = stack.enter_context(Journal(directory / "journal.sqlite", read_only=True))

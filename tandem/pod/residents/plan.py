@@ -12,7 +12,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.residents import ResidentsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.memory import PodMemory, predict, predict_beside_gpus, saved_bytes_on_disk
+from tandem.estimate.memory import PROCESS_BYTES, VLLM_PROCESS_BYTES, PodMemory, predict, predict_beside_gpus, saved_bytes_on_disk
 from tandem.estimate.pod_gpu import predict_gpu
 from tandem.estimate.training_bytes import SEQUENCE_BYTES, TOKEN_BYTES
 from tandem.layout.residents import PLANS, Phase, PlanName, Residency
@@ -184,7 +184,7 @@ def plan(
         if not on_gpu:
             host = predict(
                 shapes, trainer, parallel, tokens=tokens, attended=attended, kv_cache_tokens=cache_tokens, kv_cache_dtype=engine.kv_cache_dtype,
-                swap_bytes=swap,
+                swap_bytes=swap, engine_process_bytes=PROCESS_BYTES if rollout.backend == "tandem" else VLLM_PROCESS_BYTES,
                 engine_ranks=engine.tensor_parallel_size, engines=pods * rollout.workers, pods=pods, **models, residency=residency,
                 reads_base=algorithm.needs_reference and not reference,
             )  # fmt: skip
@@ -204,8 +204,8 @@ def plan(
         device = min([least_room(gpus)] + ([int(residents.device_gib * GIB)] if residents.device_gib else []))
     budget = Budget(device, available, int(residents.disk_gib * GIB) if residents.disk_gib else free_bytes(folder))
     at_once = rollout.max_staleness > 0
-    is_native = trainer.backend == "tandem"
-    allowed = candidates(residents, on_gpu=on_gpu, sleeps=engine.tensor_parallel_size == 1, at_once=at_once, moves_trainer=is_native)
+    sleeps = engine.tensor_parallel_size == 1 and rollout.backend == "tandem"
+    allowed = candidates(residents, on_gpu=on_gpu, sleeps=sleeps, at_once=at_once, moves_trainer=trainer.backend == "tandem")
     chosen, why = choose(allowed, needs, budget, "rollout.max_staleness 0 with another residents.plan" if at_once else "another residents.plan")
     return PodPlan(chosen, gpus, tuple(why), chosen.prefetches(budget) if residents.prefetch else frozenset())
 

@@ -1,0 +1,16 @@
+"""vLLM calls ``register`` in each of its processes (entry point group ``vllm.general_plugins``)."""
+
+import contextlib
+import os
+
+from tandem.runtime.process.child import die_with_parent
+
+
+def register() -> None:
+    """Ties the life of this process to its parent's, so that no part of an engine outlives its server, and makes the weight transfer of ``weight_engine``
+    known to vLLM."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    die_with_parent(os.getppid())
+    with contextlib.suppress(ValueError):  # It is called more than once in some processes.
+        WeightTransferEngineFactory.register_engine("tandem", "tandem.backends.vllm.weight_engine", "PublishedWeights")

@@ -1,0 +1,28 @@
+"""What ``/collective_rpc`` can ask of every worker of vLLM besides vLLM's own calls (``--worker-extension-cls``). Runs inside vLLM."""
+
+from typing import Any
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker. Names begin with ``tandem_``, since they must not be any of vLLM's."""
+
+    weight_transfer_engine: Any
+
+    def tandem_update_outcome(self) -> dict[str, Any]:
+        """Returns ``PublishedWeights.outcome``."""
+        outcome: dict[str, Any] = self.weight_transfer_engine.outcome
+        return outcome
+
+    def tandem_drop_update(self) -> None:
+        """Gives up an update that another rank could not read."""
+        self.weight_transfer_engine.drop()
+
+    def tandem_digests_after_update(self) -> dict[str, str]:
+        """Returns the digests of what this worker held after the last update, by name."""
+        digests: dict[str, str] = self.weight_transfer_engine.digests
+        return digests
+
+    def tandem_held_digests(self) -> dict[str, str]:
+        """Returns the digests of what this worker holds now, by name."""
+        digests: dict[str, str] = self.weight_transfer_engine.held_digests()
+        return digests

@@ -1,0 +1,140 @@
+"""The rollout sidecar's worker on vLLM: a light process that owns the server of vLLM and answers the pod's calls by HTTP calls of it."""
+
+import logging
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+
+from tandem.backends.vllm.arguments import environment, kv_cache_bytes, serve_arguments
+from tandem.backends.vllm.server import VllmServer
+from tandem.config.load import build, read_yaml
+from tandem.config.recipe import Recipe
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.pod.calls import ROLLOUT_CALLS
+from tandem.pod.prompts import context_tokens
+from tandem.pod.residents.plan import kv_cache_tokens
+from tandem.rl.rollout.vllm_groups import VllmGroups
+from tandem.runtime.coordination.open import store_address
+from tandem.runtime.machine.gpus import pod_device
+from tandem.runtime.process.faults import FaultPoint
+from tandem.runtime.process.rank_settings import RankSettings
+from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.text.tokenizer import Tokenizer
+from tandem.trainer.rank_process import start
+from tandem.types import RunError, WeightVersion
+from tandem.types.wire_records import decode_prompts, encode_samples, samples_to_text
+
+logger = logging.getLogger(__name__)
+CALLS = ROLLOUT_CALLS
+
+
+class VllmWorker:
+    """The state of the worker between calls. ``folder``: for the server's socket and temporary files; ``log``: its output. ``threads``: that vLLM computes
+    with."""
+
+    def __init__(self, recipe: Recipe, directory: Path, folder: Path, log: Path, threads: int) -> None:
+        self.recipe, self.directory, self.folder, self.log, self.threads = recipe, directory, folder, log, threads
+        self.server: VllmServer | None = None
+        self.groups: VllmGroups | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.max_model_len = self.kv_cache_bytes = 0
+
+    def methods(self) -> dict[str, Method]:
+        """Every call by its name."""
+        return {name: getattr(self, name) for name in CALLS}
+
+    def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Starts a server with dummy weights for the model in ``folder``, in place of the one that runs; with ``reads_weights`` it holds those of the folder.
+        Raises ``RunError`` if vLLM does not take the model."""
+        self._end()
+        folder, recipe, device = Path(meta["folder"]), self.recipe, pod_device(self.recipe.machine)
+        shapes, engine = read_shapes(folder), recipe.rollout.engine
+        self.max_model_len = context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
+        self.tokenizer = Tokenizer.from_folder(folder)
+        tokens = kv_cache_tokens(recipe.rollout, recipe.algorithm, self.max_model_len)
+        self.kv_cache_bytes = kv_cache_bytes(shapes, recipe.trainer.dtype, tokens, engine.max_num_seqs, device)
+        arguments = serve_arguments(
+            engine, dtype=recipe.trainer.dtype, seed=recipe.run.seed, max_model_len=self.max_model_len, cache_bytes=self.kv_cache_bytes, device=device,
+            reads_weights=bool(meta.get("reads_weights")),
+        )  # fmt: skip
+        self.server = VllmServer(
+            folder, arguments, self.folder, self.log, store_address(recipe.coordination, self.directory), self.threads,
+            environment(device, engine.tensor_parallel_size),
+        )  # fmt: skip
+        weakref.finalize(self, self.server.close)
+        self.server.start()
+        return {"kv_cache_bytes": self.kv_cache_bytes, "base_bytes": 0}, {}
+
+    def _end(self) -> None:
+        self.groups = None
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
+    def sleep_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """vLLM frees nothing on a CPU when it is told to sleep, so no plan of residents lets it sleep."""
+        raise RunError("vLLM was told to sleep, which frees nothing; this is a fault of the pod's plan")
+
+    def weight_digests(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """The reply has the ``digests`` of what vLLM computes with now: for each worker, here one, and each of its ranks, by name."""
+        return {"digests": [self._running().held_digests()]}, {}
+
+    def verify_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Raises ``EngineDied`` if what vLLM computes with is not what it was after the update."""
+        self._running().check_held()
+        return {}, {}
+
+    def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Lets vLLM copy out, verify and apply the published ``version``; nothing is applied unless every rank has verified every tensor."""
+        server, version, began = self._running(), WeightVersion(*meta["version"]), perf_counter()
+        rereads, revision = tuple[str, ...](), None
+        if server.version != version:
+            self._drop_groups()
+            updated = server.update(version)
+            rereads, revision = updated.rereads, updated.revision
+            logger.info("weights %s in %.3f s", tuple(version), perf_counter() - began)
+        return {
+            "version": list(version), "rereads": list(rereads), "base_bytes": 0, "kv_cache_bytes": self.kv_cache_bytes, "seconds": 0.0, "revision": revision,
+        }, {}  # fmt: skip
+
+    def confirm_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """The shim has verified the weights in shared memory once more; each rank had verified its own copy before it applied them."""
+        version = self._running().version
+        assert version is not None
+        return {"version": list(version)}, {}
+
+    def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Draws samples of the prompts, as ``RolloutWorker.rollout``."""
+        server, step, weights = self._running(), int(meta["step"]), int(meta["weights"])
+        if server.version is None or server.version.step != weights:
+            held = "dummy weights" if server.version is None else f"the weights of step {server.version.step}"
+            raise RunError(f"vLLM holds {held} and was asked for samples of those of step {weights}")
+        assert self.tokenizer is not None
+        if self.groups is None or not meta.get("adds"):
+            self._drop_groups()
+            most = self.recipe.rollout.engine.max_num_seqs
+            self.groups = VllmGroups(server.client, self.tokenizer, server.version, max_model_len=self.max_model_len, most=most)
+        self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"])
+        on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
+        samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)
+        return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples)), "drafts": [0, 0, 0]}, {"samples": encode_samples(samples)}
+
+    def _drop_groups(self) -> None:
+        if self.groups is not None:
+            self.groups.drop()
+            self.groups = None
+
+    def _running(self) -> VllmServer:
+        if self.server is None:
+            raise RunError("the rollout's worker has no server of vLLM yet; this is a fault of the pod's order of calls")
+        return self.server
+
+
+def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
+    """The calls of the process of ``settings``, which is alone; vLLM starts its own ranks."""
+    recipe = build(Recipe, read_yaml(Path(settings.directory) / "config.yaml"))
+    rank = start(settings)
+    log = rank.directory / "logs" / f"{settings.log.replace('rollout_worker', 'vllm')}.log"
+    worker = VllmWorker(recipe, rank.directory, Path(settings.heartbeats).parent / "vllm", log, settings.threads)
+    return worker.methods(), rank.fault_point

@@ -1,0 +1,256 @@
+"""Real vLLM, driven as a pod drives it: its tokens and log-probabilities against transformers, its weights bit for bit, its death."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from real_vllm import GREEDY, SAMPLED, Engine, alive, descendants, engine_core, flip_in_memory, needs_vllm, perturbed, prompts, running
+from torch import Tensor
+
+from tandem.config.model import NewModelConfig
+from tandem.model.create_model import create_model
+from tandem.model.huggingface.model_folder import read_tensors
+from tandem.types import DamagedWeights, EngineDied, Prompt, RunError, Sample, WeightVersion
+from tandem.weight_transfer.publication import current
+from tandem.weight_transfer.shared_memory import Segment
+
+pytestmark = [pytest.mark.full, needs_vllm]
+CONFIG = NewModelConfig(hidden_size=96, num_hidden_layers=2, intermediate_size=192, head_dim=32, num_attention_heads=4, initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tied"
+    create_model(CONFIG, 0, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with running(model, tmp_path_factory.mktemp("vllm")) as started:
+        yield started
+
+
+def brought(engine: Engine, model: Path, step: int, seed: int) -> dict[str, Tensor]:
+    """Publishes weights and brings them to vLLM."""
+    tensors = perturbed(dict(read_tensors(model)), seed)
+    engine.publish(tensors, WeightVersion(1, step))
+    assert engine.server.update(WeightVersion(1, step)).rereads == ()
+    return tensors
+
+
+def reference_logprobs(model: Path, tensors: dict[str, Tensor], samples: list[Sample]) -> list[Tensor]:
+    """The log-probabilities [tokens, vocabulary] of transformers in float64 at the places of the completions' tokens."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    missing, unexpected = reference.load_state_dict({name: tensor.double() for name, tensor in tensors.items()}, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    found = []
+    with torch.no_grad():
+        for sample in samples:
+            ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids]])
+            logits = reference(ids).logits[0, len(sample.prompt_token_ids) - 1 : -1]
+            found.append(logits.log_softmax(-1))
+    return found
+
+
+def digest_of(tensor: Tensor) -> str:
+    plain = (tensor + 0.0).contiguous()
+    return xxhash.xxh3_128_hexdigest((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+
+
+def test_tokens_and_logprobs_are_those_of_transformers_after_each_update(engine: Engine, model: Path) -> None:
+    asked = prompts(12, 99)
+    for step in (0, 1):
+        tensors = brought(engine, model, step, seed=step)
+        samples = engine.draw(asked, GREEDY) + engine.draw(asked, SAMPLED)
+        assert len(samples) == 12 + 48
+        for sample, logprobs in zip(samples, reference_logprobs(model, tensors, samples), strict=True):
+            chosen = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            assert (torch.tensor(sample.logprobs, dtype=torch.float64) - chosen).abs().max() < 1e-4
+            assert sample.weight_versions == (WeightVersion(1, step),) * len(sample.token_ids)
+            assert sample.text == engine.tokenizer.decode(sample.token_ids)
+        for sample, logprobs in zip(samples[:12], reference_logprobs(model, tensors, samples[:12]), strict=True):
+            assert (logprobs.max(1).values - logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]).max() < 1e-5
+
+
+def test_first_tokens_have_the_distribution_of_the_model_and_seeds_decide_them(engine: Engine, model: Path) -> None:
+    tensors = brought(engine, model, 10, seed=10)
+    prompt, settings = prompts(1, 99), {**SAMPLED, "n": 1000, "max_tokens": 1}
+    samples = engine.draw(prompt, settings)
+    (logprobs,) = reference_logprobs(model, tensors, samples[:1])
+    expected = logprobs[0].exp() * len(samples)
+    counts = Counter(sample.token_ids[0] for sample in samples)
+    found = torch.tensor([counts[token] for token in range(len(expected))], dtype=torch.float64)
+    likely = expected >= 5
+    bins = torch.cat([expected[likely], expected[~likely].sum()[None]]), torch.cat([found[likely], found[~likely].sum()[None]])
+    chi_square = ((bins[1] - bins[0]) ** 2 / bins[0]).sum().item()
+    degrees = len(bins[0]) - 1
+    # Wilson and Hilferty's normal approximation of chi-square; 4.0 standard deviations. Seeds are fixed, so this passes always or never.
+    assert ((chi_square / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / (2 / (9 * degrees)) ** 0.5 < 4.0
+    few = {**SAMPLED, "n": 16}
+    first, again, other = engine.draw(prompt, few), engine.draw(prompt, few), engine.draw(prompt, {**few, "seed": 1})
+    assert [sample.token_ids for sample in first] == [sample.token_ids for sample in again] != [sample.token_ids for sample in other]
+    assert [sample.index for sample in first] == list(range(16)) and len({sample.token_ids for sample in first}) > 8
+
+
+def test_samples_end_at_the_end_token_a_stop_text_and_the_limit(engine: Engine, model: Path) -> None:
+    brought(engine, model, 20, seed=20)
+    asked = prompts(8, 99, seed=5)
+    samples = engine.draw(asked, {**SAMPLED, "n": 16, "max_tokens": 30})
+    (end,) = engine.tokenizer.eos_token_ids
+    ended = [sample for sample in samples if sample.finish_reason == "stop"]
+    assert ended and all(sample.token_ids[-1] == end and end not in sample.token_ids[:-1] for sample in ended)
+    assert all(len(sample.token_ids) == 30 and end not in sample.token_ids for sample in samples if sample.finish_reason == "length")
+    # The same seeds with a stop text: each sample is cut where its own text had it first.
+    stop = max("abcdefghij", key=lambda letter: sum(letter in sample.text for sample in samples))
+    for sample, cut in zip(samples, engine.draw(asked, {**SAMPLED, "n": 16, "max_tokens": 30, "stop": [stop]}), strict=True):
+        assert cut.text == sample.text.partition(stop)[0]
+        assert (cut.finish_reason == "stop") == (stop in sample.text or sample.finish_reason == "stop")
+    long = Prompt("long", "", tuple(range(3, 63)))
+    assert [len(sample.token_ids) for sample in engine.draw([long], {**GREEDY, "max_tokens": 30})] in ([4], [3], [2], [1])
+
+
+def test_what_vllm_computes_with_is_what_was_published_bit_for_bit(engine: Engine, model: Path) -> None:
+    tensors = brought(engine, model, 30, seed=30)
+    (held,) = engine.server.held_digests()
+    padded = torch.zeros(128, tensors["model.embed_tokens.weight"].shape[1])
+    padded[:99] = tensors["model.embed_tokens.weight"]
+    expected = {name: digest_of(tensor) for name, tensor in tensors.items()}
+    expected |= {"model.embed_tokens.weight": digest_of(padded), "lm_head.weight (packed)": digest_of(padded)}
+    assert {name: digest for name, digest in held.items() if name.rpartition(".")[2] in ("weight", "weight (packed)")} == expected
+    engine.server.check_held()
+
+
+def test_a_bit_flipped_in_shared_memory_is_named_and_nothing_of_the_update_is_applied(engine: Engine, model: Path) -> None:
+    brought(engine, model, 40, seed=40)
+    before, asked = engine.server.held_digests(), prompts(4, 99)
+    drawn = engine.draw(asked, GREEDY)
+    engine.publish(perturbed(dict(read_tensors(model)), 41), WeightVersion(1, 41))
+    published = current(engine.writer.store)
+    assert published is not None
+    tensor = published[0].tensors[5]
+    with Segment.open(tensor.segment, writable=True) as segment:
+        segment.memory[tensor.offset_bytes + 7] ^= 4
+    with pytest.raises(DamagedWeights, match=tensor.name):
+        engine.server.update(WeightVersion(1, 41))
+    assert engine.server.version == WeightVersion(1, 40) and engine.server.held_digests() == before
+    assert [sample.token_ids for sample in engine.draw(asked, GREEDY)] == [sample.token_ids for sample in drawn]
+    with Segment.open(tensor.segment, writable=True) as segment:
+        segment.memory[tensor.offset_bytes + 7] ^= 4
+    assert engine.server.update(WeightVersion(1, 41)).rereads == ()
+    with pytest.raises(RunError, match=r"step 99 .* requested, but of step 41"):
+        engine.server.update(WeightVersion(1, 99))
+
+
+def test_a_bit_flipped_in_vllms_memory_is_named_and_the_next_update_repairs_it(engine: Engine, model: Path) -> None:
+    cases = {
+        "model.layers.1.input_layernorm.weight": lambda tensor: tensor[:8],
+        "model.embed_tokens.weight": lambda tensor: tensor[7, :8],
+        # Packed: neighbours are the outputs of the same input, which no other copy has.
+        "model.layers.0.self_attn.q_proj.weight": lambda tensor: tensor[:8, 3],
+        "model.layers.1.mlp.up_proj.weight": lambda tensor: tensor[:8, 5],
+        "model.layers.1.mlp.down_proj.weight": lambda tensor: tensor[:8, 5],
+        "lm_head.weight (packed)": lambda tensor: tensor[:8, 4],
+    }
+    for step, (name, part) in enumerate(cases.items(), 50):
+        tensors = brought(engine, model, step, seed=step)
+        tensor = tensors[name] if name in tensors else tensors["model.embed_tokens.weight"]
+        assert flip_in_memory([engine_core(engine)], part(tensor).tolist()) > 0, f"{name}: not found in vLLM's memory"
+        with pytest.raises(EngineDied) as raised:
+            engine.server.check_held()
+        assert f"'{name}'" in str(raised.value)
+    brought(engine, model, 60, seed=60)
+    engine.server.check_held()
+
+
+def test_an_untied_model_in_16_bits_is_held_bit_for_bit(tmp_path: Path) -> None:
+    folder = tmp_path / "untied"
+    create_model(NewModelConfig(architecture="llama", hidden_size=64, num_hidden_layers=2, intermediate_size=128, tie_word_embeddings=False), 1, folder)
+    tensors = {name: tensor.bfloat16() for name, tensor in perturbed(dict(read_tensors(folder)), 1, 0.1).items()}
+    with running(folder, tmp_path / "vllm", dtype="bfloat16") as engine:
+        engine.publish(tensors, WeightVersion(2, 7))
+        engine.server.update(WeightVersion(2, 7))
+        (held,) = engine.server.held_digests()
+        for name in ("model.layers.1.mlp.gate_proj.weight", "model.layers.0.self_attn.v_proj.weight", "model.norm.weight"):
+            assert held[name] == digest_of(tensors[name])
+        assert held["lm_head.weight"] == held["lm_head.weight (packed)"] != held["model.embed_tokens.weight"]
+        samples = engine.draw(prompts(4, 99), SAMPLED)
+        for sample, logprobs in zip(samples, reference_logprobs(folder, tensors, samples), strict=True):
+            chosen = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            assert (torch.tensor(sample.logprobs, dtype=torch.float64) - chosen).abs().max() < 0.1
+
+
+def test_two_tensor_parallel_ranks_hold_their_shards_and_compute_the_same(model: Path, tmp_path: Path) -> None:
+    tensors = perturbed(dict(read_tensors(model)), 3)
+    with running(model, tmp_path / "vllm", tensor_parallel_size=2) as engine:
+        engine.publish(tensors, WeightVersion(1, 0))
+        engine.server.update(WeightVersion(1, 0))
+        for rank, held in enumerate(engine.server.held_digests()):
+            shard = lambda name, dim, rank=rank: digest_of(tensors[name].chunk(2, dim)[rank])
+            padded = torch.cat([tensors["model.embed_tokens.weight"], torch.zeros(29, 96)]).chunk(2)[rank]
+            names = {"self_attn.q_proj": 0, "self_attn.v_proj": 0, "self_attn.o_proj": 1, "mlp.up_proj": 0, "mlp.down_proj": 1}
+            expected = {f"model.layers.1.{name}.weight": shard(f"model.layers.1.{name}.weight", dim) for name, dim in names.items()}
+            expected |= {"model.embed_tokens.weight": digest_of(padded), "lm_head.weight (packed)": digest_of(padded)}
+            assert {name: held[name] for name in expected} == expected
+        samples = engine.draw(prompts(6, 99), SAMPLED)
+        for sample, logprobs in zip(samples, reference_logprobs(model, tensors, samples), strict=True):
+            chosen = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            assert (torch.tensor(sample.logprobs, dtype=torch.float64) - chosen).abs().max() < 1e-4
+        workers = [pid for pid, line in engine.processes().items() if "Worker" in line]
+        assert flip_in_memory(workers[-1:], tensors["model.layers.0.self_attn.q_proj.weight"][64:72, 3].tolist()) > 0
+        with pytest.raises(EngineDied, match=r"'model.layers.0.self_attn.q_proj.weight' on rank 1 has changed"):
+            engine.server.check_held()
+
+
+def test_the_death_of_any_process_of_vllm_is_seen_and_leaves_none_behind(model: Path, tmp_path: Path) -> None:
+    for number, victim in enumerate(("EngineCore", "serve")):
+        with running(model, tmp_path / str(number)) as engine:
+            processes = engine.processes()
+            engine.publish(dict(read_tensors(model)), WeightVersion(1, 0))
+            engine.server.update(WeightVersion(1, 0))
+            os.kill(next(pid for pid, line in processes.items() if victim in line), signal.SIGKILL)
+            with pytest.raises(EngineDied):
+                engine.draw(prompts(2, 99), GREEDY)
+        assert gone(list(processes)) == []
+
+
+def test_vllm_ends_with_the_process_that_started_it(model: Path, tmp_path: Path) -> None:
+    code = (
+        f"import sys, time; sys.path += {sys.path!r}\nfrom pathlib import Path\nfrom real_vllm import running\n"
+        f"with running(Path({str(model)!r}), Path({str(tmp_path)!r})):\n    print('up', flush=True); time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
+        processes = descendants(owner.pid)
+        assert sum("vllm" in line.lower() for line in processes.values()) >= 2
+        owner.kill()
+    assert gone(list(processes)) == []
+
+
+def test_a_model_that_vllm_does_not_take_is_one_line(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes().replace(b"Qwen3ForCausalLM", b"NoSuchModelForLM").replace(b'"qwen3"', b'"nosuchm"'))
+    with pytest.raises(RunError) as raised, running(folder, tmp_path / "vllm"):
+        pass
+    assert str(raised.value).startswith("vLLM did not start (exit status 1): ") and "\n" not in str(raised.value) and "nosuchm" in str(raised.value).lower()
+
+
+def gone(pids: list[int], patience_s: float = 30.0) -> list[int]:
+    """Returns those of ``pids`` that still run when the kernel had time to deliver its signals."""
+    ends = time.monotonic() + patience_s
+    while (left := alive(pids)) and time.monotonic() < ends:
+        time.sleep(0.1)
+    return left

@@ -1,0 +1,227 @@
+"""What drives vLLM, without vLLM: weights read back from packed layers, shards, requests and answers, the socket, and what a recipe may say."""
+
+import contextlib
+import http.server
+import json
+import socketserver
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tandem.backends.vllm.held_weights import PROBE_ROWS, digest, held_weights, shard_of
+from tandem.backends.vllm.http_client import VllmClient
+from tandem.config.load import to_mapping
+from tandem.config.recipe import Recipe, load_config
+from tandem.jobs.checks import check_rl
+from tandem.jobs.start import dry_run
+from tandem.model.new_model import write_tokenizer
+from tandem.rl.rollout.dispatch import sampling_settings
+from tandem.rl.rollout.vllm_groups import VllmGroups
+from tandem.text.tokenizer import Tokenizer
+from tandem.types import EngineDied, Prompt, UserError, WeightVersion
+
+SORT = Path(__file__).parents[2] / "recipes" / "sort.yaml"
+VERSION = WeightVersion(3, 8)
+
+
+class Packed(nn.Module):
+    """A linear layer as vLLM has it on a CPU: the parameter is empty, and the matrix is in an object of the library, here blocks of 16 columns."""
+
+    def __init__(self, weight: Tensor, sizes: list[int]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+        self.output_partition_sizes, self.input_size_per_partition = sizes, weight.shape[1]
+        self.blocks = [block.clone() for block in weight.split(16, 1)]
+
+    def cpu_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        columns = x.split(16, 1)
+        return sum((part @ block.t() for part, block in zip(columns, self.blocks, strict=True)), torch.zeros(len(x), len(self.blocks[0]), dtype=x.dtype))
+
+
+class Head(Packed):
+    """A head that is packed beside the parameter that it shares with the embedding."""
+
+    def __init__(self, embedding: nn.Parameter) -> None:
+        super().__init__(embedding.data, [len(embedding)])
+        self.weight = embedding
+
+
+class Model(nn.Module):
+    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    def __init__(self, qkv: Tensor, sizes: list[int], embedding: Tensor) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding)
+        self.layers = nn.ModuleList([nn.ModuleDict({"qkv_proj": Packed(qkv, sizes), "norm": nn.LayerNorm(4, bias=False)})])
+        self.lm_head = Head(self.embed_tokens.weight)
+        self.register_buffer("cos_sin_cache", torch.arange(3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_are_read_back_bit_for_bit_and_a_flipped_bit_names_its_tensor(dtype: torch.dtype) -> None:
+    sizes, inputs = [8, 4, 4], PROBE_ROWS + 16
+    torch.manual_seed(0)
+    qkv, embedding = torch.randn(16, inputs).to(dtype), torch.randn(20, 32).to(dtype)
+    qkv[3, 5], qkv[4, 6] = -0.0, torch.finfo(dtype).tiny
+    model = Model(qkv, sizes, embedding)
+    found = {held.name: held for held in held_weights(model)}
+    expected = dict(zip(("layers.0.q_proj.weight", "layers.0.k_proj.weight", "layers.0.v_proj.weight"), qkv.split(sizes), strict=True))
+    expected |= {"embed_tokens.weight": embedding, "lm_head.weight (packed)": embedding}
+    expected |= {"layers.0.norm.weight": torch.ones(4), "cos_sin_cache": torch.arange(3.0)}
+    assert found.keys() == expected.keys()
+    assert all(digest(found[name].tensor) == digest(tensor) for name, tensor in expected.items())
+    assert all(torch.equal(found[name].tensor, tensor) for name, tensor in expected.items())
+    assert found["lm_head.weight (packed)"].published == "embed_tokens.weight" and found["cos_sin_cache"].published == ""
+    before = {name: digest(held.tensor) for name, held in found.items()}
+    for block, name in ((model.layers[0]["qkv_proj"].blocks[-1][9, :1], "layers.0.k_proj.weight"), (model.lm_head.blocks[1][3, :1], "lm_head.weight (packed)")):
+        bits = block.view(torch.int32 if dtype == torch.float32 else torch.int16)
+        bits ^= 1
+        now = {held.name: digest(held.tensor) for held in held_weights(model)}
+        assert [each for each in before if now[each] != before[each]] == [name]
+        bits ^= 1
+
+
+def test_shards_are_those_of_tensor_parallel_layers() -> None:
+    whole, ranks = torch.arange(96.0).view(12, 8), 4
+    for rank in range(ranks):
+        assert torch.equal(shard_of(whole, (3, 8), rank, ranks), whole.chunk(ranks)[rank])
+        assert torch.equal(shard_of(whole, (12, 2), rank, ranks), whole.chunk(ranks, 1)[rank])
+        # Two key-value heads on four ranks: ranks 0 and 1 have the first.
+        assert torch.equal(shard_of(whole, (6, 8), rank, ranks), whole.chunk(2)[rank // 2])
+        # A vocabulary of 12 that is padded to 16, so that the last rank has nothing but padding, and to 32.
+        for size in (4, 8):
+            padded = torch.cat([whole, torch.zeros(4 * size - 12, 8)])
+            assert torch.equal(shard_of(whole, (size, 8), rank, ranks, is_padded=True), padded.chunk(ranks)[rank])
+        assert shard_of(whole, (12, 8), rank, ranks) is whole
+    assert torch.equal(shard_of(whole, (16, 8), 0, 1, is_padded=True), torch.cat([whole, torch.zeros(4, 8)]))
+    for wrong in ((5, 8), (4, 8), (3, 2), (12,)):
+        with pytest.raises(ValueError, match="its shape is"):
+            shard_of(whole, wrong, 0, ranks)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[VllmClient, list[dict[str, Any]], dict[str, Any]]]:
+    """An HTTP server on a Unix socket that answers with ``answer``: what it was asked, and what it answers."""
+    asked, answer = list[dict[str, Any]](), {"status": 200, "body": {}}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append({"path": self.path, **body})
+            if answer["status"] == 0:
+                self.connection.close()
+                return
+            made = answer["body"](body) if callable(answer["body"]) and self.path.endswith("generate") else {} if callable(answer["body"]) else answer["body"]
+            data = made if isinstance(made, bytes) else json.dumps(made).encode()
+            self.send_response(answer["status"])
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    path = tmp_path / "http"
+    with socketserver.ThreadingUnixStreamServer(str(path), Handler) as listening:
+        listening.daemon_threads = True
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        yield VllmClient(path), asked, answer
+        listening.shutdown()
+
+
+def test_errors_of_the_server_are_one_line_and_its_end_is_seen(server: Any, tmp_path: Path) -> None:
+    client, _, answer = server
+    answer.update(status=500, body={"error": {"message": "tensor 'x'\nis wrong", "code": 500}})
+    with pytest.raises(EngineDied, match=r"^the server of vLLM answered /pause with 500: tensor 'x' is wrong$"):
+        client.post("/pause")
+    answer.update(status=503, body=b"no\n\nJSON")
+    with pytest.raises(EngineDied, match=r"/pause with 503: no JSON$"):
+        client.post("/pause")
+    answer.update(status=0)
+    for gone in (client, VllmClient(tmp_path / "nobody")):
+        with pytest.raises(EngineDied, match=r"^the server of vLLM does not answer /pause: "):
+            gone.post("/pause")
+
+
+def generated(body: dict[str, Any], label: str = "3.8", reason: str = "length") -> dict[str, Any]:
+    """An answer of ``/inference/v1/generate``: as many tokens as asked for, which name the seed."""
+    params = body["sampling_params"]
+    tokens = [10 + (params["seed"] + place) % 80 for place in range(params["max_tokens"])]
+    content = [{"token_id": token, "logprob": -token / 100} for token in tokens]
+    spans = [{"version": label, "start": 0, "end": len(tokens)}]
+    return {"choices": [{"token_ids": tokens, "finish_reason": reason, "stop_reason": None, "logprobs": {"content": content}, "weight_versions": spans}]}
+
+
+def test_groups_are_drawn_with_a_seed_for_each_sample_and_whatever_other_weights_drew_is_refused(server: Any, tmp_path: Path) -> None:
+    client, asked, answer = server
+    answer["body"] = generated
+    recipe = load_config(SORT)
+    write_tokenizer(recipe.model.create, tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    make = lambda: VllmGroups(client, tokenizer, VERSION, max_model_len=12, most=5)
+    prompts = [Prompt(f"p{i}", "", tuple(range(3, 5 + i))) for i in range(6)]
+    settings = {**sampling_settings(recipe.rollout, 3, seed=1), "max_tokens": 8}
+    groups, streamed, progress = make(), [], []
+    groups.add(4, prompts, settings)
+    samples = groups.draw("all", lambda done, total: progress.append((done, total)), streamed.extend)
+    assert [sample.id for sample in samples] == [f"4/p{i}/{index}" for i in range(6) for index in range(3)]
+    assert sorted(sample.id for sample in streamed) == sorted(sample.id for sample in samples) and progress[-1] == (6, 6)
+    assert [len(sample.token_ids) for sample in samples[::3]] == [8, 8, 8, 7, 6, 5], "the context has 12 tokens"
+    assert all(sample.logprobs == tuple(-token / 100 for token in sample.token_ids) == sample.sampling_logprobs for sample in samples)
+    assert {version for sample in samples for version in sample.weight_versions} == {VERSION}
+    seeds = {body["sampling_params"]["seed"] for body in asked}
+    assert len(seeds) == 18 and max(seeds) < 2**32
+    again = make()
+    again.add(4, prompts, settings)
+    assert again.draw("any", lambda done, total: None), "a group is finished"
+    again.drop()
+    assert {body["sampling_params"]["seed"] for body in asked[18:] if "sampling_params" in body} <= seeds, "the same request had another seed"
+    wrong = {"drew sample .* with the weights": {"label": "3.7"}, "finish reason 'abort'": {"reason": "abort"}}
+    for match, change in wrong.items():
+        answer["body"] = lambda body, change=change: generated(body, **change)
+        groups = make()
+        groups.add(4, prompts[:1], settings)
+        with pytest.raises(EngineDied, match=match):
+            groups.draw("all", lambda done, total: None)
+        groups.drop()
+
+
+def test_a_recipe_on_vllm_corrects_for_importance_and_says_so_in_its_configuration() -> None:
+    recipe = load_config(SORT, ["--rollout.backend=vllm"])
+    assert isinstance(recipe, Recipe) and not recipe.is_exact
+    saved = to_mapping(recipe)["algorithm"]
+    assert (saved["tis_cap"], saved["old_logprobs"]) == (2.0, "recompute") and recipe.rollout.verify_weights_every_steps == 1
+    assert load_config(SORT, ["--rollout.backend=vllm", "--algorithm.tis_cap=5"]).algorithm.tis_cap == 5.0  # type: ignore[union-attr]
+    assert load_config(SORT).algorithm.tis_cap is None  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=r"'rollout.backend' is 'vllm', so samples come from another distribution.*tis_cap"):
+        load_config(SORT, ["--rollout.backend=vllm", "--algorithm.tis_cap=null"])
+
+
+@pytest.mark.parametrize("override", [
+    "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.1", "rollout.budget_tokens=4", "trainer.dtype=float64",
+    "rollout.multi_turn={}", "rollout.repetition_detection={max_pattern_size: 2}", "trainer.lora={rank: 4}", "residents.plan=sleep", "residents.plan=offload",
+    "rollout.engine.quantization=int8", "rollout.engine.kv_cache_dtype=int8", "rollout.engine.batching=static", "rollout.engine.watermark=0.2",
+    "rollout.engine.speculative_config={method: ngram}", "rollout.engine.deterministic=false",
+])  # fmt: skip
+def test_what_vllm_is_not_driven_with_is_refused_in_one_line(override: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load_config(SORT, ["--rollout.backend=vllm", f"--{override}", *(["--task.tools=[calculator]", "--task.chat=true"] if "multi_turn" in override else [])])
+    assert "'rollout.backend' is 'vllm'" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("override", "reason"), [("head_dim=16", "heads of 16 values"), ("architecture=qwen3_moe", "mixture of experts")])
+def test_a_model_that_vllm_would_end_with_is_refused_before_it_starts(override: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_rl, "python_of", lambda name: Path())
+    with pytest.raises(UserError, match=f"{reason}.*set rollout.backend to tandem$"), contextlib.chdir(tmp_path):
+        dry_run(load_config(SORT, ["--rollout.backend=vllm", f"--model.create.{override}"]), str(SORT))
+
+
+def test_a_dry_run_without_the_environment_names_the_command_that_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_SIDECARS", str(tmp_path))
+    with pytest.raises(UserError, match=r"has no environment on this machine; make it with: tandem sidecar install vllm$"), contextlib.chdir(tmp_path):
+        dry_run(load_config(SORT, ["--rollout.backend=vllm"]), str(SORT))
