@@ -34,6 +34,9 @@ class PodsConfig:
     protocols: tuple[Literal["rdma", "mooncake", "tcp"], ...] = ("tcp",)
     """How the trainer's pod serves its weights. Each other pod takes the first of `rdma`, `mooncake` (Mooncake over TCP) and `tcp` that both have; the first
     two need the extra `mooncake`."""
+    peer_to_peer: bool = False
+    """Pods send on the weights that they have received, at any free port of their `host`: new weights go to one pod, then from two to two more, from four to
+    four more, so that the trainer's pod does not send them once for each. Over plain TCP; pods that read over `rdma` or `mooncake` read from the trainer's."""
 
     @property
     def may_join(self) -> bool:
@@ -56,7 +59,7 @@ class PodsConfig:
         if not self.protocols:
             raise UserError("'pods.protocols' is empty, so no other pod could receive weights; leave it out for plain TCP")
         if not self.are_several:
-            refuse_unread("pods", self, "the run has one pod", "protocols", fix="set pods.count or pods.max_count to more than 1")
+            refuse_unread("pods", self, "the run has one pod", "protocols", "peer_to_peer", fix="set pods.count or pods.max_count to more than 1")
         if not self.may_join:
             reason = f"no pod can join, because pods.max_count is {self.max_count} and pods.count {self.count}"
             refuse_unread("pods", self, reason, *_OF_JOINING, fix="set pods.max_count to more than pods.count")

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 RELEASED, AGAIN = 0, 75
 """Exit statuses: the run needs this pod no longer; this life is over and the next one may join (``EX_TEMPFAIL``)."""
-_PASSED_ON = (*ROLLOUT_CALLS, "start_worker", "stop_worker", "replace_worker", "receive_weights", "memory")
+_PASSED_ON = (*ROLLOUT_CALLS, "start_worker", "stop_worker", "replace_worker", "receive_weights", "verify_weights", "memory")
 _FIRST_CONTACT_S = 10.0
 _LOOK_S = 0.2
 
@@ -176,6 +176,8 @@ class JoiningShim:
                 progress(update)
 
             own = {key: value for key, value in meta.items() if key != "token"}
+            if own.get("serves"):
+                own["serves"] = {**own["serves"], "host": self.options.host}
             reply = self.shim.methods()[name]({**own, **self._own(name)}, blobs, report)
             self._check(meta, name)
             return reply

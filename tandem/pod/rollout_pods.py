@@ -6,7 +6,7 @@ before the next update of weights; one that was started elsewhere joins anew (``
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -37,7 +37,8 @@ class RolloutPods:
     ``open_store``: opens the store of the run, which is at ``store_address``. ``capacity``: sequences that a worker draws at once. ``deadline_s``: of a call
     of a shim to its worker; that of a call of a shim is longer, so that the shim names a worker that is stuck. ``there``: the pods that take part;
     ``away``: why the others do not, by number; ``lost``: those that were left out since the last update of weights and outside a rollout, as it is
-    reported. ``least``: the pods that an update of weights waits for, up to ``join_timeout_s``."""
+    reported. ``least``: the pods that an update of weights waits for, up to ``join_timeout_s``. ``sends_on``: where pods send
+    on the weights that they have received, as ``serves`` of ``receive_weights``; empty: they do not."""
 
     pods: Sequence[RolloutPod]
     open_store: Callable[[], Store]
@@ -48,6 +49,7 @@ class RolloutPods:
     joining: Joining | None = None
     least: int = 1
     join_timeout_s: float = 600.0
+    sends_on: Mapping[str, Any] = field(default_factory=dict)
     there: list[RolloutPod] = field(default_factory=list)
     away: dict[int, str] = field(default_factory=dict)
     lost: list[dict[str, Any]] = field(default_factory=list)
@@ -92,9 +94,12 @@ class RolloutPods:
         def receive(pod: RolloutPod) -> None:
             if pod.own_store:
                 stores = {"store": self.store_address, "own_store": pod.own_store}
-                pod.ask("receive_weights", {**stores, "version": version, "protocols": [], "deadline_s": self.deadline_s})
+                pod.ask("receive_weights", {**stores, "version": version, "protocols": [], "deadline_s": self.deadline_s, "serves": self.sends_on})
 
-        self._take_part(self._each(self.there, receive, "receive_weights"))
+        received: list[RolloutPod] = []
+        for wave in _waves(self.there) if self.sends_on else [self.there]:
+            received += self._each(wave, receive, "receive_weights")
+        self._take_part(received)
 
     def _take_in(self, present: Sequence[Member]) -> None:
         """Takes in the pods that have joined and are prepared. Waits for them where there are fewer than ``least``; raises ``RunError`` past the time."""
@@ -236,6 +241,16 @@ def _one_sidecar() -> Iterator[None]:
         raise SidecarDied("rollout", "shim", str(lost)) from None
     except (WorkerDied, RpcTimeout) as death:
         raise SidecarDied("rollout", "worker", str(death)) from None
+
+
+def _waves(pods: Sequence[RolloutPod]) -> Iterator[Sequence[RolloutPod]]:
+    """Yields the pods that receive weights at the same time, as many as have them by then and send them on: the trainer's, one more, two more, four more. No
+    link carries the weights more than about once a wave; that of the trainer's pod would carry them once for every pod."""
+    receivers, count = [pod for pod in pods if pod.own_store], 1
+    yield [pod for pod in pods if not pod.own_store]
+    while receivers:
+        yield receivers[:count]
+        receivers, count = receivers[count:], 2 * count
 
 
 def _at_once(do: Callable[[RolloutPod], _T], pods: Sequence[RolloutPod]) -> list[_T]:

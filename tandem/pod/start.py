@@ -127,6 +127,8 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
 
         text = yaml.safe_dump(to_mapping(own), sort_keys=False, allow_unicode=True)
         joining = Joining(text, first.credential, rollout.workers, pods.max_count - pods.count, pods.count, leadership, deadline_s, pods.heartbeat_timeout_s)
+    # A pod that was started elsewhere does it at its own address.
+    sends_on = {"host": pods.host, "port": 0, "advertised": ""} if pods.peer_to_peer else {}
     return RolloutPods(
-        made, lambda: open_store(address), address, rollout.engine.max_num_seqs, deadline_s, answer, joining, pods.min_count, pods.join_timeout_s
+        made, lambda: open_store(address), address, rollout.engine.max_num_seqs, deadline_s, answer, joining, pods.min_count, pods.join_timeout_s, sends_on
     )

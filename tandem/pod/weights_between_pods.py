@@ -11,7 +11,7 @@ from tandem.runtime.coordination.store import Store
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply
 from tandem.runtime.rpc.credentials import read_credential
-from tandem.types import RunError, WeightVersion
+from tandem.types import RunError, WeightManifest, WeightVersion
 from tandem.weight_transfer.shared_memory import WeightBuffers
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, check_protocols
 from tandem.weight_transfer.transport.mirror import WeightMirror
@@ -53,21 +53,36 @@ class WeightsBetweenPods:
         """Brings the ``version`` that is published in the run's ``store`` (``None``: the newest) to this pod's shared memory over one of ``protocols``
         (empty: all that this machine has) within ``deadline_s``, and publishes it in ``own_store``, which this pod's engines read. The reply has the
         ``version``, the ``bytes`` that came from the other pod, the ``protocol`` (empty: it was here before), the tensors that were read again
-        (``rereads``), how often a connection broke (``breaks``) and the ``seconds``."""
+        (``rereads``), how often a connection broke (``breaks``), the pods that sent it beside the trainer's (``peers``) and the ``seconds``. ``serves``: the
+        ``host``, ``port`` and ``advertised`` host, as of ``serve_weights``, at which this pod sends it on to others from now on."""
         protocols, began = check_protocols(meta["protocols"] or (*available(), "tcp")), time.monotonic()
         version = None if meta["version"] is None else WeightVersion(*meta["version"])
         with self._lock:
             if self._mirror is None:
                 shared, own = self._store(meta["store"]), self._store(meta["own_store"])
-                self._mirror = WeightMirror(shared, own, lambda size_bytes: WeightBuffers.create(self._pod, size_bytes), self._open_source)
+                self._mirror = WeightMirror(
+                    shared, own, lambda size_bytes: WeightBuffers.create(self._pod, size_bytes), self._open_source, pod=self._pod
+                )
             arrived = self._mirror.bring(
                 version, protocols, Deadline(float(meta["deadline_s"])), lambda done, total: progress({"bytes": done, "total_bytes": total})
             )
+            if meta.get("serves"):
+                self._send_on(meta["serves"], arrived.manifest)
         rereads, breaks, size_bytes = arrived.fetched
         return {
             "version": list(arrived.manifest.version), "bytes": size_bytes, "protocol": arrived.protocol, "rereads": list(rereads),
-            "breaks": breaks, "seconds": time.monotonic() - began,
+            "breaks": breaks, "peers": list(arrived.peers), "seconds": time.monotonic() - began,
         }, {}  # fmt: skip
+
+    def _send_on(self, where: Meta, manifest: WeightManifest) -> None:
+        """Serves what the mirror has received, and says so in the run's store."""
+        assert self._mirror is not None and self._mirror.buffers is not None
+        if self._service is None:
+            self._service = WeightService(
+                self._pod, self._mirror.buffers.segments, self._mirror.shared, self._credential, ("tcp",),
+                host=where["host"], port=int(where["port"]), advertised=where["advertised"], lease_s=self._lease_s,
+            )  # fmt: skip
+        self._service.tell_holding(manifest)
 
     def close(self) -> None:
         """Ends the service and removes the shared memory that weights were received into."""

@@ -1,5 +1,6 @@
 """Several pods draw the samples of a run: the bits of one pod, whatever dies, is silent or leaves."""
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -207,3 +208,18 @@ def test_a_run_of_two_pods_is_resumed_with_three_of_two_workers_and_replayed(und
     assert difference(run, alone) == [] and run.left_behind() == []
     replayed = finish(run.begin("replay", str(run.directory), "--step", "4"))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["", "pod1_rollout_shim:after:receive_weights:2"])
+def test_of_three_pods_the_last_receives_every_version_from_the_second(fault: str, undisturbed: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train("--pods", "3", "--pods.peer_to_peer=true", *(["--fault", fault] if fault else []))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, undisturbed) == [] and run.left_behind() == []
+    logs = [(run.directory / "pods" / number / "logs" / "rollout_shim.log").read_text() for number in "12"]
+    came = [re.findall(r"weights of step (\d) \(incarnation 1\) came from pod (\w+)", log) for log in logs]
+    trainer = came[0][0][1]
+    from_the_trainer = [int(step) for step, pod in came[1] if pod == trainer]
+    # Where the second pod died, the third may have had its weights before it said that it has them.
+    assert {int(step) for step, _ in came[1]} == set(range(7)) and from_the_trainer in ([], [2] if fault else [])

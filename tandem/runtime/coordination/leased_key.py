@@ -28,6 +28,12 @@ class LeasedKey:
         self._keeper.join(timeout=1.0)
         self._session.close()
 
+    def replace(self, value: bytes) -> None:
+        """Gives the key another value, on the same lease."""
+        self._value = value
+        if not self._session.is_lost:
+            self._store.put(self._key, value, self._session.lease)
+
     def _write(self) -> Session:
         session = Session(self._store, self._lease_s)
         self._store.put(self._key, self._value, session.lease)

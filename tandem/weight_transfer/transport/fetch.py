@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 _PAUSES_S = 0.05, 1.0
 """Between two attempts that bring no byte: at first, and at most."""
-_MOST_MISMATCHES = 2
 
 
 class Fetched(NamedTuple):
@@ -43,7 +42,7 @@ def fetch(
 
     Raises:
         VersionMoved: the other pod holds another version now; ``into`` holds nothing.
-        DamagedWeights: a part had another digest than the manifest's each time it was read.
+        DamagedWeights: a part had another digest than the manifest's both times that it was read from the same pod.
         PeerDied: no byte came for ``patience_s``, however often the connection was made again.
         TimeoutError: past ``deadline``.
     """
@@ -75,16 +74,16 @@ def fetch(
 
 def _is_altered(piece: Piece, manifest: WeightManifest) -> bool:
     """Returns whether all of ``piece`` has arrived with another digest than the manifest's, and begins it again. Raises ``DamagedWeights`` the second
-    time: then the other pod's memory is damaged and not the connection."""
+    time that a pod has sent it so: then that pod's memory is damaged and not the connection."""
     if not piece.is_complete or piece.is_verified:
         return False
-    piece.mismatches += 1
-    if piece.mismatches == _MOST_MISMATCHES:
+    if piece.sender in piece.altered_by:
         raise DamagedWeights(
             f"tensor {piece.name} of weights {describe(manifest.version)} was received twice and does not have its digest {piece.expected}; "
             "the weights of the other pod are damaged"
         )
     logger.warning("tensor %s of weights %s arrived without its digest; it is read again", piece.name, describe(manifest.version))
+    piece.altered_by.add(piece.sender)
     piece.restart()
     return True
 

@@ -11,10 +11,12 @@ from tandem.types.sample import WeightVersion
 from tandem.types.weights import WeightManifest
 from tandem.weight_transfer.publication import current, describe, publish, replaceable
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers, check_free, contents_of
-from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, choose, endpoint_of
+from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, choose, endpoint_of, peers_with
 from tandem.weight_transfer.transport.fetch import Fetched, fetch
 from tandem.weight_transfer.transport.local_parts import LocalParts
 from tandem.weight_transfer.transport.pieces import Source, SourceStuck
+from tandem.weight_transfer.transport.several_senders import Sender, SeveralSenders
+from tandem.weight_transfer.transport.tcp_source import TcpSource
 
 logger = logging.getLogger(__name__)
 
@@ -25,22 +27,26 @@ NOTHING_FETCHED = Fetched((), 0)
 
 @dataclass(frozen=True, slots=True)
 class Mirrored:
-    """A version that this pod's engines can read now. ``protocol``: what carried it, empty if it was here before."""
+    """A version that this pod's engines can read now. ``protocol``: what carried it, empty if it was here before. ``peers``: the pods beside the trainer's that
+    it was asked of."""
 
     manifest: WeightManifest
     protocol: str
     fetched: Fetched
+    peers: tuple[str, ...] = ()
 
 
 class WeightMirror:
     """``shared``: the store of the run, in which the trainer's pod publishes; ``own``: the store of this pod, which its engines read.
 
     Two buffers take turns, as in the trainer's pod: what the engines may be reading is not written to. They are made by ``create`` for the first
-    version, of its size, and live as long as the mirror. ``patience_s``: as of ``fetch``.
+    version, of its size, and live as long as the mirror. ``patience_s``: as of ``fetch``. ``pod``: this one's id, which is not asked for its own weights.
     """
 
-    def __init__(self, shared: Store, own: Store, create: Callable[[int], WeightBuffers], open_source: OpenSource, *, patience_s: float = 10.0) -> None:
-        self.shared, self.own, self._patience_s = shared, own, patience_s
+    def __init__(
+        self, shared: Store, own: Store, create: Callable[[int], WeightBuffers], open_source: OpenSource, *, patience_s: float = 10.0, pod: str = ""
+    ) -> None:  # fmt: skip
+        self.shared, self.own, self._patience_s, self._pod = shared, own, patience_s, pod
         self._create, self._open_source = create, open_source
         self.buffers: WeightBuffers | None = None
         self._source: tuple[Endpoint, Offer, Source] | None = None
@@ -55,8 +61,9 @@ class WeightMirror:
     ) -> Mirrored:  # fmt: skip
         """Reads, verifies and publishes ``version`` (``None``: the one that is published now); at once if it is here already.
 
-        Only parts whose digest no memory here has are read from the other pod. If the same version was published again, because it was found damaged
-        somewhere, everything that is here is compared with its digest.
+        Pods that have received it already send it, all of them at once; the trainer's, if there are none, or none is left. Only parts whose digest no
+        memory here has are read. If the same version was published again, because it was found damaged somewhere, everything that is here is compared with
+        its digest.
 
         Raises ``RunError`` if nothing or another version is published, no pod serves it, or the shared memory of this machine is too small; and
         what ``fetch`` raises. The engines' published version stays as it was then.
@@ -82,6 +89,9 @@ class WeightMirror:
         self._brought.pop(into.name, None)
         try:
             source = self._source_of(endpoint, offer)
+            peers = peers_with(self.shared, contents_of(manifest), self._pod) if isinstance(source, TcpSource) else []
+            if isinstance(source, TcpSource) and peers:
+                source = SeveralSenders([self._sender(*each) for each in peers], Sender(source, segment))
             fetched = fetch(source, manifest, segment, into, known, peer=peer, deadline=deadline, patience_s=patience_s, on_progress=on_progress)
         except SourceStuck as stuck:
             self._stuck = stuck
@@ -92,8 +102,14 @@ class WeightMirror:
         ours = replace(manifest, tensors=tuple(replace(entry, segment=into.name) for entry in manifest.tensors))
         publish(self.own, ours, before)
         self._brought[into.name], self._revision = ours, published[1]
-        logger.info("weights %s came from pod %s over %s", describe(manifest.version), endpoint.pod, offer.protocol)
-        return Mirrored(ours, offer.protocol, fetched)
+        names = tuple(peer.pod for peer, _, _ in peers)
+        logger.info("weights %s came from pod %s over %s", describe(manifest.version), ", ".join(names) or endpoint.pod, offer.protocol)
+        return Mirrored(ours, offer.protocol, fetched, names)
+
+    def _sender(self, endpoint: Endpoint, offer: Offer, segment: str) -> Sender:
+        source = self._open_source(endpoint, offer)
+        assert isinstance(source, TcpSource)
+        return Sender(source, segment)
 
     def _known(self, into: Segment, held: WeightManifest | None, is_again: bool) -> LocalParts:
         """Returns the parts of earlier versions that are in this pod's memory: in ``into`` itself, from the version before the last, and those of the last."""

@@ -32,15 +32,15 @@ class SourceStuck(RunError):
 class Piece:
     """A part of a tensor in the segment of another pod, which is read to the same offset of our own.
 
-    ``name``: for messages; ``expected``: its xxh3-128 in the manifest. ``done_bytes`` have arrived and are digested; ``mismatches`` counts
-    how often all of it had arrived with another digest.
+    ``name``: for messages; ``expected``: its xxh3-128 in the manifest. ``done_bytes`` have arrived and are digested. ``sender``: the pod that it
+    was asked of last, as its source calls it; ``altered_by``: those from which all of it has arrived with another digest.
     """
 
-    __slots__ = ("_digest", "done_bytes", "expected", "mismatches", "name", "offset_bytes", "size_bytes")
+    __slots__ = ("_digest", "altered_by", "done_bytes", "expected", "name", "offset_bytes", "sender", "size_bytes")
 
     def __init__(self, name: str, offset_bytes: int, size_bytes: int, expected: str) -> None:
         self.name, self.offset_bytes, self.size_bytes, self.expected = name, offset_bytes, size_bytes, expected
-        self.mismatches = 0
+        self.sender, self.altered_by = "", set[str]()
         self.restart()
 
     def restart(self) -> None:

@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tandem.runtime.coordination.store import Store
 from tandem.types.errors import UserError
+from tandem.types.weights import WeightManifest
 from tandem.weight_transfer.shared_memory import Segment
-from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, publish_endpoint
+from tandem.weight_transfer.transport.endpoints import Endpoint, Holding, Offer, Protocol, endpoint_value, publish_endpoint
 from tandem.weight_transfer.transport.mooncake import MooncakeService
 from tandem.weight_transfer.transport.tcp_server import WeightServer
 
@@ -44,6 +46,12 @@ class WeightService:
         self.endpoint = Endpoint(pod, tuple(segment.name for segment in segments), size_bytes, tuple(offers))
         self._published = publish_endpoint(store, self.endpoint, lease_s)
         logger.info("weights are served at %s", ", ".join(f"{offer.protocol} {offer.host}:{offer.port}" for offer in offers))
+
+    def tell_holding(self, manifest: WeightManifest) -> None:
+        """Says in the store that this pod has received ``manifest``, so that others can read it here. It must be in one of the segments."""
+        holding = Holding(manifest.tensors[0].segment, *manifest.version, manifest.digest) if manifest.tensors else None
+        self.endpoint = replace(self.endpoint, holds=holding)
+        self._published.replace(endpoint_value(self.endpoint))
 
     def close(self) -> None:
         """Takes the endpoint from the store and serves no more."""

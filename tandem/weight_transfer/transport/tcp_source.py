@@ -1,5 +1,6 @@
 """Plain TCP, the side that needs the weights: receives into its own segment, over several connections, and digests what has arrived. No torch."""
 
+import contextlib
 import errno
 import os
 import select
@@ -15,7 +16,7 @@ from tandem.types.errors import RunError
 from tandem.types.wire import PREFIX, Frame, decode_body, frame_sizes
 from tandem.weight_transfer.shared_memory import Contents
 from tandem.weight_transfer.transport.handshake import introduce
-from tandem.weight_transfer.transport.pieces import Piece, SourceLost, VersionMoved, buckets_of
+from tandem.weight_transfer.transport.pieces import BUCKET_BYTES, Piece, SourceLost, VersionMoved, buckets_of
 from tandem.weight_transfer.transport.tcp_server import time_value
 
 CHUNK_BYTES = 2**20
@@ -32,28 +33,37 @@ class TcpSource:
     def __init__(self, peer: str, host: str, port: int, credential: str, *, connections: int = 2, silent_s: float = 10.0) -> None:
         self.peer, self._address, self._credential = f"{peer} at {host}:{port}", (host, port), credential
         self._silent_s = silent_s
-        self._count = connections
+        self.connections = connections
+        self._open: set[_Connection] = set()
 
     def read(self, segment: str, contents: Contents, pieces: Sequence[Piece], into: memoryview, deadline: Deadline) -> None:
         """See ``Source.read``. A connection that breaks leaves its pieces to the others."""
-        queue = _Buckets(pieces)
-        with ThreadPoolExecutor(self._count, thread_name_prefix="weights") as pool:
-            ended = [pool.submit(self._drain, queue, segment, contents, into, deadline) for _ in range(min(self._count, len(queue)))]
+        queue = Buckets(pieces)
+        with ThreadPoolExecutor(self.connections, thread_name_prefix="weights") as pool:
+            ended = [pool.submit(self.drain, queue, segment, contents, into, deadline) for _ in range(min(self.connections, len(queue)))]
         errors = [error for future in ended if (error := future.exception()) is not None]
         if errors and not all(piece.is_complete for piece in pieces):
             # The connection that was refused knows more than one that broke.
             raise min(errors, key=lambda error: isinstance(error, SourceLost))
 
+    def abort(self) -> None:
+        """Breaks the connections that are open, from another thread."""
+        for connection in list(self._open):
+            connection.abort()
+
     def close(self) -> None:
         """Connections end with each ``read``."""
 
-    def _drain(self, queue: "_Buckets", segment: str, contents: Contents, into: memoryview, deadline: Deadline) -> None:
+    def drain(self, queue: "Buckets", segment: str, contents: Contents, into: memoryview, deadline: Deadline) -> None:
+        """Receives buckets of ``queue`` over one connection until there are none; those that it has not received when it fails are given back."""
         asked: deque[list[Piece]] = deque()
         try:
-            with _Connection(self._address, self.peer, self._credential, self._silent_s, deadline) as connection:
+            with _Connection(self._address, self.peer, self._credential, self._silent_s, deadline, self._open) as connection:
                 while True:
                     while len(asked) < _AHEAD and (bucket := queue.take()):
                         asked.append(bucket)
+                        for piece in bucket:
+                            piece.sender = self.peer
                         connection.ask(segment, contents, bucket)
                     if not asked:
                         return
@@ -76,11 +86,11 @@ def describe_loss(error: BaseException) -> str:
     return (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
 
 
-class _Buckets:
+class Buckets:
     """The buckets that no connection has yet."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._left = deque(buckets_of(pieces))
+    def __init__(self, pieces: Sequence[Piece], limit_bytes: int = BUCKET_BYTES) -> None:
+        self._left = deque(buckets_of(pieces, limit_bytes))
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -96,10 +106,12 @@ class _Buckets:
 
 
 class _Connection:
-    """One connection, admitted by the server. A read may take until ``deadline``, and ``silent_s`` without a byte."""
+    """One connection, admitted by the server. A read may take until ``deadline``, and ``silent_s`` without a byte. It is one of ``among`` until it ends."""
 
-    def __init__(self, address: tuple[str, int], peer: str, credential: str, silent_s: float, deadline: Deadline) -> None:
-        self._peer, self._silent_s, self._deadline = peer, silent_s, deadline
+    def __init__(
+        self, address: tuple[str, int], peer: str, credential: str, silent_s: float, deadline: Deadline, among: "set[_Connection]"
+    ) -> None:  # fmt: skip
+        self._peer, self._silent_s, self._deadline, self._among = peer, silent_s, deadline, among
         self._socket = _connected(address, Deadline(silent_s, deadline))
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -109,11 +121,18 @@ class _Connection:
         except BaseException:
             self._socket.close()
             raise
+        among.add(self)
+
+    def abort(self) -> None:
+        """Ends what another thread receives."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> "_Connection":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._among.discard(self)
         self._socket.close()
 
     def ask(self, segment: str, contents: Contents, pieces: Sequence[Piece]) -> None:
