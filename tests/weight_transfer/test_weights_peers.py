@@ -1,5 +1,6 @@
 """A pod that joins while others have the weights receives them from all of those at once, and not from the trainer's pod."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -111,6 +112,17 @@ WHOLE = 28 * 64 * 1024 * 4
 
 
 def test_all_peers_send_and_the_trainer_s_pod_does_not(pods: Pods) -> None:
+    def waits_for(other: str, own: str) -> Callable[[bytearray], bool]:
+        """Stops half-way until the other one has sent a share: what is left in the queue must be enough for it."""
+
+        def alter(block: bytearray) -> bool:
+            while pods.sent[own] > WHOLE / 2 and pods.sent[other] < WHOLE / 8:
+                time.sleep(0.002)
+            return True
+
+        return alter
+
+    pods.alter |= {"a": waits_for("b", "a"), "b": waits_for("a", "b")}
     got = pods.joins.bring()
     assert sorted(got.peers) == ["a", "b"] and got.fetched == ((), 0, WHOLE)
     assert are_equal(pods.joins.tensors(), weights(1))
