@@ -1,5 +1,6 @@
 """A pod that joins while others have the weights receives them from all of those at once, and not from the trainer's pod."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ class Peer:
         """Receives what is published, and sends it on."""
         manifest = self.bring().manifest
         assert self.mirror.buffers is not None
-        self.service = WeightService(self.name, self.mirror.buffers.segments, self.first.shared, CREDENTIAL, ("tcp",))
+        self.service = WeightService(self.name, self.mirror.buffers.segments, self.first.shared, CREDENTIAL, ("tcp",), lease_s=15.0)
         self.service.tell_holding(manifest)
         return self.service
 
@@ -133,6 +134,28 @@ def test_all_peers_send_and_the_trainer_s_pod_does_not(pods: Pods) -> None:
 def test_a_peer_that_is_cut_off_leaves_its_parts_to_the_other(pods: Pods) -> None:
     pods.alter["a"] = lambda block: pods.sent["a"] < 500_000
     assert pods.joins.bring().fetched.breaks == 0 and are_equal(pods.joins.tensors(), weights(1))
+    assert pods.sent["first"] == 0 and pods.sent["b"] > WHOLE / 2
+
+
+def test_a_peer_that_hardly_sends_is_left_out_when_the_other_has_nothing_left_to_send(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.weight_transfer.transport.several_senders._LONG_S", 0.1)
+    stuck, ends = threading.Event(), threading.Event()
+
+    def stall(block: bytearray) -> bool:
+        if pods.sent["a"] > 100_000:
+            stuck.set()
+            ends.wait(30.0)
+        return True
+
+    def after_a(block: bytearray) -> bool:
+        # What belongs to the handshake passes.
+        return pods.sent["b"] < 5_000 or stuck.wait(30.0)
+
+    pods.alter |= {"a": stall, "b": after_a}
+    try:
+        assert pods.joins.bring().fetched.breaks == 0 and are_equal(pods.joins.tensors(), weights(1))
+    finally:
+        ends.set()
     assert pods.sent["first"] == 0 and pods.sent["b"] > WHOLE / 2
 
 
