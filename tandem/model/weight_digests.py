@@ -16,14 +16,14 @@ def weight_digests(decoder: Decoder) -> dict[str, str]:
     import xxhash
 
     digests = {}
-    for name, tensor in _packed_tensors(decoder) if decoder.is_packed else to_huggingface(decoder):
+    for name, tensor in packed_tensors(decoder) if decoder.is_packed else to_huggingface(decoder):
         held = tensor.detach().contiguous().cpu()
         memory = (ctypes.c_char * held.nbytes).from_address(held.data_ptr())
         digests[name] = str(xxhash.xxh3_128_hexdigest(memory))
     return digests
 
 
-def _packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+def packed_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     yield from decoder.named_parameters()
     for index, matrices in enumerate(decoder.packed_matrices()):
         for name, matrix in matrices.items():

@@ -204,6 +204,12 @@ def faulty_run(quiet: PodRun, folder: Path, seed: int, steps: int = STEPS, count
     return FaultyRun(seed, tuple(faults), tuple(wrong), dict(recoveries), round(time.monotonic() - began, 1))
 
 
+def check_undisturbed(four: FourPods, quiet: PodRun) -> None:
+    """Waits until the run is over, and compares it with the undisturbed one."""
+    four.wait()
+    assert difference(four.run, quiet) == [] and counts(four.run, quiet) == [] and four.left_behind() == []
+
+
 def counts(run: PodRun, quiet: PodRun) -> list[str]:
     """Returns what is wrong with the samples of ``run``: each step has those of the undisturbed run, each once."""
     wrong = []

@@ -9,10 +9,13 @@ import yaml
 from pod_runs import HERE, RECIPE, PodRun, difference
 
 from tandem.config.model import NewModelConfig
-from tandem.config.recipe import recipe_of
+from tandem.config.recipe import Recipe, load_config, recipe_of
+from tandem.engine.llm import DUMMY_VERSION
 from tandem.jobs.start import train
 from tandem.model.create_model import create_model
-from tandem.types import RunError
+from tandem.model.weight_digests import packed_tensors
+from tandem.pod.rollout_worker import RolloutWorker
+from tandem.types import EngineDied, RunError
 from tandem.weight_transfer.convert import OwnPart
 
 
@@ -36,6 +39,26 @@ def test_weights_that_are_damaged_in_shared_memory_are_registered_again_and_the_
     assert run.left_behind() == [] and run.events("recovery") == []
 
 
+@pytest.mark.parametrize("name", ["layers.1.qkv.data", "embed_tokens"])
+def test_an_engine_names_the_tensor_that_has_changed_in_its_memory(name: str, tmp_path: Path) -> None:
+    recipe = load_config(RECIPE, ["--rollout.verify_weights_every_steps=1"])
+    assert isinstance(recipe, Recipe) and recipe.model.create is not None
+    create_model(recipe.model.create, 0, tmp_path / "model")
+    (tmp_path / "pod").mkdir()
+    worker, quiet = RolloutWorker(recipe, tmp_path), lambda *_: None
+    worker.start_engine({"folder": str(tmp_path / "model"), "kernels": "auto"}, {}, quiet)
+    worker.update_weight({"version": list(DUMMY_VERSION)}, {}, quiet)
+    worker.verify_engine({}, {}, quiet)
+    assert worker.llm is not None
+    held = dict(packed_tensors(worker.llm.engine.decoder))[name]
+    with torch.no_grad():
+        held.view(-1).view(torch.int32)[held.numel() // 2] ^= 1
+    with pytest.raises(EngineDied, match=f"^tensor '{name}' and 0 more of the engine's rank 0 have changed in its memory since they were updated"):
+        worker.verify_engine({}, {}, quiet)
+    worker.llm.close()
+
+
+@pytest.mark.full
 def test_a_bit_that_flips_inside_an_engine_is_named_and_the_rollout_is_drawn_again_from_whole_weights(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path, program=(str(HERE / "damaged_memory.py"), "3", "1", "--inside-engine"))
     done = run.train("--rollout.verify_weights_every_steps=1")

@@ -466,6 +466,7 @@ def test_a_pod_whose_agent_is_killed_leaves_nothing_behind(machines: Machines, u
     assert finish(again).returncode == 0 and machines.left_behind() == []
 
 
+@pytest.mark.full
 @needs_etcd
 def test_what_keeps_a_pod_from_joining_is_one_line_and_leaves_nothing(machines: Machines) -> None:
     def refusal(*arguments: str) -> str:

@@ -1,0 +1,48 @@
+"""Four pods on machines of their own (network namespaces, real etcd), with slow links, kills, and etcd away: the bits of the undisturbed run."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from etcd_server import WHY_SKIPPED, program
+from four_pods import FourPods, undisturbed_run
+from network import why_not
+from pod_faults import KINDS, check_undisturbed
+from pod_runs import PodRun
+
+pytestmark = [
+    pytest.mark.full, pytest.mark.skipif(program() is None, reason=WHY_SKIPPED), pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces work"),
+]  # fmt: skip
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
+    return undisturbed_run(tmp_path_factory.mktemp("quiet"), STEPS)
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Iterator[FourPods]:
+    made = FourPods(tmp_path / "four", STEPS)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", ["slow peer", "kill a machine", "kill a process"])
+def test_a_fault_of_a_machine_changes_no_bit(kind: str, four: FourPods, quiet: PodRun) -> None:
+    four.start()
+    four.wait_for_step(2)
+    KINDS[kind](four, random.Random(kind), 8.0)
+    check_undisturbed(four, quiet)
+
+
+def test_etcd_that_is_away_for_longer_than_a_lease_pauses_the_run(four: FourPods, quiet: PodRun) -> None:
+    four.start()
+    four.wait_for_step(2)
+    four.etcd.kill()
+    time.sleep(8)
+    four.etcd.start()
+    check_undisturbed(four, quiet)
