@@ -1,6 +1,7 @@
 """Megatron-Core as the trainer. Where its environment is missing (``tandem sidecar install megatron``), the proofs with it are skipped by name."""
 
 import itertools
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -172,9 +173,10 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_bits_and_either_train
     name = "qwen3_moe" if shape.expert > 1 else "qwen3"
     model = make_folder(tmp_path / "model", name)
     whole = train(model, tmp_path / "whole", "megatron", shape, zero, steps=6, sidecar=sidecar)
+    train(model, tmp_path / "megatron", "megatron", shape, zero, steps=3, save_at=(3,), sidecar=sidecar)
+    shutil.copytree(tmp_path / "megatron" / "checkpoints", tmp_path / "tandem" / "checkpoints")
     for trainer in ("megatron", "tandem"):
         run = tmp_path / trainer
-        train(model, run, "megatron", shape, zero, steps=3, save_at=(3,), sidecar=sidecar)
         rest = train(model, run, trainer, shape, zero, steps=6, sidecar=sidecar if trainer == "megatron" else None)
         assert len(rest.metrics) == 3
         if trainer == "megatron":

@@ -1,5 +1,7 @@
 """Whole GRPO runs with Megatron-Core as the trainer, on a CPU with the shim. Skipped by name where its environment is missing."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,6 +52,12 @@ def test_a_run_trains_as_with_tandems_own_trainer(mesh: str, environment: dict[s
         # Another network than the engine's: equal but for the last bits, and said to be so.
         assert 0 < own["mismatch_max_abs"] < 1e-5 and own["mismatch_kl"] < 1e-10
     assert not found.events("mismatch")
+    if mesh == "data":
+        # What it has saved is what Tandem's own trainer saves.
+        done = found.resume(f"--run.max_steps={STEPS + 2}", "--trainer.backend=tandem")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [row["mismatch_kl"] for row in found.rows()[STEPS:]] == [0.0, 0.0]
+        return
     ours, theirs = (load_file(run.directory / "model" / "model.safetensors") for run in (found, expected))
     assert ours.keys() == theirs.keys() and all(float((ours[name] - theirs[name]).abs().max()) < 1e-3 for name in theirs)
 
@@ -66,3 +74,12 @@ def test_a_rank_and_the_controller_are_killed_and_the_run_is_the_same(environmen
     assert sorted(path.name for path in (run.directory / "faults").iterdir()) == sorted(faults.replace(":", "-").split(","))
     assert difference(run, undisturbed) == []
     assert run.left_behind() == []
+
+
+@pytest.mark.parametrize("trainer", ["data=2,zero=1", "tensor=2,sequence_parallel=false"])
+def test_weights_reach_quantized_engines_unchanged_before_and_after_a_step(trainer: str, environment: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem.cli.main", "weights", "check", "--trainer", f"backend=megatron,{trainer}", "--rollout", "quantization=int8", "--json"],
+        env={**os.environ, **environment}, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
