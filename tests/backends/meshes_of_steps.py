@@ -14,7 +14,7 @@ from torch import Tensor
 from tandem.backends.environment import tandem_path
 from tandem.kernels import select
 from tandem.layout.mesh import MeshShape
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model
 
@@ -27,6 +27,8 @@ QWEN3 = ModelShapes(
 MODELS = {
     "qwen3": QWEN3,
     "qwen2": ModelShapes("qwen2", 300, 32, 2, 4, 2, 8, 48, 128, False, attention_bias=True),
+    "llama": ModelShapes("llama", 41, 32, 2, 4, 2, 16, 48, 128, True, rope_theta=500000.0, rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)),
+    "mistral": ModelShapes("mistral", 41, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(4, 4)),
     "qwen3_moe": ModelShapes("qwen3_moe", 41, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(4, 2, 24)),
 }
 

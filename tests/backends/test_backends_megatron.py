@@ -94,12 +94,14 @@ def test_networks_that_are_not_built_are_named() -> None:
     shapes = MODELS["qwen3"]
     assert all(missing_block(known) is None for known in MODELS.values())
     assert missing_block(replace(shapes, rope_scaling=RopeScaling("linear", 2.0))) == "rope_scaling 'linear'"
-    assert missing_block(replace(shapes, layer_windows=(None, 4))) == "sliding windows"
+    other = RopeScaling("llama3", 8.0, 1.0, 4.0, 4096)
+    assert missing_block(replace(shapes, rope_scaling=other)) == "rope_scaling 'llama3' with other lengths than Llama 3.1's"
+    assert missing_block(replace(shapes, layer_windows=(8, 4))) == "sliding windows of several sizes (4, 8)"
     assert missing_block(replace(shapes, value_head="token")) == "a value head"
     assert missing_block(replace(shapes, mlp_bias=True)) == "biases of o_proj or of the MLP"
     assert missing_block(replace(shapes, experts=ExpertShapes(4, 2, 24, dense_layers=(0,)))) == "a mixture of experts with dense layers"
-    with pytest.raises(UserError, match=r"^the model has sliding windows.*set trainer.backend to tandem$"):
-        check_model(replace(shapes, layer_windows=(None, 4)), ParallelConfig())
+    with pytest.raises(UserError, match=r"^the model has a value head.*set trainer.backend to tandem$"):
+        check_model(replace(shapes, value_head="token"), ParallelConfig())
 
 
 def test_models_that_megatron_does_not_divide_evenly_are_refused() -> None:
@@ -117,7 +119,8 @@ def test_models_that_megatron_does_not_divide_evenly_are_refused() -> None:
     "name, shape, zero",
     [
         ("qwen3", MeshShape(), 0), ("qwen3", MeshShape(data=2), 1), ("qwen3", MeshShape(tensor=2), 0), ("qwen3", MeshShape(pipeline=2), 0),
-        ("qwen2", MeshShape(tensor=2, pipeline=2), 0), ("qwen3", MeshShape(data=2, tensor=2), 1), ("qwen3_moe", MeshShape(data=2, expert=2), 1),
+        ("qwen2", MeshShape(tensor=2, pipeline=2), 0), ("qwen3", MeshShape(data=2, tensor=2), 1), ("llama", MeshShape(pipeline=2), 0),
+        ("mistral", MeshShape(tensor=2), 0), ("qwen3_moe", MeshShape(data=2, expert=2), 1),
         ("qwen3_moe", MeshShape(data=2, expert=2, pipeline=2), 0),
     ],
     ids=str,

@@ -1,8 +1,13 @@
 """What models Megatron-Core trains here, and on which meshes. Imports neither it nor torch."""
 
+from dataclasses import replace
+
 from tandem.config.parallel import ParallelConfig
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import ModelShapes, RopeScaling
 from tandem.types import UserError
+
+LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+"""The only scaling of rotary frequencies that its GPT takes, but for the factor (Llama 3.1, 3.2 and 3.3)."""
 
 
 def check_model(shapes: ModelShapes, parallel: ParallelConfig) -> None:
@@ -25,14 +30,19 @@ def check_model(shapes: ModelShapes, parallel: ParallelConfig) -> None:
             raise UserError(f"'{key}' is {ranks} with trainer.backend 'megatron', which divides the model's {count} {what} evenly; choose a divisor of {count}")
 
 
+def window_sizes(shapes: ModelShapes) -> set[int]:
+    """Returns the sizes of the sliding windows that layers have, in tokens."""
+    return {window for layer in range(shapes.num_hidden_layers) if (window := shapes.window(layer)) is not None}
+
+
 def missing_block(shapes: ModelShapes) -> str | None:
     """Returns what of ``shapes`` is not built with Megatron-Core; ``None``: nothing."""
     if not shapes.language_head or shapes.value_head != "none":
         return "a value head"
-    if shapes.rope_scaling.kind != "default":
-        return f"rope_scaling '{shapes.rope_scaling.kind}'"
-    if any(shapes.window(layer) is not None for layer in range(shapes.num_hidden_layers)):
-        return "sliding windows"
+    if shapes.rope_scaling.kind != "default" and replace(shapes.rope_scaling, factor=LLAMA3.factor) != LLAMA3:
+        return f"rope_scaling '{shapes.rope_scaling.kind}'" + (" with other lengths than Llama 3.1's" if shapes.rope_scaling.kind == "llama3" else "")
+    if len(window_sizes(shapes)) > 1:
+        return f"sliding windows of several sizes ({', '.join(map(str, sorted(window_sizes(shapes))))})"
     if shapes.output_bias or shapes.mlp_bias:
         return "biases of o_proj or of the MLP"
     if shapes.experts is not None and shapes.experts.dense_layers:

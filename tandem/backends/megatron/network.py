@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tandem.backends.megatron.model_check import window_sizes
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.model.megatron.layout import MegatronMesh, padded_vocabulary
@@ -24,6 +25,10 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks) -> Any:
         "moe_router_pre_softmax": not experts.normalised, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False, "expert_model_parallel_size": shape.expert,
     }  # fmt: skip
+    windows: dict[str, Any] = {
+        # Megatron counts the tokens before the token itself.
+        "window_size": (size - 1, 0), "window_attn_skip_freq": [int(shapes.window(layer) is not None) for layer in range(shapes.num_hidden_layers)],
+    } if (size := max(window_sizes(shapes), default=0)) else {}  # fmt: skip
     return TransformerConfig(
         num_layers=shapes.num_hidden_layers, hidden_size=shapes.hidden_size, ffn_hidden_size=shapes.intermediate_size,
         num_attention_heads=shapes.num_attention_heads, num_query_groups=shapes.num_key_value_heads, kv_channels=shapes.head_dim,
@@ -31,7 +36,7 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks) -> Any:
         add_qkv_bias=shapes.attention_bias, qk_layernorm=shapes.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=shape.tensor, pipeline_model_parallel_size=shape.pipeline, pipeline_dtype=torch.float32, params_dtype=torch.float32,
         use_cpu_initialization=ranks.device.type == "cpu", calculate_per_token_loss=True, bias_activation_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, **mixture,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, **mixture, **windows,
     )  # fmt: skip
 
 
@@ -55,6 +60,7 @@ def build_network(shapes: ModelShapes, ranks: Ranks, is_sharded: bool) -> Any:
         config, layers, padded_vocabulary(shapes, ranks.mesh.shape.tensor), shapes.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=shapes.tie_word_embeddings, position_embedding_type="rope", rotary_base=shapes.rope_theta,
+        rope_scaling=shapes.rope_scaling.kind == "llama3", rope_scaling_factor=shapes.rope_scaling.factor,
     ).to(ranks.device)  # fmt: skip
     data_parallel = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=is_sharded), network)
 
