@@ -47,7 +47,7 @@ def test_a_run_trains_as_with_tandems_own_trainer(mesh: str, environment: dict[s
     expected = trained(tmp_path / "tandem", *(each for each in MESHES[mesh] if each.startswith("--model")))
     assert found.left_behind() == []
     for own, other in zip(found.rows(), expected.rows(), strict=True):
-        for name in ("reward", "actor/pg_loss", "kl", "actor/entropy", "actor/grad_norm", "response_length/mean"):
+        for name in ("reward/mean", "actor/pg_loss", "kl", "actor/entropy", "actor/grad_norm", "response_length/mean"):
             assert own[name] == pytest.approx(other[name], abs=1e-4), (own["step"], name)
         # Another network than the engine's: equal but for the last bits, and said to be so.
         assert 0 < own["mismatch_max_abs"] < 1e-5 and own["mismatch_kl"] < 1e-10
