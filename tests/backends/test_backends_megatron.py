@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from meshes_of_steps import MODELS, Trained, make_folder, train
 from safetensors.torch import load_file
 
-from tandem.backends.environment import installed, tandem_path
+from tandem.backends.environment import installed
 from tandem.backends.megatron.model_check import check_model, missing_block
 from tandem.backends.megatron.parts import parts_of
 from tandem.backends.megatron.passes import RowShape, as_rows
@@ -121,7 +122,7 @@ def test_models_that_megatron_does_not_divide_evenly_are_refused() -> None:
         ("qwen3", MeshShape(), 0), ("qwen3", MeshShape(data=2), 1), ("qwen3", MeshShape(tensor=2), 0), ("qwen3", MeshShape(pipeline=2), 0),
         ("qwen2", MeshShape(tensor=2, pipeline=2), 0), ("qwen3", MeshShape(data=2, tensor=2), 1), ("llama", MeshShape(pipeline=2), 0),
         ("mistral", MeshShape(tensor=2), 0), ("qwen3_moe", MeshShape(data=2, expert=2), 1),
-        ("qwen3_moe", MeshShape(data=2, expert=2, pipeline=2), 0),
+        ("qwen3_moe", MeshShape(data=2, expert=2, pipeline=2), 1),
     ],
     ids=str,
 )  # fmt: skip
@@ -190,11 +191,12 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_bits_and_either_train
 
 @needs_megatron
 @pytest.mark.full
-def test_a_machine_without_cuda_and_without_the_shim_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_machine_without_cuda_and_without_the_shim_is_refused_in_one_line_before_any_work(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    from tandem.backends.environment import python_of
-
-    code = "from tandem.backends.megatron.groups import check_device; check_device()"
-    done = subprocess.run([str(python_of("megatron")), "-c", code], env={"PYTHONPATH": tandem_path(tmp_path)}, capture_output=True, text=True, check=False)
-    assert "Megatron-Core needs a CUDA device" in done.stderr.splitlines()[-1] and "trainer.backend to tandem" in done.stderr.splitlines()[-1]
+    for more in ("--dry-run",), ():
+        command = [sys.executable, "-m", "tandem.cli.main", "train", "sort", "--trainer", "megatron", f"--run.directory={tmp_path / 'runs'}", *more]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1 and "Megatron-Core needs a CUDA device" in done.stderr and "trainer.backend to tandem" in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tandem.backends.collective_errors import collectives_of
+from tandem.backends.megatron.device_check import no_device
 from tandem.trainer.parallel.ranks import Ranks
-from tandem.types import UserError
 
 SEED = 1234
 """Of Megatron's random states, from which nothing is drawn: there is no dropout, and weights are read from a folder."""
@@ -27,7 +27,10 @@ def connect(ranks: Ranks, store: Any, timeout_s: float) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    check_device()
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise no_device(str(error).splitlines()[0]) from None
     if parallel_state.model_parallel_is_initialized():
         return
     shape = ranks.mesh.shape
@@ -43,17 +46,6 @@ def connect(ranks: Ranks, store: Any, timeout_s: float) -> None:
         distributed_timeout_minutes=int(timeout_s // 60) + 1,
     )  # fmt: skip
     model_parallel_cuda_manual_seed(SEED)
-
-
-def check_device() -> None:
-    """Raises ``UserError`` unless this process has a CUDA device."""
-    try:
-        torch.cuda.current_device()
-    except (AssertionError, RuntimeError) as error:
-        raise UserError(
-            f"'trainer.backend' is 'megatron', and Megatron-Core needs a CUDA device ({str(error).splitlines()[0]}); set trainer.backend to tandem, "
-            "which also trains on a CPU"
-        ) from None
 
 
 named = partial(collectives_of, "Megatron-Core")

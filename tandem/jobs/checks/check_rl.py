@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.backends.environment import python_of
+from tandem.backends.megatron.device_check import check_device
 from tandem.backends.megatron.model_check import check_model
 from tandem.backends.vllm.model_check import check_model as check_vllm_model
 from tandem.config.engine import EngineArgs
@@ -95,6 +96,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.trainer.backend == "megatron":
             check_model(shapes, recipe.parallel)
+            check_device()
         check_engine_on_model(recipe.rollout.engine, shapes)
         if recipe.has_critic and recipe.critic.path:
             valued = check_value_model(recipe.critic.path, "critic.path", folder, shapes, context)
