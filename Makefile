@@ -71,7 +71,7 @@ lock: .venv-dist/.installed
 	@touch $@
 
 .venv/.test: .venv/.run
-	$(PIP) -e ".[test,lint,docs,chat,serve,gateway,structured,s3,reasoning-gym,verifiers]"
+	$(PIP) -e ".[test,lint,docs,chat,serve,gateway,redis,structured,s3,reasoning-gym,verifiers]"
 	@touch $@
 
 .venv-peer/.installed: benchmarks/peer-requirements.txt

@@ -178,6 +178,26 @@ class LimitConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RedisConfig:
+    """Redis (7 or later), in which several gateways count limits together. While it does not answer, each counts alone."""
+
+    url: str = ""
+    """Its address, for example `redis://10.0.0.9:6379/0`. Empty: limits are counted in the gateway."""
+    prefix: str = "tandem"
+    """Beginning of all keys; gateways with the same one share their limits."""
+    timeout_s: float = 0.5
+    """Time for an answer."""
+
+    def check(self) -> None:
+        check_no_secret("'redis.url'", self.url)
+        check_seconds("redis", self, "timeout_s")
+        if self.url and not self.url.startswith(("redis://", "rediss://", "unix://")):
+            raise UserError(f"'redis.url' is '{self.url}'; write redis://HOST:PORT/0, rediss:// for TLS, or unix://PATH")
+        if not self.prefix or not self.prefix.isprintable() or "{" in self.prefix or "}" in self.prefix:
+            raise UserError(f"'redis.prefix' is {self.prefix!r}; give a name without braces")
+
+
+@dataclass(frozen=True, slots=True)
 class TenantConfig:
     """A tenant: those who share keys, a budget and a place in the queue."""
 
@@ -233,6 +253,8 @@ class GatewayConfig:
     """Tenants by name."""
     other_tenants: TenantConfig = field(default_factory=TenantConfig)
     """Every tenant that `tenants` does not name, each on its own."""
+    redis: RedisConfig = field(default_factory=RedisConfig)
+    """Limits of several gateways."""
 
     def check(self) -> None:
         """Raises ``UserError`` for values that cannot work."""

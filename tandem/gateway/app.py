@@ -1,5 +1,6 @@
 """The gateway's HTTP application: probes, the list of models, and everything that goes to a backend."""
 
+import asyncio
 import re
 import time
 import uuid
@@ -19,7 +20,7 @@ from tandem.gateway.inference_request import INFERENCE_PATHS, InferenceRequest, 
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
 from tandem.gateway.proxy import Proxy
-from tandem.gateway.rate_limit import EmbeddedLimits, limit_headers, refused
+from tandem.gateway.rate_limit import EmbeddedLimits, Limits, Refusal, limit_headers, refused
 from tandem.gateway.usage import Meter
 from tandem.serving.bodies import Share, UnfinishedBodies, read_body
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
@@ -42,7 +43,7 @@ class GatewayState:
     metrics: Metrics
     bodies: UnfinishedBodies
     auth: Auth
-    limits: EmbeddedLimits = field(default_factory=EmbeddedLimits)
+    limits: Limits = field(default_factory=EmbeddedLimits)
     lines: LogLines = field(default_factory=LogLines)
     parser: BodyParser = field(default_factory=BodyParser)
     is_draining: bool = False
@@ -136,14 +137,16 @@ class GatewayApp:
         shares = caller.shares(request.prompt_tokens + request.max_tokens)
         # The client chooses the request's id, and may choose one twice.
         reservation = uuid.uuid4().hex
-        if (over := state.limits.reserve(reservation, shares)) is not None:
-            state.metrics.limited.labels(over.share.name.rpartition(":")[2]).inc()
-            raise refused(over)
+        left = await state.limits.reserve(reservation, shares)
+        if isinstance(left, Refusal):
+            state.metrics.limited.labels(left.share.name.rpartition(":")[2]).inc()
+            raise refused(left)
         meter = Meter(request.prompt_tokens)
         try:
-            await state.proxy.answer(request, receive, send, meter, limit_headers(state.limits, shares))
+            await state.proxy.answer(request, receive, send, meter, limit_headers(shares, left, time.time()))
         finally:
-            state.limits.settle(reservation, shares, meter.tokens, int(meter.is_answered))
+            # The end of the gateway must not cancel it halfway.
+            await asyncio.shield(state.limits.settle(reservation, shares, meter.tokens, int(meter.is_answered)))
             if USAGE in scope and meter.is_answered:
                 scope[USAGE].prompt, scope[USAGE].completion = meter.prompt, meter.output
 

@@ -1,17 +1,16 @@
-"""Limits on requests and tokens: reserved before a request is sent on, settled when it has ended."""
+"""Limits on requests and tokens: reserved before a request is sent on, settled when it has ended. Here in the memory of one gateway."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tandem.config.gateway import LimitConfig
 from tandem.serving.errors import ApiError
 
 _MINUTE_S, _DAY_S = 60, 86_400
 _MOST_COUNTERS = 10_000
-RESERVED_S = 3600.0
-"""A reservation that nobody has settled by then, because its gateway died, is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,45 +32,52 @@ class Refusal:
     retry_after_s: float | None
 
 
+class Limits(Protocol):
+    """Where the use of limits is counted."""
+
+    async def reserve(self, id: str, shares: Sequence[Share]) -> "list[int] | Refusal":
+        """Reserves all ``shares`` under ``id`` and returns what is left of each limit, or reserves none of them and returns the first that does not fit."""
+
+    async def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int) -> None:
+        """Replaces the reservation ``id`` by what was used. Called once for each reservation."""
+
+
 @dataclass
 class _Counter:
-    """One limit's use. ``used``: settled in ``window``; ``held``: reserved, with the time when it expires."""
+    """One limit's use. ``used``: settled in ``window``; ``held``: reserved. What is held ends with its request, at the latest with the process."""
 
     window: int = 0
     used: int = 0
-    held: dict[str, tuple[int, float]] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
 
-    def taken(self, window: int, now: float) -> int:
-        """Returns what is used and reserved in ``window`` at ``now``."""
+    def taken(self, window: int) -> int:
+        """Returns what is used in ``window`` and reserved."""
         if window != self.window:
             self.window, self.used = window, 0
-        for id in [id for id, (_, expires) in self.held.items() if expires <= now]:
-            del self.held[id]
-        return self.used + sum(amount for amount, _ in self.held.values())
+        return self.used + sum(self.held.values())
 
 
-class EmbeddedLimits:
-    """The limits of one gateway process, in its memory. ``clock``: seconds since the epoch, as windows are minutes and days of UTC."""
+class EmbeddedLimits(Limits):
+    """The limits of one gateway process. ``clock``: seconds since the epoch, as windows are minutes and days of UTC."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._counters: dict[str, _Counter] = {}
         self._purge_at = _MOST_COUNTERS
 
-    def reserve(self, id: str, shares: Sequence[Share]) -> Refusal | None:
-        """Reserves all ``shares`` under ``id``, or none of them: returns the first that does not fit."""
+    async def reserve(self, id: str, shares: Sequence[Share]) -> list[int] | Refusal:
         now = self._clock()
         if len(self._counters) > self._purge_at:
             self._purge(now)
+        left = [share.limit - self._counter(share, now)[1] - share.amount for share in shares]
+        for share, rest in zip(shares, left, strict=True):
+            if rest < 0:
+                return refusal(share, now)
         for share in shares:
-            if self._counter(share, now)[1] + share.amount > share.limit:
-                return Refusal(share, None if share.amount > share.limit else resets_in_s(share, now))
-        for share in shares:
-            self._counters[share.name].held[id] = (share.amount, now + RESERVED_S)
-        return None
+            self._counters[share.name].held[id] = share.amount
+        return left
 
-    def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int) -> None:
-        """Replaces the reservation ``id`` by what was used; one that has expired counts all the same. Calling it again counts again."""
+    async def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int) -> None:
         now = self._clock()
         for share in shares:
             counter, _ = self._counter(share, now)
@@ -80,11 +86,6 @@ class EmbeddedLimits:
                 counter.used += tokens if share.is_tokens else requests
             elif not counter.held:
                 del self._counters[share.name]
-
-    def remaining(self, share: Share) -> tuple[int, float]:
-        """Returns what is left of a limit, and the seconds until all of it is again."""
-        now = self._clock()
-        return max(0, share.limit - self._counter(share, now)[1]), resets_in_s(share, now)
 
     def _purge(self, now: float) -> None:
         """Forgets the counters of those who have been away for a day."""
@@ -97,7 +98,12 @@ class EmbeddedLimits:
 
     def _counter(self, share: Share, now: float) -> tuple[_Counter, int]:
         counter = self._counters.setdefault(share.name, _Counter())
-        return counter, counter.taken(int(now // share.window_s) if share.window_s else 0, now)
+        return counter, counter.taken(int(now // share.window_s) if share.window_s else 0)
+
+
+def refusal(share: Share, now: float) -> Refusal:
+    """Returns the refusal of a request that does not fit ``share`` at ``now``."""
+    return Refusal(share, None if share.amount > share.limit else resets_in_s(share, now))
 
 
 def resets_in_s(share: Share, now: float) -> float:
@@ -118,24 +124,24 @@ def shares_of(who: str, limits: LimitConfig, tokens: int) -> list[Share]:
     ]
 
 
-def refused(refusal: Refusal) -> ApiError:
+def refused(over: Refusal) -> ApiError:
     """Returns the error for a request that exceeds a limit."""
-    share, unit = refusal.share, "tokens" if refusal.share.is_tokens else "requests"
+    share, unit = over.share, "tokens" if over.share.is_tokens else "requests"
     name = share.name.rpartition(":")[2].replace("_", " ")
-    if refusal.retry_after_s is None:
+    if over.retry_after_s is None:
         return ApiError(429, f"the request may take {share.amount} {unit}, more than the limit ({name}: {share.limit}); make it smaller", kind=unit,
                         code="rate_limit_exceeded")  # fmt: skip
-    after = max(1, math.ceil(refusal.retry_after_s))
+    after = max(1, math.ceil(over.retry_after_s))
     return ApiError(429, f"rate limit reached ({name}: {share.limit}); try again in {after} s", kind=unit, code="rate_limit_exceeded", retry_after_s=after)
 
 
-def limit_headers(limits: EmbeddedLimits, shares: Sequence[Share]) -> list[tuple[bytes, bytes]]:
-    """Returns OpenAI's ``x-ratelimit-*``: for requests and for tokens the limit of which the smallest part is left."""
+def limit_headers(shares: Sequence[Share], left: Sequence[int], now: float) -> list[tuple[bytes, bytes]]:
+    """Returns OpenAI's ``x-ratelimit-*``: for requests and for tokens the limit of which the smallest part is ``left``."""
     headers: list[tuple[bytes, bytes]] = []
     for unit, is_tokens in (("requests", False), ("tokens", True)):
-        left = [(limits.remaining(share), share) for share in shares if share.window_s and share.is_tokens is is_tokens]
-        if left:
-            (remaining, reset_s), share = min(left, key=lambda each: each[0][0] / each[1].limit)
-            values = (("limit", str(share.limit)), ("remaining", str(remaining)), ("reset", f"{reset_s:.0f}s"))
+        parts = [(rest, share) for rest, share in zip(left, shares, strict=True) if share.window_s and share.is_tokens is is_tokens]
+        if parts:
+            rest, share = min(parts, key=lambda part: part[0] / part[1].limit)
+            values = (("limit", str(share.limit)), ("remaining", str(rest)), ("reset", f"{resets_in_s(share, now):.0f}s"))
             headers += [(f"x-ratelimit-{name}-{unit}".encode(), value.encode()) for name, value in values]
     return headers

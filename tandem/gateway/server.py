@@ -23,6 +23,7 @@ from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
 from tandem.gateway.probes import Probes
 from tandem.gateway.proxy import Proxy
+from tandem.gateway.rate_limit import EmbeddedLimits, Limits
 from tandem.gateway.waits import watch_waits
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
@@ -47,6 +48,8 @@ _MOST_KEY_BYTES = 4096
 def run_gateway(config: GatewayConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. Raises ``UserError`` if the port or a key file cannot be used."""
     backends = make_backends(config)
+    if config.redis.url and importlib.util.find_spec("redis") is None:
+        raise UserError("'redis.url' is given, and the package redis is not installed; pip install 'tandem-rl[redis]'")
     keys = KeyFile(Path(config.keys_file)) if config.keys_file else None
     listener = listen(config.host, config.port, backlog=BACKLOG)
     raise_file_limit()
@@ -106,18 +109,26 @@ async def _serve(config: GatewayConfig, backends: list[Backend], keys: KeyFile |
         admission = Admission(config.queue, pool, weights, config.other_tenants.weight)
         largest = int(config.max_body_mib * 2**20)
         bodies = UnfinishedBodies(largest * _MOST_UNFINISHED_BODIES, largest * _MOST_UNFINISHED_BODIES)
+        shared = None
+        if config.redis.url:
+            from tandem.gateway.redis_limits import RedisLimits
+
+            shared = RedisLimits(config.redis.url, config.redis.prefix, config.redis.timeout_s, say)
+        limits: Limits = shared or EmbeddedLimits()
         proxy = Proxy(config, pool, session, metrics, admission, passes_keys=keys is None)
-        state = GatewayState(config, pool, proxy, admission, metrics, bodies, Auth(config, keys))
+        state = GatewayState(config, pool, proxy, admission, metrics, bodies, Auth(config, keys), limits)
         probes = Probes(config.probes, backends, session, say)
         waits = asyncio.create_task(watch_waits(config.timeouts, backends, admission.wake))
-        reading = asyncio.create_task(_refresh(keys))
+        beside = [waits, asyncio.create_task(_refresh(keys)), *([asyncio.create_task(shared.keep())] if shared is not None else [])]
         try:
             await probes.start()
             return await _until_stopped(state, listener)
         finally:
-            waits.cancel()
-            reading.cancel()
-            await asyncio.gather(waits, reading, probes.stop(), return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, probes.stop(), return_exceptions=True)
+            if shared is not None:
+                await shared.close()
 
 
 async def _refresh(keys: KeyFile | None) -> None:

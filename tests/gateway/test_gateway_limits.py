@@ -1,5 +1,6 @@
 """Limits and keys without a network: reservations, windows, digests, files."""
 
+import asyncio
 import json
 import stat
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from tandem.cli.main import main, parser
 from tandem.config.gateway import BackendConfig, GatewayConfig, LimitConfig, TenantConfig
 from tandem.gateway.auth import Auth
 from tandem.gateway.keys import KeyFile, find_key, new_key, read_keys, write_keys
-from tandem.gateway.rate_limit import RESERVED_S, EmbeddedLimits, limit_headers, refused, shares_of
+from tandem.gateway.rate_limit import EmbeddedLimits, Refusal, Share, limit_headers, refused, shares_of
 from tandem.gateway.usage import Meter, read_usage
 from tandem.serving.errors import ApiError
 from tandem.types import UserError
@@ -26,82 +27,96 @@ class Clock:
         return self.now
 
 
-def limits() -> tuple[EmbeddedLimits, Clock]:
-    clock = Clock()
-    return EmbeddedLimits(clock), clock
+class Store:
+    """A store of limits called without a loop."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.limits = EmbeddedLimits(self.clock)
+
+    def reserve(self, id: str, shares: list[Share]) -> list[int] | Refusal:
+        return asyncio.run(self.limits.reserve(id, shares))
+
+    def refuse(self, id: str, shares: list[Share]) -> Refusal:
+        over = self.reserve(id, shares)
+        assert isinstance(over, Refusal)
+        return over
+
+    def settle(self, id: str, shares: list[Share], tokens: int, requests: int) -> None:
+        asyncio.run(self.limits.settle(id, shares, tokens, requests))
 
 
 def test_what_is_reserved_counts_until_it_is_settled_and_then_what_was_used() -> None:
-    store, _ = limits()
+    store = Store()
     shares = shares_of("tenant t", LimitConfig(tokens_per_minute=100), 60)
-    assert store.reserve("a", shares) is None
-    over = store.reserve("b", shares)
-    assert over is not None and over.share.name == "tenant t:tokens_per_minute"
+    assert store.reserve("a", shares) == [40]
+    assert store.refuse("b", shares).share.name == "tenant t:tokens_per_minute"
     store.settle("a", shares, 25, 1)
-    assert store.remaining(shares[0])[0] == 75 and store.reserve("b", shares) is None
+    assert store.reserve("b", shares) == [15]
     store.settle("b", shares, 0, 0)
-    assert store.remaining(shares[0])[0] == 75, "what nobody answered costs nothing"
+    assert store.reserve("c", shares) == [15], "what nobody answered costs nothing"
 
 
 def test_a_refused_request_reserves_nothing_of_any_limit() -> None:
-    store, _ = limits()
+    store = Store()
     both = [*shares_of("key k", LimitConfig(requests_per_minute=5), 1), *shares_of("tenant t", LimitConfig(tokens_per_day=10), 20)]
-    over = store.reserve("a", both)
-    assert over is not None and over.retry_after_s is None and store.remaining(both[0])[0] == 5
+    over = store.refuse("a", both)
+    assert over.retry_after_s is None and store.reserve("b", both[:1]) == [4]
     error = refused(over)
     assert error.status == 429 and error.retry_after_s is None and "make it smaller" in error.message
 
 
 def test_windows_end_with_the_minute_and_the_day_and_retry_after_says_when() -> None:
-    store, clock = limits()
+    store = Store()
     minute = shares_of("t", LimitConfig(requests_per_minute=1), 1)
-    assert store.reserve("a", minute) is None
+    assert store.reserve("a", minute) == [0]
     store.settle("a", minute, 5, 1)
-    clock.now += 10.5
-    over = store.reserve("b", minute)
-    assert over is not None and over.retry_after_s == pytest.approx(49.5) and refused(over).retry_after_s == 50
-    clock.now += 49
-    assert store.reserve("b", minute) is not None
-    clock.now += 0.5
-    assert store.reserve("b", minute) is None
+    store.clock.now += 10.5
+    over = store.refuse("b", minute)
+    assert over.retry_after_s == pytest.approx(49.5) and refused(over).retry_after_s == 50
+    store.clock.now += 49
+    store.refuse("b", minute)
+    store.clock.now += 0.5
+    assert store.reserve("b", minute) == [0]
     day = shares_of("t", LimitConfig(tokens_per_day=10), 10)
-    assert store.reserve("c", day) is None
+    assert store.reserve("c", day) == [0]
     store.settle("c", day, 10, 1)
-    over = store.reserve("d", day)
-    assert over is not None and over.retry_after_s == pytest.approx(86_400 - clock.now % 86_400)
+    assert store.refuse("d", day).retry_after_s == pytest.approx(86_400 - store.clock.now % 86_400)
 
 
-def test_requests_at_once_are_given_back_and_a_reservation_that_nobody_settles_expires() -> None:
-    store, clock = limits()
+def test_requests_at_once_are_given_back() -> None:
+    store = Store()
     shares = shares_of("t", LimitConfig(concurrent=2, tokens_per_day=1000), 400)
-    assert store.reserve("a", shares) is None and store.reserve("b", shares) is None
-    over = store.reserve("c", shares)
-    assert over is not None and over.share.name == "t:concurrent" and over.retry_after_s == 1
+    assert store.reserve("a", shares) == [1, 600] and store.reserve("b", shares) == [0, 200]
+    over = store.refuse("c", shares)
+    assert over.share.name == "t:concurrent" and over.retry_after_s == 1
     store.settle("a", shares, 1, 1)
-    assert store.reserve("c", shares) is None
-    clock.now += RESERVED_S + 1
-    assert store.reserve("d", shares) is None and store.reserve("e", shares) is None
-    assert store.remaining(shares[1])[0] == 1000 - 1 - 800
+    assert store.reserve("c", shares) == [0, 199]
 
 
 def test_the_headers_name_the_limit_of_which_the_smallest_part_is_left() -> None:
-    store, _ = limits()
     shares = [*shares_of("key", LimitConfig(requests_per_minute=10, tokens_per_minute=1000), 50), *shares_of("tenant", LimitConfig(requests_per_day=4), 50)]
-    assert store.reserve("a", shares) is None
-    assert dict(limit_headers(store, shares)) == {
+    left = Store().reserve("a", shares)
+    assert left == [9, 950, 3]
+    assert dict(limit_headers(shares, left, Clock.now)) == {
         b"x-ratelimit-limit-requests": b"4", b"x-ratelimit-remaining-requests": b"3", b"x-ratelimit-reset-requests": b"%.0fs" % (86_400 - Clock.now % 86_400),
         b"x-ratelimit-limit-tokens": b"1000", b"x-ratelimit-remaining-tokens": b"950", b"x-ratelimit-reset-tokens": b"60s",
     }  # fmt: skip
-    assert limit_headers(store, []) == []
+    assert limit_headers([], [], Clock.now) == []
 
 
 def test_counters_of_callers_that_have_gone_are_forgotten() -> None:
-    store, clock = limits()
-    for number in range(11_000):
-        clock.now += 600
-        shares = shares_of(f"t{number}", LimitConfig(requests_per_minute=1), 1)
-        assert store.reserve("a", shares) is None
-        store.settle("a", shares, 1, 1)
+    clock = Clock()
+    store = EmbeddedLimits(clock)
+
+    async def pass_by() -> None:
+        for number in range(11_000):
+            clock.now += 600
+            shares = shares_of(f"t{number}", LimitConfig(requests_per_minute=1), 1)
+            assert await store.reserve("a", shares) == [0]
+            await store.settle("a", shares, 1, 1)
+
+    asyncio.run(pass_by())
     assert len(store._counters) < 2000
 
 
