@@ -22,7 +22,7 @@ class BackendConfig:
     name: str = ""
     """Its name in logs and metrics. Empty: host and port of the URL."""
     models: tuple[str, ...] = ()
-    """The models that it serves. Empty: it is asked for them (`/v1/models`) with every probe."""
+    """The models that it serves. Empty: it is asked for them (`/v1/models`)."""
     weight: float = 1.0
     """Its capacity beside the others: with 2 it is given twice the work."""
     max_requests: int = 256

@@ -25,15 +25,15 @@ class Health(enum.Enum):
 
 @dataclass(eq=False)
 class Backend:
-    """A backend and its load. ``models``: those that it serves. ``is_tandem``: it says that it is Tandem's server, whose random numbers depend on
-    the request alone. ``last_taken``: grows with every attempt, so that equal loads alternate."""
+    """A backend and its load. ``models``: those that it serves. ``weights``: the version of its weights if it is Tandem's server, whose random
+    numbers depend on the request alone, else ``None``. ``last_taken``: grows with every attempt, so that equal loads alternate."""
 
     config: BackendConfig
     breaker: Breaker
     api_key: str | None = None
     health: Health = Health.UNKNOWN
     models: tuple[str, ...] = ()
-    is_tandem: bool = False
+    weights: str | None = None
     outstanding_tokens: int = 0
     last_taken: int = 0
     attempts: "set[Attempt]" = field(default_factory=set)
@@ -49,6 +49,10 @@ class Backend:
     @property
     def is_ready(self) -> bool:
         return self.health is Health.READY
+
+    @property
+    def is_tandem(self) -> bool:
+        return self.weights is not None
 
     @property
     def load(self) -> float:

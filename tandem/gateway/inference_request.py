@@ -36,6 +36,8 @@ class InferenceRequest:
     stream: bool
     prompt_tokens: int
     max_tokens: int
+    has_seed: bool = False
+    """Whether the client has chosen the seed of its random numbers."""
     tenant: str = ""
     timeout_s: float | None = None
     """How long the client waits for its turn, as it says."""
@@ -55,7 +57,9 @@ def read_request(
         raise invalid("'stream' is neither true nor false", "stream")
     prompts, tokens = _prompt(content, len(body))
     longest = prompts * _generated(path, content)
-    return InferenceRequest(id, path, query, headers, body, client, model, bool(stream), tokens, longest, tenant, _timeout_s(headers))
+    return InferenceRequest(
+        id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(headers)
+    )
 
 
 def _timeout_s(headers: Headers) -> float | None:

@@ -45,6 +45,11 @@ class Pool:
         free = [backend for backend in able if backend.room > 0]
         return self._pick(free or able) if able else None
 
+    def choose_same(self, weights: str | None, model: str | None, tried: Sequence[Backend]) -> Backend | None:
+        """Returns the backend at which a stream that began under the version ``weights`` can go on, ``None`` if there is none."""
+        able = [backend for backend in self._able(model) if backend not in tried and backend.weights == weights]
+        return self._pick(able) if weights is not None and able else None
+
     def room(self, model: str | None) -> int | None:
         """Returns how many more requests for ``model`` its backends can have at once, ``None`` if no backend takes any."""
         able = self._able(model)

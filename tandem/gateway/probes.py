@@ -10,6 +10,8 @@ from tandem.config.gateway import ProbeConfig
 from tandem.gateway.backend import Backend, Health
 
 _PATHS = ("/readiness", "/health", "/v1/models")
+_MODELS_EVERY = 5
+"""Probes for each look at the models of a backend that is ready."""
 _MOST_BYTES = 2**20
 _MOST_MODELS = 1000
 
@@ -21,6 +23,7 @@ class Probes:
         self._config, self._backends, self._session, self._say = config, backends, session, say
         self._paths = {backend.name: backend.config.probe for backend in backends}
         self._failures = dict.fromkeys(self._paths, 0)
+        self._count = dict.fromkeys(self._paths, 0)
         self._failing_since = dict.fromkeys(self._paths, 0.0)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -45,8 +48,9 @@ class Probes:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 status = await self._status(backend)
-                if status < 400 and not backend.config.models:
+                if status < 400 and (backend.health is not Health.READY or self._count[backend.name] % _MODELS_EVERY == 0):
                     await self._read_models(backend)
+                self._count[backend.name] += 1
             health = Health.READY if status < 400 else Health.NOT_READY
             why = "" if status < 400 else f"it answers {status}"
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
@@ -91,14 +95,17 @@ class Probes:
         """Raises ``ValueError`` if the answer is not a list of models."""
         async with self._session.get(f"{backend.config.url.rstrip('/')}/v1/models", headers=_headers(backend), allow_redirects=False) as response:
             if response.status != 200:
+                if backend.config.models:
+                    return
                 raise ValueError(f"/v1/models answers {response.status}")
             text = b"".join([part async for part in _bounded(response)])
         try:
             entries = [entry for entry in json.loads(text)["data"][:_MOST_MODELS] if isinstance(entry["id"], str)]
-            backend.models = tuple(entry["id"] for entry in entries)
-            backend.is_tandem = any(entry.get("owned_by") == "tandem" for entry in entries)
+            backend.weights = next((str(entry.get("weight_version")) for entry in entries if entry.get("owned_by") == "tandem"), None)
+            backend.models = backend.config.models or tuple(entry["id"] for entry in entries)
         except (AttributeError, TypeError, KeyError):
-            raise ValueError("/v1/models is not a list of models") from None
+            if not backend.config.models:
+                raise ValueError("/v1/models is not a list of models") from None
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -18,6 +18,7 @@ from tandem.gateway.headers import Headers, end_to_end, to_backend
 from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
+from tandem.gateway.resume import RESUMABLE_PATHS, Delivered, Diverged, Repetition, seeded
 from tandem.gateway.retry_budget import RetryBudget
 from tandem.gateway.server_sent_events import whole_events
 from tandem.gateway.usage import Meter
@@ -45,8 +46,8 @@ class BackendFailed(Exception):
 class StatusRetried(BackendFailed):
     """An answer whose status is not passed on, as another backend may do better. ``outcome``: what it says about the backend."""
 
-    def __init__(self, message: str, outcome: Outcome) -> None:
-        super().__init__(message, is_paid=True)
+    def __init__(self, message: str, outcome: Outcome, *, is_paid: bool = True) -> None:
+        super().__init__(message, is_paid=is_paid)
         self.outcome = outcome
 
 
@@ -60,6 +61,12 @@ class Exchange:
     headers: Headers
     """Sent with the answer of whatever backend."""
     charge: Charge | None = None
+    body: bytes = b""
+    """What Tandem's servers are sent: the client's bytes, with a seed if the answer may have to be repeated."""
+    weights: str | None = None
+    """The version of the weights of the backend whose stream the client receives, if another one can go on with it."""
+    delivered: Delivered = field(default_factory=Delivered)
+    repetition: Repetition | None = None
     began: float = field(default_factory=time.monotonic)
     status: int = 499
     is_stream: bool = False
@@ -89,7 +96,7 @@ class Proxy:
     async def answer(self, request: InferenceRequest, receive: Receive, send: Send, meter: Meter, headers: Headers) -> None:
         """Answers ``request``. ``receive`` has nothing but the client's end left. ``meter`` counts what it costs. ``headers`` are added to the answer's.
         Raises ``ApiError`` for what is answered with an error."""
-        exchange = Exchange(request, send, meter, headers)
+        exchange = Exchange(request, send, meter, headers, body=self._body(request))
         task = asyncio.current_task()
         assert task is not None
         has_left = False
@@ -131,9 +138,12 @@ class Proxy:
                         break
                     self._metrics.retries.inc()
                     await asyncio.sleep(random.uniform(0, self._config.retry.backoff_s * 2**number))
-                backend = self._pool.choose(model, exchange.tried)
-                if backend is None and failure.is_lost:
-                    backend = self._pool.choose(model)
+                if exchange.has_begun:
+                    backend = self._pool.choose_same(exchange.weights, model, exchange.tried)
+                else:
+                    backend = self._pool.choose(model, exchange.tried)
+                    if backend is None and failure.is_lost:
+                        backend = self._pool.choose(model)
                 if backend is None:
                     break
                 try:
@@ -146,6 +156,9 @@ class Proxy:
             self._settle(exchange, Outcome.FAILURE)
         if not exchange.tried:
             raise self._pool.refusal(model)
+        if exchange.has_begun:
+            await self._end_broken(exchange, str(failure))
+            return
         raise ApiError(502, f"the backend failed: {failure}", kind="backend_error", code="backend_failed")
 
     def _settle(self, exchange: Exchange, outcome: Outcome) -> None:
@@ -161,8 +174,9 @@ class Proxy:
         outcome = Outcome.UNKNOWN
         try:
             attempt.waiting_since = asyncio.get_running_loop().time()
+            body = exchange.body if backend.is_tandem else request.body
             async with self._session.post(
-                self._url(backend, request), data=request.body, headers=self._headers(backend, request), allow_redirects=False
+                self._url(backend, request), data=body, headers=self._headers(backend, request), allow_redirects=False
             ) as response:
                 outcome = await self._relay(exchange, attempt, response, is_last=is_last)
         except StatusRetried as error:
@@ -176,6 +190,9 @@ class Proxy:
                 raise  # The client has left too.
             outcome = Outcome.FAILURE
             await self._broken(exchange, attempt.given_up)
+        except Diverged as error:
+            # It works, but it is not the same.
+            await self._end_broken(exchange, str(error))
         except (aiohttp.ClientError, OSError) as error:
             outcome = Outcome.FAILURE
             is_lost = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
@@ -189,6 +206,8 @@ class Proxy:
     async def _relay(self, exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, *, is_last: bool) -> Outcome:
         """Sends the answer of a backend to the client; returns what it says about the backend."""
         status, backend = response.status, attempt.backend
+        if exchange.has_begun:
+            return await self._go_on(exchange, attempt, response)
         outcome = Outcome.BUSY if status in BUSY else Outcome.FAILURE if status >= 500 else Outcome.SUCCESS
         has_other = status in RETRIED and not is_last and self._pool.choose(exchange.request.model, [*exchange.tried, backend]) is not None
         if has_other and self._budget.take():
@@ -204,10 +223,21 @@ class Proxy:
         headers = [(name, value) for name, value in end_to_end(response.raw_headers) if name != b"x-request-id"]
         headers += [(b"x-request-id", exchange.request.id.encode()), *exchange.headers]
         if response.content_type == "text/event-stream":
+            if request_can_resume(exchange.request):
+                exchange.weights = backend.weights
             await self._stream(exchange, attempt, response, headers)
         else:
             await self._whole(exchange, attempt, response, headers)
         return outcome
+
+    async def _go_on(self, exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse) -> Outcome:
+        """Sends the rest of a stream that another backend has begun. Raises ``Diverged`` if this one's is not the same."""
+        if response.status != 200 or response.content_type != "text/event-stream":
+            raise StatusRetried(f"it answers {response.status}", Outcome.BUSY if response.status in BUSY else Outcome.FAILURE, is_paid=False)
+        exchange.repetition = exchange.delivered.repetition()
+        self._metrics.resumed.inc()
+        await self._stream(exchange, attempt, response, [])
+        return Outcome.SUCCESS
 
     async def _whole(self, exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, headers: Headers) -> None:
         """Sends an answer that is no stream of events."""
@@ -237,11 +267,15 @@ class Proxy:
         async for part in response.content.iter_any():
             attempt.waiting_since = None
             whole, held = whole_events(held + part)
+            if whole and not attempt.has_begun:
+                attempt.has_begun = True
+                attempt.done(exchange.request.prompt_tokens)
+                await self._start(exchange, response.status, headers)
+            if whole and exchange.repetition is not None:
+                whole = exchange.repetition.rest(whole)
             if whole:
-                if not exchange.has_begun:
-                    attempt.has_begun = True
-                    attempt.done(exchange.request.prompt_tokens)
-                    await self._start(exchange, response.status, headers)
+                if exchange.weights is not None:
+                    exchange.delivered.add(whole)
                 count = exchange.meter.events(whole)
                 attempt.done(count)
                 self._charge(exchange, count)
@@ -268,13 +302,22 @@ class Proxy:
         await exchange.send({"type": "http.response.body", "body": part, "more_body": not is_last})
 
     async def _broken(self, exchange: Exchange, why: str, *, is_lost: bool = False) -> None:
-        """Deals with an attempt that broke: raises ``BackendFailed`` while nothing was sent, else ends the answer so that the client sees that it is
-        not whole: with an event in a stream, else by closing the connection."""
-        if not exchange.has_begun:
+        """Deals with an attempt that broke: raises ``BackendFailed`` if another one can take its place, else ends the answer."""
+        can_go_on = exchange.is_stream and exchange.weights is not None and exchange.delivered.is_whole
+        if not exchange.has_begun or can_go_on:
             raise BackendFailed(why, is_lost=is_lost)
+        await self._end_broken(exchange, why)
+
+    async def _end_broken(self, exchange: Exchange, why: str) -> None:
+        """Ends an answer so that the client sees that it is not whole: with an event in a stream, else by closing the connection."""
         if exchange.is_stream:
             error = ApiError(502, f"the backend broke off: {why}", kind="backend_error", code="backend_failed")
             await self._part(exchange, b"data: " + json.dumps(error.body).encode() + b"\n\n" + _DONE, is_last=True)
+
+    def _body(self, request: InferenceRequest) -> bytes:
+        if not request_can_resume(request) or request.has_seed or not any(backend.is_tandem for backend in self._pool.backends):
+            return request.body
+        return seeded(request.body, random.getrandbits(62))
 
     def _headers(self, backend: Backend, request: InferenceRequest) -> list[tuple[str, str]]:
         headers = to_backend(request.headers, authorization=self._authorization[backend.name], client=request.client)
@@ -284,6 +327,11 @@ class Proxy:
     def _url(self, backend: Backend, request: InferenceRequest) -> URL:
         query = f"?{request.query.decode('latin-1')}" if request.query else ""
         return URL(f"{backend.config.url.rstrip('/')}{request.path}{query}", encoded=True)
+
+
+def request_can_resume(request: InferenceRequest) -> bool:
+    """Returns whether the answer is a stream that can be put together from two backends."""
+    return request.stream and request.path in RESUMABLE_PATHS
 
 
 def _describe(error: Exception) -> str:

@@ -120,6 +120,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "id": name, "object": "model", "created": state.created, "owned_by": "tandem",
         "root": state.settings.engine.model if adapter is None else adapter.lora_path,
         "parent": None if adapter is None else state.model_name, "max_model_len": state.max_model_len,
+        "weight_version": list(state.pool.weights.version),
     }  # fmt: skip
 
 

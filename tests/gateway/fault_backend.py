@@ -1,6 +1,6 @@
 """A small server of OpenAI's completions that fails on command, in a process of its own. It writes HTTP itself, so that it can write it wrongly.
 
-    python fault_backend.py NAME MODEL[,MODEL]      prints its port
+    python fault_backend.py NAME MODEL[,MODEL] [WEIGHTS]      prints its port; with WEIGHTS it says that it is Tandem's server
 
 ``POST /mode`` with ``{"mode": ..., "delay_s": ...}`` sets what it does with the next requests; ``GET /stats`` says what it has seen.
 """
@@ -15,8 +15,10 @@ from typing import Any
 
 
 class Backend:
-    def __init__(self, name: str, models: list[str]) -> None:
+    def __init__(self, name: str, models: list[str], weights: str | None) -> None:
         self.name, self.models = name, models
+        self.owner = {"owned_by": "tests"} if weights is None else {"owned_by": "tandem", "weight_version": [0, int(weights)]}
+        self.word = "w"
         self.mode, self.delay_s, self.is_ready = "ok", 0.0, True
         self.seen: Counter[str] = Counter()
         self.last: dict[str, Any] = {}
@@ -40,6 +42,7 @@ class Backend:
         if path == "/mode":
             given = json.loads(body)
             self.mode, self.delay_s, self.is_ready = given.get("mode", "ok"), given.get("delay_s", 0.0), given.get("ready", True)
+            self.word = given.get("word", "w")
             return self.json(writer, {})
         if path == "/stats":
             return self.json(writer, {"seen": self.seen, "last": self.last, "running": self.running})
@@ -48,7 +51,7 @@ class Backend:
                 await asyncio.sleep(3600)
             if path == "/readiness":
                 return self.json(writer, {}, 200 if self.is_ready else 503)
-            return self.json(writer, {"object": "list", "data": [{"id": model, "object": "model", "owned_by": "tests"} for model in self.models]})
+            return self.json(writer, {"object": "list", "data": [{"id": model, "object": "model", **self.owner} for model in self.models]})
         self.seen["requests"] += 1
         self.last = {"path": path, "headers": headers, "body": body.decode()}
         self.running += 1
@@ -85,7 +88,7 @@ class Backend:
         if mode.isdigit():
             more = "Retry-After: 7\r\n" if mode in ("429", "503") else ""
             return self.json(writer, {"error": {"message": f"{self.name} says {mode}", "type": "t", "param": None, "code": None}}, int(mode), more)
-        words = [f"{self.name if content.get('who') else 'w'}{i} " for i in range(content.get("max_tokens", 16))]
+        words = [f"{self.name if content.get('who') else self.word}{i} " for i in range(content.get("max_tokens", 16))]
         usage = {"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)}
         if not content.get("stream"):
             answer = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": "".join(words), "finish_reason": "length"}], "usage": usage}
@@ -120,8 +123,8 @@ class Backend:
         return is_chunked
 
 
-async def main(name: str, models: str) -> None:
-    backend = Backend(name, models.split(","))
+async def main(name: str, models: str, weights: str | None = None) -> None:
+    backend = Backend(name, models.split(","), weights)
     server = await asyncio.start_server(backend.connection, "127.0.0.1", 0, limit=2**24)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()

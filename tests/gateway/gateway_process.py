@@ -48,10 +48,6 @@ class Process:
     def complete(self, model: str = "m", **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": model, "prompt": "x", **fields})
 
-    def files(self) -> int:
-        """Returns the number of open files and sockets."""
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
-
 
 @dataclass
 class FaultBackend(Process):
@@ -90,8 +86,8 @@ class Gateway(Process):
 
 
 @contextlib.contextmanager
-def fault_backend(name: str, models: str = "m") -> Iterator[FaultBackend]:
-    command = [sys.executable, str(Path(__file__).with_name("fault_backend.py")), name, models]
+def fault_backend(name: str, models: str = "m", *weights: str) -> Iterator[FaultBackend]:
+    command = [sys.executable, str(Path(__file__).with_name("fault_backend.py")), name, models, *weights]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process, httpx.Client(timeout=LIMIT_S) as client:
         try:
             assert process.stdout is not None

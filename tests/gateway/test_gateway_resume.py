@@ -1,0 +1,163 @@
+"""Streams that go on at another backend: the same text, tokens and log-probabilities, each once."""
+
+import json
+import os
+import random
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_process import Process, fault_backend, gateway, until
+
+from tandem.gateway.resume import MOST_BYTES, Delivered, Diverged, seeded
+
+Token = tuple[str, float]
+
+
+def stream(draw: random.Random, choices: list[list[Token]], kind: str, *, usage: bool, id: str) -> list[bytes]:
+    """Returns the events of a stream of ``choices``, with their tokens in parts of random sizes, as a server under load writes them."""
+    bodies: list[dict[str, Any]] = []
+    left = {index: list(tokens) for index, tokens in enumerate(choices)}
+    offsets = dict.fromkeys(left, 0)
+    for index in left if kind == "chat" else ():
+        bodies.append({"choices": [{"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}]})
+    while left:
+        index = draw.choice(list(left))
+        part = [left[index].pop(0) for _ in range(min(len(left[index]), draw.randint(1, 4)))]
+        text = "".join(word for word, _ in part)
+        choice: dict[str, Any] = {"index": index, "finish_reason": None if left[index] else "length", "token_ids": [hash(word) % 1000 for word, _ in part]}
+        if kind == "chat":
+            choice |= {"delta": {"content": text}, "logprobs": {"content": [{"token": word, "logprob": value} for word, value in part], "refusal": None}}
+        else:
+            places = []
+            for word, _ in part:
+                places.append(offsets[index])
+                offsets[index] += len(word)
+            choice |= {"text": text, "logprobs": {"tokens": [word for word, _ in part], "token_logprobs": [value for _, value in part], "text_offset": places}}
+        bodies.append({"choices": [choice]})
+        if not left[index]:
+            del left[index]
+    if usage:
+        bodies.append({"choices": [], "usage": {"completion_tokens": 9}})
+    return [*(f"data: {json.dumps({'id': id, 'created': len(id), **body})}\n\n".encode() for body in bodies), b"data: [DONE]\n\n"]
+
+
+def content(events: bytes) -> tuple[Any, ...]:
+    """Returns all that a client reads of a stream."""
+    bodies = [json.loads(line[6:]) for line in events.split(b"\n") if line.startswith(b"data: {")]
+    texts: dict[int, str] = {}
+    lists: dict[tuple[int, str], list[Any]] = {}
+    ends: list[tuple[int, str]] = []
+    roles = 0
+    for body in bodies:
+        for choice in body["choices"]:
+            index, delta = choice["index"], choice.get("delta", {})
+            texts[index] = texts.get(index, "") + choice.get("text", "") + delta.get("content", "")
+            roles += "role" in delta
+            for name, values in {**(choice.get("logprobs") or {}), "token_ids": choice.get("token_ids", [])}.items():
+                if isinstance(values, list):
+                    lists.setdefault((index, name), []).extend(values)
+            ends += [(index, choice["finish_reason"])] if choice["finish_reason"] else []
+    usages = [body["usage"] for body in bodies if body.get("usage")]
+    return texts, lists, sorted(ends), roles, usages, {(body["id"], body.get("created")) for body in bodies}, events.count(b"[DONE]")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_two_halves_are_one_stream_wherever_it_is_cut(seed: int) -> None:
+    draw = random.Random(seed)
+    kind = draw.choice(["chat", "text"])
+    choices = [[(draw.choice(["a", "bc", "", "é", "😀 ", "\n"]), draw.random()) for _ in range(draw.randint(1, 25))] for _ in range(draw.randint(1, 3))]
+    usage = draw.random() < 0.5
+    first, second = (stream(draw, choices, kind, usage=usage, id=id) for id in ("first", "other"))
+    cut = draw.randint(1, len(first) - 1)
+    delivered = Delivered()
+    for event in first[:cut]:
+        delivered.add(event)
+    repetition = delivered.repetition()
+    joined = b"".join(second)
+    rest = b""
+    while joined:
+        # Several events may come at once.
+        events = b"".join(second[: (count := draw.randint(1, 3))])
+        second, joined = second[count:], joined[len(events) :]
+        rest += repetition.rest(events)
+    assert content(b"".join(first[:cut]) + rest) == content(b"".join(first))
+
+
+def test_other_weights_end_the_stream() -> None:
+    draw = random.Random(0)
+    words = [(f"w{i} ", 0.5) for i in range(10)]
+    delivered = Delivered()
+    for event in stream(draw, [words], "text", usage=False, id="a")[:3]:
+        delivered.add(event)
+    for other in (words[:1] + [("x ", 0.5)] * 9, words[:2]):
+        with pytest.raises(Diverged, match="weights"):
+            delivered.repetition().rest(b"".join(stream(draw, [other], "text", usage=False, id="b")))
+    for broken in (b'data: {"error": {"message": "full"}}\n\n', b"data: {\n\n", b"data: []\n\n", b'data: {"choices": [{}]}\n\n'):
+        with pytest.raises(Diverged):
+            delivered.repetition().rest(broken)
+
+
+def test_what_is_kept_of_a_stream_is_bounded() -> None:
+    delivered = Delivered()
+    for _ in range(5):
+        delivered.add(b"x" * (MOST_BYTES // 4))
+    assert not delivered.is_whole and not delivered._parts
+
+
+def test_a_seed_is_added_to_the_bytes_of_a_request() -> None:
+    body = b'{"prompt":  "\\u00e9}", "model":"m"} \n'
+    assert seeded(body, 77) == b'{"prompt":  "\\u00e9}", "model":"m","seed":77}'
+    assert json.loads(seeded(body, 77)) == {**json.loads(body), "seed": 77}
+
+
+def test_a_stream_goes_on_at_the_other_backend(tmp_path: Path) -> None:
+    with fault_backend("first", "m", "1") as first, fault_backend("second", "m", "1") as second, gateway(tmp_path, [first, second]) as running:
+        ask = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 12}
+        for mode in ("cut", "half_closed", "unfinished"):
+            first.mode(mode)
+            for _ in range(2):
+                events = content(running.post("/v1/completions", ask).content)
+                assert events[0] == {0: "".join(f"w{i} " for i in range(12))} and events[-1] == 1
+        assert running.metric("resumed_streams_total") >= 3
+        bodies = [json.loads(backend.stats()["last"]["body"]) for backend in (first, second)]
+        assert all(body.pop("seed") >= 0 and body == ask for body in bodies)
+        assert running.post("/v1/completions", {**ask, "seed": 5}).status_code == 200
+        assert 5 in [json.loads(backend.stats()["last"]["body"])["seed"] for backend in (first, second)]
+        first.mode("cut")
+        second.mode("cut", word="v")
+        text = running.post("/v1/completions", ask).text
+        assert "other tokens" in text and text.endswith("data: [DONE]\n\n") and not ("w0" in text and "v0" in text)
+
+
+@pytest.mark.full
+def test_streams_of_killed_servers_go_on_with_the_same_tokens(tmp_path: Path) -> None:
+    """Real servers and engines: of two, one is killed while it streams, sampled at temperature 1 without a seed of the client's."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+    from server_process import server
+    from tiny_model import make_model, make_tokenizer
+
+    model = make_model(tmp_path / "model", make_tokenizer(tmp_path / "tokenizer"), 0)
+    with ExitStack() as stack:
+        servers = [stack.enter_context(server(model, tmp_path, "--served-model-name", "m")) for _ in range(2)]
+        processes = [Process(each.process, each.url, each.client) for each in servers]
+        running = stack.enter_context(gateway(tmp_path, processes))
+        until(lambda: running.metric("backend_ready") == 2, "both servers")
+        fields = {"model": "m", "temperature": 1, "max_tokens": 400, "ignore_eos": True, "n": 2, "logprobs": 2, "return_token_ids": True}
+        streams = []
+        for number in range(6):
+            request = {**fields, "prompt": f"the quick {number}", "stream": True, "stream_options": {"include_usage": True}, "seed": number}
+            opened = stack.enter_context(httpx.Client(timeout=120)).stream("POST", running.url + "/v1/completions", json=request)
+            response = stack.enter_context(opened)
+            parts = response.iter_bytes()
+            streams.append((request, next(parts), parts))
+        os.kill(servers[0].process.pid, signal.SIGKILL)
+        received = [content(begun + b"".join(parts)) for _, begun, parts in streams]
+        assert running.metric("resumed_streams_total") >= 1
+        for (request, _, _), got in zip(streams, received, strict=True):
+            alone = content(servers[1].post("/v1/completions", request).content)
+            assert got[:5] == alone[:5] and len(got[1][0, "token_ids"]) == 400 and len(got[5]) == 1
