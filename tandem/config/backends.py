@@ -1,9 +1,8 @@
 """What a trainer or an engine of another library cannot be combined with, and what it changes of the defaults."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tandem.config.deepspeed import check_deepspeed
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
@@ -16,7 +15,7 @@ def check_backends(recipe: "Recipe") -> None:
     if recipe.trainer.backend == "megatron":
         _check_megatron(recipe)
     if recipe.trainer.backend == "deepspeed":
-        check_deepspeed(recipe)
+        _check_deepspeed(recipe)
     if recipe.rollout.backend == "vllm":
         _check_vllm(recipe)
 
@@ -41,10 +40,8 @@ def _check_megatron(recipe: "Recipe") -> None:
         ("parallel.deterministic", bool(parallel.deterministic), False, "divides matrices by columns and by rows"),
         ("rollout.engine.kv_cache_dtype", recipe.rollout.engine.kv_cache_dtype, "auto", "rounds no keys and values"),
     )
-    for key, value, only, reason in defaults:
-        if value != only:
-            given = f"'{key}' is {_shown(value)} and trainer.backend 'megatron', which {reason}"
-            raise UserError(f"{given}; set it to {_shown(only)}, or trainer.backend to tandem")
+    _refuse_others("megatron", defaults)
+    _refuse_common(recipe)
     if parallel.zero > 1:
         raise UserError(f"'parallel.zero' is {parallel.zero} and trainer.backend 'megatron', whose distributed optimizer is stage 1; set it to 1 or 0")
     if parallel.tensor > 1 and parallel.sequence_parallel:
@@ -52,19 +49,64 @@ def _check_megatron(recipe: "Recipe") -> None:
             f"'parallel.tensor' is {parallel.tensor} with trainer.backend 'megatron', whose norms do not divide tokens over tensor ranks without Transformer "
             "Engine; set parallel.sequence_parallel to false"
         )
-    if trainer.lora is not None:
-        raise UserError("section 'trainer.lora' is given and trainer.backend 'megatron', which trains whole weights; remove it, or set the backend to tandem")
-    if recipe.algorithm.name == "ppo":
+
+
+def _check_deepspeed(recipe: "Recipe") -> None:
+    """Refuses what DeepSpeed's engines do not do as they are driven here."""
+    trainer, parallel = recipe.trainer, recipe.parallel
+    defaults: tuple[tuple[str, object, object, str], ...] = (
+        ("trainer.optimizer", trainer.optimizer, "adamw", "updates with AdamW"),
+        ("trainer.dtype", trainer.dtype, "float32", "is driven in fp32"),
+        ("trainer.precision", trainer.precision, "fp32", "is driven in fp32"),
+        ("trainer.offload_parameters", trainer.offload_parameters, "none", "keeps weights in memory"),
+        ("trainer.offload_activations", trainer.offload_activations, "none", "keeps activations in memory"),
+        ("trainer.router_balance_loss", trainer.router_balance_loss, 0.0, "balances no experts here"),
+        ("trainer.router_bias_rate", trainer.router_bias_rate, 0.0, "balances no experts here"),
+        ("parallel.tensor", parallel.tensor, 1, "divides batches and states, not matrices"),
+        ("parallel.pipeline", parallel.pipeline, 1, "divides batches and states, not layers"),
+        ("parallel.context", parallel.context, 1, "divides batches and states, not sequences"),
+        ("parallel.expert", parallel.expert, 1, "divides batches and states, not experts"),
+    )
+    _refuse_others("deepspeed", defaults)
+    _refuse_common(recipe)
+    if recipe.machine.device == "cuda":
+        raise UserError("'machine.device' is 'cuda' and trainer.backend 'deepspeed', which is driven on CPUs in this version; set it to cpu")
+    if trainer.offload == "nvme":
+        raise UserError("'trainer.offload' is 'nvme' and trainer.backend 'deepspeed', which is driven with 'cpu' or 'none'; set it to one of them")
+    if parallel.data > 1 and parallel.zero == 0:
         raise UserError(
-            "'algorithm.name' is 'ppo' and trainer.backend 'megatron', which trains no critic; set it to grpo, or trainer.backend to tandem"
+            f"'parallel.zero' is 0 with parallel.data {parallel.data} and trainer.backend 'deepspeed', which shards at least the optimizer's state; set it to "
+            "1, 2 or 3"
         )
+    if trainer.recompute != "none" and parallel.zero == 3:
+        raise UserError(
+            f"'trainer.recompute' is '{trainer.recompute}' with parallel.zero 3 and trainer.backend 'deepspeed', which frees a layer's weights before they "
+            "are computed with again; set it to none, or parallel.zero to 2"
+        )
+
+
+def _refuse_others(backend: str, settings: Iterable[tuple[str, object, object, str]]) -> None:
+    """Refuses each of ``settings``, (key, value, the only value that ``backend`` takes, why), that has another value."""
+    for key, value, only, reason in settings:
+        if value != only:
+            given = f"'{key}' is {_shown(value)} and trainer.backend '{backend}', which {reason}"
+            raise UserError(f"{given}; set it to {_shown(only)}, or trainer.backend to tandem")
+
+
+def _refuse_common(recipe: "Recipe") -> None:
+    """Refuses what belongs to Tandem's own trainer alone."""
+    trainer, backend = recipe.trainer, recipe.trainer.backend
+    if trainer.lora is not None:
+        raise UserError(f"section 'trainer.lora' is given and trainer.backend '{backend}', which trains whole weights; remove it, or set the backend to tandem")
+    if recipe.algorithm.name == "ppo":
+        raise UserError(f"'algorithm.name' is 'ppo' and trainer.backend '{backend}', which trains no critic; set it to grpo, or trainer.backend to tandem")
     if recipe.reference.follows:
         raise UserError(
-            f"'reference.update' is '{recipe.reference.update}' and trainer.backend 'megatron', whose weights the reference cannot follow; set it to never"
+            f"'reference.update' is '{recipe.reference.update}' and trainer.backend '{backend}', whose weights the reference cannot follow; set it to never"
         )
     if recipe.residents.plan not in ("auto", "keep", "sleep"):
         raise UserError(
-            f"'residents.plan' is '{recipe.residents.plan}' and trainer.backend 'megatron', whose memory is not moved away; set it to keep or sleep"
+            f"'residents.plan' is '{recipe.residents.plan}' and trainer.backend '{backend}', whose memory is not moved away; set it to keep or sleep"
         )
 
 

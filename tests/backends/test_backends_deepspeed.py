@@ -26,15 +26,15 @@ from tandem.types import TrainSequence, UserError
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sort.yaml"
 REFUSED = [
-    (("trainer.optimizer=muon",), "'trainer.optimizer' is muon and trainer.backend 'deepspeed', which updates with AdamW; set it to adamw"),
-    (("trainer.dtype=bfloat16",), "'trainer.dtype' is bfloat16"),
-    (("trainer.precision=bf16",), "'trainer.precision' is bf16"),
+    (("trainer.optimizer=muon",), "'trainer.optimizer' is 'muon' and trainer.backend 'deepspeed', which updates with AdamW; set it to 'adamw'"),
+    (("trainer.dtype=bfloat16",), "'trainer.dtype' is 'bfloat16'"),
+    (("trainer.precision=bf16",), "'trainer.precision' is 'bf16'"),
     (("trainer.offload=nvme",), "'trainer.offload' is 'nvme'"),
-    (("trainer.offload=nvme", "trainer.offload_parameters=nvme"), "'trainer.offload_parameters' is nvme"),
-    (("trainer.offload_activations=nvme",), "'trainer.offload_activations' is nvme"),
+    (("trainer.offload=nvme", "trainer.offload_parameters=nvme"), "'trainer.offload_parameters' is 'nvme'"),
+    (("trainer.offload_activations=nvme",), "'trainer.offload_activations' is 'nvme'"),
     (("trainer.router_balance_loss=0.1",), "'trainer.router_balance_loss' is 0.1"),
     (("trainer.router_bias_rate=0.1",), "'trainer.router_bias_rate' is 0.1"),
-    (("trainer.lora.rank=4",), "'trainer.lora' is given"),
+    (("trainer.lora.rank=4",), "section 'trainer.lora' is given"),
     (("trainer.recompute=full", "parallel.data=2", "parallel.zero=3"), "'trainer.recompute' is 'full' with parallel.zero 3"),
     (("parallel.tensor=2",), "'parallel.tensor' is 2"),
     (("parallel.pipeline=2",), "'parallel.pipeline' is 2"),
@@ -44,7 +44,7 @@ REFUSED = [
     (("algorithm.name=ppo",), "'algorithm.name' is 'ppo'"),
     (("algorithm.kl_coef=0.01", "reference.update=ema", "reference.every_steps=2"), "'reference.update' is 'ema'"),
     (("residents.plan=figure",), "'residents.plan' is 'figure'"),
-    (("machine.device=cuda",), "'machine.device' is cuda"),
+    (("machine.device=cuda",), "'machine.device' is 'cuda'"),
 ]
 
 

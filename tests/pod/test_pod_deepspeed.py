@@ -1,11 +1,13 @@
 """Whole runs of reinforcement learning with DeepSpeed as the trainer: its environment's process beside our engine, faults, resumes, replays."""
 
+import json
 from pathlib import Path
 
 import pytest
 from pod_runs import PodRun, difference
 
 from tandem.backends.environment import python_of
+from tandem.cli.main import main
 from tandem.types import UserError
 
 BACKEND = ("--trainer", "deepspeed")
@@ -61,12 +63,24 @@ def test_a_killed_run_resumes_with_the_same_curve(environment: Path, tmp_path: P
     assert difference(killed, run) == []
 
 
-def test_a_machine_without_the_environment_is_one_line_before_any_work(tmp_path: Path) -> None:
-    run = PodRun(tmp_path, environment={"TANDEM_SIDECARS": str(tmp_path / "none")})
+def test_a_machine_without_the_environment_is_one_line_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TANDEM_SIDECARS", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
     for arguments in ((), ("--dry-run",)):
-        done = run.train(*BACKEND, *arguments)
-        assert done.returncode == 2 and done.stderr.strip().endswith("tandem sidecar install deepspeed"), done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1 and not run.directory.exists()
+        assert main(["train", "sort", *BACKEND, *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.strip().endswith("tandem sidecar install deepspeed") and len(error.strip().splitlines()) == 1, error
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("trainer", "rollout"), [("data=2,zero=3", "quantization=int8"), ("zero=3,offload=cpu", ""), ("data=2,zero=1", "workers=2")])
+def test_weights_reach_engines_unchanged(trainer: str, rollout: str, environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["weights", "check", "--trainer", f"backend=deepspeed,{trainer}", "--rollout", rollout, "--sleep", "2", "--threads", "1", "--json"])
+    row = json.loads(capsys.readouterr().out)
+    assert (status, row["result"], row["found"]) == (0, "ok", []) and row["tensors"] == 57 and row["digests"] > 0
 
 
 @pytest.mark.full
