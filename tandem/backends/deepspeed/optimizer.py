@@ -88,6 +88,8 @@ class DeepSpeedOptimizer:
             # torch counts updates in a tensor, DeepSpeed's own AdamW in a number.
             count = torch.tensor(float(updates)) if isinstance(inner, torch.optim.AdamW) else updates
             states[flat] = {"step": count, **{kind: torch.zeros_like(flat) for kind in MOMENTS}}
+        if not isinstance(inner, torch.optim.AdamW):
+            _count(inner, updates)
         for part in parts:
             fragment = self._fragments[part.name]
             flat = groups[fragment.group]
@@ -129,3 +131,11 @@ class DeepSpeedOptimizer:
             return
         for number, held in self._zero.averaged_gradients.items():
             yield from ((f"group {number}, tensor {place}", gradient) for place, gradient in enumerate(held or ()))
+
+
+def _count(adam: Any, updates: int) -> None:
+    """Takes DeepSpeed's own AdamW to where it is after ``updates`` updates: it multiplies the powers of its betas step by step, and a power that it computes at
+    once, in its first step, differs from those in the last bit."""
+    (beta1, beta2), nothing = adam.param_groups[0]["betas"], torch.zeros(1)
+    for step in range(1, updates + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, nothing, nothing, nothing.clone(), nothing.clone())
