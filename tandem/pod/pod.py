@@ -330,6 +330,7 @@ class Pod:
 
     def _note_rollout(self, facts: dict[str, Any], memory: dict[str, int]) -> None:
         self.rollout_metrics = {"perf/rollout_busy_share": float(facts["busy_share"])} if "busy_share" in facts else {}
+        self.rollout_metrics |= {f"perf/rollout_groups/{pod}": float(count) for pod, count in facts.get("groups_of_pods", {}).items()}
         proposals, proposed, accepted = facts["drafts"]
         if proposals:
             self.rollout_metrics |= {"perf/spec_accept_rate": accepted / proposed, "perf/spec_accept_length": 1 + accepted / proposals}

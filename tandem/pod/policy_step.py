@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
+from tandem.config.trainer import TrainerConfig
 from tandem.layout.flops import step_flops
 from tandem.layout.residents import Phase
 from tandem.pod.actor import Critic
@@ -28,7 +29,7 @@ def policy_step(
     """Takes the optimizer step (or steps, with several mini-batches) of ``models.steps`` on the samples of ``inferred``.
 
     Returns the ``metrics``; ``device``, what ``speed`` says of this rank and how well the batch was packed; ``tokens``, those that went through the actor;
-    ``verdict``, the worst of any guard; ``learned``, whether the optimizer has moved the actor's weights: along a gradient that is not 0, at a rate above 0;
+    ``verdict``, the worst of any guard; ``learned``: see ``has_learned``;
     and ``exhausted``, the steps in a row that a guard has skipped if they are more than it may, else 0."""
     actor, recipe, step = models.enter(Phase.TRAIN), models.recipe, models.steps
     critic, shared = actor.critic, recipe.critic if recipe.has_shared_critic else None
@@ -60,9 +61,17 @@ def policy_step(
         metrics = metrics | critic_metrics(batch.sequences)
     return {
         "metrics": metrics, "device": _device_metrics(models, speed, batch.sequences, perf_counter() - began) | dict(result.packing), "tokens": result.tokens,
-        "verdict": worst(verdicts), "learned": result.updated and result.metrics["actor/grad_norm"] > 0 and result.metrics["actor/lr"] > 0,
+        "verdict": worst(verdicts), "learned": has_learned(result, recipe.trainer, step),
         "exhausted": max(guard.skipped_in_a_row if guard.is_exhausted else 0 for guard in guards),
     }  # fmt: skip
+
+
+def has_learned(result: StepResult, trainer: TrainerConfig, step: int) -> bool:
+    """Returns whether the optimizer must have changed the actor's weights in ``step``: along a gradient that is not 0, at a rate above 0. An AdamW step moves a
+    weight by about the rate, and one in bfloat16 changes if that is half of its last bit: at 3e-6 those below about 1e-3, 3 % of a normal distribution of
+    width 0.02. At the rates of a warm-up it may be none of a small model, so its steps in 16 bits are not counted."""
+    warms_up = trainer.dtype in ("bfloat16", "float16") and step < trainer.warmup_steps
+    return result.updated and result.metrics["actor/grad_norm"] > 0 and result.metrics["actor/lr"] > 0 and not warms_up
 
 
 def mismatch_metrics(models: RankModels, samples: Sequence[Sample]) -> dict[str, float]:

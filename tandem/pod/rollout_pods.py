@@ -77,7 +77,10 @@ class RolloutPods:
                 told = {key: value for key, value in {"left_out": lost, "members": news}.items() if value}
             # Without those that an earlier rollout under the same weights has lost.
             self._take_part(self.there)
+            pods = [worker.pod for worker in self.workers.workers if isinstance(worker, PodWorker)]
             reply, payload = getattr(self.workers, name)(meta, blobs, progress)
+            if "groups" in reply:
+                reply["groups_of_pods"] = _by_pod(pods, reply.pop("groups"))
         return Frame({**reply, **told}, payload, "result")
 
     def _bring_weights(self, version: list[int]) -> None:
@@ -256,3 +259,12 @@ def _waves(pods: Sequence[RolloutPod]) -> Iterator[Sequence[RolloutPod]]:
 def _at_once(do: Callable[[RolloutPod], _T], pods: Sequence[RolloutPod]) -> list[_T]:
     with ThreadPoolExecutor(max(1, len(pods)), thread_name_prefix="pod") as pool:
         return list(pool.map(do, pods))
+
+
+def _by_pod(pods: Sequence[RolloutPod], groups: Sequence[int]) -> dict[str, int]:
+    """Returns the groups that each pod has finished, from those of the workers of ``pods``."""
+    counts: dict[str, int] = {}
+    for pod, count in zip(pods, groups, strict=True):
+        name = pod.name or f"pod-{pod.number}"
+        counts[name] = counts.get(name, 0) + count
+    return counts

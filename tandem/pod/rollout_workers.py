@@ -91,8 +91,8 @@ class RolloutWorkers:
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Samples of the prompts, in one blob for each answer of a worker. ``expected``: tokens of the longest sample of each prompt. ``restarts_left``:
-        how many workers may be replaced; each replacement is reported as progress. The reply has the ``busy_share`` of the workers' time and the ``drafts``
-        of all."""
+        how many workers may be replaced; each replacement is reported as progress. The reply has the ``busy_share`` of the workers' time, the ``drafts``
+        of all, and the ``groups`` that each worker has finished."""
         prompts, unfinished = decode_prompts(blobs["prompts"]), defaultdict[str, list[Sample]](list)
         for sample in decode_samples(blobs["unfinished"]):
             unfinished[sample.prompt_id].append(sample)
@@ -137,6 +137,7 @@ class _Rollout:
         self._samples: list[Buffer] = []
         self._done = 0
         self._busy_s = [0.0] * len(owner.workers)
+        self._groups = [0] * len(owner.workers)
         self._drafts = [0, 0, 0]
         self._left_out = set[int]()
         self._lost_pods = set[int]()
@@ -149,7 +150,7 @@ class _Rollout:
         if self._error is not None:
             raise self._error
         share = sum(self._busy_s) / (count * max(monotonic() - began, 1e-9))
-        return {"busy_share": share, "drafts": self._drafts}, {f"samples-{i}": blob for i, blob in enumerate(self._samples)}
+        return {"busy_share": share, "drafts": self._drafts, "groups": self._groups}, {f"samples-{i}": blob for i, blob in enumerate(self._samples)}
 
     def _drive(self, number: int) -> None:
         """Keeps worker ``number`` busy until every group is finished."""
@@ -195,6 +196,7 @@ class _Rollout:
             for name in frame.meta["finished"]:
                 self._dispatcher.finish(number, self._place[name])
             self._done += len(frame.meta["finished"])
+            self._groups[number] += len(frame.meta["finished"])
             self._progress({"done": self._done, "total": len(self._prompts)})
             self._changed.notify_all()
 

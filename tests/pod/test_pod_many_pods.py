@@ -1,5 +1,6 @@
 """Several pods draw the samples of a run: the bits of one pod, whatever dies, is silent or leaves."""
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -182,6 +183,8 @@ def test_two_pods_give_the_bits_of_one(undisturbed: PodRun, tmp_path: Path) -> N
     received = (run.directory / "pods" / "1" / "logs" / "rollout_shim.log").read_text()
     assert [f"weights of step {step} (incarnation 1) came from pod" in received for step in range(7)] == [True] * 7
     assert run.events("recovery") == []
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["perf/rollout_groups/pod-0"] + row["perf/rollout_groups/pod-1"] == 4 for row in rows)
 
 
 @pytest.mark.full
