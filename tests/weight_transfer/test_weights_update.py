@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import threading
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.types import DamagedWeights, PartEntry, RunError, TensorEntry, WeightVersion
 from tandem.weight_transfer.convert import convert
-from tandem.weight_transfer.copying import CHUNK_BYTES, address_of, balanced, copy_and_digest
+from tandem.weight_transfer.copying import CHUNK_BYTES, Threads, address_of, copy_and_digest
 from tandem.weight_transfer.manifest import check, from_json, make_manifest, segment_bytes, to_json
 from tandem.weight_transfer.publication import KEY, current, publish
 from tandem.weight_transfer.register import WeightWriter
@@ -318,9 +319,24 @@ def test_a_copy_in_chunks_has_the_digest_of_the_whole(size):
         assert digest == xxhash.xxh3_128_hexdigest(bytes(source[:size]))
 
 
-def test_shares_are_balanced_and_complete():
-    shares = balanced([5, 1, 1, 1, 1, 1], 2)
-    assert sorted([*shares[0], *shares[1]]) == list(range(6)) and shares[0] == [0]
+def test_a_thread_that_is_held_up_leaves_the_rest_to_the_other_and_results_are_in_order():
+    threads, done = Threads(2), threading.Event()
+
+    def work(item: int) -> int:
+        if item == 5:
+            # The heaviest, which is taken first: the others are all done by the other thread meanwhile.
+            assert done.wait(60)
+        elif item == 1:
+            done.set()
+        return 10 * item
+
+    def fail(item: int) -> int:
+        raise IndexError(f"of the work {item}")
+
+    assert threads.map(work, [1, 5, 2, 3, 4], [1, 5, 2, 3, 4]) == [10, 50, 20, 30, 40]
+    with pytest.raises(IndexError, match="of the work"):
+        threads.map(fail, [1, 2, 3], [1, 2, 3])
+    threads.close()
 
 
 # -- conversion --------------------------------------------------------------------------------------------------------
