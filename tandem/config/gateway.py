@@ -27,6 +27,8 @@ class BackendConfig:
     """Its capacity beside the others: with 2 it is given twice the work."""
     max_requests: int = 256
     """Requests that it has at once; more wait in the gateway, where they can still go to another one."""
+    cache_tokens: int = 0
+    """Tokens that its prefix cache holds, for `balance: prefix`; `tandem serve` and vLLM say it when they start. 0: not known."""
     api_key_file: str = ""
     """File with the key that it needs. Empty: it is sent the client's own `Authorization`, unless the gateway has keys itself."""
     probe: str = ""
@@ -51,6 +53,8 @@ class BackendConfig:
             raise UserError(f"'backends' has the URL {self.url!r}; leave out '/v1', which is the beginning of every path that clients ask for")
         if not 0 < self.weight <= 1000:
             raise UserError(f"'backends.weight' of {self.label} is {self.weight:g}; it must be above 0 and at most 1000")
+        if self.cache_tokens < 0:
+            raise UserError(f"'backends.cache_tokens' of {self.label} is {self.cache_tokens}; it must be at least 0")
         if self.max_requests < 1:
             raise UserError(f"'backends.max_requests' of {self.label} is {self.max_requests}; it must be at least 1")
         if self.probe and not self.probe.startswith("/"):
@@ -221,9 +225,9 @@ class GatewayConfig:
     """Address that it listens on."""
     port: int = 8080
     """Port that it listens on; 0 takes a free one."""
-    balance: Literal["least_tokens", "power_of_two", "round_robin"] = "least_tokens"
-    """Which of the backends that can serve a request gets it: the one with the fewest outstanding tokens, the better of two drawn at
-    random, or each in turn."""
+    balance: Literal["least_tokens", "prefix", "power_of_two", "round_robin"] = "least_tokens"
+    """Which of the backends that can serve a request gets it: the one with the fewest outstanding tokens, the one with the fewest after
+    those of the prompt that it has probably cached are taken off, the better of two drawn at random, or each in turn."""
     max_body_mib: float = 32.0
     """Largest body of a request."""
     request_s: float = 30.0

@@ -168,4 +168,7 @@ class GatewayApp:
         headers: Headers = scope["headers"]
         given = next((value for name, value in headers if name == b"x-request-id"), b"")
         id = given.decode("ascii") if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        return read_request(id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client, tenant=tenant)
+        by_prefix = state.config.balance == "prefix"
+        return read_request(
+            id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client, tenant=tenant, by_prefix=by_prefix
+        )

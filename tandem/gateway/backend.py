@@ -26,7 +26,8 @@ class Health(enum.Enum):
 @dataclass(eq=False)
 class Backend:
     """A backend and its load. ``models``: those that it serves. ``weights``: the version of its weights if it is Tandem's server, whose random
-    numbers depend on the request alone, else ``None``. ``last_taken``: grows with every attempt, so that equal loads alternate."""
+    numbers depend on the request alone, else ``None``. ``restarts``: how often it was away and came back.
+    ``last_taken``: grows with every attempt, so that equal loads alternate."""
 
     config: BackendConfig
     breaker: Breaker
@@ -34,6 +35,7 @@ class Backend:
     health: Health = Health.UNKNOWN
     models: tuple[str, ...] = ()
     weights: str | None = None
+    restarts: int = 0
     outstanding_tokens: int = 0
     last_taken: int = 0
     attempts: "set[Attempt]" = field(default_factory=set)

@@ -43,5 +43,7 @@ def round_robin() -> Balance:
 
 
 def balancer(name: str) -> Balance:
-    """Returns the balancer of the key ``balance``."""
-    return {"least_tokens": lambda: least_tokens, "power_of_two": lambda: power_of_two(random.Random()), "round_robin": round_robin}[name]()
+    """Returns the balancer of the key ``balance``, for requests without a prefix."""
+    if name == "power_of_two":
+        return power_of_two(random.Random())
+    return round_robin() if name == "round_robin" else least_tokens

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.gateway.headers import Headers
+from tandem.gateway.prefix_index import Prefix, prefix_of
 from tandem.serving.errors import invalid
 
 INFERENCE_PATHS = (
@@ -41,10 +42,12 @@ class InferenceRequest:
     tenant: str = ""
     timeout_s: float | None = None
     """How long the client waits for its turn, as it says."""
+    prefix: Prefix = ()
+    """The blocks of its prompt, if backends are chosen by them."""
 
 
 def read_request(
-    id: str, path: str, query: bytes, headers: Headers, body: bytes, content: Any, client: str, *, tenant: str = ""
+    id: str, path: str, query: bytes, headers: Headers, body: bytes, content: Any, client: str, *, tenant: str = "", by_prefix: bool = False
 ) -> InferenceRequest:
     """Returns the request with the parsed body ``content``. Raises ``ApiError`` if that is no object, or the fields that are read here are not of their
     type; all others are the backend's business."""
@@ -58,8 +61,9 @@ def read_request(
     prompts, tokens = _prompt(content, len(body))
     longest = prompts * _generated(path, content)
     return InferenceRequest(
-        id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(headers)
-    )
+        id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(headers),
+        prefix_of(content) if by_prefix else (),
+    )  # fmt: skip
 
 
 def _timeout_s(headers: Headers) -> float | None:

@@ -77,6 +77,7 @@ class Probes:
                     attempt.give_up("it no longer answers probes")
         if before is Health.DOWN:
             backend.breaker.reset()
+            backend.restarts += 1
         text = {Health.READY: "is ready", Health.NOT_READY: "is not ready", Health.DOWN: "is down"}[health]
         if before is not Health.UNKNOWN or health is not Health.READY:
             self._say(f"backend {backend.name} {text}{f' ({why})' if why else ''}")

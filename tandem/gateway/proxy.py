@@ -61,6 +61,8 @@ class Exchange:
     headers: Headers
     """Sent with the answer of whatever backend."""
     charge: Charge | None = None
+    prompt_tokens: int = 0
+    """Tokens of the prompt that the backend of the attempt has to compute."""
     body: bytes = b""
     """What Tandem's servers are sent: the client's bytes, with a seed if the answer may have to be repeated."""
     weights: str | None = None
@@ -141,7 +143,7 @@ class Proxy:
                 if exchange.has_begun:
                     backend = self._pool.choose_same(exchange.weights, model, exchange.tried)
                 else:
-                    backend = self._pool.choose(model, exchange.tried)
+                    backend = self._pool.choose(model, exchange.tried, exchange.request.prefix)
                     if backend is None and failure.is_lost:
                         backend = self._pool.choose(model)
                 if backend is None:
@@ -170,7 +172,8 @@ class Proxy:
     async def _attempt(self, exchange: Exchange, backend: Backend, *, is_last: bool) -> None:
         """Makes one attempt. Raises ``BackendFailed`` if another one may be made."""
         request = exchange.request
-        attempt = backend.take(request.prompt_tokens + request.max_tokens)
+        exchange.prompt_tokens = max(0, request.prompt_tokens - self._pool.send(request.prefix, backend))
+        attempt = backend.take(exchange.prompt_tokens + request.max_tokens)
         outcome = Outcome.UNKNOWN
         try:
             attempt.waiting_since = asyncio.get_running_loop().time()
@@ -269,7 +272,7 @@ class Proxy:
             whole, held = whole_events(held + part)
             if whole and not attempt.has_begun:
                 attempt.has_begun = True
-                attempt.done(exchange.request.prompt_tokens)
+                attempt.done(exchange.prompt_tokens)
                 await self._start(exchange, response.status, headers)
             if whole and exchange.repetition is not None:
                 whole = exchange.repetition.rest(whole)
