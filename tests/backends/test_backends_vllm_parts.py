@@ -206,6 +206,7 @@ def test_a_recipe_on_vllm_corrects_for_importance_and_says_so_in_its_configurati
     "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.1", "rollout.budget_tokens=4", "trainer.dtype=float64",
     "rollout.multi_turn={}", "rollout.repetition_detection={max_pattern_size: 2}", "trainer.lora={rank: 4}", "residents.plan=sleep", "residents.plan=offload",
     "rollout.engine.quantization=int8", "rollout.engine.kv_cache_dtype=int8", "rollout.engine.batching=static", "rollout.engine.watermark=0.2",
+    "rollout.engine.tensor_parallel_size=2",
     "rollout.engine.speculative_config={method: ngram}", "rollout.engine.deterministic=false",
 ])  # fmt: skip
 def test_what_vllm_is_not_driven_with_is_refused_in_one_line(override: str) -> None:

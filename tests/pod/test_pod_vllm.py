@@ -61,7 +61,7 @@ def test_a_run_on_vllm_records_what_it_draws_corrects_for_importance_and_can_be_
 
 def killed_pids(process: "subprocess.Popen[str]", wanted: Callable[[str], bool]) -> list[int]:
     """Kills the descendant of ``process`` whose command line is ``wanted`` as soon as there is one, and returns the ids of those below it."""
-    ends = time.monotonic() + 120
+    ends = time.monotonic() + 900
     while time.monotonic() < ends:
         for pid, line in descendants(process.pid).items():
             if wanted(line):
@@ -85,7 +85,7 @@ def begun(run: PodRun, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 def wait_for_step(run: PodRun, step: int, process: "subprocess.Popen[str]") -> None:
     """Waits until the row of ``step`` is written."""
-    metrics, ends = run.directory / "metrics.jsonl", time.monotonic() + 240
+    metrics, ends = run.directory / "metrics.jsonl", time.monotonic() + 900
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > step):
         assert process.poll() is None and time.monotonic() < ends, process.communicate() if process.poll() is not None else "too slow"
         time.sleep(0.02)
@@ -99,11 +99,11 @@ def test_vllms_server_its_engine_and_its_worker_are_killed_and_the_run_goes_on(t
         for number, (step, wanted) in enumerate(victims.items()):
             wait_for_step(run, step, process)
             gone += killed_pids(process, wanted)
-            ends = time.monotonic() + 240
+            ends = time.monotonic() + 900
             while len(run.events("recovery")) <= number:
                 assert process.poll() is None and time.monotonic() < ends, "the death was not seen"
                 time.sleep(0.1)
-        out, error = process.communicate(timeout=400)
+        out, error = process.communicate(timeout=900)
     assert process.returncode == 0, out + error
     assert_whole(run, steps)
     assert [event.detail["role"] for event in run.events("recovery")] == ["rollout"] * 3
@@ -125,12 +125,12 @@ def test_a_bit_that_flips_inside_vllm_is_named_and_its_samples_are_drawn_again(t
     run, steps = PodRun(tmp_path), 60
     with begun(run, f"--run.max_steps={steps}") as process:
         wait_for_step(run, 1, process)
-        ends = time.monotonic() + 120
+        ends = time.monotonic() + 900
         while not run.events("recovery"):
             assert process.poll() is None and time.monotonic() < ends, "the flipped bit was not seen"
             with contextlib.suppress(OSError):
                 flip_in_memory([pid for pid, line in descendants(process.pid).items() if "EngineCore" in line], published_norm(run))
-        out, error = process.communicate(timeout=400)
+        out, error = process.communicate(timeout=900)
     assert process.returncode == 0, out + error
     (event,) = run.events("recovery")
     assert "vLLM's tensor 'model.norm.weight' has changed in its memory since the update" in event.detail["reason"]

@@ -3,11 +3,14 @@
 The server listens on a Unix socket in a folder that only this user can enter, because its control calls ask for no credential.
 """
 
+import contextlib
 import logging
 import os
 import re
+import select
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +68,8 @@ class VllmServer:
             if (status := self.process.poll()) is not None:
                 raise RunError(f"vLLM did not start ({describe_exit(status)}): {_last_error(self.log, written)}; the rest is in logs/{self.log.name}")
             time.sleep(POLL_S)
+        # A call that waits for an engine that has died would wait for ever: vLLM's server ends only when its connections are closed.
+        threading.Thread(target=_end_with, args=(self.process, _engines(self.process.pid)), name="vllm-engines", daemon=True).start()
         self.client.post("/init_weight_transfer_engine", {"init_info": {"store": self.store, "threads": self.threads}})
         logger.info("vLLM answers after %.1f s, process %d", time.monotonic() - began, self.process.pid)
 
@@ -131,6 +136,35 @@ class VllmServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _engines(pid: int) -> list[int]:
+    """Returns the processes below ``pid`` that compute, by the titles that vLLM gives them."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text(encoding="ascii").split()):
+                title = Path(f"/proc/{child}/cmdline").read_bytes()
+                found += [child, *_engines(child)] if title.startswith(b"VLLM::") else _engines(child)
+    return found
+
+
+def _end_with(process: "subprocess.Popen[bytes]", engines: Sequence[int]) -> None:
+    """Waits until one of ``engines`` has ended, and ends ``process``, the server, so that calls of it end too."""
+    with contextlib.ExitStack() as stack:
+        ended = select.poll()
+        for pid in engines:
+            try:
+                file = os.pidfd_open(pid)
+            except ProcessLookupError:
+                break
+            stack.callback(os.close, file)
+            ended.register(file, select.POLLIN)
+        else:
+            ended.poll()
+    if process.poll() is None:
+        logger.warning("a process of vLLM's engine has ended; its server %d is ended too", process.pid)
+        process.kill()
+
+
 def _raise(kind: str, text: str) -> None:
     """Raises the error that a rank reported."""
     if kind == "PeerDied":
@@ -143,5 +177,5 @@ def _last_error(log: Path, written: int) -> str:
     with log.open("rb") as file:
         file.seek(written)
         lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"Error: |error, ", line) and not re.search("See root cause|Engine core initialization failed", line)]
+    errors = [line for line in lines if re.search(r"\b[A-Z]\w*Error: |Value error, ", line) and not re.search("root cause|Engine core initialization", line)]
     return (errors or lines or ["it wrote nothing"])[-1][:500]
