@@ -13,6 +13,8 @@ from pod_runs import recipe_with
 from pods_of_a_run import TwoPods
 from tcp_proxy import TcpProxy
 
+from tandem.layout.residents import KEEP
+from tandem.model.create_model import create_model
 from tandem.pod.failures import SidecarDied
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.types import DamagedWeights, WeightVersion
@@ -35,18 +37,28 @@ class WeightFlip:
 
 
 class Flipping:
-    """Two pods, whose trainer has the same weights in every version. ``digests``: what every engine must hold."""
+    """Two pods, whose trainer has three sets of weights in turn, because an update reads only what no memory here has. ``digests``: what every engine must hold, by
+    set."""
 
     def __init__(self, folder: Path) -> None:
         recipe = recipe_with(folder, rollout={"prompts_per_step": 4, "max_tokens": 12, "verify_weights_every_steps": 1})
         self.pods = TwoPods(folder, source=recipe)
         self.pods.start()
-        self.lives = 0
+        self.lives, self.digests = 0, list[list[list[dict[str, str]]]]()
+        create = self.pods.recipe.model.create
+        assert create is not None
+        for seed in (1, 2):
+            create_model(create, seed, folder / f"other-{seed}")
+        self.sets = (self.pods.model, folder / "other-1", folder / "other-2")
         self.shared, self.own = (EmbeddedStore(Path(path)) for path in (self.pods.store, self.pods.own_store))
         self.register()
         self.pods.trainer.serve_weights(self.pods.store)
-        self.repair()
-        self.digests = self.pods.engines[0].weight_digests()
+        for number in range(3):
+            if number:
+                self.register()
+            self.repair()
+            self.digests.append(self.pods.engines[0].weight_digests())
+        assert self.digests[0] != self.digests[1]
 
     @property
     def version(self) -> WeightVersion:
@@ -55,6 +67,7 @@ class Flipping:
     def register(self) -> None:
         """Publishes the next version: the same step of another life of the trainer."""
         self.lives += 1
+        self.pods.trainer.load(self.sets[(self.lives - 1) % 3], None, KEEP, ())
         self.pods.register(self.version)
 
     def receive(self) -> dict[str, Any]:
@@ -66,10 +79,10 @@ class Flipping:
         self.receive()
         for engine in self.pods.engines:
             engine.update_weight(self.version)
-        return "" if not hasattr(self, "digests") or self.are_right() else "an engine holds other weights"
+        return "" if len(self.digests) < 3 or self.are_right() else "an engine holds other weights"
 
     def are_right(self) -> bool:
-        return all(engine.weight_digests() == self.digests for engine in self.pods.engines)
+        return all(engine.weight_digests() == self.digests[(self.lives - 1) % 3] for engine in self.pods.engines)
 
     def close(self) -> None:
         self.pods.close()
@@ -189,7 +202,7 @@ def _as_held(entry: TensorEntry, rng: random.Random) -> bytes:
 
 def _flip_in_segment(manifest: WeightManifest, rng: random.Random) -> str:
     """Flips a random bit of a random tensor, and returns its name."""
-    entry = rng.choice(manifest.tensors)
+    entry = rng.choice([entry for entry in manifest.tensors if "norm" not in entry.name])  # Norms are the same in all sets.
     with Segment.open(entry.segment, writable=True) as segment:
         segment.memory[entry.offset_bytes + rng.randrange(entry.size_bytes)] ^= 1 << rng.randrange(8)
     return entry.name
