@@ -37,8 +37,8 @@ class WeightFlip:
 
 
 class Flipping:
-    """Two pods, whose trainer has three sets of weights in turn, because an update reads only what no memory here has. ``digests``: what every engine must hold, by
-    set."""
+    """Two pods, whose trainer has three sets of weights in turn, because an update reads only what no memory here has. ``digests``: what every engine must
+    hold, by set."""
 
     def __init__(self, folder: Path) -> None:
         recipe = recipe_with(folder, rollout={"prompts_per_step": 4, "max_tokens": 12, "verify_weights_every_steps": 1})
