@@ -228,7 +228,7 @@ def test_events_are_passed_on_whole() -> None:
     ({}, "'backends' is missing"),
     ({"backends": []}, "'backends' has 0 entries"),
     ({"backends": [{"url": "http://a:1"}], "balanse": "x"}, "did you mean 'balance'"),
-    ({"backends": [{"url": "http://a:1"}], "balance": "least"}, "must be one of least_tokens, power_of_two, round_robin"),
+    ({"backends": [{"url": "http://a:1"}], "balance": "least"}, "must be one of least_tokens, prefix, power_of_two, round_robin"),
     ({"backends": [{"url": "http://a:1"}, {"url": "http://a:1"}]}, "two backends have the name 'a:1'"),
     ({"backends": [{"url": "a:1"}]}, "write http://HOST:PORT"),
     ({"backends": [{"url": "http://a:1/v1"}]}, "leave out '/v1'"),
