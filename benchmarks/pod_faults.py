@@ -5,7 +5,7 @@
 A run trains with five faults of different kinds: a kill of any process or of a whole machine, a cut between any two, full shared memory, a full disk, clocks
 that jump, a slow peer, a stopped process. Pods that end are started again, as a cluster's manager does, and a run that ends is resumed. It is then compared
 with the undisturbed run in one pod: every byte of the model and of the checkpoints, the rows of metrics.jsonl but for times, the evaluations, and every
-sample of every step, once each. These are the faults of tests/pod/pod_faults.py. ``--work`` keeps each run (``pod-faults.jsonl``) and the folders of those
+sample of every step, once each. These are the faults of tests/pod/random_faults.py. ``--work`` keeps each run (``pod-faults.jsonl``) and the folders of those
 with something wrong, so that the command can be stopped and started again; the report has all that are there. Needs root. Ends with exit code 1 where
 something was wrong.
 """
@@ -24,8 +24,8 @@ for room in (".", "pod"):
 
 from four_pods import STEPS, undisturbed_run  # noqa: E402 - found by the lines above
 from network import why_not  # noqa: E402
-from pod_faults import EACH, KINDS, FaultyRun, PodFault, faulty_run, rows_of  # noqa: E402
 from pod_runs import PodRun  # noqa: E402
+from random_faults import EACH, KINDS, FaultyRun, PodFault, faulty_run, rows_of  # noqa: E402
 
 
 def read(path: Path) -> dict[int, FaultyRun]:

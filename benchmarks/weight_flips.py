@@ -2,7 +2,7 @@
 
     python benchmarks/weight_flips.py [--flips 40] [--seed 0]
 
-The pods are those of tests/pod/weight_flips.py: a trainer and an engine in one pod, an engine in another, every sidecar in its processes. A bit flips in the
+The pods are those of tests/pod/flipped_bits.py: a trainer and an engine in one pod, an engine in another, every sidecar in its processes. A bit flips in the
 shared memory of the trainer's pod, before its engine or the other pod reads it; in that of the other pod, after it has received the weights; in the bytes
 between the pods; and in the memory of an engine's process (``/proc/PID/mem``), after the update. Each must be found, with the name of the tensor, and after
 the repair both engines must hold the right weights. ``--flips``: of each place. Ends with exit code 1 where that was not so.
@@ -21,7 +21,7 @@ from options import parser as shared_parser
 for room in (".", "pod", "weight_transfer"):
     sys.path.insert(0, str(ROOT / "tests" / room))
 
-from weight_flips import PLACES, Flipping, WeightFlip, faults_of  # noqa: E402 - found by the lines above
+from flipped_bits import PLACES, Flipping, WeightFlip, faults_of  # noqa: E402 - found by the lines above
 
 FOUND = {
     "trainer": "the engine, by the digest of its copy",

@@ -8,8 +8,8 @@ import pytest
 from etcd_server import WHY_SKIPPED, program
 from four_pods import FourPods, undisturbed_run
 from network import why_not
-from pod_faults import KINDS, check_undisturbed
 from pod_runs import PodRun
+from random_faults import KINDS, check_undisturbed
 
 pytestmark = [
     pytest.mark.full, pytest.mark.skipif(program() is None, reason=WHY_SKIPPED), pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces work"),

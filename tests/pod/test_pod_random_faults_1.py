@@ -6,8 +6,8 @@ import pytest
 from etcd_server import WHY_SKIPPED, program
 from four_pods import undisturbed_run
 from network import why_not
-from pod_faults import faulty_run, rows_of
 from pod_runs import PodRun
+from random_faults import faulty_run, rows_of
 
 pytestmark = [
     pytest.mark.full, pytest.mark.skipif(program() is None, reason=WHY_SKIPPED), pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces work"),

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from weight_flips import PLACES, Flipping, faults_of
+from flipped_bits import PLACES, Flipping, faults_of
 
 pytestmark = pytest.mark.full
 
