@@ -25,6 +25,13 @@ SIDECARS = {
         ("tests/backends/test_backends_vllm.py", "tests/pod/test_pod_vllm.py"),
         ("tandem/backends/vllm", "tandem/backends/requirements.py", "tandem/pod/vllm_worker.py", "tandem/rl/rollout/vllm_groups.py"),
     ),
+    "megatron": (
+        ("tests/backends/test_backends_megatron.py", "tests/pod/test_pod_megatron.py"), ("tandem/backends/megatron", "tandem/backends/requirements.py"),
+    ),
+    "deepspeed": (
+        ("tests/backends/test_backends_deepspeed_training.py", "tests/pod/test_pod_deepspeed.py"),
+        ("tandem/backends/deepspeed", "tandem/backends/requirements.py"),
+    ),
 }
 """The proofs that need the environment of a sidecar, and the code that they prove: the environment takes gigabytes and minutes, so it is made only where a
 proof is overdue or was not made since the code changed."""
@@ -66,13 +73,15 @@ def due_sidecars(tests: list[str], record: dict[str, str], week_ago: str) -> lis
 
 
 def make_sidecars(names: list[str], limit_s: float) -> None:
-    """Makes the environments of ``names``; where one cannot be made its proofs skip, and say so."""
+    """Makes the environments of ``names`` in ``limit_s`` together; where one cannot be made its proofs skip, and say so."""
+    end = time.monotonic() + limit_s
     for name in names:
+        left = max(0.0, end - time.monotonic())
         print(f"making the environment of the {name} sidecar, whose proofs are due", flush=True)
         try:
-            subprocess.run([sys.executable, "-m", "tandem", "sidecar", "install", name], cwd=ROOT, timeout=limit_s)
+            subprocess.run([sys.executable, "-m", "tandem", "sidecar", "install", name], cwd=ROOT, timeout=left)
         except subprocess.TimeoutExpired:
-            print(f"it was not made in {limit_s:.0f} s: the {name} sidecar is NOT tested", flush=True)
+            print(f"it was not made in {left:.0f} s: the {name} sidecar is NOT tested", flush=True)
 
 
 def run(test: str, limit_s: float) -> str:
