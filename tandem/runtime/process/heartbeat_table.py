@@ -60,7 +60,7 @@ class HeartbeatTable:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(descriptor, ranks * _SIZE)
-            self._memory = mmap.mmap(descriptor, ranks * _SIZE)
+            self._memory: mmap.mmap | bytes = mmap.mmap(descriptor, ranks * _SIZE)
         finally:
             os.close(descriptor)
 
@@ -76,11 +76,17 @@ class HeartbeatTable:
 
     def writer(self, rank: int) -> "Heartbeat":
         """Returns the writer of the record of ``rank``, which must be this process."""
+        assert isinstance(self._memory, mmap.mmap), "the table is closed"
         return Heartbeat(self._memory, rank)
 
     def clear(self) -> None:
         """Clears all records, before ranks are started."""
+        assert isinstance(self._memory, mmap.mmap), "the table is closed"
         self._memory[:] = bytes(len(self._memory))
+
+    def close(self) -> None:
+        """Releases the file. What it had last can still be read, by a thread that looks at the ranks meanwhile."""
+        self._memory = bytes(self._memory)
 
 
 class Heartbeat:

@@ -64,6 +64,13 @@ def stacks_of(folder: Path, pids: Iterable[int], wait_s: float = 1.0) -> dict[in
     return stacks
 
 
+def remove_ended(folder: Path) -> None:
+    """Removes what processes that have ended leave in ``folder``."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name.isdigit() and not Path("/proc", path.name).exists():
+            path.unlink(missing_ok=True)
+
+
 def innermost(stack: str, frames: int = 3) -> str:
     """Returns the innermost frames of the running thread, on one line."""
     lines = stack.splitlines()

@@ -24,7 +24,7 @@ from tandem.runtime.process.hang_watchdog import HangWatchdog
 from tandem.runtime.process.heartbeat_table import HeartbeatTable, RankState
 from tandem.runtime.process.processes import ProcessMemory, Threads, describe_exit, kill, memory_of_tree
 from tandem.runtime.process.rank_settings import RankSettings
-from tandem.runtime.process.stacks import STACKS_VARIABLE, innermost, stacks_of
+from tandem.runtime.process.stacks import STACKS_VARIABLE, innermost, remove_ended, stacks_of
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, RemoteError, RpcTimeout, WorkerDied
 from tandem.types import CollectiveError, RunError, UserError
@@ -236,6 +236,8 @@ class WorkerGroup:
         with ThreadPoolExecutor(self.shape.world) as pool:
             list(pool.map(lambda worker: worker.stop(grace_s), self.workers))
         self._pool.shutdown(wait=False)
+        self._board.close()
+        remove_ended(self._stacks)
 
 
 def _where(state: RankState) -> str:
