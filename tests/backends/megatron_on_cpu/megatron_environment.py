@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from tandem.backends.environment import FOLDER, RECORD, folder_of, python_of
+from tandem.types import UserError
 
 
 def make(folder: Path) -> Path:
@@ -30,5 +31,7 @@ def make(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    made = make(Path(sys.argv[1]).resolve())
-    print(f"{FOLDER}={os.fspath(made)}")
+    try:
+        print(f"{FOLDER}={os.fspath(make(Path(sys.argv[1]).resolve()))}")
+    except UserError as error:
+        sys.exit(str(error))
