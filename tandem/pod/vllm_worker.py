@@ -48,7 +48,8 @@ class VllmWorker:
         """Starts a server with dummy weights for the model in ``folder``, in place of the one that runs; with ``reads_weights`` it holds those of the folder.
         Raises ``RunError`` if vLLM does not take the model."""
         self._end()
-        folder, recipe, device = Path(meta["folder"]), self.recipe, pod_device(self.recipe.machine)
+        # The server works in a folder of its own.
+        folder, recipe, device = Path(meta["folder"]).resolve(), self.recipe, pod_device(self.recipe.machine)
         shapes, engine = read_shapes(folder), recipe.rollout.engine
         self.max_model_len = context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         self.tokenizer = Tokenizer.from_folder(folder)
@@ -136,5 +137,5 @@ def make(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:
     recipe = build(Recipe, read_yaml(Path(settings.directory) / "config.yaml"))
     rank = start(settings)
     log = rank.directory / "logs" / f"{settings.log.replace('rollout_worker', 'vllm')}.log"
-    worker = VllmWorker(recipe, rank.directory, Path(settings.heartbeats).parent / "vllm", log, settings.threads)
+    worker = VllmWorker(recipe, rank.directory, Path(settings.heartbeats).resolve().parent / "vllm", log, settings.threads)
     return worker.methods(), rank.fault_point

@@ -11,13 +11,16 @@ from tandem.runtime.coordination.etcd import EtcdStore
 from tandem.runtime.coordination.store import Store
 
 _ETCD = "etcd:"
+_FILES = ("cacert", "cert", "key", "password_file")
 
 
 def store_address(config: CoordinationConfig, directory: Path) -> str:
-    """Returns where the store of the run in ``directory`` is: the file of the embedded one, or ``etcd:`` with the section and the prefix of its keys."""
+    """Returns where the store of the run in ``directory`` is: the file of the embedded one, or ``etcd:`` with the section and the prefix of its keys. Paths are
+    absolute, for processes that work in other folders."""
     if config.store == "embedded":
-        return str(directory / "pod" / "store.sqlite")
-    return _ETCD + json.dumps([asdict(config), run_prefix(config, directory)])
+        return str((directory / "pod" / "store.sqlite").absolute())
+    files = {name: str(Path(value).absolute()) for name in _FILES if (value := getattr(config, name))}
+    return _ETCD + json.dumps([{**asdict(config), **files}, run_prefix(config, directory)])
 
 
 def run_prefix(config: CoordinationConfig, directory: Path) -> str:
