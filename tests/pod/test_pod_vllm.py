@@ -43,13 +43,10 @@ def assert_whole(run: PodRun, steps: int) -> None:
             assert all(len(sample.token_ids) == len(sample.logprobs) for sample in samples)
 
 
-def test_a_run_on_vllm_records_what_it_draws_corrects_for_importance_and_can_be_verified_and_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_vllm_records_what_it_draws_corrects_for_importance_and_can_be_verified_and_replayed(tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
     # As from a command line: vLLM's server works in a folder of its own, to which the run's is not relative.
-    monkeypatch.chdir(tmp_path)
-    run = PodRun(Path("runs"))
-    done = run.train(*VLLM)
+    done = run.train("--run.directory=.", *VLLM)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_whole(run, 6)
     assert run.left_behind() == [] and run.events("recovery") == []
