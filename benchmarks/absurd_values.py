@@ -60,7 +60,7 @@ OF_DATA = ("algorithm", "data", "demonstrations", "evaluation", "model.path", "m
 """Sections that training on data checks otherwise than reinforcement learning; the others are those of its recipe."""
 CHANGES = 20
 """Random changes of each file."""
-VALID = {("serve --port", port) for port in ("0", "1", "1_0")}
+VALID = {(f"{command} --port", port) for command in ("serve", "gateway") for port in ("0", "1", "1_0")}
 GOOD, DEFECTS = ("accepted", "refused", "failed"), ("traceback", "hang", "abort", "memory", "lines", "status")
 
 

@@ -14,6 +14,7 @@ examples:
 import argparse
 import math
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tandem.config.gateway import LimitConfig
@@ -22,6 +23,8 @@ from tandem.types import UserError
 _LIMITS = ("requests_per_minute", "requests_per_day", "tokens_per_minute", "tokens_per_day", "concurrent")
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
 _LONGEST_EXPIRY_S = 100 * 365 * 86_400.0
+LOCK_S = 5.0
+"""How long a command waits for another one that writes the key file."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +45,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from filelock import FileLock
-
     from tandem.gateway.keys import new_key, read_keys, rotated, write_keys
 
     path = Path(options.file)
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if not path.parent.is_dir():
         raise UserError(f"the folder '{path.parent}' of the key file does not exist; make it first")
     # Two commands at once must not lose each other's key.
-    with FileLock(f"{path}.lock"):
+    with _locked(path):
         records = read_keys(path) if options.action != "create" or path.exists() else {}
         if options.action == "create":
             key, record = new_key(_tenant(options.tenant), models=_models(options.models), expires=_expires(options.expires), limits=_limits(options))
@@ -68,6 +69,18 @@ def run(options: argparse.Namespace) -> int:
                 print(key)
         write_keys(path, records)
     return 0
+
+
+def _locked(path: Path) -> AbstractContextManager[object]:
+    """Returns the lock on a key file, which it has taken."""
+    from filelock import FileLock, Timeout
+
+    try:
+        return FileLock(f"{path}.lock", timeout=LOCK_S, fallback_to_soft=False).acquire()
+    except Timeout:
+        raise UserError(f"the key file '{path}' cannot be locked: another 'tandem keys' is writing it, or nobody can write '{path}.lock'") from None
+    except OSError as error:
+        raise UserError(f"the key file '{path}' cannot be locked: '{path}.lock': {error.strerror}") from None
 
 
 def _list(path: Path) -> int:

@@ -204,6 +204,9 @@ def command_lines(model: str, data: str) -> dict[str, tuple[str, ...]]:
         "resume": ("resume", model),
         # The port ends it before it serves.
         "serve": ("serve", model, "--port", "-1"),
+        "gateway": ("gateway", "--backends", "http://127.0.0.1:9", "--port", "-1"),
+        "keys create": ("keys", "create", "--file", "keys.json", "--tenant", "a"),
+        "keys list": ("keys", "list", "--file", "keys.json"),
         "weights check": ("weights", "check", "--inline", "--threads", "1", "--model", model),
     }
 
