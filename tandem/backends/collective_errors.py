@@ -1,4 +1,4 @@
-"""Collectives of another library that fail because a rank is gone."""
+"""Collectives of another library that fail because a rank has ended."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from tandem.types import CollectiveError
 @contextmanager
 def collectives_of(library: str, what: str, ranks: Ranks) -> Iterator[None]:
     """Is a context in which a collective of ``library`` that fails raises ``CollectiveError`` like those of ``Communicator``, so that the supervisor looks for
-    the rank that is gone. ``what``: is done in it."""
+    the lost rank. ``what``: is done in it."""
     try:
         yield
     except RuntimeError as error:

@@ -92,8 +92,7 @@ def install(name: str, *, force: bool = False, pip_arguments: Sequence[str] = ()
     folder, sidecar = folder_of(name), SIDECARS[name]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(f"{name}.lock"), timeout=0)
-        lock.acquire()
+        lock = FileLock(folder.with_name(f"{name}.lock"), timeout=0, fallback_to_soft=False).acquire()
     except Timeout:
         raise UserError(f"the environment of the {name} sidecar is being made by another process; wait for it") from None
     except OSError as error:

@@ -5,11 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
-from tandem.config.yaml_text import parse_yaml
+from tandem.config.yaml_text import read_mapping
 from tandem.types import UserError
-from tandem.types.input_file import read_input
 
 MOST_BYTES = 2**16
 """Of a file of flags."""
@@ -66,14 +63,7 @@ def _with_dashes(word: str) -> str:
 
 
 def _read(path: str) -> dict[Any, Any]:
-    try:
-        content = parse_yaml(read_input(path, MOST_BYTES, "a file of flags is short").decode("utf-8"), path)
-    except FileNotFoundError:
-        raise UserError(f"--config '{path}' does not exist; name a YAML file of flags") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config '{path}' cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"--config '{path}' is not valid YAML: {getattr(error, 'problem', None) or error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"--config '{path}' has no flags; write a line such as 'max-model-len: 4096' for each")
-    return content
+    return read_mapping(
+        path, f"--config '{path}'", MOST_BYTES, why_short="a file of flags is short", missing="name a YAML file of flags",
+        wrong="has no flags; write a line such as 'max-model-len: 4096' for each",
+    )  # fmt: skip

@@ -55,21 +55,13 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    import yaml
+    from tandem.config.yaml_text import read_mapping
 
-    from tandem.config.yaml_text import parse_yaml
-    from tandem.types.input_file import read_input
-
-    try:
-        content = parse_yaml(read_input(path, _MOST_BYTES, "the settings of a gateway are a short YAML file").decode("utf-8"), path)
-    except FileNotFoundError:
-        raise UserError(f"'{path}' does not exist; name the file of the gateway's settings, or give --backends") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"'{path}' is not valid YAML: {getattr(error, 'problem', None) or error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"'{path}' has no settings; write 'backends:' with a list of URLs, as docs/gateway.md shows")
+    content = read_mapping(
+        path, f"'{path}'", _MOST_BYTES, why_short="the settings of a gateway are a short YAML file",
+        missing="name the file of the gateway's settings, or give --backends",
+        wrong="has no settings; write 'backends:' with a list of URLs, as docs/gateway.md shows",
+    )  # fmt: skip
     return _with_paths(content, Path(path).parent)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from tandem.types.errors import UserError
+from tandem.types.input_file import read_input
 
 MOST_VALUES = 100_000
 """Values of a recipe after its anchors are repeated: sections are copied and checked one by one, about a second for as many."""
@@ -71,3 +72,19 @@ def _check_size(root: yaml.Node, name: str) -> None:
 
     if (size := size_of(root)) > MOST_VALUES:
         raise UserError(f"{name}: the recipe has {size:.3g} values, more than {MOST_VALUES:,} (its anchors are repeated); shorten it")
+
+
+def read_mapping(path: str, named: str, most_bytes: int, *, why_short: str, missing: str, wrong: str) -> dict[Any, Any]:
+    """Returns the mapping in the YAML file ``path``, of at most ``most_bytes``. Raises ``UserError`` that begins with ``named``: what to do if it is
+    ``missing``, and what is wrong with a file that holds no mapping; ``why_short`` is said of one that is too long."""
+    try:
+        content = parse_yaml(read_input(path, most_bytes, why_short).decode("utf-8"), path)
+    except FileNotFoundError:
+        raise UserError(f"{named} does not exist; {missing}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{named} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{named} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{named} {wrong}")
+    return content

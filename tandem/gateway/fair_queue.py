@@ -67,7 +67,7 @@ class FairQueue(Generic[Item]):
         return tenant, item
 
     def remove(self, tenant: str, item: Item) -> None:
-        """Removes a request that nobody waits for any more, if it is there."""
+        """Removes a request whose client has left, if it is there."""
         items = self._waiting.get(tenant)
         if items is not None and item in items:
             items.remove(item)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import importlib.util
 import ipaddress
-import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.errors import overloaded
-from tandem.serving.http_process import BACKLOG, HttpServer, max_connections, raise_file_limit, say
+from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, stop_events
 from tandem.serving.log_lines import RequestLog
 from tandem.serving.refusal import answer
 from tandem.types import UserError
@@ -149,14 +148,7 @@ async def _until_stopped(state: GatewayState, listener: socket.socket) -> int:
         RequestLog(app, state.lines) if config.log_requests else app, http=_protocol(config), log_level="critical", access_log=False, lifespan="off",
         loop="asyncio", backlog=BACKLOG, timeout_graceful_shutdown=5, server_header=False, date_header=False, timeout_keep_alive=75, ws="none",
     ))  # fmt: skip
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    stop, stop_now = stop_events()
     serving = asyncio.create_task(server.serve([listener]))
     hurry = asyncio.create_task(stop_now.wait())
     _announce(state, listener)
@@ -178,7 +170,7 @@ async def _until_stopped(state: GatewayState, listener: socket.socket) -> int:
 
 def _announce(state: GatewayState, listener: socket.socket) -> None:
     address = listener.getsockname()
-    host = f"[{address[0]}]" if ":" in str(address[0]) else address[0]
+    host = host_of(address)
     if not state.config.keys_file and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         say(f"warning: anyone who reaches {host} may use this gateway; set keys_file, or leave out --host")
     ready = sum(backend.is_ready for backend in state.pool.backends)

@@ -17,7 +17,7 @@ LOOK_S = 0.5
 
 def followed_run(directory: Path, mode: FollowMode, say: Callable[[str], None]) -> tuple[Path, FollowedRun, str]:
     """Returns the folder of the model that the reinforcement learning of the run in ``directory`` starts from, for which it waits, the run as a server follows
-    it, and the dtype of its weights. Raises ``UserError`` for what is no such run, and one that has ended."""
+    it, and the dtype of its weights. Raises ``UserError`` for a folder that is not a run, and a run that has ended."""
     recipe = read_recipe(directory)
     if not isinstance(recipe, Recipe):
         raise UserError(f"'{directory}' is a run on data, which publishes no weights while it trains; serve one of its checkpoints or its model")

@@ -108,7 +108,7 @@ class JoiningShim:
         threading.Thread(target=lambda: leave(self.store, self.name), name="leave", daemon=True).start()
 
     def end(self, status: int, why: str) -> None:
-        """Ends this life: at once if another begins, so that it answers nobody any more."""
+        """Ends this life: at once if another begins, so that it answers no call any more."""
         with self.lock:
             if not self.ended.is_set():
                 self._say(f"ends: {why}")

@@ -1,7 +1,9 @@
 """What every process that serves clients over HTTP needs: uvicorn without its signal handlers, room for connections, and lines on standard error."""
 
+import asyncio
 import contextlib
 import resource
+import signal
 import sys
 from typing import Any
 
@@ -32,6 +34,23 @@ def max_connections() -> int:
     """Returns how many connections of clients this process can have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (1 << 20 if soft == resource.RLIM_INFINITY else max(soft, 2 * _OTHER_FILES)) - _OTHER_FILES
+
+
+def stop_events() -> tuple[asyncio.Event, asyncio.Event]:
+    """Returns what SIGTERM and SIGINT set in the running loop: the first signal the first event, a second one the second."""
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop, stop_now
+
+
+def host_of(address: tuple[Any, ...]) -> str:
+    """Returns the host of a listener's ``address`` as it is written in a URL."""
+    return f"[{address[0]}]" if ":" in str(address[0]) else str(address[0])
 
 
 def say(text: str) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import ipaddress
 import os
-import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, overloaded
 from tandem.serving.follow import follow
-from tandem.serving.http_process import BACKLOG, HttpServer, max_connections, raise_file_limit, say
+from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, stop_events
 from tandem.serving.limits import BEFORE_LOAD_BYTES
 from tandem.serving.log_lines import log_stats
 from tandem.serving.memory import freeze_start
@@ -67,14 +66,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         timeout_graceful_shutdown=5, server_header=False, timeout_keep_alive=30,
     )  # fmt: skip
     server = HttpServer(config)
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    stop, stop_now = stop_events()
     serving = asyncio.create_task(server.serve([listener]))
     life = asyncio.create_task(_life(state, stop, listener.getsockname()))
     hurry = asyncio.create_task(stop_now.wait())
@@ -100,7 +92,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
 async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...]) -> int:
     """Load, be ready, and drain after ``stop``."""
     settings = state.settings
-    host = f"[{address[0]}]" if ":" in str(address[0]) else address[0]
+    host = host_of(address)
     if not settings.api_keys and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         say(f"warning: anyone who reaches {host} may use this server; give --api-key @FILE, or leave out --host")
     say(f"loading '{settings.engine.model}'; http://{host}:{address[1]} answers probes meanwhile")

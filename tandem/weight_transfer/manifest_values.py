@@ -31,7 +31,7 @@ class KeysGone(Exception):
 
 
 def to_value(store: Store, manifest: WeightManifest) -> bytes:
-    """Returns the value that stands for ``manifest``, after the keys that it refers to have been written."""
+    """Returns the value of ``manifest`` in the store, after the keys that it refers to have been written."""
     plain = to_json(manifest)
     if len(plain) <= PLAIN_BYTES:
         return plain

@@ -1,4 +1,5 @@
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "weight_transfer"))
 
+from etcd_server import WHY_SKIPPED, program
+from four_pods import STEPS, FourPods, undisturbed_run
+from network import why_not
 from pod_runs import PodRun
 
 
@@ -16,3 +20,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
     done = run.train("--run.trace_steps=[1]")
     assert done.returncode == 0, done.stderr + done.stdout
     return run
+
+
+@pytest.fixture(scope="module")
+def machines() -> None:
+    """Skips where pods cannot have machines of their own. Asked for when a test needs them: it makes a namespace to find out."""
+    if why := (WHY_SKIPPED if program() is None else why_not()):
+        pytest.skip(why)
+
+
+@pytest.fixture(scope="module")
+def quiet(request: pytest.FixtureRequest, machines: None, tmp_path_factory: pytest.TempPathFactory) -> PodRun:
+    """The undisturbed run of ``STEPS`` steps of the test's module, in one pod."""
+    return undisturbed_run(tmp_path_factory.mktemp("quiet"), getattr(request.module, "STEPS", STEPS))
+
+
+@pytest.fixture
+def four(request: pytest.FixtureRequest, machines: None, tmp_path: Path) -> Iterator[FourPods]:
+    """Four pods on machines of their own, for the same run."""
+    made = FourPods(tmp_path / "four", getattr(request.module, "STEPS", STEPS))
+    yield made
+    made.close()

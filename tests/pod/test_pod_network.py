@@ -1,33 +1,14 @@
 """Four pods on machines of their own (network namespaces, real etcd), with cuts between any two: the bits of the undisturbed run."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from etcd_server import WHY_SKIPPED, program
-from four_pods import FourPods, undisturbed_run
-from network import why_not
+from four_pods import FourPods
 from pod_runs import PodRun
 from random_faults import KINDS, check_undisturbed
 
-pytestmark = [
-    pytest.mark.full, pytest.mark.skipif(program() is None, reason=WHY_SKIPPED), pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces work"),
-]  # fmt: skip
-
+pytestmark = pytest.mark.full
 STEPS = 10
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
-    return undisturbed_run(tmp_path_factory.mktemp("quiet"), STEPS)
-
-
-@pytest.fixture
-def four(tmp_path: Path) -> Iterator[FourPods]:
-    made = FourPods(tmp_path / "four", STEPS)
-    yield made
-    made.close()
 
 
 def test_four_pods_on_machines_of_their_own_give_the_bits_of_one(four: FourPods, quiet: PodRun) -> None:

@@ -2,33 +2,14 @@
 
 import random
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from etcd_server import WHY_SKIPPED, program
-from four_pods import FourPods, undisturbed_run
-from network import why_not
+from four_pods import FourPods
 from pod_runs import PodRun
 from random_faults import KINDS, check_undisturbed
 
-pytestmark = [
-    pytest.mark.full, pytest.mark.skipif(program() is None, reason=WHY_SKIPPED), pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces work"),
-]  # fmt: skip
-
+pytestmark = pytest.mark.full
 STEPS = 10
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
-    return undisturbed_run(tmp_path_factory.mktemp("quiet"), STEPS)
-
-
-@pytest.fixture
-def four(tmp_path: Path) -> Iterator[FourPods]:
-    made = FourPods(tmp_path / "four", STEPS)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("kind", ["slow peer", "kill a machine", "kill a process"])

@@ -3,20 +3,10 @@
 from pathlib import Path
 
 import pytest
-from etcd_server import WHY_SKIPPED, program
-from four_pods import undisturbed_run
-from network import why_not
 from pod_runs import PodRun
 from random_faults import faulty_run, rows_of
 
-pytestmark = [
-    pytest.mark.full, pytest.mark.skipif(program() is None, reason=WHY_SKIPPED), pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces work"),
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
-    return undisturbed_run(tmp_path_factory.mktemp("quiet"))
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("seed", [1001, 1002])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tandem.backends.collective_errors import collectives_of
 from tandem.backends.deepspeed.network import Network
 from tandem.backends.deepspeed.optimizer import DeepSpeedOptimizer
+from tandem.backends.library_sums import LibrarySums
 from tandem.model.decoder import Decoder
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.micro_batch import MicroBatch
@@ -19,22 +20,6 @@ from tandem.trainer.parallel.ranks import Ranks
 from tandem.trainer.step import ForwardBackward, ForwardBackwardOutput, Loss, LossShare, OnPhase, Progress, predict, stacked, sum_shares
 
 _named = partial(collectives_of, "DeepSpeed")
-
-
-@dataclass(frozen=True, slots=True)
-class SumsOfDeepSpeed:
-    """``GradientSums`` of DeepSpeed, which sums within its backward passes and its step."""
-
-    ranks: Ranks
-
-    def expect(self, backwards: int) -> None:
-        """Does nothing: the engine is told at each micro-batch whether it is the last."""
-
-    def end_backward(self) -> None:
-        """Does nothing."""
-
-    def finish(self) -> None:
-        """Does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +33,8 @@ class DeepSpeedReplica:
     optimizer: DeepSpeedOptimizer
 
     @property
-    def sums(self) -> SumsOfDeepSpeed | None:
-        return SumsOfDeepSpeed(self.ranks) if self.ranks.world.size > 1 else None
+    def sums(self) -> LibrarySums | None:
+        return LibrarySums(self.ranks) if self.ranks.world.size > 1 else None
 
     def passes(self, own: int, most: int) -> int:
         """Returns ``most``: ranks communicate within the passes of ZeRO 2 and 3, and DeepSpeed counts the same passes on every rank."""

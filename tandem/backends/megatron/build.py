@@ -2,11 +2,12 @@
 
 import torch
 
+from tandem.backends.library_sums import LibrarySums
 from tandem.backends.megatron.groups import connect
 from tandem.backends.megatron.model_check import check_model
 from tandem.backends.megatron.network import build_network, build_optimizer
 from tandem.backends.megatron.optimizer import MegatronOptimizer
-from tandem.backends.megatron.replica import MegatronModel, MegatronReplica, SummedBySchedule
+from tandem.backends.megatron.replica import MegatronModel, MegatronReplica
 from tandem.backends.megatron.state import MegatronState
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
@@ -24,7 +25,7 @@ def build_megatron(settings: ReplicaSettings, rank: Rank) -> MegatronState:
     network = build_network(shapes, ranks, is_sharded=parallel.zero == 1)
     optimizer = MegatronOptimizer(network, build_optimizer(network, settings.trainer, is_sharded=parallel.zero == 1), ranks)
     model = MegatronModel(shapes, torch.float32, ranks.device)
-    state = MegatronState(MegatronReplica(ranks, model, network, optimizer, None if ranks.world.size == 1 else SummedBySchedule(ranks)))
+    state = MegatronState(MegatronReplica(ranks, model, network, optimizer, None if ranks.world.size == 1 else LibrarySums(ranks)))
     try:
         state.fill(read_tensors(settings.start))
     except UserError as error:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.backends.library_sums import LibrarySums
 from tandem.backends.megatron.groups import named
 from tandem.backends.megatron.optimizer import MegatronOptimizer
 from tandem.backends.megatron.passes import InFlight, Rows, head_outputs, run_schedule
@@ -31,19 +32,6 @@ class MegatronModel:
 
 
 @dataclass(frozen=True, slots=True)
-class SummedBySchedule:
-    """Megatron's schedules sum the gradients over ``ranks`` when the last backward pass has ended."""
-
-    ranks: Ranks
-
-    def expect(self, backwards: int) -> None: ...
-
-    def end_backward(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
 class MegatronReplica:
     """``network``: this rank's part of the GPT in Megatron's ``DistributedDataParallel``. ``sums``: ``None`` for a single process."""
 
@@ -51,7 +39,7 @@ class MegatronReplica:
     model: MegatronModel
     network: Any
     optimizer: MegatronOptimizer
-    sums: SummedBySchedule | None
+    sums: LibrarySums | None
 
     def passes(self, own: int, most: int) -> int:
         """As ``Replica.passes``: ranks that share experts communicate within a pass; gradients are summed after the last one."""

@@ -10,7 +10,7 @@ from tandem.types import WeightVersion
 
 FIRST_VERSION = WeightVersion(0, 0)
 DUMMY_VERSION = WeightVersion(-1, -1)
-"""Of random weights, and of weights that nobody has verified yet."""
+"""Of random weights, and of weights that are not verified yet."""
 NewSlot = tuple[int, int, BlockCopy | None]
 """A column of a block table, its new block, and the copy that fills the block if it replaces a shared one."""
 

@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class LeasedKey:
-    """``key`` has ``value`` on a lease of ``lease_s``, whoever had it before. Where the process or the store was away for longer, one thread writes it
-    again."""
+    """``key`` has ``value`` on a lease of ``lease_s``; another process may have had it. Where the process or the store was away for longer, one thread
+    writes it again."""
 
     def __init__(self, store: Store, key: str, value: bytes, lease_s: float) -> None:
         self._store, self._key, self._value, self._lease_s = store, key, value, lease_s

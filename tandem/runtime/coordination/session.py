@@ -60,5 +60,5 @@ class Session:
 
 
 def _now_s() -> float:
-    """Returns seconds of a clock that goes on while the machine sleeps, where there is one, and that nobody can set."""
+    """Returns seconds of a clock that goes on while the machine sleeps, where there is one, and that cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -25,6 +25,6 @@ class LearnedDeadline:
         self.longest_s = max(self.longest_s, seconds)
 
     def missed(self) -> None:
-        """Doubles the deadline: what takes so long whoever does it must come some day."""
+        """Doubles the deadline: a worker that is only slow must finish some time."""
         self.factor *= 2
         self.least_s *= 2

@@ -2,7 +2,7 @@
 
 A wait is alive as long as its peer gives signs of life: progress of the call, a beat of a rank's heartbeat, or a message that tells of either behind the peer.
 The deadline of a wait counts from the newest sign. What a process itself waits for goes to the one who waits for it (``heartbeat_meta``), so that the
-controller can name the process that everybody waits for in the end.
+controller can name the process at the end of a chain of waits.
 """
 
 import contextlib

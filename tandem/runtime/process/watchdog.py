@@ -110,7 +110,7 @@ class Watchdog:
 
 
 def _of_all(late: list[Wait]) -> str:
-    """Returns the line of the process that everybody waits for in the end, empty if nothing is late."""
+    """Returns the line of the process at the end of the chain of waits, empty if nothing is late."""
     behind = [text for wait in late for text, is_late in wait.behind if is_late]
     return behind[-1] if behind else late[-1].describe() if late else ""
 
