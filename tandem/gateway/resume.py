@@ -8,10 +8,17 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-RESUMABLE_PATHS = ("/v1/completions", "/v1/chat/completions")
+from tandem.gateway.inference_request import InferenceRequest
+
+_PATHS = ("/v1/completions", "/v1/chat/completions")
 MOST_BYTES = 2**22
 """Bytes of events that are kept of a stream; a longer one cannot be resumed."""
 _DONE = b"[DONE]"
+
+
+def can_resume(request: InferenceRequest) -> bool:
+    """Returns whether the answer is a stream that can be put together from two backends."""
+    return request.stream and request.path in _PATHS
 
 
 class Diverged(Exception):

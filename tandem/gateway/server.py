@@ -23,6 +23,7 @@ from tandem.gateway.pool import Pool
 from tandem.gateway.probes import Probes
 from tandem.gateway.proxy import Proxy
 from tandem.gateway.rate_limit import EmbeddedLimits, Limits
+from tandem.gateway.upstream import Upstream
 from tandem.gateway.waits import watch_waits
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
@@ -114,7 +115,7 @@ async def _serve(config: GatewayConfig, backends: list[Backend], keys: KeyFile |
 
             shared = RedisLimits(config.redis.url, config.redis.prefix, config.redis.timeout_s, say)
         limits: Limits = shared or EmbeddedLimits()
-        proxy = Proxy(config, pool, session, metrics, admission, passes_keys=keys is None)
+        proxy = Proxy(config, pool, Upstream(session, backends, passes_keys=keys is None), metrics, admission)
         state = GatewayState(config, pool, proxy, admission, metrics, bodies, Auth(config, keys), limits)
         probes = Probes(config.probes, backends, session, say)
         waits = asyncio.create_task(watch_waits(config.timeouts, backends, admission.wake))

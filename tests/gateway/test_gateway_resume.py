@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_process import Process, fault_backend, gateway, until
+from gateway_process import fault_backend, gateway, until
 
 from tandem.gateway.resume import MOST_BYTES, Delivered, Diverged, seeded
 
@@ -147,8 +147,7 @@ def test_streams_of_killed_servers_go_on_with_the_same_tokens(tmp_path: Path) ->
     model = make_model(tmp_path / "model", make_tokenizer(tmp_path / "tokenizer"), 0)
     with ExitStack() as stack:
         servers = [stack.enter_context(server(model, tmp_path, "--served-model-name", "m")) for _ in range(2)]
-        processes = [Process(each.process, each.url, each.client) for each in servers]
-        running = stack.enter_context(gateway(tmp_path, processes))
+        running = stack.enter_context(gateway(tmp_path, servers))
         until(lambda: running.metric("backend_ready") == 2, "both servers")
         fields = {"model": "m", "temperature": 1, "max_tokens": 400, "ignore_eos": True, "n": 2, "logprobs": 2, "return_token_ids": True}
         streams = []

@@ -1,0 +1,72 @@
+"""The bytes of a backend's answer on their way to the client."""
+
+import asyncio
+
+import aiohttp
+
+from tandem.gateway.backend import Attempt
+from tandem.gateway.exchange import Exchange
+from tandem.gateway.headers import Headers
+from tandem.gateway.server_sent_events import whole_events
+
+WHOLE_BYTES = 2**22
+"""An answer that is not streamed is received up to this size before any of it is sent, so that one that breaks off can be repeated."""
+_ENDED_BY_DONE = ("/v1/completions", "/v1/chat/completions", "/generate")
+"""Paths whose streams end with ``[DONE]``. A connection that closes without it was cut, even if HTTP calls that an end."""
+
+
+async def relay(exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, headers: Headers) -> None:
+    """Sends the answer ``response`` of ``attempt`` to the client, with ``headers``. Raises ``aiohttp.ClientError`` if it breaks off."""
+    send = _stream if response.content_type == "text/event-stream" else _whole
+    await send(exchange, attempt, response, headers)
+
+
+async def _whole(exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, headers: Headers) -> None:
+    """Sends an answer that is no stream of events."""
+    loop = asyncio.get_running_loop()
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        attempt.has_begun = True
+        attempt.waiting_since = None
+        parts.append(part)
+        size += len(part)
+        if size > WHOLE_BYTES:
+            await exchange.start(response.status, headers)
+            await exchange.part(b"".join(parts))
+            parts.clear()
+        attempt.waiting_since = loop.time()
+    body = b"".join(parts)
+    if response.status < 400:
+        exchange.count_output(exchange.meter.whole(body))
+    await exchange.start(response.status, headers)
+    await exchange.part(body, is_last=True)
+
+
+async def _stream(exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, headers: Headers) -> None:
+    """Sends events as they come, each whole. Raises ``aiohttp.ClientPayloadError`` if the last one is missing."""
+    loop = asyncio.get_running_loop()
+    exchange.is_stream = True
+    is_done, held = exchange.request.path not in _ENDED_BY_DONE, b""
+    async for part in response.content.iter_any():
+        attempt.waiting_since = None
+        whole, held = whole_events(held + part)
+        if whole and not attempt.has_begun:
+            attempt.has_begun = True
+            attempt.done(exchange.prompt_tokens)
+            await exchange.start(response.status, headers)
+        if whole and exchange.repetition is not None:
+            whole = exchange.repetition.rest(whole)
+        if whole:
+            if exchange.weights is not None:
+                exchange.delivered.add(whole)
+            count = exchange.meter.events(whole)
+            attempt.done(count)
+            exchange.count_output(count)
+            is_done = is_done or whole.rstrip().endswith(b"[DONE]")
+            await exchange.part(whole)
+        attempt.waiting_since = loop.time()
+    if held or not is_done:
+        raise aiohttp.ClientPayloadError("the stream ended before its last event")
+    await exchange.start(response.status, headers)
+    await exchange.part(b"", is_last=True)
