@@ -129,11 +129,8 @@ def _check_vllm(recipe: "Recipe") -> None:
             raise UserError(f"{given} with '{key}', which vLLM is not driven with in this version; remove the key, or set rollout.backend to tandem")
     if recipe.trainer.dtype == "float64":
         raise UserError(f"{given} and 'trainer.dtype' is 'float64', which vLLM does not have; set it to float32, bfloat16 or float16")
-    if rollout.temperature != 1 or rollout.top_k or rollout.top_p < 1 or rollout.min_p:
-        raise UserError(
-            f"{given}, which reports one log-probability of a token: with rollout.temperature, top_k, top_p or min_p those of the sampling distribution and of "
-            "the model differ; set temperature to 1 and turn the others off, or set rollout.backend to tandem"
-        )
+    if rollout.temperature < 0.01:
+        raise UserError(f"{given} and 'rollout.temperature' is {rollout.temperature:g}, which vLLM raises to 0.01; set it to 0.01 or above")
     if recipe.residents.plan in ("sleep", "offload"):
         raise UserError(
             f"{given} and 'residents.plan' is '{recipe.residents.plan}', in which its engine sleeps, and vLLM frees nothing then on a CPU; set it to auto, "

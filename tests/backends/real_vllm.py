@@ -36,7 +36,7 @@ def is_installed() -> bool:
 
 needs_vllm = pytest.mark.skipif(not is_installed(), reason="the vLLM sidecar has no environment here: tandem sidecar install vllm")
 MAX_MODEL_LEN = 64
-GREEDY = {"n": 1, "temperature": 0.0, "max_tokens": 12, "stop": [], "seed": 0, "purpose": "test"}
+GREEDY = {"n": 1, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12, "stop": [], "seed": 0, "purpose": "test"}
 SAMPLED = {**GREEDY, "n": 4, "temperature": 1.0}
 
 

@@ -104,6 +104,38 @@ def test_first_tokens_have_the_distribution_of_the_model_and_seeds_decide_them(e
     assert [sample.index for sample in first] == list(range(16)) and len({sample.token_ids for sample in first}) > 8
 
 
+def filtered(logprobs: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """The log-probabilities [tokens, vocabulary] that are sampled from, by the definitions of Holtzman et al. (2020) and Nguyen et al. (2024), one after the
+    other: those below ``min_p`` times the largest are left out, then all but the ``top_k`` largest, then the tail beyond ``top_p`` of the rest."""
+    logits = logprobs / temperature
+    probabilities = logits.softmax(-1)
+    logits = logits.masked_fill(probabilities < min_p * probabilities.max(-1, keepdim=True).values, -torch.inf)
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    ordered, places = logits.softmax(-1).sort(descending=True)
+    beyond = (ordered.cumsum(-1) - ordered >= top_p).gather(1, places.argsort())
+    return logits.masked_fill(beyond, -torch.inf).log_softmax(-1)
+
+
+@pytest.mark.parametrize("settings", [
+    {"temperature": 0.6}, {"temperature": 1.5}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.8, "top_k": 20, "top_p": 0.7, "min_p": 0.02},
+])  # fmt: skip
+def test_both_logprobs_at_other_temperatures_and_with_filters_are_those_of_transformers(settings: dict[str, float], engine: Engine, model: Path) -> None:
+    tensors = brought(engine, model, 15, seed=15)
+    samples = engine.draw(prompts(12, 99), {**SAMPLED, **settings})
+    every = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **settings}
+    left_out = 0
+    for sample, logprobs in zip(samples, reference_logprobs(model, tensors, samples), strict=True):
+        at = lambda values, sample=sample: values.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        assert (torch.tensor(sample.logprobs, dtype=torch.float64) - at(logprobs)).abs().max() < 1e-4
+        sampling = filtered(logprobs, **every)
+        left_out += int(sampling.isinf().sum())
+        difference = (torch.tensor(sample.sampling_logprobs, dtype=torch.float64) - at(sampling)).abs()
+        assert difference.max() < 2e-4, "a token of the tail was drawn, or its distribution is another"
+        assert sample.logprobs != sample.sampling_logprobs
+    assert (left_out > 0) == (settings.keys() != {"temperature"})
+
+
 def test_samples_end_at_the_end_token_a_stop_text_and_the_limit(engine: Engine, model: Path) -> None:
     brought(engine, model, 20, seed=20)
     asked = prompts(8, 99, seed=5)

@@ -7,6 +7,7 @@ import socketserver
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from tandem.backends.vllm.held_weights import PROBE_ROWS, digest, held_weights, shard_of
 from tandem.backends.vllm.http_client import VllmClient
+from tandem.backends.vllm.raw_logprobs import report_raw_logprobs
 from tandem.config.load import to_mapping
 from tandem.config.recipe import Recipe, load_config
 from tandem.jobs.checks import check_rl
@@ -152,7 +154,9 @@ def generated(body: dict[str, Any], label: str = "3.8", reason: str = "length") 
     """An answer of ``/inference/v1/generate``: as many tokens as asked for, which name the seed."""
     params = body["sampling_params"]
     tokens = [10 + (params["seed"] + place) % 80 for place in range(params["max_tokens"])]
-    content = [{"token_id": token, "logprob": -token / 100} for token in tokens]
+    # As ``report_raw_logprobs`` leaves it where two are asked for.
+    both = lambda token: [{"token_id": token, "logprob": -token / 100}, {"token_id": token + 1, "logprob": -token / 50}]
+    content = [{"token_id": token, "logprob": -token / 100, "top_logprobs": both(token)[: params["logprobs"]]} for token in tokens]
     spans = [{"version": label, "start": 0, "end": len(tokens)}]
     return {"choices": [{"token_ids": tokens, "finish_reason": reason, "stop_reason": None, "logprobs": {"content": content}, "weight_versions": spans}]}
 
@@ -191,6 +195,57 @@ def test_groups_are_drawn_with_a_seed_for_each_sample_and_whatever_other_weights
         groups.drop()
 
 
+@pytest.mark.parametrize("override", [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}])
+def test_at_another_temperature_or_with_a_filter_both_logprobs_are_recorded(override: dict[str, float], server: Any, tmp_path: Path) -> None:
+    client, asked, answer = server
+    answer["body"] = generated
+    recipe = load_config(SORT)
+    write_tokenizer(recipe.model.create, tmp_path)
+    settings = {**sampling_settings(recipe.rollout, 2, seed=1), "max_tokens": 4, **override}
+
+    def drawn() -> list[Any]:
+        groups = VllmGroups(client, Tokenizer.from_folder(tmp_path), VERSION, max_model_len=12, most=2)
+        groups.add(4, [Prompt("p", "", (3, 4))], settings)
+        return groups.draw("all", lambda done, total: None)
+
+    samples = drawn()
+    assert all(sample.sampling_logprobs == tuple(-token / 100 for token in sample.token_ids) for sample in samples)
+    assert all(sample.logprobs == tuple(-token / 50 for token in sample.token_ids) for sample in samples)
+    params = asked[0]["sampling_params"]
+    assert params["logprobs"] == 2 and all(params[name] == settings[name] for name in ("temperature", "top_p", "top_k", "min_p"))
+    answer["body"] = lambda body: generated({"sampling_params": {**body["sampling_params"], "logprobs": 1}})
+    with pytest.raises(EngineDied, match="without the raw log-probabilities"):
+        drawn()
+
+
+class Sampling(nn.Module):
+    """A sampler as vLLM's: it divides the logits in place and reports the sampled token, the likeliest ones and their processed log-probabilities."""
+
+    def forward(self, logits: Tensor, temperature: float, most: int | None) -> SimpleNamespace:
+        processed = logits.div_(temperature).log_softmax(-1)
+        sampled = processed.argmin(-1, keepdim=True)
+        if most is None:
+            return SimpleNamespace(sampled_token_ids=sampled.int(), logprobs_tensors=None)
+        ids = torch.cat([sampled, processed.topk(most).indices], 1)
+        return SimpleNamespace(sampled_token_ids=sampled.int(), logprobs_tensors=SimpleNamespace(logprob_token_ids=ids.int(), logprobs=processed.gather(1, ids)))
+
+
+def test_the_sampler_reports_raw_logprobs_where_a_request_asks_for_both() -> None:
+    class Patched(Sampling):
+        pass
+
+    logits, sampler = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)), Patched()
+    report_raw_logprobs(sampler)
+    raw, scaled = logits.log_softmax(-1), (logits / 0.5).log_softmax(-1)
+    found = sampler(logits.clone(), 0.5, 2)
+    sampled, tensors = found.sampled_token_ids.long(), found.logprobs_tensors
+    assert torch.equal(tensors.logprob_token_ids[:, :1].long(), sampled)
+    assert torch.equal(tensors.logprobs, torch.cat([scaled.gather(1, sampled), raw.gather(1, sampled), raw.gather(1, sampled)], 1))
+    assert (tensors.logprob_token_ids[:, 1:] != sampled).all() and tensors.logprob_token_ids.max() < 7
+    alone = sampler(logits.clone(), 0.5, 0).logprobs_tensors
+    assert torch.equal(alone.logprobs, scaled.gather(1, sampled)) and sampler(logits.clone(), 0.5, None).logprobs_tensors is None
+
+
 def test_a_recipe_on_vllm_corrects_for_importance_and_says_so_in_its_configuration() -> None:
     recipe = load_config(SORT, ["--rollout.backend=vllm"])
     assert isinstance(recipe, Recipe) and not recipe.is_exact
@@ -203,7 +258,7 @@ def test_a_recipe_on_vllm_corrects_for_importance_and_says_so_in_its_configurati
 
 
 @pytest.mark.parametrize("override", [
-    "rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.1", "rollout.budget_tokens=4", "trainer.dtype=float64",
+    "rollout.temperature=0.005", "rollout.budget_tokens=4", "trainer.dtype=float64",
     "rollout.multi_turn={}", "rollout.repetition_detection={max_pattern_size: 2}", "trainer.lora={rank: 4}", "residents.plan=sleep", "residents.plan=offload",
     "rollout.engine.quantization=int8", "rollout.engine.kv_cache_dtype=int8", "rollout.engine.batching=static", "rollout.engine.watermark=0.2",
     "rollout.engine.tensor_parallel_size=2",

@@ -60,6 +60,22 @@ def test_a_run_on_vllm_records_what_it_draws_corrects_for_importance_and_can_be_
     assert "train: " in replayed.stdout and "rewards: " in replayed.stdout
 
 
+def test_a_run_at_another_temperature_with_a_filter_is_corrected_by_what_was_drawn_from(tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train(*VLLM, "--rollout.temperature=0.7", "--run.max_steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The importance weight compares the trainer at this temperature with what was drawn from, ``mismatch_kl`` the raw ones.
+    assert_whole(run, 2)
+    (tmp_path / "filtered").mkdir()
+    cut = PodRun(tmp_path / "filtered")
+    done = cut.train(*VLLM, "--rollout.temperature=0.7", "--rollout.top_p=0.9", "--run.max_steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = cut.rows()
+    assert all(row["mismatch_kl"] < 1e-9 and row["mismatch_max_abs"] < 1e-3 for row in rows)
+    # A filter makes what it keeps likelier than the model does.
+    assert all(0.5 < row["actor/importance_weight"] < 0.999 for row in rows)
+
+
 def killed_pids(process: "subprocess.Popen[str]", wanted: Callable[[str], bool]) -> dict[int, str]:
     """Kills the descendant of ``process`` whose command line is ``wanted`` as soon as there is one, and returns the command lines of those below it."""
     ends = time.monotonic() + 900

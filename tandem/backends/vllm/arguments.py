@@ -15,6 +15,9 @@ MODEL_NAME = "policy"
 BACKEND = "tandem"
 """The name of our weight transfer and of our plugin in vLLM."""
 
+BOTH_LOGPROBS = 2
+"""``logprobs`` of a request that asks for a raw log-probability too: vLLM answers with as many entries for a token, its own first."""
+
 
 def version_label(version: WeightVersion) -> str:
     """Returns how vLLM names these weights in its responses: ``INCARNATION.STEP``."""

@@ -71,6 +71,7 @@ class VllmServer:
         # A call that waits for an engine that has died would wait for ever: vLLM's server ends only when its connections are closed.
         threading.Thread(target=_end_with, args=(self.process, _engines(self.process.pid)), name="vllm-engines", daemon=True).start()
         self.client.post("/init_weight_transfer_engine", {"init_info": {"store": self.store, "threads": self.threads}})
+        self.client.ask_workers("tandem_report_raw_logprobs")
         logger.info("vLLM answers after %.1f s, process %d", time.monotonic() - began, self.process.pid)
 
     def _answers(self) -> bool:

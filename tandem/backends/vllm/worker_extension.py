@@ -2,11 +2,18 @@
 
 from typing import Any
 
+from tandem.backends.vllm.raw_logprobs import report_raw_logprobs
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker. Names begin with ``tandem_``, since they must not be any of vLLM's."""
 
     weight_transfer_engine: Any
+    model_runner: Any
+
+    def tandem_report_raw_logprobs(self) -> None:
+        """Lets the sampler report raw log-probabilities too."""
+        report_raw_logprobs(self.model_runner.sampler)
 
     def tandem_update_outcome(self) -> dict[str, Any]:
         """Returns ``PublishedWeights.outcome``."""

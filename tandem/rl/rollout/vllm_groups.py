@@ -12,18 +12,26 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
-from tandem.backends.vllm.arguments import MODEL_NAME, version_label
+from tandem.backends.vllm.arguments import BOTH_LOGPROBS, MODEL_NAME, version_label
 from tandem.backends.vllm.http_client import VllmClient
 from tandem.rl.rollout.dispatch import request_key, sample_id
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import EngineDied, FinishReason, Prompt, Sample, WeightVersion
 
 ABORT_POLL_S = 0.1
+FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""The settings that leave tokens out, and their values when they are off."""
 
 
 def seed_of(seed: int, key: int, index: int) -> int:
     """Returns the 32-bit seed of sample ``index`` of request ``key``: as many bits as a generator of torch takes on a CPU."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{key}\0{index}".encode(), digest_size=4).digest(), "little")
+
+
+def is_processed(settings: Mapping[str, Any]) -> bool:
+    """Returns whether tokens are drawn from another distribution than the model's: two log-probabilities are recorded then. A greedy token has the model's
+    alone."""
+    return settings["temperature"] not in (0, 1) or any(settings[name] != off for name, off in FILTERS.items())
 
 
 def generate_request(
@@ -36,6 +44,7 @@ def generate_request(
         "token_ids": list(prompt.token_ids),
         "sampling_params": {
             "n": 1,
+            **{name: settings[name] for name in FILTERS},
             "temperature": settings["temperature"],
             "seed": seed_of(settings["seed"], key, index),
             "max_tokens": min(settings["max_tokens"], room),
@@ -43,20 +52,20 @@ def generate_request(
             "stop_token_ids": list(stop_token_ids),
             "stop": list(settings["stop"]),
             "detokenize": bool(settings["stop"]),
-            "logprobs": 0,
+            "logprobs": BOTH_LOGPROBS if is_processed(settings) else 0,
         },
     }
 
 
 def sample_of_answer(
-    step: int, prompt: Prompt, index: int, answer: Mapping[str, Any], tokenizer: Tokenizer, stops: Sequence[str], version: WeightVersion
+    step: int, prompt: Prompt, index: int, answer: Mapping[str, Any], tokenizer: Tokenizer, settings: Mapping[str, Any], version: WeightVersion
 ) -> Sample:
-    """Returns the sample that the answer of ``/inference/v1/generate`` has. Raises ``EngineDied`` if a token was drawn by other weights than ``version``, or
+    """Returns the sample that the answer of ``/inference/v1/generate`` for ``settings`` has. Raises ``EngineDied`` if a token was drawn by other weights than ``version``, or
     the answer is not whole."""
     (choice,) = answer["choices"]
     tokens, reason = tuple(choice["token_ids"]), choice["finish_reason"]
     name = sample_id(step, prompt.id, index)
-    logprobs = tuple(float(each["logprob"]) for each in choice["logprobs"]["content"] or ())
+    sampling, logprobs = _logprobs(choice["logprobs"]["content"] or (), is_processed(settings))
     if len(logprobs) != len(tokens) or reason not in ("stop", "length"):
         raise EngineDied(f"vLLM answered sample '{name}' with {len(tokens)} tokens, {len(logprobs)} log-probabilities and finish reason '{reason}'")
     label = version_label(version)
@@ -64,9 +73,21 @@ def sample_of_answer(
     if spans != [(label, 0, len(tokens))]:
         raise EngineDied(f"vLLM drew sample '{name}' with the weights {spans}, and holds {label}")
     return Sample(
-        id=name, prompt_id=prompt.id, index=index, prompt_token_ids=prompt.token_ids, token_ids=tokens, logprobs=logprobs, sampling_logprobs=logprobs,
-        weight_versions=(version,) * len(tokens), finish_reason=FinishReason(reason), text=text_of_answer(tokens, choice["stop_reason"], tokenizer, stops),
+        id=name, prompt_id=prompt.id, index=index, prompt_token_ids=prompt.token_ids, token_ids=tokens, logprobs=logprobs, sampling_logprobs=sampling,
+        weight_versions=(version,) * len(tokens), finish_reason=FinishReason(reason), text=text_of_answer(tokens, choice["stop_reason"], tokenizer, settings["stop"]),
     )  # fmt: skip
+
+
+def _logprobs(content: Sequence[Mapping[str, Any]], is_both: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the log-probabilities of the tokens of an answer in the distribution that they were drawn from, and raw ones, which differ if ``is_both``. Raises
+    ``EngineDied`` if those are missing."""
+    sampling = tuple(float(each["logprob"]) for each in content)
+    if not is_both:
+        return sampling, sampling
+    entries = [each["top_logprobs"] for each in content]
+    if any(len(each) != BOTH_LOGPROBS for each in entries):
+        raise EngineDied("vLLM answered without the raw log-probabilities of the tokens that it drew")
+    return sampling, tuple(float(raw["logprob"]) for _, raw in entries)
 
 
 def text_of_answer(tokens: Sequence[int], stop_reason: object, tokenizer: Tokenizer, stops: Sequence[str]) -> str:
@@ -112,7 +133,7 @@ class VllmGroups:
             room = self._max_model_len - len(prompt.token_ids)
             body = generate_request(prompt, index, key, settings, self._tokenizer.eos_token_ids, room)
             answer = self._client.post("/inference/v1/generate", body)
-            sample = sample_of_answer(group.step, prompt, index, answer, self._tokenizer, settings["stop"], self._version)
+            sample = sample_of_answer(group.step, prompt, index, answer, self._tokenizer, settings, self._version)
         except BaseException as error:
             self._finished.put((group, error))
         else:
