@@ -227,7 +227,8 @@ class Sampling(nn.Module):
         if most is None:
             return SimpleNamespace(sampled_token_ids=sampled.int(), logprobs_tensors=None)
         ids = torch.cat([sampled, processed.topk(most).indices], 1)
-        return SimpleNamespace(sampled_token_ids=sampled.int(), logprobs_tensors=SimpleNamespace(logprob_token_ids=ids.int(), logprobs=processed.gather(1, ids)))
+        tensors = SimpleNamespace(logprob_token_ids=ids.int(), logprobs=processed.gather(1, ids))
+        return SimpleNamespace(sampled_token_ids=sampled.int(), logprobs_tensors=tensors)
 
 
 def test_the_sampler_reports_raw_logprobs_where_a_request_asks_for_both() -> None:

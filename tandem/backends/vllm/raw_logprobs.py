@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from tandem.backends.vllm.arguments import BOTH_LOGPROBS
 
+
 def report_raw_logprobs(sampler: Any) -> None:
-    """Lets the class of ``sampler`` report both. It is called as ``sampler(logits[R, V], ...)`` and returns a ``SamplerOutput`` with ``sampled_token_ids[R, 1]``
-    and ``logprobs_tensors``, which may be ``None``."""
+    """Lets the class of ``sampler`` report both. It is called as ``sampler(logits[R, V], ...)`` and returns a ``SamplerOutput`` with
+    ``sampled_token_ids[R, 1]`` and ``logprobs_tensors``, which may be ``None``."""
     kind, method = type(sampler), "forward" if isinstance(sampler, nn.Module) else "__call__"
     original: Callable[..., Any] = getattr(kind, method)
 

@@ -60,8 +60,8 @@ def generate_request(
 def sample_of_answer(
     step: int, prompt: Prompt, index: int, answer: Mapping[str, Any], tokenizer: Tokenizer, settings: Mapping[str, Any], version: WeightVersion
 ) -> Sample:
-    """Returns the sample that the answer of ``/inference/v1/generate`` for ``settings`` has. Raises ``EngineDied`` if a token was drawn by other weights than ``version``, or
-    the answer is not whole."""
+    """Returns the sample that the answer of ``/inference/v1/generate`` for ``settings`` has. Raises ``EngineDied`` if a token was drawn by other weights than
+    ``version``, or the answer is not whole."""
     (choice,) = answer["choices"]
     tokens, reason = tuple(choice["token_ids"]), choice["finish_reason"]
     name = sample_id(step, prompt.id, index)
@@ -74,7 +74,8 @@ def sample_of_answer(
         raise EngineDied(f"vLLM drew sample '{name}' with the weights {spans}, and holds {label}")
     return Sample(
         id=name, prompt_id=prompt.id, index=index, prompt_token_ids=prompt.token_ids, token_ids=tokens, logprobs=logprobs, sampling_logprobs=sampling,
-        weight_versions=(version,) * len(tokens), finish_reason=FinishReason(reason), text=text_of_answer(tokens, choice["stop_reason"], tokenizer, settings["stop"]),
+        weight_versions=(version,) * len(tokens), finish_reason=FinishReason(reason),
+        text=text_of_answer(tokens, choice["stop_reason"], tokenizer, settings["stop"]),
     )  # fmt: skip
 
 
