@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from tandem.config.addresses import check_no_secret
 from tandem.config.limits import check_at_least_one, check_seconds
+from tandem.config.routing import RouterConfig
 from tandem.types.errors import UserError
 
 MOST_BACKENDS = 1024
@@ -27,8 +28,10 @@ class BackendConfig:
     """Its capacity beside the others: with 2 it is given twice the work."""
     max_requests: int = 256
     """Requests that it has at once; more wait in the gateway, where they can still go to another one."""
+    zone: str = ""
+    """Where it runs, for example a rack or a data centre; see `router.zone_tokens`."""
     cache_tokens: int = 0
-    """Tokens that its prefix cache holds, for `balance: prefix`; `tandem serve` and vLLM say it when they start. 0: not known."""
+    """Tokens that its prefix cache holds, for `router.prefix`; `tandem serve` and vLLM say it when they start. 0: not known."""
     api_key_file: str = ""
     """File with the key that it needs. Empty: it is sent the client's own `Authorization`, unless the gateway has keys itself."""
     probe: str = ""
@@ -110,12 +113,16 @@ class BreakerConfig:
     """Longest time that it stays open."""
     successes: int = 2
     """Answers in a row that close it again."""
+    max_share: float = 1.0
+    """Share of the backends of a model that may be out at once; the breakers of further ones stay closed."""
 
     def check(self) -> None:
         check_at_least_one("breaker", self, "failures", "window", "successes")
         check_seconds("breaker", self, "open_s", "max_open_s")
         if not 0 < self.failure_share <= 1:
             raise UserError(f"'breaker.failure_share' is {self.failure_share:g}; it must be above 0 and at most 1")
+        if not 0 < self.max_share <= 1:
+            raise UserError(f"'breaker.max_share' is {self.max_share:g}; it must be above 0 and at most 1")
         if self.max_open_s < self.open_s:
             raise UserError(f"'breaker.max_open_s' is {self.max_open_s:g}, less than 'breaker.open_s' ({self.open_s:g}); make it at least that")
 
@@ -225,9 +232,13 @@ class GatewayConfig:
     """Address that it listens on."""
     port: int = 8080
     """Port that it listens on; 0 takes a free one."""
-    balance: Literal["least_tokens", "prefix", "power_of_two", "round_robin"] = "least_tokens"
-    """Which of the backends that can serve a request gets it: the one with the fewest outstanding tokens, the one with the fewest after
-    those of the prompt that it has probably cached are taken off, the better of two drawn at random, or each in turn."""
+    zone: str = ""
+    """Where the gateway runs; see `router.zone_tokens`."""
+    balance: Literal["least_tokens", "power_of_two", "round_robin", "consistent_hash"] = "least_tokens"
+    """Which of the backends that can serve a request gets it: the one with the fewest outstanding tokens, the better of two drawn at random, each in turn,
+    or that of the request's session or prompt while it is not overloaded."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """What else is weighed."""
     max_body_mib: float = 32.0
     """Largest body of a request."""
     request_s: float = 30.0
@@ -268,6 +279,7 @@ class GatewayConfig:
         for label in labels:
             if labels.count(label) > 1:
                 raise UserError(f"two backends have the name '{label}'; give each a name of its own ('name')")
+        self.router.check_read(self.balance, self.zone)
         if not 0 <= self.port <= 65535:
             raise UserError(f"'port' is {self.port}; it must be from 0 to 65535")
         if not 0 < self.max_body_mib <= MOST_BODY_MIB:

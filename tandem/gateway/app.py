@@ -21,6 +21,7 @@ from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
 from tandem.gateway.proxy import Proxy
 from tandem.gateway.rate_limit import EmbeddedLimits, Limits, Refusal, limit_headers, refused
+from tandem.gateway.routing.router import reads_prefix
 from tandem.gateway.usage import Meter
 from tandem.serving.bodies import Share, UnfinishedBodies, read_body
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
@@ -168,7 +169,6 @@ class GatewayApp:
         headers: Headers = scope["headers"]
         given = next((value for name, value in headers if name == b"x-request-id"), b"")
         id = given.decode("ascii") if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        by_prefix = state.config.balance == "prefix"
         return read_request(
-            id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client, tenant=tenant, by_prefix=by_prefix
+            id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client, tenant=tenant, by_prefix=reads_prefix(state.config)
         )

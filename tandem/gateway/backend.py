@@ -3,12 +3,16 @@
 import asyncio
 import enum
 import itertools
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.config.gateway import BackendConfig, BreakerConfig
 from tandem.gateway.breaker import Breaker, Outcome, Pass
 
 _order = itertools.count(1)
+_LEAST_SHARE = 0.1
+"""Of its weight, with which a backend comes back."""
 
 
 class Health(enum.Enum):
@@ -27,7 +31,8 @@ class Health(enum.Enum):
 class Backend:
     """A backend and its load. ``models``: those that it serves. ``weights``: the version of its weights if it is Tandem's server, whose random
     numbers depend on the request alone, else ``None``. ``restarts``: how often it was away and came back.
-    ``last_taken``: grows with every attempt, so that equal loads alternate."""
+    ``last_taken``: grows with every attempt, so that equal loads alternate. ``slow_start_s``: time over which it is given its full share after it was away.
+    ``clock``: monotonic seconds."""
 
     config: BackendConfig
     breaker: Breaker
@@ -39,10 +44,13 @@ class Backend:
     outstanding_tokens: int = 0
     last_taken: int = 0
     attempts: "set[Attempt]" = field(default_factory=set)
+    slow_start_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _came_back_s: float | None = None
 
     @classmethod
-    def make(cls, config: BackendConfig, breaker: BreakerConfig, api_key: str | None = None) -> "Backend":
-        return cls(config, Breaker(breaker), api_key, models=config.models)
+    def make(cls, config: BackendConfig, breaker: BreakerConfig, api_key: str | None = None, slow_start_s: float = 0.0) -> "Backend":
+        return cls(config, Breaker(breaker), api_key, models=config.models, slow_start_s=slow_start_s)
 
     @property
     def name(self) -> str:
@@ -57,9 +65,24 @@ class Backend:
         return self.weights is not None
 
     @property
+    def capacity(self) -> float:
+        """Its weight; a part of it, which grows from a tenth, for ``slow_start_s`` after it has come back."""
+        weight = self.config.weight
+        if self._came_back_s is None:
+            return weight
+        share = (self.clock() - self._came_back_s) / self.slow_start_s
+        if share >= 1:
+            self._came_back_s = None
+        return weight * min(1.0, max(_LEAST_SHARE, share))
+
+    def came_back(self) -> None:
+        """Begins its slow start: it takes requests again after it took none."""
+        self._came_back_s = self.clock() if self.slow_start_s else None
+
+    @property
     def load(self) -> float:
-        """Outstanding tokens for each unit of its weight."""
-        return self.outstanding_tokens / self.config.weight
+        """Outstanding tokens for each unit of its capacity."""
+        return self.outstanding_tokens / self.capacity
 
     @property
     def room(self) -> int:
@@ -109,4 +132,8 @@ class Attempt:
 
     def report(self, outcome: Outcome) -> None:
         """Tells the breaker, once, what the attempt says about the backend."""
-        self.backend.breaker.report(self._pass, outcome)
+        breaker = self.backend.breaker
+        was_closed = breaker.is_closed
+        breaker.report(self._pass, outcome)
+        if breaker.is_closed and not was_closed:
+            self.backend.came_back()

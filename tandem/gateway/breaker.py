@@ -39,30 +39,34 @@ class Breaker:
 
     def __init__(self, config: BreakerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock
+        self.may_open: Callable[[], bool] = lambda: True
+        """Whether it may open now; asked when it would."""
         self._generation = 0
         self._openings = 0
-        self._is_closed, self._opened_until, self._trial_runs, self._successes = True, 0.0, False, 0
+        self.is_closed = True
+        """Whether every attempt may be made."""
+        self._opened_until, self._trial_runs, self._successes = 0.0, False, 0
         self._failures_in_a_row = 0
         self._newest: deque[bool] = deque(maxlen=config.window)
 
     @property
     def state(self) -> str:
         """``closed``, ``open`` or ``half_open``."""
-        return "closed" if self._is_closed else "open" if self._clock() < self._opened_until else "half_open"
+        return "closed" if self.is_closed else "open" if self._clock() < self._opened_until else "half_open"
 
     @property
     def opens_in_s(self) -> float:
         """Seconds until the next attempt may be made; 0 if one may now or as soon as the trial ends."""
-        return 0.0 if self._is_closed else max(0.0, self._opened_until - self._clock())
+        return 0.0 if self.is_closed else max(0.0, self._opened_until - self._clock())
 
     def allows(self) -> bool:
         """Returns whether ``take`` may be called."""
-        return self._is_closed or (not self._trial_runs and self._clock() >= self._opened_until)
+        return self.is_closed or (not self._trial_runs and self._clock() >= self._opened_until)
 
     def take(self) -> Pass:
         """Returns the permission for an attempt."""
         assert self.allows(), "a pass is taken only while the breaker gives them"
-        self._trial_runs = not self._is_closed
+        self._trial_runs = not self.is_closed
         return Pass(self._generation, self._trial_runs)
 
     def report(self, given: Pass, outcome: Outcome) -> None:
@@ -78,7 +82,7 @@ class Breaker:
         """Closes it: the backend was away and is back, so that what failed was another process."""
         self._generation += 1
         self._openings = 0
-        self._is_closed, self._trial_runs, self._successes, self._failures_in_a_row = True, False, 0, 0
+        self.is_closed, self._trial_runs, self._successes, self._failures_in_a_row = True, False, 0, 0
         self._newest.clear()
 
     def _end_trial(self, outcome: Outcome) -> None:
@@ -94,13 +98,14 @@ class Breaker:
         self._failures_in_a_row = self._failures_in_a_row + 1 if has_failed else 0
         self._newest.append(has_failed)
         share = sum(self._newest) / self._config.window
-        if has_failed and (self._failures_in_a_row >= self._config.failures or share >= self._config.failure_share):
+        is_too_much = self._failures_in_a_row >= self._config.failures or share >= self._config.failure_share
+        if has_failed and is_too_much and self.may_open():
             self._open()
 
     def _open(self) -> None:
         seconds = min(self._config.max_open_s, self._config.open_s * 2 ** min(self._openings, 32))
         self._generation += 1
         self._openings += 1
-        self._is_closed, self._opened_until, self._successes = False, self._clock() + seconds, 0
+        self.is_closed, self._opened_until, self._successes = False, self._clock() + seconds, 0
         self._trial_runs = False
         self._newest.clear()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.gateway.headers import Headers
-from tandem.gateway.prefix_index import Prefix, prefix_of
+from tandem.gateway.routing.prefix_index import Prefix, prefix_of
 from tandem.serving.errors import invalid
 
 INFERENCE_PATHS = (
@@ -19,6 +19,9 @@ MAX_TOKENS = {"/v1/completions": 16}
 """What a request that names no limit may generate: OpenAI's default for completions."""
 OTHER_MAX_TOKENS = 256
 """A guess for chats, which have no limit by default."""
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
+"""Fields that are equal in the requests of one conversation: ours, and two of OpenAI's."""
+_LONGEST_SESSION = 256
 _NO_GENERATION = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/tokenize", "/detokenize")
 
 
@@ -44,6 +47,8 @@ class InferenceRequest:
     """How long the client waits for its turn, as it says."""
     prefix: Prefix = ()
     """The blocks of its prompt, if backends are chosen by them."""
+    session: str = ""
+    """The conversation that it belongs to, if it says so."""
 
 
 def read_request(
@@ -62,8 +67,15 @@ def read_request(
     longest = prompts * _generated(path, content)
     return InferenceRequest(
         id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(headers),
-        prefix_of(content) if by_prefix else (),
+        prefix_of(content) if by_prefix else (), _session(headers, content, tenant),
     )  # fmt: skip
+
+
+def _session(headers: Headers, content: dict[str, Any], tenant: str) -> str:
+    """Returns the session that a request names, within its tenant; empty if it names none."""
+    given: Any = next((value.decode("latin-1") for name, value in headers if name == b"x-session-id" and value), None)
+    given = given or next((content[name] for name in _SESSION_FIELDS if isinstance(content.get(name), str) and content[name]), None)
+    return f"{tenant}\0{given[:_LONGEST_SESSION]}" if given else ""
 
 
 def _timeout_s(headers: Headers) -> float | None:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.backend import Backend
-from tandem.gateway.balancer import balancer
-from tandem.gateway.prefix_index import Prefix, PrefixIndex, least_work
+from tandem.gateway.inference_request import InferenceRequest
+from tandem.gateway.routing.router import Router
 from tandem.serving.errors import ApiError, invalid, unavailable
 
 
@@ -15,8 +15,7 @@ class Pool:
 
     def __init__(self, config: GatewayConfig, backends: Sequence[Backend]) -> None:
         self.backends = list(backends)
-        self._pick = balancer(config.balance)
-        self._index = PrefixIndex() if config.balance == "prefix" else None
+        self._router = Router(config)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -40,29 +39,19 @@ class Pool:
             names = ", ".join(known)
             raise ApiError(404, f"the model '{model[:100]}' is not served here; there is {names}", param="model", code="model_not_found")
 
-    def choose(self, model: str | None, tried: Sequence[Backend] = (), prefix: Prefix = ()) -> Backend | None:
-        """Returns the backend for the next attempt of a request for ``model``, ``None`` if none can take it. ``tried``: those that have failed it.
-        ``prefix``: the blocks of its prompt."""
-        able = [backend for backend in self._able(model) if backend not in tried]
-        # A retry finds a place beside those that have theirs; there are few.
-        free = [backend for backend in able if backend.room > 0]
-        if able and prefix and self._index is not None:
-            return least_work(self._index, prefix, free or able)
-        return self._pick(free or able) if able else None
+    def choose(self, request: InferenceRequest, tried: Sequence[Backend] = (), weights: str | None = None) -> Backend | None:
+        """Returns the backend for the next attempt of ``request``, ``None`` if none can take it. ``tried``: those that have failed it. ``weights``: the version
+        that it must have, with which the answer has begun."""
+        able = [backend for backend in self._able(request.model) if backend not in tried]
+        return self._router.choose(request, able if weights is None else [backend for backend in able if backend.weights == weights])
 
-    def send(self, prefix: Prefix, backend: Backend) -> int:
-        """Notes that ``backend`` computes a prompt with ``prefix``, so that the next one that begins alike finds it there; returns how many of its tokens
-        are probably there already, and are no work."""
-        if not prefix or self._index is None:
-            return 0
-        cached = self._index.cached_tokens(prefix, backend)
-        self._index.add(prefix, backend)
-        return cached
+    def has_other(self, request: InferenceRequest, tried: Sequence[Backend]) -> bool:
+        """Returns whether a backend that is not one of ``tried`` can take ``request``."""
+        return any(backend not in tried for backend in self._able(request.model))
 
-    def choose_same(self, weights: str | None, model: str | None, tried: Sequence[Backend]) -> Backend | None:
-        """Returns the backend at which a stream that began under the version ``weights`` can go on, ``None`` if there is none."""
-        able = [backend for backend in self._able(model) if backend not in tried and backend.weights == weights]
-        return self._pick(able) if weights is not None and able else None
+    def sent(self, request: InferenceRequest, backend: Backend) -> int:
+        """Notes that ``request`` goes to ``backend``; returns how many tokens of its prompt are probably computed there already."""
+        return self._router.sent(request, backend)
 
     def room(self, model: str | None) -> int | None:
         """Returns how many more requests for ``model`` its backends can have at once, ``None`` if no backend takes any."""

@@ -78,6 +78,8 @@ class Probes:
         if before is Health.DOWN:
             backend.breaker.reset()
             backend.restarts += 1
+        if health is Health.READY and before is not Health.UNKNOWN:
+            backend.came_back()
         text = {Health.READY: "is ready", Health.NOT_READY: "is not ready", Health.DOWN: "is down"}[health]
         if before is not Health.UNKNOWN or health is not Health.READY:
             self._say(f"backend {backend.name} {text}{f' ({why})' if why else ''}")

@@ -86,16 +86,14 @@ class Proxy:
 
     def _next_backend(self, exchange: Exchange, failure: BackendFailed) -> Backend | None:
         """Returns the backend of the next attempt, after the last one's ``failure``; ``None`` if none can take it."""
-        request = exchange.request
-        if exchange.has_begun:
-            return self._pool.choose_same(exchange.weights, request.model, exchange.tried)
-        backend = self._pool.choose(request.model, exchange.tried, request.prefix)
-        return self._pool.choose(request.model) if backend is None and failure.is_lost else backend
+        weights = exchange.weights if exchange.has_begun else None
+        backend = self._pool.choose(exchange.request, exchange.tried, weights)
+        return self._pool.choose(exchange.request) if backend is None and failure.is_lost and not exchange.has_begun else backend
 
     async def _attempt(self, exchange: Exchange, backend: Backend, *, is_last: bool) -> None:
         """Makes one attempt. Raises ``BackendFailed`` if another one may be made."""
         request = exchange.request
-        exchange.prompt_tokens = max(0, request.prompt_tokens - self._pool.send(request.prefix, backend))
+        exchange.prompt_tokens = max(0, request.prompt_tokens - self._pool.sent(request, backend))
         attempt = backend.take(exchange.prompt_tokens + request.max_tokens)
         outcome = Outcome.UNKNOWN
         try:
@@ -133,7 +131,7 @@ class Proxy:
             await self._go_on(exchange, attempt, response)
             return Outcome.SUCCESS
         outcome = Outcome.BUSY if status in BUSY else Outcome.FAILURE if status >= 500 else Outcome.SUCCESS
-        has_other = status in RETRIED and not is_last and self._pool.choose(exchange.request.model, [*exchange.tried, backend]) is not None
+        has_other = status in RETRIED and not is_last and self._pool.has_other(exchange.request, [*exchange.tried, backend])
         if has_other and self._budget.take():
             if status == 500:
                 exchange.blamed.append(attempt)

@@ -17,6 +17,7 @@ from tandem.gateway.admission import Admission
 from tandem.gateway.app import GatewayApp, GatewayState
 from tandem.gateway.auth import Auth
 from tandem.gateway.backend import Backend
+from tandem.gateway.ejection import bound_ejections
 from tandem.gateway.keys import KeyFile
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
@@ -59,7 +60,9 @@ def run_gateway(config: GatewayConfig) -> int:
 
 def make_backends(config: GatewayConfig) -> list[Backend]:
     """Returns the backends of ``config`` with their keys. Raises ``UserError`` for a key file that cannot be read."""
-    return [Backend.make(backend, config.breaker, _key(backend)) for backend in config.backends]
+    backends = [Backend.make(backend, config.breaker, _key(backend), config.router.slow_start_s) for backend in config.backends]
+    bound_ejections(backends, config.breaker.max_share)
+    return backends
 
 
 def _key(backend: BackendConfig) -> str | None:

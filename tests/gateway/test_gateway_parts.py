@@ -1,15 +1,10 @@
-"""The breaker, the balancers, the retry budget and the headers, without a network."""
-
-import asyncio
-import random
-from collections import Counter
+"""The breaker, the retry budget and the headers, without a network."""
 
 import pytest
+from routing_cases import Clock, backends, in_task
 
-from tandem.config.gateway import BackendConfig, BreakerConfig, GatewayConfig, RetryConfig
+from tandem.config.gateway import BreakerConfig, GatewayConfig, RetryConfig
 from tandem.config.load import build
-from tandem.gateway.backend import Backend
-from tandem.gateway.balancer import least_tokens, power_of_two, round_robin
 from tandem.gateway.breaker import Breaker, Outcome
 from tandem.gateway.headers import end_to_end, to_backend
 from tandem.gateway.inference_request import read_request
@@ -17,13 +12,6 @@ from tandem.gateway.retry_budget import RetryBudget
 from tandem.gateway.server_sent_events import whole_events
 from tandem.serving.errors import ApiError
 from tandem.types import UserError
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def breaker(**settings: float) -> tuple[Breaker, Clock]:
@@ -102,37 +90,6 @@ def test_failed_trials_double_the_time_up_to_the_longest_and_late_answers_count_
     assert one.state == "closed" and one.allows()
 
 
-def backends(*weights: float) -> list[Backend]:
-    return [Backend.make(BackendConfig(url=f"http://b{i}:1", weight=weight), BreakerConfig()) for i, weight in enumerate(weights)]
-
-
-def in_task(function: object) -> None:
-    async def run() -> None:
-        function()  # type: ignore[operator]
-
-    asyncio.run(run())
-
-
-def test_the_backend_with_the_fewest_tokens_for_its_weight_is_taken_and_equal_ones_alternate() -> None:
-    def run() -> None:
-        one, two, heavy = backends(1, 1, 4)
-        one.take(300)
-        two.take(299)
-        held = heavy.take(1195)
-        assert least_tokens([one, two, heavy]) is heavy
-        held.done(-2)
-        assert least_tokens([one, two, heavy]) is two, "1197 / 4 is more than 299"
-        idle = backends(1, 1, 1)
-        order = []
-        for _ in range(6):
-            chosen = least_tokens(idle)
-            order.append(idle.index(chosen))
-            chosen.take(50).release()
-        assert order == [0, 1, 2, 0, 1, 2], "requests one after the other do not all go to the first"
-
-    in_task(run)
-
-
 def test_work_that_is_done_or_released_leaves_the_load_once() -> None:
     def run() -> None:
         (one,) = backends(1)
@@ -147,29 +104,6 @@ def test_work_that_is_done_or_released_leaves_the_load_once() -> None:
         assert one.outstanding_tokens == 0 and not one.attempts
 
     in_task(run)
-
-
-def test_power_of_two_never_takes_the_most_loaded_of_all() -> None:
-    def run() -> None:
-        pool = backends(1, 1, 1, 1)
-        for backend, tokens in zip(pool, (40, 30, 20, 10), strict=True):
-            backend.take(tokens)
-        pick = power_of_two(random.Random(0))
-        taken = Counter(pool.index(pick(pool)) for _ in range(6000))
-        # Of the 6 pairs, backend 3 wins 3, backend 2 wins 2, backend 1 wins 1.
-        assert taken[0] == 0
-        assert [taken[i] / 6000 for i in (1, 2, 3)] == pytest.approx([1 / 6, 2 / 6, 3 / 6], abs=0.03)
-
-    in_task(run)
-
-
-def test_round_robin_follows_weights_and_one_that_returns_does_not_catch_up() -> None:
-    pool = backends(1, 2, 1)
-    pick = round_robin()
-    assert Counter(pool.index(pick(pool)) for _ in range(40)) == {0: 10, 1: 20, 2: 10}
-    for _ in range(100):
-        pick(pool[:2])
-    assert Counter(pool.index(pick(pool)) for _ in range(40))[2] <= 11
 
 
 def test_the_budget_bounds_retries_to_a_share_of_requests() -> None:
@@ -228,7 +162,7 @@ def test_events_are_passed_on_whole() -> None:
     ({}, "'backends' is missing"),
     ({"backends": []}, "'backends' has 0 entries"),
     ({"backends": [{"url": "http://a:1"}], "balanse": "x"}, "did you mean 'balance'"),
-    ({"backends": [{"url": "http://a:1"}], "balance": "least"}, "must be one of least_tokens, prefix, power_of_two, round_robin"),
+    ({"backends": [{"url": "http://a:1"}], "balance": "least"}, "must be one of least_tokens, power_of_two, round_robin, consistent_hash"),
     ({"backends": [{"url": "http://a:1"}, {"url": "http://a:1"}]}, "two backends have the name 'a:1'"),
     ({"backends": [{"url": "a:1"}]}, "write http://HOST:PORT"),
     ({"backends": [{"url": "http://a:1/v1"}]}, "leave out '/v1'"),

@@ -5,18 +5,18 @@ import random
 from typing import Any
 
 import pytest
+from routing_cases import backends, in_task, request
 
-from tandem.config.gateway import BackendConfig, BreakerConfig, GatewayConfig
-from tandem.gateway.backend import Backend, Health
+from tandem.config.gateway import GatewayConfig
+from tandem.config.routing import RouterConfig
+from tandem.gateway.backend import Backend
 from tandem.gateway.pool import Pool
-from tandem.gateway.prefix_index import BLOCK_TOKENS, MOST_BLOCKS, PrefixIndex, least_work, prefix_of
+from tandem.gateway.routing.prefix_index import BLOCK_TOKENS, MOST_BLOCKS, PrefixIndex, prefix_of
+from tandem.gateway.routing.router import Router
 
 
-def backends(count: int, cache_tokens: int = 0) -> list[Backend]:
-    made = [Backend.make(BackendConfig(url=f"http://b{i}:1", models=("m",), cache_tokens=cache_tokens), BreakerConfig()) for i in range(count)]
-    for backend in made:
-        backend.health = Health.READY
-    return made
+def settings(made: list[Backend], **fields: Any) -> GatewayConfig:
+    return GatewayConfig(tuple(each.config for each in made), **fields)
 
 
 def common(one: dict[str, Any], other: dict[str, Any]) -> int:
@@ -42,7 +42,7 @@ def test_prompts_share_blocks_as_far_as_they_begin_alike() -> None:
 
 
 def test_a_backend_keeps_its_blocks_until_its_weights_change_or_it_restarts() -> None:
-    index, (one, two) = PrefixIndex(), backends(2)
+    index, (one, two) = PrefixIndex(), backends(1, 1)
     prefix = prefix_of({"prompt": list(range(256))})
     index.add(prefix[:3], one)
     assert index.cached_tokens(prefix, one) == 3 * BLOCK_TOKENS and index.cached_tokens(prefix, two) == 0
@@ -65,38 +65,40 @@ def test_the_index_is_bounded_and_forgets_what_was_not_used_longest() -> None:
 
 
 def test_a_prefix_is_worth_its_tokens_and_never_leads_into_overload() -> None:
-    async def run() -> None:
-        index, (cached, idle) = PrefixIndex(), backends(2)
-        prefix = prefix_of({"prompt": list(range(1024))})
-        index.add(prefix, cached)
-        assert least_work(index, prefix, [cached, idle]) is cached
+    def run() -> None:
+        pool = backends(1, 1)
+        one = Router(settings(pool, router=RouterConfig(prefix=1)))
+        asked = request(list(range(1024)))
+        cached, idle = pool
+        one.sent(asked, cached)
+        assert one.choose(asked, pool) is cached
         attempt = cached.take(1023)
-        assert least_work(index, prefix, [cached, idle]) is cached
+        assert one.choose(asked, pool) is cached
         attempt.release()
         cached.take(1025)
-        assert least_work(index, prefix, [cached, idle]) is idle, "1,025 tokens of work for 1,024 that are saved"
+        assert one.choose(asked, pool) is idle, "1,025 tokens of work for 1,024 that are saved"
 
-    asyncio.run(run())
+    in_task(run)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_four_backends_prefill_far_less_than_in_turn_and_no_more_without_shared_prefixes(shared: bool) -> None:
     """Eight system prompts of 1,024 tokens (Zipf), four backends whose caches hold three of them each, least recently used first out."""
 
-    def prefilled(balance: str) -> int:
+    def prefilled(**fields: Any) -> int:
         draw = random.Random(1)
-        made = backends(4, cache_tokens=3 * 1088)
-        pool = Pool(GatewayConfig(tuple(each.config for each in made), balance=balance), made)  # type: ignore[arg-type]
+        made = backends(1, 1, 1, 1, cache_tokens=3 * 1088)
+        pool = Pool(settings(made, **fields), made)
         systems = [[number] * 1024 for number in range(8)]
         caches: dict[str, list[int]] = {backend.name: [] for backend in made}
         total, running = 0, []
         for number in range(2000):
             which = draw.choices(range(8), weights=[1 / (rank + 1) for rank in range(8)])[0] if shared else number + 100
             prompt = [*(systems[which] if shared else [which] * 1024), *(draw.randrange(10**6) for _ in range(64))]
-            prefix = prefix_of({"prompt": prompt})
-            backend = pool.choose("m", prefix=prefix)
+            asked = request(prompt)
+            backend = pool.choose(asked)
             assert backend is not None
-            cached = pool.send(prefix, backend)
+            cached = pool.sent(asked, backend)
             cache = caches[backend.name]
             total += len(prompt) - (1024 if which in cache else 0)
             caches[backend.name] = [*[each for each in cache if each != which][-2:], which]
@@ -106,7 +108,7 @@ def test_four_backends_prefill_far_less_than_in_turn_and_no_more_without_shared_
         return total
 
     async def run() -> float:
-        return prefilled("prefix") / prefilled("round_robin")
+        return prefilled(router=RouterConfig(prefix=1)) / prefilled(balance="round_robin")
 
     ratio = asyncio.run(run())
     assert ratio <= 0.4 if shared else ratio == 1.0

@@ -4,7 +4,7 @@ An estimate: backends evict what they need not, and do not say so. It is bounded
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import xxhash
@@ -87,9 +87,3 @@ class PrefixIndex:
 def _state(backend: Backend) -> tuple[str | None, int]:
     """Returns what a backend's cache belongs to: the version of its weights, and how often it was away."""
     return backend.weights, backend.restarts
-
-
-def least_work(index: PrefixIndex, prefix: Prefix, backends: Sequence[Backend]) -> Backend:
-    """Returns the backend with the least work before the request's first token: its outstanding tokens, less those of the prompt that it has computed
-    before. A cached token is worth one token of load and no more, so a prefix never leads into an overloaded backend."""
-    return min(backends, key=lambda each: (each.load - index.cached_tokens(prefix, each) / each.config.weight, each.last_taken))

@@ -1,0 +1,13 @@
+"""Which of the backends that can serve a request are looked at. Pure functions; each returns at least one if it is given one."""
+
+from collections.abc import Callable, Sequence
+
+from tandem.gateway.backend import Backend
+from tandem.gateway.inference_request import InferenceRequest
+
+Filter = Callable[[InferenceRequest, Sequence[Backend]], Sequence[Backend]]
+
+
+def with_room(request: InferenceRequest, backends: Sequence[Backend]) -> Sequence[Backend]:
+    """Returns the backends that have less than ``max_requests``. If there is none, it is a retry, which finds a place beside those that have theirs."""
+    return [backend for backend in backends if backend.room > 0] or backends
