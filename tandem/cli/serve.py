@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ MOST_KEY_BYTES = 2**16
 """Of a file with a key in its first line. An HTTP header is no longer."""
 LEFT_OUT = ("skip_tokenizer_init", "load_format")
 """Options that a server does not have: it needs a tokenizer and the weights of the model."""
+MAX_PREFILL_SLOWDOWN = 2.0
+"""What a server allows by default, since clients wait for each token."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +109,8 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
     # The engines start from folders, which need no network.
     tokenizer = {} if getattr(options, "tokenizer", None) is None else {"tokenizer": str(find_model(options.tokenizer, "tokenizer"))}
     engine = engine_args(options, **{"model": str(folder), "revision": None, **tokenizer, **_draft(options), **loras, **count})
+    if engine.admission == "chunked" and not hasattr(options, "max_prefill_slowdown"):
+        engine = replace(engine, max_prefill_slowdown=MAX_PREFILL_SLOWDOWN)
     settings = ServerSettings(
         engine=engine, adapters=adapters, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name) or (options.model,),
         chat_template=None if options.chat_template is None else template_text(options.chat_template),

@@ -16,6 +16,7 @@ from tandem.types.kv_cache import KVCacheDtype
 AttentionBackend = Literal["auto", "torch", "flash3", "flash4", "xformers"]
 QUANTIZATIONS = tuple(name + head for name in ("int8", "fp8", "int4", "nf4", "bf16", "fp16") for head in ("", "+head"))
 MOST_SPEC_FACTOR = 1000.0
+MOST_SLOWDOWN = 1000.0
 ModelDtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
 
@@ -159,6 +160,10 @@ class EngineArgs:
     """Maximum number of sequences that decode at once."""
     max_num_batched_tokens: int = 4096
     """Maximum number of tokens computed in one step."""
+    max_prefill_slowdown: float | None = None
+    """With chunked prefill: how many times as long a step may take with tokens of prompts as its decoding sequences take alone. The engine measures
+    both and limits the chunks. With 2, running sequences keep at least half of their speed while a long prompt is computed. Empty: only
+    `max_num_batched_tokens` limits them, which is best for throughput. `tandem serve` sets it to 2."""
     batching: Literal["static", "dynamic", "continuous"] = "continuous"
     """Which sequences may join a running batch. `static`: none, and a batch keeps its rows and blocks until its last sequence ends;
     `dynamic`: none, but a sequence that ends frees them; `continuous`: any, as soon as there is room."""
@@ -233,6 +238,7 @@ class EngineArgs:
                 f"engine max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs ({self.max_num_seqs}), one token for "
                 "each sequence"
             )
+        self._check_slowdown()
         if self.speculative_config is not None:
             self.speculative_config.check()
             if self.speculative_config.draft_tokens >= self.max_num_batched_tokens:
@@ -254,6 +260,15 @@ class EngineArgs:
         if self.preemption_mode == "recompute":
             reason = "engine.preemption_mode is 'recompute', which swaps nothing out"
             refuse_unread("engine", self, reason, "swap_space", fix="set engine.preemption_mode to auto or swap")
+
+    def _check_slowdown(self) -> None:
+        slowdown = self.max_prefill_slowdown
+        if slowdown is None:
+            return
+        if not 1 < slowdown <= MOST_SLOWDOWN:
+            raise UserError(f"engine max_prefill_slowdown is {slowdown}; it must be above 1, at most {MOST_SLOWDOWN}, or be left out")
+        if self.admission != "chunked":
+            raise UserError(f"engine max_prefill_slowdown is {slowdown}, and whole prompts are computed in one step; leave it out, or enable chunked prefill")
 
     def _check_memory(self) -> None:
         share = self.gpu_memory_utilization

@@ -34,6 +34,7 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    max_prefill_slowdown: float | None
     batching: Literal["static", "dynamic", "continuous"]
     enable_chunked_prefill: bool | None
     enable_prefix_caching: bool | None

@@ -31,6 +31,7 @@ class EngineSettings:
     num_blocks: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 4096
+    max_prefill_slowdown: float | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
     max_loras: int = 0
@@ -72,6 +73,7 @@ def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype) -> Engine
         num_blocks=_blocks_on_gpu(args, shapes, dtype, length) if fills_gpu else _cache_blocks(args, length, block_bytes),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        max_prefill_slowdown=args.max_prefill_slowdown,
         enable_prefix_caching=args.enable_prefix_caching,
         seed=args.seed,
         max_loras=args.max_loras if args.enable_lora else 0,

@@ -6,6 +6,7 @@ import torch
 
 from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.preemption import PreemptionCostMeter, PreemptionPolicy
+from tandem.engine.core.prefill_budget import PrefillBudget
 from tandem.engine.core.scheduler import Scheduler, SchedulerConfig
 from tandem.engine.executor.input_batch import InputBatch
 from tandem.engine.executor.model_runner import ModelRunner
@@ -84,7 +85,8 @@ def make_components(
         speculative_batch_limit=0 if speculative is None else speculative.batch_limit(weights.device.type, settings.max_num_seqs),
     )
     policy = PreemptionPolicy(settings.preemption_mode if settings.swap_blocks else "recompute", meter.costs)
-    scheduler = Scheduler(config, kv_cache, lambda sequences: batch.read_back(sequences, kv_cache.weight_version), policy, step_costs)
+    prefill_budget = None if settings.max_prefill_slowdown is None else PrefillBudget(settings.max_prefill_slowdown)
+    scheduler = Scheduler(config, kv_cache, lambda sequences: batch.read_back(sequences, kv_cache.weight_version), policy, step_costs, prefill_budget)
     return EngineComponents(scheduler, runner, launches_ahead, meter)
 
 

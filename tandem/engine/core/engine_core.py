@@ -85,6 +85,8 @@ class EngineCore:
         num_decoded, num_tokens = len(output.decode_rows), output.total_num_scheduled_tokens
         if self._scheduler.step_costs is not None and num_decoded and num_tokens == num_decoded:
             self._scheduler.step_costs.observe(num_decoded + sum(draft.num_proposed for draft in drafts), seconds)
+        if self._scheduler.prefill_budget is not None:
+            self._scheduler.prefill_budget.observe(num_decoded, num_tokens - num_decoded, seconds)
         if num_tokens > 2 * num_decoded:
             self._cost_meter.observe_prefill(num_tokens, seconds)
         self._outputs.record_first_tokens(output.prefills)

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from tandem.engine.core.lifecycle import Transition, move
 from tandem.engine.core.preemption import Preemption, PreemptionPolicy
+from tandem.engine.core.prefill_budget import PrefillBudget
 from tandem.engine.core.request import Prefill, RequestQueue, Sequence
 from tandem.engine.core.running import BatchingPolicy, RunningSequences
 from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutput, SequenceId
@@ -43,14 +44,16 @@ class SchedulerConfig:
 
 class Scheduler:
     """Schedules sequences over ``kv_cache``. ``read_back`` moves the new tokens of sequences from their rows to their lists. ``step_costs``: what draft
-    tokens cost, if that decides how many are fed. ``counts``: transitions so far."""
+    tokens cost, if that decides how many are fed. ``prefill_budget``: limits prompt tokens beside decoding sequences. ``counts``: transitions so far."""
 
     def __init__(
         self, config: SchedulerConfig, kv_cache: KVCacheManager, read_back: Callable[[list[Sequence]], None],
         preemption: PreemptionPolicy | None = None, step_costs: StepCosts | None = None,
+        prefill_budget: PrefillBudget | None = None,
     ) -> None:
         self.config = config
         self.step_costs = step_costs
+        self.prefill_budget = prefill_budget
         self.kv_cache = kv_cache
         self.batching = BatchingPolicy(config.batching)
         self.waiting = RequestQueue()
@@ -72,6 +75,8 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - len(rows)
         num_draft_tokens = self._schedule_drafts(rows, budget, changes)
         budget -= sum(num_draft_tokens)
+        limit = None if self.prefill_budget is None else self.prefill_budget.limit(len(rows))
+        budget = budget if limit is None else min(budget, limit)
         prefills: list[ScheduledPrefill] = []
         swap_ins: list[BlockCopy] = []
         resumed: list[int] = []

@@ -166,9 +166,11 @@ class EtcdClient:
                 if line.is_reused:
                     continue
                 trouble = str(error) or type(error).__name__
-                if isinstance(error, ssl.SSLError):
+                is_secure = self._endpoints[line.place].scheme == "https"
+                # A server without TLS may close with what it has not read, which resets the connection.
+                if isinstance(error, ssl.SSLError) or (is_secure and isinstance(error, ConnectionResetError)):
                     trouble += ", as where TLS is not spoken (http://) or a client's certificate is wanted (coordination.cert)"
-                elif isinstance(error, http.client.BadStatusLine) and self._endpoints[line.place].scheme == "http":
+                elif isinstance(error, http.client.BadStatusLine) and not is_secure:
                     trouble += ", as where TLS is expected (https://)"
             except BaseException:
                 line.connection.close()
