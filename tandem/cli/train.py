@@ -13,6 +13,7 @@ examples:
   tandem train recipes/sort.yaml --inline         in one process, for a debugger
   tandem train recipes/sort.yaml --coordination etcd      publish weights and elect the controller in the etcd on this machine
   tandem train recipes/sort.yaml --pods 2         a second pod draws samples too
+  tandem train recipes/sort.yaml --pods 2 --trainer-pods 2 --parallel.data=2      both train, too
   tandem train recipes/sort.yaml --rollout vllm   vLLM draws the samples ('tandem sidecar install vllm' makes its environment)
 """
 
@@ -28,6 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan and exit")
     parser.add_argument("--coordination", choices=("embedded", "etcd"), help="short for --coordination.store")
     parser.add_argument("--pods", type=int, metavar="N", help="short for --pods.count")
+    parser.add_argument("--trainer-pods", type=int, metavar="N", help="short for --pods.trainer_count")
     parser.add_argument("--rollout", choices=("tandem", "vllm"), help="short for --rollout.backend")
     parser.add_argument("--trainer", choices=("tandem", "megatron", "deepspeed"), help="short for --trainer.backend")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
@@ -38,7 +40,10 @@ def run(options: argparse.Namespace) -> int:
     from tandem.jobs.display import display
     from tandem.jobs.start import dry_run, train
 
-    short = {"coordination.store": options.coordination, "pods.count": options.pods, "rollout.backend": options.rollout, "trainer.backend": options.trainer}
+    short = {
+        "coordination.store": options.coordination, "pods.count": options.pods, "pods.trainer_count": options.trainer_pods,
+        "rollout.backend": options.rollout, "trainer.backend": options.trainer,
+    }  # fmt: skip
     recipe = load_config(options.recipe, [*(f"--{key}={value}" for key, value in short.items() if value is not None), *options.overrides])
     if options.dry_run:
         print(dry_run(recipe, options.recipe, options.inline))

@@ -12,10 +12,14 @@ _OF_JOINING = ("min_count", "join_timeout_s", "heartbeat_timeout_s", "host", "po
 
 @dataclass(frozen=True, slots=True)
 class PodsConfig:
-    """The pods of a run. The first one has the trainer; every one has a rollout sidecar with `rollout.workers` workers. See `hybrid.md`, Many pods."""
+    """The pods of a run. The first `trainer_count` have the trainer's ranks; every one has a rollout sidecar with `rollout.workers` workers. See
+    `hybrid.md`, Many pods."""
 
     count: int = 1
     """Number of pods that the run starts on its own machine. The samples are the same for any number."""
+    trainer_count: int = 1
+    """Pods that train, as `nnodes` of verl and `actor-num-nodes` of slime: each has the ranks of `parallel.data` / `trainer_count` data-parallel replicas, and
+    gives its engines their weights through its own shared memory."""
     min_count: int = 1
     """A rollout waits until so many pods are there, those of `count` included, as the minimum of `torchrun --nnodes=MIN:MAX`."""
     max_count: int = 0
@@ -50,7 +54,7 @@ class PodsConfig:
 
     def check(self) -> None:
         """Raises ``UserError`` for an invalid value."""
-        check_at_least_one("pods", self, "count", "min_count")
+        check_at_least_one("pods", self, "count", "trainer_count", "min_count")
         check_seconds("pods", self, "join_timeout_s", "heartbeat_timeout_s")
         if self.max_count and self.max_count < self.count:
             raise UserError(

@@ -187,8 +187,30 @@ class Recipe:
                 f"'pods.count' is {self.pods.count} with machine.device cuda; the pods of one machine compute on its CPUs in this version: set "
                 "rollout.workers, which has GPUs for each, and pods.count to 1"
             )
+        if self.pods.trainer_count > 1:
+            self._check_trainer_pods()
         if self.pods.may_join:
             self._check_joining()
+
+    def _check_trainer_pods(self) -> None:
+        """Checks that every trainer pod can hold whole data-parallel replicas of a model that Tandem's own trainer trains."""
+        parallel, count = self.parallel, self.pods.trainer_count
+        given = f"'pods.trainer_count' is {count}"
+        if count > self.pods.count:
+            raise UserError(f"{given} and pods.count {self.pods.count}; lower it, or raise pods.count")
+        if self.trainer.backend != "tandem":
+            raise UserError(f"{given} with trainer.backend {self.trainer.backend}, whose ranks are in one pod in this version; set pods.trainer_count to 1")
+        if parallel.data % count:
+            raise UserError(f"{given}, which does not divide parallel.data {parallel.data}: a pod has whole replicas; set parallel.data to a multiple")
+        if parallel.zero == 3:
+            raise UserError(f"{given} with parallel.zero 3, which gathers every layer's weights from all data-parallel ranks; set parallel.zero to 2 or less")
+        if parallel.data // count * parallel.context % parallel.expert:
+            raise UserError(
+                f"{given} with parallel.expert {parallel.expert}, so that a pod of {parallel.data // count} data-parallel ranks would not have all experts; "
+                "lower one of the two or raise parallel.data"
+            )
+        if parallel.ranks_per_node:
+            raise UserError(f"{given} with parallel.ranks_per_node {parallel.ranks_per_node}; a pod has world / trainer_count ranks: leave ranks_per_node out")
 
     def _check_joining(self) -> None:
         """Checks that pods which are started elsewhere find the run, and can draw for it."""

@@ -106,11 +106,13 @@ class RemoteChannel:
         return self.shim is not None
 
     def start(self) -> None:
-        if self.client is None:
-            self._start_shim()
+        self.start_shim()
         self._ask("start_worker", deadline_s=START_DEADLINE_S)
 
-    def _start_shim(self) -> None:
+    def start_shim(self) -> None:
+        """Brings up the shim if it does not run, and no worker."""
+        if self.client is not None:
+            return
         self.starts += 1
         port_file = self.directory / "pod" / f"{self.role}-{self.starts}.port"
         port_file.unlink(missing_ok=True)

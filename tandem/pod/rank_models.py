@@ -83,7 +83,7 @@ class RankModels:
     def convert(self) -> ConvertedWeights:
         """Names and places this rank's parts of the actor's weights, once."""
         if self.converted is None:
-            self.converted = convert(self.actor.checkpoints.state)
+            self.converted = convert(self.actor.checkpoints.state, self.rank.publishing)
         return self.converted
 
     def publish(self, writer: WeightWriter, version: WeightVersion, guard: Guard | None) -> WeightManifest:

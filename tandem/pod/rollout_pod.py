@@ -12,16 +12,23 @@ from tandem.types.wire import Frame
 @dataclass(frozen=True)
 class RolloutPod:
     """The rollout sidecar of pod ``number`` with ``workers`` workers. ``own_store``: the address of the pod's own store, in which its engines find the
-    weights that it receives; empty: it is the trainer's pod. ``name``: of a pod that joined from elsewhere; ``revision``: of its joining; ``version``:
+    weights of its pod; empty: it is the first pod, whose engines read that of the run. ``trains``: the pod has ranks of the trainer, which publish the weights
+    there; else it receives them. ``name``: of a pod that joined from elsewhere; ``revision``: of its joining; ``version``:
     of its Tandem."""
 
     number: int
     channel: RemoteChannel | JoinedChannel
     workers: int
     own_store: str = ""
+    trains: bool = False
     name: str = ""
     revision: int = 0
     version: str = ""
+
+    @property
+    def receives(self) -> bool:
+        """Whether weights come to this pod from another one."""
+        return bool(self.own_store) and not self.trains
 
     def ask(
         self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float | None = None, on_progress: Progress | None = None

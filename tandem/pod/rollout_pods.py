@@ -1,6 +1,6 @@
 """The rollout sidecars of all pods of a run, called as one: the pod's cycle sees one rollout, however many pods draw it. Imports no torch.
 
-Weights are received by every other pod than the trainer's before any engine switches to them. The prompts of a rollout are divided over the workers of
+Weights are received by every pod without ranks of the trainer before any engine switches to them. The prompts of a rollout are divided over the workers of
 all pods (``rollout_workers``). A pod that dies, is silent or misses the deadline of an answer is left out. One of the run's own is killed and started again
 before the next update of weights; one that was started elsewhere joins anew (``joining``).
 """
@@ -84,7 +84,7 @@ class RolloutPods:
         return Frame({**reply, **told}, payload, "result")
 
     def _bring_weights(self, version: list[int]) -> None:
-        """Starts the pods again that are not there, takes in those that joined, and lets all but the trainer's receive ``version``."""
+        """Starts the pods again that are not there, takes in those that joined, and lets those without ranks of the trainer receive ``version``."""
         assert self._store is not None
         present = members(self._store)
         revisions = {member.name: member.revision for member in present}
@@ -95,7 +95,7 @@ class RolloutPods:
         self._take_in(present)
 
         def receive(pod: RolloutPod) -> None:
-            if pod.own_store:
+            if pod.receives:
                 stores = {"store": self.store_address, "own_store": pod.own_store}
                 pod.ask("receive_weights", {**stores, "version": version, "protocols": [], "deadline_s": self.deadline_s, "serves": self.sends_on})
 
@@ -249,8 +249,8 @@ def _one_sidecar() -> Iterator[None]:
 def _waves(pods: Sequence[RolloutPod]) -> Iterator[Sequence[RolloutPod]]:
     """Yields the pods that receive weights at the same time, as many as have them by then and send them on: the trainer's, one more, two more, four more. No
     link carries the weights more than about once a wave; that of the trainer's pod would carry them once for every pod."""
-    receivers, count = [pod for pod in pods if pod.own_store], 1
-    yield [pod for pod in pods if not pod.own_store]
+    receivers, count = [pod for pod in pods if pod.receives], 1
+    yield [pod for pod in pods if not pod.receives]
     while receivers:
         yield receivers[:count]
         receivers, count = receivers[count:], 2 * count

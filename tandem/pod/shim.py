@@ -6,6 +6,7 @@ being replaced. It dies with the controller, and its worker with it. A pod of an
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import shutil
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.backends.environment import python_of, tandem_path
@@ -30,10 +32,11 @@ from tandem.runtime.coordination.session import Session
 from tandem.runtime.machine.gpus import pod_device, visible_gpus
 from tandem.runtime.process.faults import FaultPlan, no_fault
 from tandem.runtime.process.waits import WAITS
-from tandem.runtime.process.worker_group import GroupSettings, WorkerGroup
+from tandem.runtime.process.worker_group import GroupSettings, Share, WorkerGroup
 from tandem.runtime.records.logs import log_uncaught, setup
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
 from tandem.runtime.rpc.credentials import read_credential
+from tandem.runtime.rpc.listener import listen
 from tandem.runtime.rpc.rpc_server import RpcServer
 from tandem.types import UserError, WeightVersion
 from tandem.weight_transfer.shared_memory import WeightBuffers
@@ -72,7 +75,7 @@ class Shim:
             "allocate": self.allocate, "start_worker": self.start_worker, "stop_worker": self.stop_worker, "memory": self.memory
         }
         if self.role == "trainer":
-            own["serve_weights"] = self.between_pods.serve_weights
+            own["serve_weights"], own["start_ranks"] = self.between_pods.serve_weights, self.start_ranks
         else:
             own["receive_weights"], own["replace_worker"] = self.between_pods.receive_weights, self.replace_worker
             own["verify_weights"] = self.verify_weights
@@ -101,18 +104,41 @@ class Shim:
                     )  # fmt: skip
             return {"pids": [pid for worker in self.workers for pid in worker.pids]}, {}
 
+    def start_ranks(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Starts the ``ranks`` of a trainer of several pods that are in this pod, anew, with ``threads`` each, for the run in the folder ``directory``. They
+        find those of other pods at ``rendezvous``, ``HOST:PORT``; the pod of rank 0 chooses it, at its own ``host``, and its reply has it."""
+        directory, ranks, host, rendezvous = Path(meta["directory"]), tuple(meta["ranks"]), str(meta["host"]), str(meta["rendezvous"])
+        recipe = build(Recipe, read_yaml(directory / "config.yaml"))
+        with self.lock, contextlib.ExitStack() as stack:
+            self._end(grace_s=0.0)
+            listener = None
+            if 0 in ranks:
+                # Its process inherits it, so that the others know the port before it has begun.
+                opened = stack.enter_context(listen(host, 0))
+                listener, rendezvous = opened.fileno(), f"{host}:{opened.getsockname()[1]}"
+            settings = replace(
+                self._settings(recipe, 0, 1), directory=directory, threads=int(meta["threads"]), share=Share(ranks, host, rendezvous, listener)
+            )
+            self.workers = [WorkerGroup(settings, mesh_of(recipe.parallel), say=logger.warning)]
+        return {"pids": self.workers[0].pids, "rendezvous": rendezvous}, {}
+
     def _start(self, recipe: Recipe, number: int, count: int) -> WorkerGroup:
         """Starts worker ``number`` of ``count``, which divide the cores and, on GPUs, take those after the ones of the worker before."""
+        return WorkerGroup(self._settings(recipe, number, count), self._shape(recipe), say=logger.warning)
+
+    def _shape(self, recipe: Recipe) -> MeshShape:
+        return mesh_of(recipe.parallel) if self.role == "trainer" else MeshShape()
+
+    def _settings(self, recipe: Recipe, number: int, count: int) -> GroupSettings:
         self.starts += 1
-        options, parallel = self.options, recipe.parallel
-        shape = mesh_of(parallel) if self.role == "trainer" else MeshShape()
+        options, parallel, shape = self.options, recipe.parallel, self._shape(recipe)
         suffix = str(number) if number else ""
         name = (f"the {self.role} worker" if count == 1 else f"{self.role} worker {number}") + (f" of pod {options.pod_number}" if options.pod_number else "")
         backend = recipe.trainer.backend if self.role == "trainer" else "tandem"
         python = None if backend == "tandem" else python_of(backend)
         environment = {} if python is None else {"PYTHONPATH": tandem_path(self.run / "pod")}
         device, gpus = pod_device(recipe.machine), recipe.rollout.engine.tensor_parallel_size
-        settings = GroupSettings(
+        return GroupSettings(
             name=name,
             target="tandem.pod.vllm_worker" if self.role == "rollout" and recipe.rollout.backend == "vllm" else f"tandem.pod.{self.role}_worker",
             directory=self.run,
@@ -127,7 +153,6 @@ class Shim:
             environment=environment | (visible_gpus(number * gpus, gpus) if device == "cuda" and count > 1 else {}),
             python=python,
         )
-        return WorkerGroup(settings, shape, say=logger.warning)
 
     def _replace(self, recipe: Recipe, number: int) -> WorkerGroup:
         """Starts a rollout worker in the place of a dead one."""

@@ -2,6 +2,7 @@
 
 import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from tandem.config.machine import MachineConfig
 from tandem.config.pods import PodsConfig
 from tandem.config.recipe import Recipe
 from tandem.config.run_paths import with_run_paths
+from tandem.layout.placement import mesh_of, ranks_of_pods
 from tandem.pod.channel import Channel, InlineChannel, RemoteChannel
 from tandem.pod.failures import Role
 from tandem.pod.joining import Joining
 from tandem.pod.leadership import Fence
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.rollout_pods import RolloutPods
+from tandem.pod.trainer_pods import TrainerPod, TrainerPods
 from tandem.pod.worker import make_worker
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.faults import FaultPlan
@@ -89,8 +92,24 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
             lease_s=recipe.coordination.lease_s, least_deadline_s=longest_episode_s(recipe) if role == "rollout" else 0.0,
         )  # fmt: skip
 
-    first = remote_channel("rollout", recipe.pods.count)
-    return remote_channel("trainer"), _rollout_pods(recipe, first, fence) if recipe.pods.are_several else first
+    trainer, rollout = remote_channel("trainer"), remote_channel("rollout", recipe.pods.count)
+    if not recipe.pods.are_several:
+        return trainer, rollout
+    pods = _rollout_pods(recipe, rollout, fence)
+    return trainer if recipe.pods.trainer_count == 1 else _trainer_pods(recipe, trainer, pods.pods), pods
+
+
+def _trainer_pods(recipe: Recipe, first: RemoteChannel, pods: Sequence[RolloutPod]) -> TrainerPods:
+    """The trainer sidecars of the pods that train, each beside the rollout sidecar of its pod, of which ``first`` has rank 0."""
+    shares = ranks_of_pods(mesh_of(recipe.parallel), recipe.pods.trainer_count)
+    made = []
+    for pod, ranks in zip(pods, shares, strict=False):
+        channel = first
+        if pod.number:
+            assert isinstance(pod.channel, RemoteChannel)
+            channel = replace(first, directory=pod.channel.directory, pod_id=secrets.token_hex(6), number=pod.number)
+        made.append(TrainerPod(pod.number, channel, ranks, recipe.pods.host, pod.own_store))
+    return TrainerPods(made, first.directory, rank_threads(recipe))
 
 
 def shared_store(recipe: Recipe, directory: Path) -> str:
@@ -114,7 +133,7 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
         text = yaml.safe_dump(with_run_paths(to_mapping(own), folder, directory), sort_keys=False, allow_unicode=True)
         (folder / "config.yaml").write_text(text, encoding="utf-8")
         channel = replace(member, directory=folder, pod_id=secrets.token_hex(6), number=number, trainer_pod=first.pod_id)
-        made.append(RolloutPod(number, channel, rollout.workers, store_address(own.coordination, folder)))
+        made.append(RolloutPod(number, channel, rollout.workers, store_address(own.coordination, folder), trains=number < pods.trainer_count))
     deadline_s = recipe.machine.call_deadline_s
     answer = LearnedDeadline(recipe.watchdog.deadline_factor, max(recipe.watchdog.min_deadline_s, longest_episode_s(recipe)), deadline_s + 10)
     joining = None

@@ -186,13 +186,14 @@ class TrainerWorker:
         return {"tensors": len(self._held().convert().tensors)}, {}
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Writes this rank's converted parts to the free segment; rank 0 publishes the manifest of all as ``version`` if the ``guard`` holds. Then the actor
-        moves too. The reply has the ``moves`` that ended, and the ``residue``."""
+        """Writes this rank's converted parts to the free segment of its pod; the pod's first rank publishes the manifest of all as ``version`` in ``store``,
+        that of the run if it is not given, if the ``guard`` holds. Then the actor moves too. The reply has the ``moves`` that ended, and the ``residue``."""
         models, version = self._held(), WeightVersion(*meta["version"])
         models.expect(version.step)
         if self.writer is None:
             first, second = meta["buffers"]
-            self.writer = WeightWriter(WeightBuffers.open((first, second)), self.store)
+            store = open_store(meta["store"], on_wait=self.rank.beat) if "store" in meta else self.store
+            self.writer = WeightWriter(WeightBuffers.open((first, second)), store)
         manifest = models.publish(self.writer, version, Guard(*meta["guard"]) if meta["guard"] is not None else None)
         moves, residue = models.take_moves(), models.find_residue(Phase.ROLLOUT)
         return {"bytes": manifest.size_bytes, "digest": manifest.digest, "moves": moves, "residue": residue}, {}

@@ -7,7 +7,7 @@ has ``CALLS``, the names of its calls, and ``make(settings)``, which returns the
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
@@ -31,17 +31,19 @@ from tandem.trainer.parallel.ranks import Ranks, alone
 from tandem.types import UserError
 
 logger = logging.getLogger(__name__)
-LOOPBACK = "127.0.0.1"
 SUPERVISED_S = 1e8
 """Timeout in seconds of collectives over gloo: none. The supervisor finds hung ranks, and knows whether all were paused; gloo would count a
 pause. A dead rank ends every collective at once."""
+_CONNECT_S = 1e6
+"""Timeout in seconds of the store between machines: the longest that torch can count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
     """A rank's process as its target receives it. ``ranks``: the mesh. ``saving``: a communicator of all ranks that only checkpoints use.
     ``heartbeat``: reports its progress (``None``: no supervisor). ``threads``: of this process. ``store``: reaches all ranks, for a library that connects
-    them for itself, with collectives that end after ``timeout_s``."""
+    them for itself, with collectives that end after ``timeout_s``. ``here``: a communicator of the ranks of this machine where others are on other
+    machines (``None``: all are here)."""
 
     ranks: Ranks
     directory: Path
@@ -51,6 +53,12 @@ class Rank:
     threads: int = 1
     store: dist.Store = field(default_factory=dist.HashStore)
     timeout_s: float = SUPERVISED_S
+    here: Communicator | None = None
+
+    @property
+    def publishing(self) -> Communicator:
+        """The ranks that write the same shared memory: those of this machine."""
+        return self.here or self.ranks.world
 
     def enter(self, phase: str, step: int) -> None:
         """Reports that this rank starts ``phase`` of ``step``."""
@@ -74,20 +82,36 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
     """Joins the other ranks of the mesh. ``deterministic``, ``sequence``: how tensor parallelism shards a model."""
     directory, mesh = Path(settings.directory), Mesh(MeshShape(**settings.shape), settings.rank)
     torch.set_num_threads(settings.threads)
-    device = rank_device(settings.device, mesh.rank)
+    device = rank_device(settings.device, settings.here.index(mesh.rank) if settings.here else mesh.rank)
     heartbeat = HeartbeatTable(Path(settings.heartbeats), mesh.shape.world).writer(mesh.rank)
     fault_point = FaultPlan.parse(settings.faults).point(settings.roles, directory) if settings.faults else no_fault
     if mesh.shape.world == 1:
         single = alone(device)
         return Rank(single, directory, single.world, heartbeat, fault_point, settings.threads)
-    store = dist.FileStore(settings.rendezvous, mesh.shape.world)
-    store.set_timeout(timedelta(seconds=SUPERVISED_S))
-    groups = join(mesh, store, device, SUPERVISED_S, heartbeat, LOOPBACK, nccl_deadline_s=settings.hang_timeout_s)
-    checkpoint_store = dist.PrefixStore("checkpoints/", store)
-    saving = connect("checkpoints", mesh.rank, mesh.shape.world, checkpoint_store, torch.device("cpu"), SUPERVISED_S)
+    store = _rendezvous(settings, mesh.shape.world)
+    groups = join(mesh, store, device, SUPERVISED_S, heartbeat, settings.host, nccl_deadline_s=settings.hang_timeout_s)
+
+    def among(ranks: Sequence[int], name: str) -> Communicator:
+        if len(ranks) == 1:
+            return Communicator(name, 0, 1, None, SUPERVISED_S)
+        own = dist.PrefixStore(f"{name}/{ranks[0]}/", store)
+        return connect(name, ranks.index(mesh.rank), len(ranks), own, torch.device("cpu"), SUPERVISED_S, hostname=settings.host)
+
     timeout_s = settings.hang_timeout_s if device.type == "cuda" else SUPERVISED_S
-    ranks = Ranks(mesh, groups, deterministic, sequence, device)
-    return Rank(ranks, directory, saving, heartbeat, fault_point, settings.threads, store, timeout_s)
+    ranks, saving = Ranks(mesh, groups, deterministic, sequence, device), among(range(mesh.shape.world), "checkpoints")
+    here = among(settings.here, "here") if settings.here else None
+    return Rank(ranks, directory, saving, heartbeat, fault_point, settings.threads, store, timeout_s, here)
+
+
+def _rendezvous(settings: RankSettings, world: int) -> dist.Store:
+    """Returns the store through which the ranks find each other."""
+    if not settings.here:
+        store: dist.Store = dist.FileStore(settings.rendezvous, world)
+        store.set_timeout(timedelta(seconds=SUPERVISED_S))
+        return store
+    host, _, port = settings.rendezvous.rpartition(":")
+    is_first, limit = settings.listener is not None, timedelta(seconds=_CONNECT_S)
+    return dist.TCPStore(host, int(port), None, is_first, limit, wait_for_workers=False, master_listen_fd=settings.listener)
 
 
 def make_methods(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoint]:

@@ -75,8 +75,9 @@ class ConvertedWeights:
         return self.tensors[-1].offset_bytes + self.tensors[-1].size_bytes if self.tensors else 0
 
 
-def convert(state: TrainedState) -> ConvertedWeights:
-    """Names and places every part of the weights that training changes and engines have. Every rank of the replica calls it. Copies and gathers no weights.
+def convert(state: TrainedState, ranks: Communicator | None = None) -> ConvertedWeights:
+    """Names and places every part of the weights that training changes and engines have. Every one of ``ranks`` calls it, which hold all of them together
+    (``None``: the ranks of the replica). Copies and gathers no weights.
 
     Raises ``RunError`` on every rank if a parameter of the Hugging Face form is missing, unexpected or has another shape: such weights
     would leave a part of the engine unchanged.
@@ -88,7 +89,7 @@ def convert(state: TrainedState) -> ConvertedWeights:
         shards = [shard for shard in state.weight_shards() if shard.name not in own]
     except (RuntimeError, RunError) as error:
         trouble = str(error).splitlines()[0]
-    converted = place_shards(state.replica.ranks.world, shards, list(order), trouble)
+    converted = place_shards(ranks or state.replica.ranks.world, shards, list(order), trouble)
     for tensor in converted.tensors:
         shape = order.pop(tensor.name, None)
         if shape != tensor.shape:

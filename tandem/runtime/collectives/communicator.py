@@ -218,11 +218,11 @@ def join(
 
 
 def connect(
-    name: str, rank: int, size: int, store: Any, device: torch.device, deadline_s: float, patience_s: float | None = None
+    name: str, rank: int, size: int, store: Any, device: torch.device, deadline_s: float, patience_s: float | None = None, hostname: str = "127.0.0.1"
 ) -> Communicator:
-    """Connects the ranks of one group on this machine over ``store``, which no other group uses. ``patience_s``: the timeout of collectives over
-    gloo (``None``: ``deadline_s``, which is also that of connecting)."""
-    group = _process_group(store, rank, size, device, deadline_s, "127.0.0.1")
+    """Connects the ranks of one group over ``store``, which no other group uses. ``patience_s``: the timeout of collectives over gloo (``None``:
+    ``deadline_s``, which is also that of connecting). ``hostname``: the address that gloo listens on."""
+    group = _process_group(store, rank, size, device, deadline_s, hostname)
     if device.type == "cuda" or patience_s is None:
         return Communicator(name, rank, size, group, deadline_s)
     group.set_timeout(timedelta(seconds=patience_s))

@@ -4,7 +4,7 @@ import torch
 
 
 def rank_device(kind: str, rank: int) -> torch.device:
-    """Returns the device of ``rank``, for ``cuda`` GPU ``rank``, since all ranks of a run are on one machine. Makes it this thread's current
+    """Returns the device of ``rank`` of those of this machine, for ``cuda`` GPU ``rank``. Makes it this thread's current
     device, on which Triton launches programs wherever their tensors are."""
     if kind == "cpu":
         return torch.device("cpu")

@@ -18,12 +18,15 @@ class HangWatchdog:
     collective.
 
     The deadline is ``first_s`` until ``STEPS`` steps have passed, then ``FACTOR`` times the longest gap in a step, at least ``least_s`` and at
-    most ``first_s``. In phases outside of a step (a checkpoint) it stays ``first_s``; until every rank has begun it is at least ``START_S``."""
+    most ``first_s``. In phases outside of a step (a checkpoint) it stays ``first_s``; until every rank has begun it is at least ``START_S``.
+
+    Without ``sees_all`` other ranks are on other machines: those here that are all blocked in collectives wait for one that may still have time, and count
+    as hung after twice the deadline, when who watches that one has had its turn."""
 
     IN_STEP = frozenset({"train", "forward", "backward", "reduce", "optimizer"})
 
-    def __init__(self, first_s: float, least_s: float) -> None:
-        self.first_s = first_s
+    def __init__(self, first_s: float, least_s: float, *, sees_all: bool = True) -> None:
+        self.first_s, self.sees_all = first_s, sees_all
         self.learned = LearnedDeadline(FACTOR, least_s, first_s)
         self._before: dict[int, RankState] = {}
         self._first_step: int | None = None
@@ -63,6 +66,8 @@ class HangWatchdog:
             return idle
         if not all(state.collective for state in states):
             # They wait for a rank that still has time: it reads data, or writes a checkpoint.
+            return []
+        if not self.sees_all and not any(now_s - max(state.beat_s, resumed_s) > 2 * self.deadline_s(state.phase) for state in late):
             return []
         # All are blocked in collectives: the ranks with the fewest calls are in an earlier one than the others.
         fewest = min(state.collectives for state in states)

@@ -48,6 +48,7 @@ class Worker:
         new_session: bool = False,
         python: Path | None = None,
         state: StateOfPeer = unknown,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Starts ``python -m MODULE ARGUMENTS --channel FD``, a process that calls ``serve`` with that descriptor.
 
@@ -56,6 +57,7 @@ class Worker:
             new_session: start it in its own session, so that processes it starts are killed with it (see ``spawn``).
             python: the interpreter of another environment (see ``spawn``).
             state: see ``StateOfPeer``.
+            pass_fds: further descriptors that it inherits.
         """
         self.name, self.state = name, state
         self._new_session = new_session
@@ -64,7 +66,7 @@ class Worker:
             channel = ("--channel", str(theirs.fileno()))
             self.process: subprocess.Popen[bytes] = spawn(
                 module, [*arguments, *channel], threads=threads, output=output, environment=environment,
-                pass_fds=[theirs.fileno()], new_session=new_session, worker=True, python=python,
+                pass_fds=[theirs.fileno(), *pass_fds], new_session=new_session, worker=True, python=python,
             )  # fmt: skip
         self._pidfd = os.pidfd_open(self.process.pid) if hasattr(os, "pidfd_open") else None
         self._channel = Channel(ours, watch=self._pidfd)

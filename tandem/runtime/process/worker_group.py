@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as futures_wait
 from dataclasses import asdict, dataclass, field
@@ -45,6 +45,17 @@ class RanksLost(WorkerDied):
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """The ``ranks`` of a mesh, ascending, that this one of several machines starts. ``host``: the address of this machine that the others connect to;
+    ``rendezvous``: ``HOST:PORT`` of rank 0, and on its machine ``listener``, the descriptor of the socket that listens there."""
+
+    ranks: tuple[int, ...]
+    host: str
+    rendezvous: str
+    listener: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSettings:
     """How a group of ranks is started.
 
@@ -60,6 +71,7 @@ class GroupSettings:
         roles: the roles of rank r in a plan of faults.
         environment: further variables of every rank's environment.
         python: the interpreter of another environment than this one (see ``spawn``).
+        share: the ranks of this machine, where others start the rest (``None``: all are here).
     """
 
     name: str
@@ -75,26 +87,31 @@ class GroupSettings:
     roles: Callable[[int], tuple[str, ...]] = lambda rank: (f"rank{rank}",)
     environment: Mapping[str, str] = field(default_factory=dict)
     python: Path | None = None
+    share: Share | None = None
 
 
 class WorkerGroup:
-    """Starts the ranks of ``shape``. Takes one call at a time."""
+    """Starts the ranks of ``shape``, or the share of this machine, whose calls need those of the other machines. Takes one call at a time."""
 
     def __init__(self, settings: GroupSettings, shape: MeshShape, *, say: Callable[[str], None] = lambda line: None) -> None:
         self.settings, self.shape, self._say = settings, shape, say
         settings.folder.mkdir(parents=True, exist_ok=True)
         self._board = HeartbeatTable(settings.folder / "heartbeats", shape.world)
         self._board.clear()
-        self._watch = HangWatchdog(settings.hang_timeout_s, settings.heartbeat_timeout_s)
-        self._pool = ThreadPoolExecutor(shape.world, thread_name_prefix="rank-call")
+        self._watch = HangWatchdog(settings.hang_timeout_s, settings.heartbeat_timeout_s, sees_all=settings.share is None)
+        self.ranks = tuple(range(shape.world)) if settings.share is None else settings.share.ranks
+        self._pool = ThreadPoolExecutor(len(self.ranks), thread_name_prefix="rank-call")
         self._broken = ""
-        self.workers = [self._start(rank) for rank in range(shape.world)]
+        self.workers = [self._start(rank) for rank in self.ranks]
 
     def _start(self, rank: int) -> Worker:
         settings, folder = self.settings, self.settings.folder
+        share = settings.share or Share((), "127.0.0.1", str(folder / "rendezvous"))
+        listener = share.listener if rank == 0 else None
         own = RankSettings(
-            settings.target, str(settings.directory), rank, asdict(self.shape), str(folder / "rendezvous"), str(folder / "heartbeats"),
+            settings.target, str(settings.directory), rank, asdict(self.shape), share.rendezvous, str(folder / "heartbeats"),
             settings.threads, settings.device, settings.faults, settings.roles(rank), settings.log(rank), settings.hang_timeout_s,
+            share.ranks, share.host, listener,
         )  # fmt: skip
         name = settings.name if self.shape.world == 1 else f"rank {rank} of {settings.name}"
         output = settings.directory / "logs" / f"{settings.log(rank)}.out"
@@ -103,12 +120,17 @@ class WorkerGroup:
         environment = {STACKS_VARIABLE: str(self._stacks), **(kept or {}), **settings.environment}
         return Worker(
             name, "tandem.trainer.rank_process", [own.to_json()], threads=Threads(settings.threads), output=output, new_session=True,
-            environment=environment, python=settings.python, state=lambda: self._state_of(rank),
+            environment=environment, python=settings.python, state=lambda: self._state_of(rank), pass_fds=() if listener is None else (listener,),
         )  # fmt: skip
 
     def _state_of(self, rank: int) -> tuple[str, float]:
         state = self._board.states()[rank]
         return state.describe(time.monotonic()), state.beat_s
+
+    def _states(self) -> dict[int, RankState]:
+        """Returns the state of every rank of this machine."""
+        states = self._board.states()
+        return {rank: states[rank] for rank in self.ranks}
 
     @property
     def alive(self) -> bool:
@@ -132,36 +154,38 @@ class WorkerGroup:
         self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, deadline_s: float, on_progress: Progress | None = None,
         on_poll: Callable[[], None] | None = None,
     ) -> Frame:
-        """Calls ``name`` on every rank and returns rank 0's result. ``on_progress`` receives rank 0's progress; ``on_poll`` is called every
-        ``POLL_S`` while this waits. Raises ``RanksLost``, ``RpcTimeout``, and what a rank raised."""
+        """Calls ``name`` on every rank and returns the first one's result. ``on_progress`` receives the first one's progress; ``on_poll`` is called
+        every ``POLL_S`` while this waits. Raises ``RanksLost``, ``RpcTimeout``, and what a rank raised."""
         if self._broken:
             raise RanksLost(self.settings.name, name, self._broken)
         if self.shape.world == 1 and on_poll is None:
             return self._call_alone(name, meta, blobs, deadline_s, on_progress)
         progresses: SimpleQueue[dict[str, Any]] = SimpleQueue()
-        calls = [
-            self._pool.submit(worker.call, name, meta, blobs, deadline_s=deadline_s, on_progress=progresses.put if rank == 0 else None)
-            for rank, worker in enumerate(self.workers)
-        ]
+        first = self.ranks[0]
+        calls = {
+            rank: self._pool.submit(worker.call, name, meta, blobs, deadline_s=deadline_s, on_progress=progresses.put if rank == first else None)
+            for rank, worker in zip(self.ranks, self.workers, strict=True)
+        }
         while True:
             if on_poll is not None:
                 on_poll()
             # Progress is reported from this thread, in order, before the call returns.
-            is_done = all(call.done() for call in calls)
+            is_done = all(call.done() for call in calls.values())
             while not progresses.empty():
                 progress = progresses.get()
                 if on_progress is not None:
                     on_progress(progress)
-            if any(call.done() and call.exception() is not None for call in calls):
+            if any(call.done() and call.exception() is not None for call in calls.values()):
                 self._judge(name, calls)
             if is_done:
-                return calls[0].result()
-            states = self._board.states()
-            stuck = self._watch.look(states, PROCESS_CLOCK.look(), PROCESS_CLOCK.resumed_s)
+                return calls[first].result()
+            states = self._states()
+            stuck = self._watch.look([*states.values()], PROCESS_CLOCK.look(), PROCESS_CLOCK.resumed_s)
             if stuck:
                 self._fail_stuck(name, stuck, states)
             # Ranks finish together: after the first, wait for the others without polling, which would delay the step.
-            futures_wait(calls, timeout=POLL_S, return_when=FIRST_COMPLETED if not any(call.done() for call in calls) else ALL_COMPLETED)
+            is_first = not any(call.done() for call in calls.values())
+            futures_wait(calls.values(), timeout=POLL_S, return_when=FIRST_COMPLETED if is_first else ALL_COMPLETED)
 
     def _call_alone(
         self, name: str, meta: Meta | None, blobs: Blobs | None, deadline_s: float, on_progress: Progress | None
@@ -173,13 +197,13 @@ class WorkerGroup:
             self._broken = str(death)
             raise
 
-    def _judge(self, name: str, calls: Sequence["Future[Frame]"]) -> None:
+    def _judge(self, name: str, calls: Mapping[int, "Future[Frame]"]) -> None:
         """Raises the error that ended the call: that of a rank which failed itself, not of one whose collective missed another rank."""
         ends = time.monotonic() + GRACE_S
-        while time.monotonic() < ends and not all(call.done() for call in calls):
+        while time.monotonic() < ends and not all(call.done() for call in calls.values()):
             time.sleep(0.02)
-        states = self._board.states()
-        errors = {rank: call.exception() for rank, call in enumerate(calls) if call.done() and call.exception() is not None}
+        states = self._states()
+        errors = {rank: call.exception() for rank, call in calls.items() if call.done() and call.exception() is not None}
         for rank, error in errors.items():
             if isinstance(error, UserError) and not isinstance(error, CollectiveError):
                 raise error
@@ -187,38 +211,38 @@ class WorkerGroup:
                 log = self.settings.directory / "logs" / f"{self.settings.log(rank)}.log"
                 raise RunError(f"rank {rank} failed: {error}; the traceback is in '{log}'") from None
             if isinstance(error, RpcTimeout):
-                self._fail(name, f"rank {rank}: {error}", [rank], states)
+                self._fail(name, f"rank {rank}: {error}", [rank], states.values())
         dead = [rank for rank, error in errors.items() if isinstance(error, WorkerDied)]
         self._write_stacks(states)
         if dead:
-            status = {rank: describe_exit(self.workers[rank].process.poll()) for rank in dead}
+            status = {rank: describe_exit(worker.process.poll()) for rank, worker in zip(self.ranks, self.workers, strict=True) if rank in dead}
             text = ", ".join(f"rank {rank} died ({status[rank]}) {_where(states[rank])}" for rank in dead)
-            self._fail(name, text, dead, states)
+            self._fail(name, text, dead, states.values())
         # Every error is about a missing rank: the ranks that are in no collective hang.
-        stuck = [state for state in states if not calls[state.rank].done() and not state.collective]
+        stuck = [state for rank, state in states.items() if not calls[rank].done() and not state.collective]
         text = "; ".join([state.describe(time.monotonic()) for state in stuck] or [str(next(iter(errors.values())))])
-        self._fail(name, text, [state.rank for state in stuck], stuck or states)
+        self._fail(name, text, [state.rank for state in stuck], stuck or states.values())
 
-    def _fail_stuck(self, name: str, stuck: Sequence[RankState], states: Sequence[RankState]) -> None:
+    def _fail_stuck(self, name: str, stuck: Sequence[RankState], states: Mapping[int, RankState]) -> None:
         now, names = time.monotonic(), {state.rank for state in stuck}
-        text = "; ".join(state.describe(now) for state in [*stuck, *(state for state in states if state.rank not in names)])
+        text = "; ".join(state.describe(now) for state in [*stuck, *(state for rank, state in states.items() if rank not in names)])
         self._write_stacks(states)
         self._fail(name, text, sorted(names), stuck)
 
-    def _fail(self, name: str, text: str, ranks: Sequence[int], states: Sequence[RankState]) -> None:
+    def _fail(self, name: str, text: str, ranks: Sequence[int], states: Iterable[RankState]) -> None:
         self._broken = text
         for worker in self.workers:
             kill(worker.process)
-        raise RanksLost(self.settings.name, name, text, ranks, min((states[r].step for r in ranks if r < len(states)), default=0))
+        raise RanksLost(self.settings.name, name, text, ranks, min((state.step for state in states if state.rank in ranks), default=0))
 
     @property
     def _stacks(self) -> Path:
         """The folder for the stacks of the ranks: that of the whole run, if it has one."""
         return Path(os.environ.get(STACKS_VARIABLE) or self.settings.folder / "stacks")
 
-    def _write_stacks(self, states: Sequence[RankState]) -> None:
+    def _write_stacks(self, states: Mapping[int, RankState]) -> None:
         """Writes the stacks of every running rank to a file, and their innermost frames to ``say``."""
-        living = {rank: worker.pid for rank, worker in enumerate(self.workers) if worker.process.poll() is None}
+        living = {rank: worker.pid for rank, worker in zip(self.ranks, self.workers, strict=True) if worker.process.poll() is None}
         if not living:
             return
         taken = stacks_of(self._stacks, living.values())
@@ -233,7 +257,7 @@ class WorkerGroup:
     def close(self, grace_s: float = 0.0) -> None:
         """Stops every rank: closes its channel, and kills it after ``grace_s``."""
         self._broken = self._broken or f"{self.settings.name} was stopped"
-        with ThreadPoolExecutor(self.shape.world) as pool:
+        with ThreadPoolExecutor(len(self.workers)) as pool:
             list(pool.map(lambda worker: worker.stop(grace_s), self.workers))
         self._pool.shutdown(wait=False)
         self._board.close()

@@ -1,0 +1,148 @@
+"""The trainer sidecars of several pods, called as one: the pod's cycle sees one trainer, however many pods have its ranks. Imports no torch.
+
+The pods divide the data-parallel replicas of one mesh. A call goes to every pod at once, and the first pod's reply is the trainer's. Each pod's ranks publish
+the weights in their own pod's shared memory and store, from which the engines beside them take them; the first pod's are those that all others receive. A pod
+that fails ends the trainer of all: it is replaced as a whole, from the newest checkpoint.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from tandem.pod.calls import TRAINER_CALLS
+from tandem.pod.channel import RemoteChannel
+from tandem.pod.failures import SidecarDied
+from tandem.runtime.rpc.calls import Blobs, Meta, Progress
+from tandem.types.wire import Frame
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+GRACE_S = 3.0
+"""Seconds that the other pods have to say what they know after the first one has failed: a rank that died is named by its own pod."""
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class TrainerPod:
+    """The trainer sidecar of pod ``number`` with ``ranks``, whose machine others reach at ``host``. ``own_store``: the address of the pod's own store, in which
+    its ranks publish the weights; empty: it is the first pod, which publishes in the store of the run."""
+
+    number: int
+    channel: RemoteChannel
+    ranks: tuple[int, ...]
+    host: str
+    own_store: str = ""
+
+
+@dataclass
+class TrainerPods:
+    """A ``Channel`` to the trainer sidecars of ``pods``, of which the first has rank 0. ``directory``: the run's folder, which all of them reach.
+    ``threads``: of each rank. ``is_up``: the ranks of all pods run. ``buffers``: the weight buffers of each pod, by its number."""
+
+    pods: Sequence[TrainerPod]
+    directory: Path
+    threads: int
+    is_up: bool = False
+    buffers: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    is_remote: bool = field(default=True, init=False)
+
+    def start(self) -> None:
+        """Starts the ranks of all pods where they do not run. Ranks of one pod alone would find nobody, so a pod is never started by itself."""
+        if self.is_up:
+            return
+        self._each(lambda pod: pod.channel.start_shim())
+        rendezvous = ""
+        for pod in self.pods:
+            share = {"ranks": pod.ranks, "host": pod.host, "rendezvous": rendezvous, "directory": str(self.directory.absolute()), "threads": self.threads}
+            rendezvous = str(pod.channel.call("start_ranks", share).meta["rendezvous"])
+        self.is_up = True
+
+    def call(
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None
+    ) -> Frame:
+        """One call of the trainer. Calls that concern the first pod alone, as those that serve its weights, go to no other."""
+        if name not in TRAINER_CALLS:
+            return self.pods[0].channel.call(name, meta, blobs, on_progress=on_progress)
+        told: SimpleQueue[dict[str, Any]] = SimpleQueue()
+
+        def ask(pod: TrainerPod) -> Frame:
+            return pod.channel.call(name, self._own(pod, name, meta or {}), blobs, on_progress=told.put if pod is self.pods[0] else None)
+
+        # Not closed: the call of a pod that others wait for in vain ends when its ranks are stopped.
+        pool = ThreadPoolExecutor(len(self.pods), thread_name_prefix="trainer-pod")
+        calls = [pool.submit(ask, pod) for pod in self.pods]
+        pool.shutdown(wait=False)
+        is_done = False
+        while not is_done:
+            wait(calls, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            is_done = all(call.done() for call in calls)
+            # Progress is reported from this thread, in order, before the call returns.
+            while not told.empty():
+                progress = told.get()
+                if on_progress is not None:
+                    on_progress(progress)
+            if any(call.done() and call.exception() is not None for call in calls):
+                self._raise(calls)
+        replies = [call.result() for call in calls]
+        if name == "register":
+            self._check_equal([str(reply.meta["digest"]) for reply in replies])
+        return replies[0]
+
+    def _own(self, pod: TrainerPod, name: str, meta: Meta) -> Meta:
+        """Returns the arguments of a call with what each pod has of its own."""
+        if name != "register" or not pod.own_store:
+            return meta
+        return {**meta, "buffers": list(self.buffers[pod.number]), "store": pod.own_store, "guard": None}
+
+    def _raise(self, calls: Sequence["Future[Frame]"]) -> None:
+        """Raises the error that ended a call: what is no death of a sidecar first, else what every pod that failed says."""
+        wait(calls, timeout=GRACE_S)
+        self.is_up = False
+        errors = {pod.number: call.exception() for pod, call in zip(self.pods, calls, strict=True) if call.done() and call.exception() is not None}
+        deaths = {number: error for number, error in errors.items() if isinstance(error, SidecarDied)}
+        for error in errors.values():
+            if error is not None and not isinstance(error, SidecarDied):
+                raise error
+        lost_shim = any(death.part == "shim" for death in deaths.values())
+        raise SidecarDied("trainer", "shim" if lost_shim else "worker", "; ".join(f"pod {number}: {death.reason}" for number, death in deaths.items()))
+
+    def _check_equal(self, digests: Sequence[str]) -> None:
+        """Raises ``SidecarDied`` if the replicas of the pods, which have taken the same steps, do not hold the same weights: memory has changed."""
+        for pod, digest in zip(self.pods, digests, strict=True):
+            if digest != digests[0]:
+                self.is_up = False
+                raise SidecarDied(
+                    "trainer", "worker", f"the weights of pod {pod.number} have digest {digest} and those of pod {self.pods[0].number} {digests[0]}, after the "
+                    "same steps"
+                )  # fmt: skip
+
+    def _each(self, do: Callable[[TrainerPod], _T]) -> list[_T]:
+        """Calls ``do`` for all pods at once, and raises the first error when all have ended."""
+        with ThreadPoolExecutor(len(self.pods), thread_name_prefix="trainer-pod") as pool:
+            return list(pool.map(do, self.pods))
+
+    def allocate(self, size_bytes: int) -> tuple[str, ...]:
+        """The names of the first pod's weight buffers; every pod has two."""
+        names = self._each(lambda pod: pod.channel.allocate(size_bytes))
+        self.buffers = {pod.number: own for pod, own in zip(self.pods, names, strict=True)}
+        return names[0]
+
+    def stop_worker(self) -> None:
+        self.is_up = False
+        self._each(lambda pod: pod.channel.stop_worker())
+
+    def discard(self) -> None:
+        self.is_up = False
+        self._each(lambda pod: pod.channel.discard())
+
+    def memory(self) -> dict[str, int]:
+        found = self._each(lambda pod: pod.channel.memory())
+        return {name: sum(each[name] for each in found) for name in found[0]}
+
+    def close(self) -> None:
+        self._each(lambda pod: pod.channel.close())

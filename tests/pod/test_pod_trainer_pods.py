@@ -1,0 +1,242 @@
+"""The trainer's ranks in several pods: the bits of as many ranks in one, whatever dies."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pod_runs import PodRun, difference, finish
+
+from tandem.config.recipe import load_config
+from tandem.layout.mesh import Mesh, MeshShape
+from tandem.layout.placement import ranks_of_pods
+from tandem.pod.failures import SidecarDied
+from tandem.pod.trainer_pods import TrainerPod, TrainerPods
+from tandem.runtime.rpc.calls import Blobs, Meta
+from tandem.types import RunError, UserError
+from tandem.types.wire import Frame
+
+FEW_STEPS = ("--run.max_steps=3", "--sft.steps=6")
+TWO_RANKS = (*FEW_STEPS, "--parallel.data=2")
+BOTH_TRAIN = ("--pods", "2", "--trainer-pods", "2")
+
+
+@pytest.fixture(scope="module")
+def one_pod(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
+    """Two data-parallel ranks in one pod, without faults."""
+    run = PodRun(tmp_path_factory.mktemp("one-pod"))
+    done = run.train(*TWO_RANKS)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return run
+
+
+# -- which ranks are where ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "pods"), [(MeshShape(4), 2), (MeshShape(4, 2), 4), (MeshShape(2, 2, 2), 2), (MeshShape(4, 1, 3, 2, 4), 2)],
+)  # fmt: skip
+def test_each_pod_has_whole_replicas_of_the_model(shape: MeshShape, pods: int) -> None:
+    shares = ranks_of_pods(shape, pods)
+    assert sorted(rank for share in shares for rank in share) == list(range(shape.world)) and {len(share) for share in shares} == {shape.world // pods}
+    assert 0 in shares[0]
+    for share in shares:
+        for rank in share:
+            mesh = Mesh(shape, rank)
+            # Nothing but the sums over data-parallel ranks goes from pod to pod.
+            assert {*mesh.group("tensor"), *mesh.group("pipeline"), *mesh.group("context"), *mesh.group("expert")} <= {*share}
+
+
+def test_pods_that_do_not_divide_the_replicas_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 pods cannot divide 4 data-parallel replicas"):
+        ranks_of_pods(MeshShape(4), 3)
+
+
+# -- what fails ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeTrainer:
+    """A trainer sidecar: answers from ``replies`` and raises what is in ``errors``, by the name of the call."""
+
+    number: int
+    errors: dict[str, Exception] = field(default_factory=dict)
+    replies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    asked: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+
+    def start_shim(self) -> None:
+        self.asked.append(("start_shim", {}))
+
+    def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, **_: Any) -> Frame:
+        self.asked.append((name, dict(meta or {})))
+        if name in self.errors:
+            raise self.errors[name]
+        return Frame(self.replies.get(name, {"digest": "d0", "rendezvous": "10.0.0.1:4711"}), {})
+
+    def allocate(self, size_bytes: int) -> tuple[str, ...]:
+        return f"first of {self.number}", f"second of {self.number}"
+
+    def discard(self) -> None:
+        self.asked.append(("discard", {}))
+
+
+@pytest.fixture
+def two() -> TrainerPods:
+    pods = [TrainerPod(n, FakeTrainer(n), (n,), f"10.0.0.{n + 1}", f"store of {n}" if n else "") for n in range(2)]  # type: ignore[arg-type]
+    made = TrainerPods(pods, Path("/run"), 1)
+    made.start()
+    return made
+
+
+def fake(pods: TrainerPods, number: int) -> FakeTrainer:
+    channel = pods.pods[number].channel
+    assert isinstance(channel, FakeTrainer)
+    return channel
+
+
+def test_the_pod_of_rank_0_says_where_the_ranks_of_the_others_find_it(two: TrainerPods) -> None:
+    wanted = {"directory": "/run", "threads": 1}
+    assert fake(two, 0).asked[1] == ("start_ranks", {**wanted, "ranks": (0,), "host": "10.0.0.1", "rendezvous": ""})
+    assert fake(two, 1).asked[1] == ("start_ranks", {**wanted, "ranks": (1,), "host": "10.0.0.2", "rendezvous": "10.0.0.1:4711"})
+    two.start()
+    assert [name for name, _ in fake(two, 1).asked].count("start_ranks") == 1
+
+
+def test_each_pod_publishes_in_its_own_memory_and_store_and_only_the_first_under_the_guard(two: TrainerPods) -> None:
+    names = two.allocate(1)
+    two.call("register", {"version": [1, 0], "buffers": list(names), "guard": ["leader", 7]})
+    assert fake(two, 0).asked[-1][1] == {"version": [1, 0], "buffers": ["first of 0", "second of 0"], "guard": ["leader", 7]}
+    assert fake(two, 1).asked[-1][1] == {"version": [1, 0], "buffers": ["first of 1", "second of 1"], "guard": None, "store": "store of 1"}
+    two.call("serve_weights", {})
+    assert [name for name, _ in fake(two, 1).asked].count("serve_weights") == 0
+
+
+def test_the_rank_that_died_is_named_beside_the_one_that_missed_it_and_all_are_replaced(two: TrainerPods) -> None:
+    fake(two, 0).errors["train"] = SidecarDied("trainer", "worker", "rank 0 of 2 ('tokens'): the collective failed")
+    fake(two, 1).errors["train"] = SidecarDied("trainer", "worker", "rank 1 died (killed by SIGKILL)")
+    with pytest.raises(SidecarDied, match=r"trainer worker died: pod 0: rank 0 .*; pod 1: rank 1 died \(killed by SIGKILL\)$"):
+        two.call("train", {"step": 0})
+    two.discard()
+    two.start()
+    for number in range(2):
+        assert [name for name, _ in fake(two, number).asked][-2:] == ["start_shim", "start_ranks"]
+
+
+def test_what_is_wrong_with_a_run_is_not_taken_for_a_death(two: TrainerPods) -> None:
+    fake(two, 0).errors["save"] = SidecarDied("trainer", "worker", "rank 0 missed rank 1")
+    fake(two, 1).errors["save"] = RunError("the disk is full")
+    with pytest.raises(RunError, match="the disk is full"):
+        two.call("save")
+
+
+def test_replicas_that_have_become_different_are_found_before_an_engine_has_their_weights(two: TrainerPods) -> None:
+    two.allocate(1)
+    fake(two, 1).replies["register"] = {"digest": "d1"}
+    with pytest.raises(SidecarDied, match="the weights of pod 1 have digest d1 and those of pod 0 d0, after the same steps"):
+        two.call("register", {"version": [1, 3]})
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["--pods.trainer_count=2"], "'pods.trainer_count' is 2 and pods.count 1; lower it, or raise pods.count"),
+        (["--pods.count=2", "--pods.trainer_count=2"], r"'pods.trainer_count' is 2, which does not divide parallel.data 1: .* set parallel.data to a multiple"),
+        (["--pods.count=2", "--pods.trainer_count=0"], "'pods.trainer_count' is 0"),
+        (["--pods.count=2", "--pods.trainer_count=2", "--parallel.data=2", "--parallel.zero=3"], "with parallel.zero 3, .* set parallel.zero to 2 or less"),
+        (["--pods.count=2", "--pods.trainer_count=2", "--parallel.data=2", "--parallel.ranks_per_node=1"], "leave ranks_per_node out"),
+        (["--pods.count=2", "--pods.trainer_count=2", "--parallel.data=2", "--trainer.backend=deepspeed"], "trainer.backend deepspeed, whose ranks are in one"),
+        (["--pods.count=2", "--pods.trainer_count=2", "--parallel.data=2", "--parallel.expert=2"], "would not have all experts"),
+    ],
+)  # fmt: skip
+def test_trainer_pods_that_cannot_be_are_refused_in_one_line(settings: list[str], line: str) -> None:
+    with pytest.raises(UserError, match=line) as refused:
+        load_config("sort", settings)
+    assert "\n" not in str(refused.value)
+
+
+# -- whole runs ----------------------------------------------------------------------------------------------------------------
+
+
+def train(run: PodRun, *settings: str) -> None:
+    done = run.train(*BOTH_TRAIN, *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.left_behind() == []
+
+
+def test_two_trainer_pods_have_the_bits_of_two_ranks_in_one_although_a_rank_is_killed(one_pod: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    train(run, *TWO_RANKS, "--fault", "pod1_trainer_rank1:before:train:2")
+    assert difference(run, one_pod) == []
+    assert [(row["mismatch_kl"], row["mismatch_max_abs"]) for row in run.rows()] == [(0.0, 0.0)] * 3
+    (lost,) = run.events("recovery")
+    assert lost.detail["role"] == "trainer" and "pod 1: rank 1 died (killed by SIGKILL)" in lost.detail["reason"]
+    # The second pod's engines took their weights from its own memory.
+    assert "receives" not in (run.directory / "pods" / "1" / "logs" / "rollout_shim.log").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "trainer_worker:after:register:1", "pod1_trainer_rank1:after:checkpoint_stage:2", "pod1_trainer_shim:before:train:1", "trainer_shim:after:train:1",
+        "pod1_rollout_worker:before:update_weight:1", "pod1_rollout_shim:before:rollout:2",
+    ],
+)  # fmt: skip
+def test_whatever_is_killed_with_two_trainer_pods_changes_no_bit(fault: str, one_pod: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    train(run, *TWO_RANKS, "--fault", fault)
+    assert len(list((run.directory / "faults").iterdir())) + len(list((run.directory / "pods" / "1").glob("faults/*"))) == 1
+    assert difference(run, one_pod) == [] and len(run.events("recovery")) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [(), ("--pods.count=1", "--pods.trainer_count=1")])
+def test_a_killed_run_of_two_trainer_pods_is_resumed_with_the_same_bits_also_in_one_pod(settings: tuple[str, ...], one_pod: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train(*BOTH_TRAIN, *TWO_RANKS, "--fault", "pod:after:train:2")
+    assert done.returncode == -9, done.stdout + done.stderr
+    assert run.left_behind() == []
+    done = run.resume(*settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, one_pod) == [] and run.left_behind() == []
+
+
+@pytest.mark.full
+def test_a_run_of_two_trainer_pods_is_verified_and_a_step_of_it_replayed(one_pod: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    train(run, *TWO_RANKS)
+    for command in (["verify", str(run.directory)], ["replay", str(run.directory), "--step", "1"]):
+        done = finish(run.begin(*command))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+MESHES = {
+    "four ranks, zero 1": "--parallel.data=4 --parallel.zero=1",
+    "zero 2": "--parallel.data=2 --parallel.zero=2",
+    "data x tensor": "--parallel.data=2 --parallel.tensor=2 --model.create.num_key_value_heads=2",
+    "data x pipeline": "--parallel.data=2 --parallel.pipeline=2 --model.create.tie_word_embeddings=false",
+    "adapter": "--parallel.data=2 --trainer.lora.rank=4",
+    "one step off": "--parallel.data=2 --rollout.max_staleness=1",
+    "engines end": "--parallel.data=2 --residents.plan=terminate",
+    "context": "--parallel.data=2 --parallel.context=2",
+    "experts": "--parallel.data=4 --parallel.expert=2 --model.create.architecture=qwen3_moe --model.create.num_experts=4",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [pytest.param(settings, id=name) for name, settings in MESHES.items()])
+def test_two_trainer_pods_on_a_mesh_have_the_bits_of_the_mesh_in_one(settings: str, tmp_path: Path) -> None:
+    one, two = PodRun(tmp_path / "one"), PodRun(tmp_path / "two")
+    done = one.train(*FEW_STEPS, *settings.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    train(two, *FEW_STEPS, *settings.split())
+    assert difference(two, one) == []
+
+
+@pytest.mark.full
+def test_a_third_pod_that_only_draws_receives_the_weights(one_pod: PodRun, tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train("--pods", "3", "--trainer-pods", "2", *TWO_RANKS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, one_pod) == [] and run.left_behind() == []
