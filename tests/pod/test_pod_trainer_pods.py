@@ -1,24 +1,40 @@
 """The trainer's ranks in several pods: the bits of as many ranks in one, whatever dies."""
 
-from collections.abc import Mapping
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pod_runs import PodRun, difference, finish
+import xxhash
+import yaml
+from pod_runs import RECIPE, PodRun, difference, finish
 
-from tandem.config.recipe import load_config
+from tandem.config.load import to_mapping
+from tandem.config.recipe import Recipe, load_config
 from tandem.layout.mesh import Mesh, MeshShape
 from tandem.layout.placement import ranks_of_pods
+from tandem.layout.residents import KEEP
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.huggingface.model_folder import read_tensors
+from tandem.pod.channel import RemoteChannel
 from tandem.pod.failures import SidecarDied
+from tandem.pod.sidecars import TrainerSidecar
+from tandem.pod.start import open_channels
 from tandem.pod.trainer_pods import TrainerPod, TrainerPods
+from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.rpc.calls import Blobs, Meta
-from tandem.types import RunError, UserError
+from tandem.types import RunError, UserError, WeightVersion
 from tandem.types.wire import Frame
+from tandem.weight_transfer.manifest import segment_bytes
+from tandem.weight_transfer.publication import current
 
 FEW_STEPS = ("--run.max_steps=3", "--sft.steps=6")
 TWO_RANKS = (*FEW_STEPS, "--parallel.data=2")
+BOTH_TRAIN_KEYS = ("--pods.count=2", "--pods.trainer_count=2")
 BOTH_TRAIN = ("--pods", "2", "--trainer-pods", "2")
 
 
@@ -155,6 +171,65 @@ def test_trainer_pods_that_cannot_be_are_refused_in_one_line(settings: list[str]
     assert "\n" not in str(refused.value)
 
 
+# -- two trainer sidecars ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sidecars(tmp_path: Path) -> Iterator[tuple[TrainerSidecar, TrainerPods, Path]]:
+    """The trainer of two pods, with a rank each, and the folder of the model that it has made."""
+    recipe = load_config(str(RECIPE), [*BOTH_TRAIN_KEYS, "--parallel.data=2"])
+    assert isinstance(recipe, Recipe)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_mapping(recipe)))
+    channel, _ = open_channels(recipe, tmp_path, inline=False, faults=None)
+    assert isinstance(channel, TrainerPods)
+    channel.start()
+    trainer = TrainerSidecar(channel)
+    trainer.create_model(tmp_path / "model")
+    yield trainer, channel, tmp_path / "model"
+    channel.close()
+
+
+def test_each_of_two_pods_holds_the_whole_model_in_its_own_memory_also_after_a_rank_was_killed(
+    sidecars: tuple[TrainerSidecar, TrainerPods, Path],
+) -> None:
+    trainer, pods, model = sidecars
+    wanted = {name: xxhash.xxh3_128_hexdigest(tensor.contiguous().numpy().tobytes()) for name, tensor in read_tensors(model)}
+
+    def publish(incarnation: int) -> None:
+        trainer.load(model, None, KEEP, ())
+        buffers = trainer.channel.allocate(segment_bytes(read_shapes(model), "float32"))
+        trainer.convert(0)
+        trainer.register(WeightVersion(incarnation, 0), buffers)
+        segments = set()
+        for store in (model.parent / "pod" / "store.sqlite", model.parent / "pods" / "1" / "pod" / "store.sqlite"):
+            with closing(EmbeddedStore(store)) as opened:
+                published = current(opened)
+            assert published is not None
+            manifest, _ = published
+            assert manifest.version == WeightVersion(incarnation, 0)
+            assert {entry.name: [part.digest for part in entry.parts] for entry in manifest.tensors} == {name: [digest] for name, digest in wanted.items()}
+            segments |= {entry.segment for entry in manifest.tensors}
+        assert len(segments) == 2
+
+    publish(1)
+    ranks = [pid for pid, line in children(pods.pods[1].channel) if "rank_process" in line]
+    assert len(ranks) == 1
+    os.kill(ranks[0], signal.SIGKILL)
+    with pytest.raises(SidecarDied, match=r"pod 1: .*died.*SIGKILL"):
+        trainer.convert(0)
+    trainer.channel.discard()
+    trainer.channel.start()
+    publish(2)
+
+
+def children(channel: RemoteChannel) -> list[tuple[int, str]]:
+    """Returns the process ids and command lines of what the shim of ``channel`` has started."""
+    assert channel.shim is not None
+    pids = [int(pid) for thread in Path(f"/proc/{channel.shim.pid}/task").iterdir() for pid in (thread / "children").read_text().split()]
+    return [(pid, Path(f"/proc/{pid}/cmdline").read_text()) for pid in pids]
+
+
 # -- whole runs ----------------------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +239,7 @@ def train(run: PodRun, *settings: str) -> None:
     assert run.left_behind() == []
 
 
+@pytest.mark.full
 def test_two_trainer_pods_have_the_bits_of_two_ranks_in_one_although_a_rank_is_killed(one_pod: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     train(run, *TWO_RANKS, "--fault", "pod1_trainer_rank1:before:train:2")
@@ -186,7 +262,7 @@ def test_two_trainer_pods_have_the_bits_of_two_ranks_in_one_although_a_rank_is_k
 def test_whatever_is_killed_with_two_trainer_pods_changes_no_bit(fault: str, one_pod: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     train(run, *TWO_RANKS, "--fault", fault)
-    assert len(list((run.directory / "faults").iterdir())) + len(list((run.directory / "pods" / "1").glob("faults/*"))) == 1
+    assert len([*run.directory.glob("faults/*"), *run.directory.glob("pods/1/faults/*")]) == 1
     assert difference(run, one_pod) == [] and len(run.events("recovery")) == 1
 
 

@@ -18,6 +18,7 @@ from tandem.types.errors import UserError
 
 FaultPoint = Callable[[str], None]
 
+_NUMBERED = r"(trainer_)?rank\d+|rollout_worker\d+|pod\d+_(rollout_(shim|worker\d*)|trainer_(shim|rank\d+))"
 ROLES = ("controller", "trainer_shim", "trainer_worker", "rollout_shim", "rollout_worker", "pod")
 
 
@@ -54,10 +55,10 @@ class FaultPlan:
         faults = []
         for part in text.split(","):
             match = re.fullmatch(r"(\w+):(before|after|stall):(\w+):(\d+)", part.strip())
-            if not match or (match[1] not in ROLES and not re.fullmatch(r"(trainer_)?rank\d+|rollout_worker\d+|pod\d+_rollout_(shim|worker\d*)", match[1])):
+            if not match or (match[1] not in ROLES and not re.fullmatch(_NUMBERED, match[1])):
                 raise UserError(
                     f"the fault '{part}' is not ROLE:before|after|stall:NAME:STEP with a role of {', '.join(ROLES)}, rankN, trainer_rankN, rollout_workerN, "
-                    "podN_rollout_shim; for example trainer_worker:after:train:3"
+                    "podN_rollout_shim, podN_trainer_shim; for example trainer_worker:after:train:3"
                 )
             faults.append(Fault(match[1], match[2], match[3], int(match[4])))
         return cls(tuple(faults))
