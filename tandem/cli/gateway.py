@@ -67,8 +67,9 @@ def _read(path: str) -> dict[str, Any]:
 
 def _with_paths(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns ``settings`` with files named from the folder of the settings."""
-    if isinstance(settings.get("keys_file"), str) and settings["keys_file"]:
-        settings["keys_file"] = str(folder / settings["keys_file"])
+    for name in ("keys_file", "registry"):
+        if isinstance(settings.get(name), str) and settings[name]:
+            settings[name] = str(folder / settings[name])
     backends = settings.get("backends")
     if isinstance(backends, list):
         settings["backends"] = [

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from tandem.config.addresses import check_no_secret
 from tandem.config.limits import check_at_least_one, check_seconds
-from tandem.config.routing import RouterConfig
+from tandem.config.routing import RouteConfig, RouterConfig, check_routes
 from tandem.types.errors import UserError
 
 MOST_BACKENDS = 1024
@@ -167,8 +167,8 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitConfig:
-    """Limits of a key or a tenant. A request takes its share before it is sent on, its prompt and what it may generate, and gives back what it has not used.
-    Minutes and days are those of UTC."""
+    """Limits of a key, a tenant or a model. A request takes its share before it is sent on, its prompt and what it may generate, and gives back what it has
+    not used. Minutes and days are those of UTC."""
 
     requests_per_minute: int | None = None
     """Requests in a minute. Empty: no limit."""
@@ -216,6 +216,8 @@ class TenantConfig:
     """Its share of the service beside other tenants that wait: with 2 twice as much."""
     limits: LimitConfig = field(default_factory=LimitConfig)
     """Its limits, over all its keys."""
+    models: Mapping[str, LimitConfig] = field(default_factory=dict)
+    """Further limits of its requests for a model, by the name that clients ask for."""
 
     def check(self) -> None:
         if not 0 < self.weight <= 1000:
@@ -239,6 +241,10 @@ class GatewayConfig:
     or that of the request's session or prompt while it is not overloaded."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """What else is weighed."""
+    routes: Mapping[str, RouteConfig] = field(default_factory=dict)
+    """Names that clients ask for, with the models that answer: canary and shadow shares."""
+    registry: str = ""
+    """Folder of the model registry in which stages such as `NAME@production` are looked up, once a second. Empty: none."""
     max_body_mib: float = 32.0
     """Largest body of a request."""
     request_s: float = 30.0
@@ -268,6 +274,8 @@ class GatewayConfig:
     """Tenants by name."""
     other_tenants: TenantConfig = field(default_factory=TenantConfig)
     """Every tenant that `tenants` does not name, each on its own."""
+    model_limits: Mapping[str, LimitConfig] = field(default_factory=dict)
+    """Limits of all requests for a model together, by the name that clients ask for."""
     redis: RedisConfig = field(default_factory=RedisConfig)
     """Limits of several gateways."""
 
@@ -280,6 +288,7 @@ class GatewayConfig:
             if labels.count(label) > 1:
                 raise UserError(f"two backends have the name '{label}'; give each a name of its own ('name')")
         self.router.check_read(self.balance, self.zone)
+        check_routes(self.routes)
         if not 0 <= self.port <= 65535:
             raise UserError(f"'port' is {self.port}; it must be from 0 to 65535")
         if not 0 < self.max_body_mib <= MOST_BODY_MIB:

@@ -1,5 +1,6 @@
 """The settings by which ``tandem gateway`` chooses a backend."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.config.unread import refuse_unread
@@ -43,3 +44,44 @@ class RouterConfig:
             refuse_unread("router", self, f"balance is {balance}", "hash_bound", fix="set balance: consistent_hash")
         if not zone:
             refuse_unread("router", self, "the gateway's own zone is not known", "zone_tokens", fix="set zone")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTarget:
+    """A model that takes a share of the requests for another name."""
+
+    model: str
+    """Its name at the backends; with `registry` also `NAME@production` or `models/NAME@staging`, which is the version NAME/NUMBER in that stage."""
+    share: float = 1.0
+    """Its share of the requests, beside the shares of the other targets; of a shadow, the part of all requests that it is sent too."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteConfig:
+    """Where the requests for a name go: a canary is a target with a small share."""
+
+    targets: tuple[RouteTarget, ...]
+    """The models that answer. A session stays at its target; the share of one without a ready backend is divided among the others."""
+    shadows: tuple[RouteTarget, ...] = ()
+    """Models that are sent a copy; their answers are read and discarded, count in no limit and delay nobody."""
+
+    def check(self) -> None:
+        if not self.targets:
+            raise UserError("a route has no 'targets'; give at least one model")
+        for kind, targets, most in (("targets", self.targets, 10**6), ("shadows", self.shadows, 1)):
+            for target in targets:
+                if not target.model:
+                    raise UserError(f"'{kind}' of a route has an entry without a model; name one")
+                if not 0 < target.share <= most:
+                    raise UserError(f"'share' of {target.model} is {target.share:g}; it must be above 0 and at most {most}")
+            names = [target.model for target in targets]
+            if len(set(names)) < len(names):
+                raise UserError(f"'{kind}' of a route has a model twice; add up their shares")
+
+
+def check_routes(routes: Mapping[str, RouteConfig]) -> None:
+    """Raises ``UserError`` for a route that leads to another one."""
+    for name, route in routes.items():
+        for target in (*route.targets, *route.shadows):
+            if target.model != name and target.model in routes:
+                raise UserError(f"the route '{name}' leads to '{target.model}', which is a route itself; name the models of that one")

@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,11 +16,12 @@ from tandem.config.gateway import GatewayConfig
 from tandem.gateway.admission import Admission
 from tandem.gateway.auth import Auth, Caller
 from tandem.gateway.headers import Headers
-from tandem.gateway.inference_request import INFERENCE_PATHS, InferenceRequest, read_request
+from tandem.gateway.inference_request import INFERENCE_PATHS, InferenceRequest, for_model, read_request
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
 from tandem.gateway.proxy import Proxy
 from tandem.gateway.rate_limit import EmbeddedLimits, Limits, Refusal, limit_headers, refused
+from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.router import reads_prefix
 from tandem.gateway.usage import Meter
 from tandem.serving.bodies import Share, UnfinishedBodies, read_body
@@ -39,6 +40,7 @@ class GatewayState:
 
     config: GatewayConfig
     pool: Pool
+    routes: ModelRoutes
     proxy: Proxy
     admission: Admission
     metrics: Metrics
@@ -92,10 +94,10 @@ class GatewayApp:
         if path == "/version":
             return JSONResponse({"version": tandem.__version__})
         if path == "/v1/models":
-            return JSONResponse({"object": "list", "data": [self._model(name) for name in state.pool.models]})
+            return JSONResponse({"object": "list", "data": [self._model(name) for name in state.routes.models]})
         if path.startswith("/v1/models/"):
             name = path.removeprefix("/v1/models/")
-            state.pool.check_model(name)
+            state.routes.check_model(name)
             return JSONResponse(self._model(name))
         raise ApiError(404, f"GET {path[:100]} is not answered here; there is /v1/models, /readiness, /liveness, /metrics and /version", code="not_found")
 
@@ -133,9 +135,9 @@ class GatewayApp:
     async def _admitted(self, request: InferenceRequest, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request within the limits of its caller. Raises ``ApiError``."""
         state = self._state
-        caller.check_model(request.model)
-        state.pool.check_model(request.model)
-        shares = caller.shares(request.prompt_tokens + request.max_tokens)
+        caller.check_model(request.asked_model)
+        state.routes.check_model(request.asked_model)
+        shares = caller.shares(request.prompt_tokens + request.max_tokens, request.asked_model)
         # The client chooses the request's id, and may choose one twice.
         reservation = uuid.uuid4().hex
         left = await state.limits.reserve(reservation, shares)
@@ -169,6 +171,14 @@ class GatewayApp:
         headers: Headers = scope["headers"]
         given = next((value for name, value in headers if name == b"x-request-id"), b"")
         id = given.decode("ascii") if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        return read_request(
+        return self._routed(read_request(
             id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client, tenant=tenant, by_prefix=reads_prefix(state.config)
-        )
+        ), parsed[PARSED])  # fmt: skip
+
+    def _routed(self, request: InferenceRequest, content: Any) -> InferenceRequest:
+        """Returns ``request`` for the model of its route, with the copies for those in the shadow."""
+        routed = self._state.routes.route(request.model, request.session)
+        by_prefix = reads_prefix(self._state.config)
+        shadows = [for_model(request, content, model, by_prefix=by_prefix) for model in routed.shadows]
+        copies = tuple(replace(copy, id=f"{copy.id}-shadow-{number}") for number, copy in enumerate(shadows))
+        return replace(for_model(request, content, routed.model, by_prefix=by_prefix), shadows=copies) if copies or routed.model != request.model else request

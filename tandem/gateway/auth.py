@@ -1,6 +1,7 @@
 """Who sends a request, and what he may ask for."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.config.gateway import GatewayConfig, LimitConfig, TenantConfig
@@ -16,7 +17,8 @@ class Caller:
 
     tenant: str
     key: KeyRecord | None
-    tenant_limits: LimitConfig
+    settings: TenantConfig
+    model_limits: Mapping[str, LimitConfig]
 
     def check_model(self, model: str | None) -> None:
         """Raises ``ApiError`` for a model that the key does not allow."""
@@ -27,10 +29,15 @@ class Caller:
             raise ApiError(403, f"your key does not allow {asked}; it allows {', '.join(self.key.models)}", kind="permission_error", param="model",
                            code="model_not_allowed")  # fmt: skip
 
-    def shares(self, tokens: int) -> list[Share]:
-        """Returns what a request of ``tokens`` tokens takes of the limits of key and tenant."""
-        of_key = [] if self.key is None else shares_of(f"key {self.key.id}", self.key.limits, tokens)
-        return [*of_key, *shares_of(f"tenant {self.tenant}", self.tenant_limits, tokens)]
+    def shares(self, tokens: int, model: str | None) -> list[Share]:
+        """Returns what a request of ``tokens`` tokens for ``model`` takes of the limits of key, tenant and model."""
+        limits = [] if self.key is None else [(f"key {self.key.id}", self.key.limits)]
+        limits.append((f"tenant {self.tenant}", self.settings.limits))
+        if model is not None and model in self.settings.models:
+            limits.append((f"tenant {self.tenant} model {model}", self.settings.models[model]))
+        if model is not None and model in self.model_limits:
+            limits.append((f"model {model}", self.model_limits[model]))
+        return [share for who, each in limits for share in shares_of(who, each, tokens)]
 
 
 class Auth:
@@ -42,14 +49,14 @@ class Auth:
     def caller(self, headers: Headers, client: str) -> Caller:
         """Returns the caller of a request with ``headers`` from the address ``client``. Raises ``ApiError`` for a key that is missing, wrong or expired."""
         if self._keys is None:
-            return Caller(client, None, self._tenant(client).limits)
+            return Caller(client, None, self._tenant(client), self._config.model_limits)
         given = next((value[7:] for name, value in headers if name == b"authorization" and value[:7].lower() == b"bearer "), b"")
         record = find_key(self._keys.records, given.decode("latin-1"))
         if record is None:
             raise unauthorised("a key is missing or wrong: 'Authorization: Bearer KEY'")
         if record.is_expired(time.time()):
             raise unauthorised(f"the key {record.id} has expired; ask for a new one")
-        return Caller(record.tenant, record, self._tenant(record.tenant).limits)
+        return Caller(record.tenant, record, self._tenant(record.tenant), self._config.model_limits)
 
     def _tenant(self, name: str) -> TenantConfig:
         return self._config.tenants.get(name, self._config.other_tenants)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from tandem.config.gateway import BreakerConfig
 
+_BUSY = (429, 503)
+
 
 class Outcome(enum.Enum):
     """What an attempt says about the backend that it was made at."""
@@ -20,6 +22,11 @@ class Outcome(enum.Enum):
     """It did not answer, broke off, or answered with another status from 500."""
     UNKNOWN = "unknown"
     """Nothing: the client left, or the request itself is to blame."""
+
+    @classmethod
+    def of_status(cls, status: int) -> "Outcome":
+        """Returns what an answer with ``status`` says."""
+        return cls.BUSY if status in _BUSY else cls.FAILURE if status >= 500 else cls.SUCCESS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,25 @@
 """``tandem gateway --check``: what the gateway would find if it were started."""
 
 import asyncio
+from pathlib import Path
 
 import aiohttp
 
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.backend import Health
 from tandem.gateway.probes import Probes
+from tandem.gateway.routing.stages import read_stages
 from tandem.gateway.server import make_backends
 from tandem.runtime.rpc.listener import listen
 
 
 def check_gateway(config: GatewayConfig) -> int:
     """Asks every backend once and prints a line for each. Returns 0 if all are ready, else 1. Raises ``UserError`` if ``host`` is not an address of this
-    machine."""
+    machine, or a file cannot be read."""
     # On any port: a gateway with these settings may be running on its own.
     listen(config.host, 0).close()
+    if config.registry:
+        read_stages(Path(config.registry))
     backends = make_backends(config)
     told: list[str] = []
 

@@ -1,7 +1,8 @@
 """What the gateway must know of a request: its model, whether it is streamed, and about how much work it is."""
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.gateway.headers import Headers
@@ -49,6 +50,10 @@ class InferenceRequest:
     """The blocks of its prompt, if backends are chosen by them."""
     session: str = ""
     """The conversation that it belongs to, if it says so."""
+    asked_model: str | None = None
+    """The name that the client asked for; limits and keys go by it."""
+    shadows: "tuple[InferenceRequest, ...]" = ()
+    """Its copies for models in the shadow."""
 
 
 def read_request(
@@ -67,11 +72,20 @@ def read_request(
     longest = prompts * _generated(path, content)
     return InferenceRequest(
         id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(headers),
-        prefix_of(content) if by_prefix else (), _session(headers, content, tenant),
+        prefix_of(content) if by_prefix else (), session_of(headers, content, tenant), model,
     )  # fmt: skip
 
 
-def _session(headers: Headers, content: dict[str, Any], tenant: str) -> str:
+def for_model(request: InferenceRequest, content: dict[str, Any], model: str | None, *, by_prefix: bool = False) -> InferenceRequest:
+    """Returns ``request``, whose body is ``content``, for a model of another name: the body is written anew."""
+    if model == request.model:
+        return request
+    content = {**content, "model": model}
+    body = json.dumps(content, separators=(",", ":")).encode()
+    return replace(request, model=model, body=body, prefix=prefix_of(content) if by_prefix else ())
+
+
+def session_of(headers: Headers, content: dict[str, Any], tenant: str) -> str:
     """Returns the session that a request names, within its tenant; empty if it names none."""
     given: Any = next((value.decode("latin-1") for name, value in headers if name == b"x-session-id" and value), None)
     given = given or next((content[name] for name in _SESSION_FIELDS if isinstance(content.get(name), str) and content[name]), None)

@@ -26,6 +26,9 @@ class Metrics:
         self.attempts = Counter("tandem_gateway_attempts", "Attempts at backends, by what came of them.", ("backend", "outcome"), registry=self.registry)
         self.retries = Counter("tandem_gateway_retries", "Requests given to a further backend.", registry=self.registry)
         self.resumed = Counter("tandem_gateway_resumed_streams", "Streams that went on at another backend.", registry=self.registry)
+        self.shadows = Counter(
+            "tandem_gateway_shadow_requests", "Copies for models in the shadow, by what came of them.", ("model", "outcome"), registry=self.registry
+        )
         self.first_byte = Histogram(
             "tandem_gateway_time_to_first_byte_seconds", "From the complete request to the first byte of its answer.", ("model",),
             registry=self.registry, buckets=_SECONDS,

@@ -26,9 +26,13 @@ class Pool:
     def is_ready(self) -> bool:
         return any(backend.is_ready for backend in self.backends)
 
-    def check_model(self, model: str | None) -> None:
-        """Raises ``ApiError`` for a model that no backend serves."""
-        known = self.models
+    def has_ready(self, model: str) -> bool:
+        """Returns whether a backend that takes requests serves ``model``."""
+        return bool(self._able(model))
+
+    def check_model(self, model: str | None, routes: Sequence[str] = ()) -> None:
+        """Raises ``ApiError`` for a model that no backend serves and that is none of ``routes``."""
+        known = tuple(dict.fromkeys([*routes, *self.models]))
         if model is None:
             if len(known) > 1:
                 raise invalid(f"'model' is missing; there is {', '.join(known)}", "model")

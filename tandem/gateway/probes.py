@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import aiohttp
 
@@ -105,10 +106,17 @@ class Probes:
         try:
             entries = [entry for entry in json.loads(text)["data"][:_MOST_MODELS] if isinstance(entry["id"], str)]
             backend.weights = next((str(entry.get("weight_version")) for entry in entries if entry.get("owned_by") == "tandem"), None)
-            backend.models = backend.config.models or tuple(entry["id"] for entry in entries)
+            backend.models = _served(backend.config.models, entries)
         except (AttributeError, TypeError, KeyError):
             if not backend.config.models:
                 raise ValueError("/v1/models is not a list of models") from None
+
+
+def _served(configured: tuple[str, ...], entries: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Returns the models of a list of models, or those that are ``configured`` and the adapters of theirs that are loaded now."""
+    if not configured:
+        return tuple(entry["id"] for entry in entries)
+    return tuple(dict.fromkeys([*configured, *(entry["id"] for entry in entries if entry.get("parent") in configured)]))
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

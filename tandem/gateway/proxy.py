@@ -21,11 +21,11 @@ from tandem.gateway.pool import Pool
 from tandem.gateway.relay import relay
 from tandem.gateway.resume import Diverged, can_resume
 from tandem.gateway.retry_budget import RetryBudget
+from tandem.gateway.shadow import Shadows
 from tandem.gateway.upstream import Upstream
 from tandem.gateway.usage import Meter
 from tandem.serving.errors import ApiError
 
-BUSY = (429, 503)
 RETRIED = (429, 500, 502, 503, 504)
 """Statuses with which a request is given to another backend, where there is one."""
 
@@ -33,8 +33,8 @@ RETRIED = (429, 500, 502, 503, 504)
 class Proxy:
     """Passes requests to the pool's backends, and their answers back as they come."""
 
-    def __init__(self, config: GatewayConfig, pool: Pool, upstream: Upstream, metrics: Metrics, admission: Admission) -> None:
-        self._config, self._pool, self._upstream, self._metrics, self._admission = config, pool, upstream, metrics, admission
+    def __init__(self, config: GatewayConfig, pool: Pool, upstream: Upstream, metrics: Metrics, admission: Admission, shadows: Shadows) -> None:
+        self._config, self._pool, self._upstream, self._metrics, self._admission, self._shadows = config, pool, upstream, metrics, admission, shadows
         self._budget = RetryBudget(config.retry)
 
     async def answer(self, request: InferenceRequest, receive: Receive, send: Send, meter: Meter, headers: Headers) -> None:
@@ -43,6 +43,7 @@ class Proxy:
         exchange = Exchange(request, send, meter, self._metrics, headers, self._upstream.repeatable_body(request))
         try:
             async with while_client_waits(receive) as client, self._admission(request) as exchange.charge:
+                self._shadows.start(request)
                 await self._attempts(exchange)
             if client.has_left:
                 # The connection to the backend is closed by now: that is how it learns that nobody waits.
@@ -130,7 +131,7 @@ class Proxy:
         if exchange.has_begun:
             await self._go_on(exchange, attempt, response)
             return Outcome.SUCCESS
-        outcome = Outcome.BUSY if status in BUSY else Outcome.FAILURE if status >= 500 else Outcome.SUCCESS
+        outcome = Outcome.of_status(status)
         has_other = status in RETRIED and not is_last and self._pool.has_other(exchange.request, [*exchange.tried, backend])
         if has_other and self._budget.take():
             if status == 500:
@@ -149,7 +150,8 @@ class Proxy:
     async def _go_on(self, exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
         """Sends the rest of a stream that another backend has begun. Raises ``Diverged`` if this one's is not the same."""
         if response.status != 200 or response.content_type != "text/event-stream":
-            raise StatusRetried(f"it answers {response.status}", Outcome.BUSY if response.status in BUSY else Outcome.FAILURE, is_paid=False)
+            said = Outcome.of_status(response.status)
+            raise StatusRetried(f"it answers {response.status}", Outcome.FAILURE if said is Outcome.SUCCESS else said, is_paid=False)
         exchange.repetition = exchange.delivered.repetition()
         self._metrics.resumed.inc()
         await relay(exchange, attempt, response, [])

@@ -24,6 +24,9 @@ from tandem.gateway.pool import Pool
 from tandem.gateway.probes import Probes
 from tandem.gateway.proxy import Proxy
 from tandem.gateway.rate_limit import EmbeddedLimits, Limits
+from tandem.gateway.routing.model_routes import ModelRoutes
+from tandem.gateway.routing.stages import follow_stages, read_stages
+from tandem.gateway.shadow import Shadows
 from tandem.gateway.upstream import Upstream
 from tandem.gateway.waits import watch_waits
 from tandem.runtime.rpc.client_connections import ClientConnections
@@ -52,10 +55,11 @@ def run_gateway(config: GatewayConfig) -> int:
     if config.redis.url and importlib.util.find_spec("redis") is None:
         raise UserError("'redis.url' is given, and the package redis is not installed; pip install 'tandem-rl[redis]'")
     keys = KeyFile(Path(config.keys_file)) if config.keys_file else None
+    stages = read_stages(Path(config.registry)) if config.registry else {}
     listener = listen(config.host, config.port, backlog=BACKLOG)
     raise_file_limit()
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, backends, keys, listener))
+        return runner.run(_serve(config, backends, keys, stages, listener))
 
 
 def make_backends(config: GatewayConfig) -> list[Backend]:
@@ -100,7 +104,9 @@ async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
     await answer(overloaded("your address has too many open connections; close some"), send, receive)
 
 
-async def _serve(config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, listener: socket.socket) -> int:
+async def _serve(
+    config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, stages: dict[str, str], listener: socket.socket
+) -> int:
     connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
     skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -118,18 +124,21 @@ async def _serve(config: GatewayConfig, backends: list[Backend], keys: KeyFile |
 
             shared = RedisLimits(config.redis.url, config.redis.prefix, config.redis.timeout_s, say)
         limits: Limits = shared or EmbeddedLimits()
-        proxy = Proxy(config, pool, Upstream(session, backends, passes_keys=keys is None), metrics, admission)
-        state = GatewayState(config, pool, proxy, admission, metrics, bodies, Auth(config, keys), limits)
+        upstream = Upstream(session, backends, passes_keys=keys is None)
+        shadows = Shadows(pool, upstream, metrics)
+        proxy = Proxy(config, pool, upstream, metrics, admission, shadows)
+        state = GatewayState(config, pool, ModelRoutes(config.routes, pool, stages), proxy, admission, metrics, bodies, Auth(config, keys), limits)
         probes = Probes(config.probes, backends, session, say)
         waits = asyncio.create_task(watch_waits(config.timeouts, backends, admission.wake))
         beside = [waits, asyncio.create_task(_refresh(keys)), *([asyncio.create_task(shared.keep())] if shared is not None else [])]
+        beside += [asyncio.create_task(follow_stages(Path(config.registry), stages, say))] if config.registry else []
         try:
             await probes.start()
             return await _until_stopped(state, listener)
         finally:
             for task in beside:
                 task.cancel()
-            await asyncio.gather(*beside, probes.stop(), return_exceptions=True)
+            await asyncio.gather(*beside, probes.stop(), shadows.close(), return_exceptions=True)
             if shared is not None:
                 await shared.close()
 
@@ -178,7 +187,7 @@ def _announce(state: GatewayState, listener: socket.socket) -> None:
     if not state.config.keys_file and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         say(f"warning: anyone who reaches {host} may use this gateway; set keys_file, or leave out --host")
     ready = sum(backend.is_ready for backend in state.pool.backends)
-    models = ", ".join(state.pool.models) or "no model yet"
+    models = ", ".join(state.routes.models) or "no model yet"
     say(f"gateway at http://{host}:{address[1]} ({ready} of {len(state.pool.backends)} backends ready: {models}); Ctrl-C stops it")
 
 

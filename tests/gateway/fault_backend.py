@@ -2,7 +2,8 @@
 
     python fault_backend.py NAME MODEL[,MODEL] [WEIGHTS]      prints its port; with WEIGHTS it says that it is Tandem's server
 
-``POST /mode`` with ``{"mode": ..., "delay_s": ...}`` sets what it does with the next requests; ``GET /stats`` says what it has seen.
+``POST /mode`` with ``{"mode": ..., "delay_s": ...}`` sets what it does with the next requests; ``GET /stats`` says what it has seen. ``adapters`` of a mode:
+adapters that it has loaded, with their models.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ class Backend:
         self.mode, self.delay_s, self.is_ready = "ok", 0.0, True
         self.seen: Counter[str] = Counter()
         self.last: dict[str, Any] = {}
+        self.adapters: dict[str, str] = {}
         self.running = 0
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -42,7 +44,7 @@ class Backend:
         if path == "/mode":
             given = json.loads(body)
             self.mode, self.delay_s, self.is_ready = given.get("mode", "ok"), given.get("delay_s", 0.0), given.get("ready", True)
-            self.word = given.get("word", "w")
+            self.word, self.adapters = given.get("word", "w"), given.get("adapters", {})
             return self.json(writer, {})
         if path == "/stats":
             return self.json(writer, {"seen": self.seen, "last": self.last, "running": self.running})
@@ -51,7 +53,8 @@ class Backend:
                 await asyncio.sleep(3600)
             if path == "/readiness":
                 return self.json(writer, {}, 200 if self.is_ready else 503)
-            return self.json(writer, {"object": "list", "data": [{"id": model, "object": "model", **self.owner} for model in self.models]})
+            adapters = [{"id": name, "object": "model", "parent": model} for name, model in self.adapters.items()]
+            return self.json(writer, {"object": "list", "data": [*({"id": model, "object": "model", **self.owner} for model in self.models), *adapters]})
         self.seen["requests"] += 1
         self.last = {"path": path, "headers": headers, "body": body.decode()}
         self.running += 1

@@ -198,7 +198,7 @@ def test_a_key_file_that_changes_is_read_again_and_one_that_breaks_changes_nothi
     auth = Auth(GatewayConfig((BackendConfig("http://a:1"),), tenants={"t": TenantConfig(limits=LimitConfig(concurrent=3))}), read)
     header = [(b"authorization", f"Bearer {key}".encode())]
     caller = auth.caller(header, "")
-    assert caller.tenant == "t" and [share.name for share in caller.shares(1)] == ["tenant t:concurrent"]
+    assert caller.tenant == "t" and [share.name for share in caller.shares(1, None)] == ["tenant t:concurrent"]
     file.write_text("{")
     read.refresh()
     assert read.problem is not None and auth.caller(header, "").tenant == "t"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.gateway.backend import Backend
 from tandem.gateway.inference_request import InferenceRequest
-from tandem.gateway.routing.hashing import rank
+from tandem.gateway.routing.hashing import home_of
 
 Picker = Callable[[InferenceRequest, Sequence[Backend], Sequence[float]], Backend]
 """Takes a request, at least one backend, and the score of each."""
@@ -56,6 +56,6 @@ def consistent_hash(bound: float) -> Picker:
         total = max(1, request.prompt_tokens + request.max_tokens) + sum(backend.outstanding_tokens for backend in backends)
         share = (1 + bound) * total / sum(backend.capacity for backend in backends)
         # One at least has no more than its share of what is outstanding, which is less than of the total.
-        return max((each for each in backends if each.load < share), key=lambda backend: rank(key, backend))
+        return home_of(key, [backend for backend in backends if backend.load < share])
 
     return pick
