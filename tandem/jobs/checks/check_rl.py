@@ -46,6 +46,7 @@ from tandem.runtime.machine.gpus import check_pod_device, pod_device
 from tandem.runtime.rpc.listener import listen
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import Prompt, UserError
+from tandem.weight_transfer import elementwise
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.shared_memory import check_free
 
@@ -129,6 +130,8 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     check_offload_folder(recipe.trainer.offload_folder)
     check_targets(recipe.checkpoint, recipe.registry)
     check_coordination(recipe.coordination, recipe.run.name or "run")
+    if recipe.pods.elementwise_deltas and not elementwise.is_available():
+        raise UserError("'pods.elementwise_deltas' is true and needs numpy, which is not installed; pip install 'tandem-rl[deltas]', or set it to false")
     if recipe.pods.may_join and recipe.pods.port:
         listen(recipe.pods.host, recipe.pods.port).close()
     # One worker shows whether the functions load.
