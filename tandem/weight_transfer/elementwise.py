@@ -18,15 +18,12 @@ import importlib.util
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import xxhash
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array: TypeAlias = np.ndarray[Any, Any]
-
+Array: TypeAlias = Any
+"""One of numpy."""
 BLOCK_ELEMENTS = 2**18
 """Of a block, whose old and new elements stay in the processor's cache."""
 _HEADER = struct.Struct("<4I")
@@ -79,37 +76,39 @@ def apply(encoded: memoryview, base: int, into: int, size_bytes: int, item_bytes
     return digest.hexdigest()
 
 
-def changed_positions(encoded: memoryview, size_bytes: int, item_bytes: int) -> "Array":
+def changed_positions(encoded: memoryview, size_bytes: int, item_bytes: int) -> Array:
     """Returns the indices of the elements among those of the part that may have changed, ascending. Raises ``ValueError`` as ``apply``."""
     import numpy as np
 
-    found = [np.zeros(0, np.int64)]
+    found: list[Array] = [np.zeros(0, np.int64)]
     for i, (positions, _, full) in enumerate(_blocks(encoded, size_bytes, item_bytes)):
         found.append((np.arange(len(full)) if positions is None else positions) + i * BLOCK_ELEMENTS)
-    return np.concatenate(found)
+    together: Array = np.concatenate(found)
+    return together
 
 
-def _elements(address: int, size_bytes: int, item_bytes: int) -> "Array":
+def _elements(address: int, size_bytes: int, item_bytes: int) -> Array:
     """Returns a view of memory as unsigned integers."""
     import numpy as np
 
-    return np.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=f"<u{item_bytes}")
+    elements: Array = np.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=f"<u{item_bytes}")
+    return elements
 
 
-def _encode_block(before: "Array", after: "Array", where: "Array") -> bytes:
+def _encode_block(before: Array, after: Array, where: Array) -> bytes:
     """``before`` and ``after``: the changed elements alone, at the positions ``where`` of the block."""
     import numpy as np
 
-    gaps = np.diff(where, prepend=-1) - 1
+    gaps: Array = np.diff(where, prepend=-1) - 1
     ends = np.cumsum(gaps // _MORE + 1) - 1
-    positions = np.full(int(ends[-1]) + 1 if len(ends) else 0, _MORE, np.uint8)
+    positions: Array = np.full(int(ends[-1]) + 1 if len(ends) else 0, _MORE, np.uint8)
     positions[ends] = gaps % _MORE
     signed = (after - before).view(f"<i{before.itemsize}")
     zigzag = ((signed << 1) ^ (signed >> (8 * before.itemsize - 1))).view(before.dtype)
     is_full = zigzag >= _MORE
     codes = np.where(is_full, _MORE, zigzag).astype(np.uint8)
     packed_positions, packed_codes, full = _deflate(positions.tobytes()), _deflate(codes.tobytes()), after[is_full]
-    return _HEADER.pack(len(where), len(packed_positions), len(packed_codes), len(full)) + packed_positions + packed_codes + full.tobytes()
+    return b"".join((_HEADER.pack(len(where), len(packed_positions), len(packed_codes), len(full)), packed_positions, packed_codes, full.tobytes()))
 
 
 def _blocks(encoded: memoryview, size_bytes: int, item_bytes: int) -> Iterator[tuple[Any, Any, Any]]:
@@ -149,9 +148,9 @@ def _blocks(encoded: memoryview, size_bytes: int, item_bytes: int) -> Iterator[t
         raise ValueError("something follows its last block")
 
 
-def _decode_values(old: "Array", codes: "Array", full: "Array") -> "Array":
-    zigzag = codes.astype(old.dtype)
-    new = old + ((zigzag >> 1) ^ -(zigzag & 1))
+def _decode_values(old: Array, codes: Array, full: Array) -> Array:
+    zigzag: Array = codes.astype(old.dtype)
+    new: Array = old + ((zigzag >> 1) ^ -(zigzag & 1))
     new[codes == _MORE] = full
     return new
 

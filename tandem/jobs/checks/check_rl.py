@@ -130,8 +130,6 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     check_offload_folder(recipe.trainer.offload_folder)
     check_targets(recipe.checkpoint, recipe.registry)
     check_coordination(recipe.coordination, recipe.run.name or "run")
-    if recipe.pods.elementwise_deltas and not elementwise.is_available():
-        raise UserError("'pods.elementwise_deltas' is true and needs numpy, which is not installed; pip install 'tandem-rl[deltas]', or set it to false")
     if recipe.pods.may_join and recipe.pods.port:
         listen(recipe.pods.host, recipe.pods.port).close()
     # One worker shows whether the functions load.
@@ -167,7 +165,10 @@ def check_pod(recipe: Recipe) -> None:
 
 
 def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
-    """Returns the memory plan. Raises as ``check_pod``: for a KV cache that is too small, memory, and shared memory for the two weight buffers."""
+    """Returns the memory plan. Raises as ``check_pod``: for numpy that is missing, a KV cache that is too small, memory, and shared memory for the two weight
+    buffers."""
+    if recipe.pods.elementwise_deltas and not elementwise.is_available():
+        raise UserError("'pods.elementwise_deltas' is true and needs numpy, which is not installed; pip install 'tandem-rl[deltas]', or set it to false")
     check_kv_cache(recipe.rollout.engine, context)
     planned = plan_of(recipe, shapes, context)
     check_free(2 * recipe.pods.count * segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype))

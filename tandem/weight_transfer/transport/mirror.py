@@ -119,8 +119,10 @@ class WeightMirror:
         publish(self.own, ours, before)
         self._brought[into.name], self._revision = ours, published[1]
         names = tuple(peer.pod for peer, _, _ in peers)
-        logger.info("weights %s came from pod %s over %s", describe(manifest.version), ", ".join(names) or endpoint.pod, offer.protocol)
-        return Mirrored(ours, offer.protocol, fetched, names, delta.reference.size_bytes if delta else 0, (*whole, *known.whole))
+        told, delta_bytes = describe(manifest.version), delta.reference.size_bytes if delta else 0
+        logger.info("weights %s came from pod %s over %s", told, ", ".join(names) or endpoint.pod, offer.protocol)
+        logger.info("of the %d bytes of weights %s %d came whole, and %d of a delta", manifest.size_bytes, told, fetched.size_bytes, delta_bytes)
+        return Mirrored(ours, offer.protocol, fetched, names, delta_bytes, (*whole, *known.whole))
 
     def _receive_delta(self, manifest: WeightManifest, endpoint: Endpoint, deadline: Deadline) -> tuple[Delta | None, tuple[str, ...]]:
         """Returns the delta that leads to ``manifest`` if the pod of ``endpoint`` has one, in this pod's memory; and why it could not be read."""
