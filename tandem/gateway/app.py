@@ -1,4 +1,4 @@
-"""The gateway's HTTP application: probes, the list of models, and everything that goes to a backend."""
+"""The gateway's HTTP application: pages, probes, the list of models, and everything that goes to a backend."""
 
 import asyncio
 import re
@@ -18,6 +18,7 @@ from tandem.gateway.auth import Auth, Caller
 from tandem.gateway.headers import Headers
 from tandem.gateway.inference_request import INFERENCE_PATHS, InferenceRequest, for_model, read_request
 from tandem.gateway.metrics import Metrics
+from tandem.gateway.pages import page
 from tandem.gateway.pool import Pool
 from tandem.gateway.proxy import Proxy
 from tandem.gateway.rate_limit import EmbeddedLimits, Limits, Refusal, limit_headers, refused
@@ -76,7 +77,7 @@ class GatewayApp:
             await answer(ApiError(404, f"{method} {path[:100]} is not answered here; there is POST {known}", code="not_found"), send, receive)
             return
         try:
-            response = self._get(path)
+            response = page(path, scope["headers"]) or self._get(path)
         except ApiError as error:
             response = JSONResponse(error.body, error.status, headers=error.headers)
         await response(scope, receive, send)
@@ -102,7 +103,8 @@ class GatewayApp:
         raise ApiError(404, f"GET {path[:100]} is not answered here; there is /v1/models, /readiness, /liveness, /metrics and /version", code="not_found")
 
     def _model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._state.created, "owned_by": "tandem"}
+        versions = self._state.pool.weight_versions(name)
+        return {"id": name, "object": "model", "created": self._state.created, "owned_by": "tandem", **({"weight_versions": versions} if versions else {})}
 
     async def _inference(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state

@@ -26,6 +26,10 @@ class Pool:
     def is_ready(self) -> bool:
         return any(backend.is_ready for backend in self.backends)
 
+    def weight_versions(self, model: str) -> list[str]:
+        """Returns the versions of the weights that backends of ``model`` have, each once; none of those that do not say it."""
+        return list(dict.fromkeys(backend.weights for backend in self._serving(model) if backend.weights is not None))
+
     def has_ready(self, model: str) -> bool:
         """Returns whether a backend that takes requests serves ``model``."""
         return bool(self._able(model))

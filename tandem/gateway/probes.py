@@ -105,7 +105,7 @@ class Probes:
             text = b"".join([part async for part in _bounded(response)])
         try:
             entries = [entry for entry in json.loads(text)["data"][:_MOST_MODELS] if isinstance(entry["id"], str)]
-            backend.weights = next((str(entry.get("weight_version")) for entry in entries if entry.get("owned_by") == "tandem"), None)
+            backend.weights = next((_version(entry.get("weight_version")) for entry in entries if entry.get("owned_by") == "tandem"), None)
             backend.models = _served(backend.config.models, entries)
         except (AttributeError, TypeError, KeyError):
             if not backend.config.models:
@@ -127,6 +127,11 @@ async def _bounded(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         if size > _MOST_BYTES:
             raise ValueError(f"/v1/models has more than {_MOST_BYTES} bytes")
         yield part
+
+
+def _version(given: Any) -> str:
+    """Returns a version of the weights as ``INCARNATION.STEP``."""
+    return ".".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
 def _headers(backend: Backend) -> dict[str, str]:

@@ -285,7 +285,7 @@ def test_curves_can_be_told_apart_by_the_colour_blind_and_stand_out_from_the_pag
 
 @pytest.mark.full
 def test_script_draws_every_chart_in_a_browser(tmp_path: Path) -> None:
-    browser = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+    browser = next((found for name in ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
     if browser is None:
         pytest.skip("no Chromium is installed")
     run = make_run(tmp_path / "run", [rl_row(step) for step in range(50)], samples_at=(0, 49))
