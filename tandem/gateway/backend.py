@@ -29,8 +29,8 @@ class Health(enum.Enum):
 
 @dataclass(eq=False)
 class Backend:
-    """A backend and its load. ``models``: those that it serves. ``weights``: the version of its weights (``INCARNATION.STEP``) if it is Tandem's server, whose random
-    numbers depend on the request alone, else ``None``. ``restarts``: how often it was away and came back.
+    """A backend and its load. ``models``: those that it serves. ``weights``: the version of its weights (``INCARNATION.STEP``) if it is Tandem's server, whose
+    random numbers depend on the request alone, else ``None``. ``restarts``: how often it was away and came back.
     ``last_taken``: grows with every attempt, so that equal loads alternate. ``slow_start_s``: time over which it is given its full share after it was away.
     ``clock``: monotonic seconds."""
 

@@ -39,7 +39,9 @@ class Tab:
             self.wait_end()
 
     def wait_end(self) -> None:
-        self.page.wait_for_function("() => document.querySelector('.answer') && document.querySelector('#stop').hidden && !document.querySelector('[aria-busy=true]')")
+        self.page.wait_for_function(
+            "() => document.querySelector('.answer') && document.querySelector('#stop').hidden && !document.querySelector('[aria-busy=true]')"
+        )
 
     def texts(self, selector: str) -> list[str]:
         return list(self.page.locator(selector).all_inner_texts())

@@ -16,12 +16,14 @@ HOSTILE = """\
 <script>window.hacked = 1</script><img src=x onerror="window.hacked = 2"><svg onload="window.hacked = 3"><iframe src="javascript:parent.hacked = 4"></iframe>
 
 [link](javascript:window.hacked=5) [coded](&#106;avascript:window.hacked=6) [tab](java\tscript:window.hacked=7) [data](data:text/html,<script>1</script>)
-[file](file:///etc/passwd) [here](/admin) [good](https://example.com/?a=1&b=2 "title") <https://example.org> javascript:window.hacked=8
+[file](file:///etc/passwd) [here](/admin)
+[good](https://example.com/?a=1&b=2 "title") <https://example.org> javascript:window.hacked=8
 
 ![pixel](https://tracker.example/pixel.png?secret=1) ![x](x" onerror="window.hacked=9) <style>body { display: none }</style>
 
 <form action="https://evil.example"><input name="key"><button formaction="javascript:window.hacked=10">go</button></form>
-<a href="https://evil.example" id="prompt" onclick="window.hacked=11">clobber</a><math><mtext></form><form><mglyph><style></math><img src onerror=window.hacked=12>
+<a href="https://evil.example" id="prompt" onclick="window.hacked=11">clobber</a>
+<math><mtext></form><form><mglyph><style></math><img src onerror=window.hacked=12>
 
 ```html"onmouseover="window.hacked=13
 <script>window.hacked = 14</script>
@@ -69,7 +71,8 @@ def test_pages_run_nothing_but_the_gateways_own_files(page_gateway: Gateway) -> 
     assert not re.search(r"<script(?! type=\"module\" src=\"assets/)|\sstyle=|\son\w+=|https?://", page.text)
     own = [each for each in files("tandem.gateway").joinpath("assets").iterdir() if each.is_file()]
     assert sum(len(each.read_bytes()) for each in own) < 150_000
-    assert not any(re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|https?://(?!html\.spec|www\.w3)", each.read_text()) for each in own)
+    parsers = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|https?://(?!html\.spec|www\.w3)")
+    assert not any(parsers.search(each.read_text()) for each in own)
     for name in re.findall(r"assets/([\w./-]+)", page.text):
         asked = page_gateway.get(f"/assets/{name}")
         assert asked.status_code == 200 and page_gateway.get(f"/assets/{name}", headers={"If-None-Match": asked.headers["etag"]}).status_code == 304
@@ -104,7 +107,8 @@ def test_a_hostile_answer_is_text_and_nothing_else(chat: tuple[Tab, ChatBackend,
 @pytest.mark.full
 def test_broken_markdown_other_scripts_and_huge_answers_are_shown(chat: tuple[Tab, ChatBackend, ChatBackend]) -> None:
     opened, backend, _ = chat
-    mixed = "**bold *unfinished\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n- [x] done\n3. three\n\n# مرحبا بالعالم\n\nשלום 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301\n\n```python\nprint('x')"
+    mixed = "**bold *unfinished\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n- [x] done\n3. three\n\n"
+    mixed += "# مرحبا بالعالم\n\nשלום 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301\n\n```python\nprint('x')"
     # Half a surrogate pair ends one piece and begins the next in no encoding, but half a grapheme does.
     backend.pieces = list(mixed)
     opened.say("Mix")
@@ -183,7 +187,10 @@ def test_conversations_are_kept_in_the_browser(chat: tuple[Tab, ChatBackend, Cha
 def test_key_and_sampling_settings_reach_the_backend_and_are_kept(chat: tuple[Tab, ChatBackend, ChatBackend], page_gateway: Gateway) -> None:
     opened, backend, _ = chat
     opened.page.click("#open-settings")
-    values = {"key": " secret ", "system": "Be brief.", "temperature": "0.5", "top_p": "0.9", "top_k": "7", "max_tokens": "12", "seed": "3", "stop": "END\n\n##"}
+    values = {
+        "key": " secret ", "system": "Be brief.", "temperature": "0.5", "top_p": "0.9", "top_k": "7", "max_tokens": "12", "seed": "3",
+        "stop": "END\n\n##",
+    }  # fmt: skip
     for name, value in values.items():
         opened.page.fill(f"#settings-form [name={name}]", value)
     opened.page.get_by_role("button", name="Done").click()
