@@ -22,7 +22,10 @@ RECORD = Path(__file__).with_suffix(".csv")
 NEVER = "1970-01-01"
 SIDECARS = {
     "vllm": (
-        ("tests/backends/test_backends_vllm.py", "tests/pod/test_pod_vllm.py"),
+        (
+            "tests/backends/test_backends_vllm.py", "tests/backends/test_backends_vllm_experts.py", "tests/pod/test_pod_vllm.py",
+            "tests/pod/test_pod_vllm_experts.py",
+        ),
         ("tandem/backends/vllm", "tandem/backends/requirements.py", "tandem/pod/vllm_worker.py", "tandem/rl/rollout/vllm_groups.py"),
     ),
     "megatron": (

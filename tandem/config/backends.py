@@ -18,6 +18,11 @@ def check_backends(recipe: "Recipe") -> None:
         _check_deepspeed(recipe)
     if recipe.rollout.backend == "vllm":
         _check_vllm(recipe)
+    elif (replay := recipe.trainer.router_replay) != "auto":
+        raise UserError(
+            f"'trainer.router_replay' is '{replay}' and rollout.backend '{recipe.rollout.backend}', whose engine sends every token to the experts that "
+            "the trainer sends it to, bit for bit, so that there is nothing to replay; remove the key, or set rollout.backend to vllm"
+        )
 
 
 def _check_megatron(recipe: "Recipe") -> None:

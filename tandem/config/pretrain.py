@@ -173,6 +173,7 @@ class PretrainRecipe:
         self.trainer.check_offload_folder()
         if self.algorithm.name != "dpo":
             refuse_unread("trainer", self.trainer, f"algorithm.name is '{self.algorithm.name}', whose passes share no prompt", "share_prompts")
+        refuse_unread("trainer", self.trainer, f"algorithm.name is '{self.algorithm.name}', which has no rollout to replay", "router_replay")
         self.trainer.check_share_prompts(self.parallel.context)
         if self.task is None and not self.data.train:
             raise UserError("'data.train' is empty; name at least one dataset that 'tandem tokenize' wrote")

@@ -376,6 +376,10 @@ class Recipe:
         """Whether a step may need several rounds of rollout: with dynamic sampling."""
         return self.algorithm.filter_groups is not None
 
+    def replays_routing(self, has_experts: bool) -> bool:
+        """Whether the engine records the routing of a model that ``has_experts``, and the trainer replays it."""
+        return has_experts and self.rollout.backend != "tandem" and self.trainer.router_replay != "disabled"
+
     @property
     def is_exact(self) -> bool:
         """Whether rollout and trainer compute the same log-probabilities bit for bit, so that ``mismatch_kl`` is exactly 0."""

@@ -59,6 +59,10 @@ class TrainerConfig:
     """Coefficient of the load-balancing loss of a mixture of experts. 0: off."""
     router_bias_rate: float = 0.0
     """Step size of the bias on the choice of experts (DeepSeek-V3: 0.001), which a Hugging Face folder cannot store. 0: off."""
+    router_replay: Literal["auto", "R3", "disabled"] = "auto"
+    """Where the experts of a mixture are chosen that tokens are trained with. `R3` (rollout routing replay): those that another engine than Tandem's sent the
+    tokens to are recorded, and the trainer's forward passes send them there; its routers give the gates and get gradients. `disabled`: the trainer's routers
+    choose again. `auto`: `R3` for a mixture of experts with `rollout.backend` `vllm`. Tandem's engine needs none: it routes as the trainer does."""
     dtype: TrainDtype = "float32"
     """Dtype of weights, activations, gradients and moments. A pod's engine computes in the same one. `bfloat16` takes half the memory of
     `float32` and rounds every update to 8 bits; 16-bit products over fp32 weights are `precision`."""

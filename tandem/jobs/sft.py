@@ -27,6 +27,7 @@ def sft_recipe(recipe: Recipe, directory: Path, model: Path, context_tokens: int
     # The recipe is saved and read again, so it has no key that the stage does not read.
     trainer = replace(
         given, lora=None, learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, schedule=sft.schedule, decay_steps=0, share_prompts=False,
+        router_replay="auto",
         # A folder for a pod's residents alone is refused where there is no rollout.
         min_lr_ratio=given.min_lr_ratio if sft.schedule != "constant" else 0.0, offload_folder=given.offload_folder if given.offloads else "",
     )  # fmt: skip

@@ -157,9 +157,10 @@ class Decoder(nn.Module):
         assert wanted is None or lora is None, "rows with an adapter are indices of the whole batch"
         shared: AttentionContext | SharedContext = context
         collectives, expert_ranks = self._collectives, None
+        replayed = context.routed_experts if isinstance(context, PackedContext) else None
         if self.parallel is not None and isinstance(context, PackedContext):
             shared, own = self.parallel.share(context, len(tokens))
-            tokens, positions = tokens[own], positions[own]
+            tokens, positions, replayed = tokens[own], positions[own], None if replayed is None else replayed[own]
             collectives, expert_ranks = training_collectives(self.parallel, len(tokens)), self.parallel.expert
         kernels, around = self.kernels, None
         if isinstance(context, PackedContext):
@@ -167,7 +168,7 @@ class Decoder(nn.Module):
         balance = self.router_balance if isinstance(context, PackedContext) else None
         batch = LayerBatch(
             kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
-            balance, router_logits, lora, layers is self._packed and lora is None and self.group is None,
+            balance, router_logits, lora, layers is self._packed and lora is None and self.group is None, replayed,
         )
         x: Tensor | None = None
         if span is None or span.is_first:

@@ -15,13 +15,14 @@ from tandem.model.moe import mixture
 from tandem.model.parallel.context_parallel import SharedContext
 from tandem.model.parallel.model_parallel import Collectives
 from tandem.model.router_balance import RouterBalance
+from tandem.model.routing import replayed_route
 from tandem.runtime.collectives.communicator import Communicator
 
 
 class LayerBatch(NamedTuple):
     """The arguments of every layer of one forward pass. ``linear``: the product for plain or packed weights. ``collectives``: applied
     before and after the matrices. ``expert_ranks``: the ranks that the experts are sharded over; ``balance``: the load balancing of
-    experts. ``fused_mlp``: a packed MLP may be one call."""
+    experts. ``fused_mlp``: a packed MLP may be one call. ``replayed[T, layers, k]``: the experts that tokens are sent to (``None``: the routers choose)."""
 
     kernels: Kernels
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
@@ -35,6 +36,7 @@ class LayerBatch(NamedTuple):
     router_logits: list[Tensor] | None
     lora: LoraBatch | None
     fused_mlp: bool
+    replayed: Tensor | None = None
 
 
 State = tuple[Tensor | None, Tensor]
@@ -53,7 +55,7 @@ def run_layer(
     """Computes (x, residual) -> (x, residual). The norm of the sum is at the start, so that a layer reads only its own parameters. ``rows``
     int64: the rows computed after the attention (``None``: all)."""
     # Unpacked at once, because attribute look-ups dominate the decoding time of a small model.
-    kernels, linear, positions, cos_sin, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp = batch
+    kernels, linear, positions, cos_sin, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp, replayed = batch
     (
         input_norm, attention, qkv, qkv_bias, output, output_bias, mlp_norm, gate_up, gate_up_bias, down, down_bias, experts,
         summed_output_bias, summed_down_bias,
@@ -76,7 +78,8 @@ def run_layer(
     x, residual = kernels.add_rms_norm(x, residual, mlp_norm, eps)
     x = enter(x)
     if experts is not None:
-        route = None if balance is None else partial(balance.route, kernels, attention.index)
+        route = kernels.route if replayed is None else partial(replayed_route, replayed[:, attention.index])
+        route = route if balance is None else partial(balance.route, route, attention.index)
         return after(mixture(kernels, experts, x, router_logits, before, expert_ranks, route)), residual
     if fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         return kernels.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias), residual

@@ -8,15 +8,18 @@ The bias (Wang et al., 2024; DeepSeek-V3, section 2.1.2) is added to the probabi
 changes by a fixed amount: up for experts with less than their share of the step's tokens, down for the others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import Kernels, Routing, sum_in_order
+from tandem.kernels.api import Routing
+from tandem.model.routing import routed_to
 from tandem.runtime.collectives.communicator import Communicator
 
+Route = Callable[[Tensor, int, bool], Routing]
+"""``Kernels.route``, or what replaces it."""
 ALONE = Communicator("alone", 0, 1, None, 0.0)
 
 
@@ -59,9 +62,9 @@ class RouterBalance:
         every = self._stages.all_gather(torch.tensor([worst], dtype=torch.float64, device=self._device), "the largest overload of an expert")
         return {"router/max_overload": every.max().item()}
 
-    def route(self, kernels: Kernels, layer: int, logits: Tensor, each: int, normalised: bool) -> Routing:
-        """Runs ``kernels.route`` with this layer's bias, counts the tokens of each expert and attaches the loss."""
-        routing = biased_route(logits, self.biases[layer], each, normalised) if self.bias_rate else kernels.route(logits, each, normalised)
+    def route(self, choose: Route, layer: int, logits: Tensor, each: int, normalised: bool) -> Routing:
+        """Runs ``choose`` (``Kernels.route``), or the choice with this layer's bias, counts the tokens of each expert and attaches the loss."""
+        routing = biased_route(logits, self.biases[layer], each, normalised) if self.bias_rate else choose(logits, each, normalised)
         # In a backward pass the same tokens are routed again, for recomputation.
         if torch.is_grad_enabled():
             counts = routing.bounds.diff()
@@ -95,17 +98,7 @@ def biased_route(logits: Tensor, bias: Tensor, each: int, normalised: bool) -> R
     """Does ``Kernels.route`` with the experts of the largest probability plus ``bias[E]``; the gates are probabilities without the bias."""
     probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     wanted = probabilities.detach() + bias.to(probabilities)
-    experts = wanted.sort(dim=-1, descending=True, stable=True).indices[:, :each]
-    gates = probabilities.gather(1, experts)
-    if normalised:
-        gates = gates / sum_in_order(gates.unbind(1)).unsqueeze(1)
-    flat = experts.reshape(-1)
-    ordered, order = flat.sort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    # A search instead of ``bincount``, for which torch would synchronize with a GPU.
-    bounds = torch.searchsorted(ordered, torch.arange(logits.shape[1] + 1, device=order.device))
-    return Routing(gates, experts, bounds, order, inverse)
+    return routed_to(logits, wanted.sort(dim=-1, descending=True, stable=True).indices[:, :each], normalised)
 
 
 class _Attach(torch.autograd.Function):

@@ -9,7 +9,7 @@ from tandem.model.huggingface.model_config import read_json
 from tandem.model.model_source import found_model
 from tandem.pod.calls import InferencePart
 from tandem.pod.rank_models import RankModels
-from tandem.rl.algorithms.batch import train_sequence
+from tandem.rl.algorithms.batch import train_sequence, without_replay
 from tandem.trainer.logprobs import sequence_logprobs, sequence_values
 from tandem.trainer.sequence_scores import scored_sequence, sequence_scores
 from tandem.trainer.step import Progress
@@ -38,7 +38,8 @@ def infer(models: RankModels, step: int, samples: Sequence[Sample], on_progress:
     reads_base = algorithm.needs_reference and not models.recipe.holds_reference
     if actor.reference is None and actor.critic is None and not reads_base:
         return Inferred(step, samples)
-    sequences, last = [train_sequence(each) for sample in samples for each in sample.sequences], "reference" if actor.critic is None else "values"
+    sequences = without_replay([train_sequence(each) for sample in samples for each in sample.sequences])
+    last = "reference" if actor.critic is None else "values"
     if part == "rewards" or (part == "all" and actor.reward_model is not None):
         last = ""  # The next phase is a rollout, or passes of the reward model follow.
 

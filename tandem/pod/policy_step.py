@@ -1,6 +1,7 @@
 """The policy update of a step on a rank of the trainer, with the critic's before it and the move of a reference that follows the actor after it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -10,7 +11,7 @@ from tandem.layout.residents import Phase
 from tandem.pod.actor import Critic
 from tandem.pod.inference import Inferred
 from tandem.pod.rank_models import RankModels
-from tandem.rl.algorithms.batch import make_batch, train_sequence
+from tandem.rl.algorithms.batch import make_batch, train_sequence, without_replay
 from tandem.rl.algorithms.critic import critic_metrics, update_critic
 from tandem.rl.algorithms.minibatches import worst
 from tandem.rl.algorithms.update import update_policy
@@ -93,6 +94,7 @@ def _values_of_the_actor(models: RankModels, samples: Sequence[Sample]) -> dict[
 
 def _update_critic(models: RankModels, critic: Critic, batch: Batch, on_progress: Progress) -> StepResult:
     recipe = models.recipe
+    batch = replace(batch, sequences=tuple(without_replay(batch.sequences)))
     return update_critic(
         critic.replica, batch, recipe.algorithm, recipe.critic, critic.trainer, total_steps=recipe.run.max_steps, guard=critic.guard,
         on_progress=on_progress, on_phase=lambda phase: models.rank.enter(phase, batch.step), tracer=models.actor.tracer,

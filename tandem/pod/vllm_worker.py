@@ -10,6 +10,7 @@ from tandem.backends.vllm.arguments import environment, kv_cache_bytes, serve_ar
 from tandem.backends.vllm.server import VllmServer
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
+from tandem.estimate.pod_gpu import COMPUTE_DTYPE
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
@@ -39,6 +40,7 @@ class VllmWorker:
         self.groups: VllmGroups | None = None
         self.tokenizer: Tokenizer | None = None
         self.max_model_len = self.kv_cache_bytes = 0
+        self.replays = False
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -51,17 +53,19 @@ class VllmWorker:
         # The server works in a folder of its own.
         folder, recipe, device = Path(meta["folder"]).resolve(), self.recipe, pod_device(self.recipe.machine)
         shapes, engine = read_shapes(folder), recipe.rollout.engine
+        dtype = COMPUTE_DTYPE.get(recipe.trainer.precision, recipe.trainer.dtype)
         self.max_model_len = context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         self.tokenizer = Tokenizer.from_folder(folder)
         tokens = kv_cache_tokens(recipe.rollout, recipe.algorithm, self.max_model_len)
-        self.kv_cache_bytes = kv_cache_bytes(shapes, recipe.trainer.dtype, tokens, engine.max_num_seqs, device)
+        self.kv_cache_bytes = kv_cache_bytes(shapes, dtype, tokens, engine.max_num_seqs, device)
+        self.replays = recipe.replays_routing(shapes.experts is not None)
         arguments = serve_arguments(
-            engine, dtype=recipe.trainer.dtype, seed=recipe.run.seed, max_model_len=self.max_model_len, cache_bytes=self.kv_cache_bytes, device=device,
-            reads_weights=bool(meta.get("reads_weights")),
+            engine, dtype=dtype, seed=recipe.run.seed, max_model_len=self.max_model_len, cache_bytes=self.kv_cache_bytes, device=device,
+            reads_weights=bool(meta.get("reads_weights")), returns_routing=self.replays,
         )  # fmt: skip
         self.server = VllmServer(
             folder, arguments, self.folder, self.log, store_address(recipe.coordination, self.directory), self.threads,
-            environment(device, engine.tensor_parallel_size),
+            environment(device, engine.tensor_parallel_size), self.replays,
         )  # fmt: skip
         weakref.finalize(self, self.server.close)
         self.server.start()
@@ -115,7 +119,7 @@ class VllmWorker:
         if self.groups is None or not meta.get("adds"):
             self._drop_groups()
             most = self.recipe.rollout.engine.max_num_seqs
-            self.groups = VllmGroups(server.client, self.tokenizer, server.version, max_model_len=self.max_model_len, most=most)
+            self.groups = VllmGroups(server.client, self.tokenizer, server.version, max_model_len=self.max_model_len, most=most, replays=self.replays)
         self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"])
         on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
         samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)

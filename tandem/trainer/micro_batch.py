@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.kernels.reference_dtype import compute_dtype
 from tandem.model.attention import PackedContext
 from tandem.model.shared_prompts import Run, SharedPrompts
-from tandem.types import TrainSequence
+from tandem.types import RoutedExperts, TrainSequence
 
 Number = TypeVar("Number", int, float)
 Bin = tuple[int, ...]
@@ -32,7 +32,8 @@ class MicroBatch:
     ``mask``, ``advantages``, ``rollout_logprobs`` (raw), ``sampling_logprobs``, ``reference_logprobs`` (``None``: no KL), ``old_logprobs``
     (``None``: the rollout's), ``values`` and ``returns`` have R entries in the dtype of log-probabilities, fp32 for a model in 16 bits.
     ``sequence_of_row[R]`` int64; ``sequence_mask_sums[S]``: the sum of each sequence's whole loss mask; ``margins[S]``: of
-    preference pairs. ``ids``: of the S sequences. ``off_policy[R]`` bool: which targets older weights drew (``None``: none)."""
+    preference pairs. ``ids``: of the S sequences. ``off_policy[R]`` bool: which targets older weights drew (``None``: none). ``routed_experts[T, layers, k]``
+    int16: the experts that the tokens are sent to (``None``: the routers choose)."""
 
     ids: tuple[str, ...]
     tokens: Tensor
@@ -54,6 +55,7 @@ class MicroBatch:
     margins: Tensor
     off_policy: Tensor | None = None
     prompts: SharedPrompts | None = None
+    routed_experts: Tensor | None = None
 
     @property
     def sequence_count(self) -> int:
@@ -62,7 +64,7 @@ class MicroBatch:
     @property
     def context(self) -> PackedContext:
         """How the tokens attend to each other."""
-        return PackedContext(self.cu_seqlens, self.max_seqlen, self.prompts)
+        return PackedContext(self.cu_seqlens, self.max_seqlen, self.prompts, self.routed_experts)
 
     @property
     def own_rows(self) -> Tensor:
@@ -104,8 +106,11 @@ def collate(
         name: [] for name in ("mask", "advantages", "rollout", "sampling", "reference", "old", "values", "returns")
     }
     with_reference = all(s.reference_logprobs is not None for s in sequences)
+    routings: list[Tensor] = []
     prompt_rows: dict[tuple[int, ...], int] = {}
     query_start, runs = [0], list[Run]()
+    if any(s.routed_experts is not None for s in sequences) and any(s.routed_experts is None for s in sequences):
+        raise ValueError("some sequences of a micro-batch have a recorded routing and others have none")
     for number, sequence in enumerate(sequences):
         length = forward_tokens(sequence)
         _check(sequence, length)
@@ -133,6 +138,8 @@ def collate(
         _take(columns["values"], sequence.values, counted)
         _take(columns["returns"], sequence.returns, counted)
         _take(off_policy, sequence.off_policy, counted)
+        if sequence.routed_experts is not None:
+            routings.append(_routing(sequence.routed_experts)[own:length])
         if with_reference:
             _take(columns["reference"], sequence.reference_logprobs or (), counted)
         if old_logprobs is not None:
@@ -165,7 +172,14 @@ def collate(
         margins=real([s.margin for s in sequences]),
         off_policy=whole(off_policy).bool() if any(s.off_policy for s in sequences) else None,
         prompts=SharedPrompts(tuple(runs), on_device(torch.tensor(query_start, dtype=torch.int32), device)) if len(runs) > len(sequences) else None,
+        routed_experts=on_device(torch.cat(routings), device) if routings else None,
     )
+
+
+def _routing(routed: RoutedExperts) -> Tensor:
+    """Returns the ids of experts [tokens, layers, k] int16."""
+    given = {1: torch.uint8, 2: torch.int16}[routed.item_bytes]
+    return torch.frombuffer(bytearray(routed.data), dtype=given).to(torch.int16).view(-1, routed.layers, routed.experts_per_token)
 
 
 def shared_part(sequence: TrainSequence) -> tuple[int, ...]:
@@ -218,6 +232,9 @@ def _check(sequence: TrainSequence, counted: int) -> None:
         values = getattr(sequence, name)
         if values is not None and len(values) != length and (len(values) > 0 or name == "loss_mask"):
             raise ValueError(f"sequence '{sequence.id}': {name} has {len(values)} entries for {length} tokens")
+    routed = sequence.routed_experts
+    if routed is not None and routed.tokens != length - 1:
+        raise ValueError(f"sequence '{sequence.id}': routed_experts has {routed.tokens} entries for the {length - 1} tokens before its last")
     if sequence.loss_mask[0] != 0:
         raise ValueError(f"sequence '{sequence.id}': loss_mask counts token 0, which is never predicted")
     if counted == 0:

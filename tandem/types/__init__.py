@@ -5,6 +5,7 @@ from tandem.types.errors import CollectiveError, DamagedOffload, DamagedWeights,
 from tandem.types.prompt import Prompt
 from tandem.types.replay_buffer import ReplayBuffer
 from tandem.types.round import Round
+from tandem.types.routed_experts import RoutedExperts
 from tandem.types.sample import FinishReason, Sample, WeightVersion
 from tandem.types.score import Score, ScoreState
 from tandem.types.weights import PartEntry, TensorEntry, Updated, WeightManifest, WeightSource
@@ -19,6 +20,7 @@ __all__ = [
     "PartEntry",
     "Prompt",
     "ReplayBuffer",
+    "RoutedExperts",
     "Round",
     "RunError",
     "Sample",

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from tandem.types.routed_experts import RoutedExperts
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSequence:
@@ -14,6 +16,7 @@ class TrainSequence:
     ``values`` are a critic's of the states before the tokens, ``returns`` what it is to learn of them, with L entries or none. ``margin``: by how
     much the chosen one of a preference pair should score more than the rejected one. ``weight_step`` is the optimizer step of the weights that
     drew it (-1: not drawn by a model); ``off_policy``: True where older weights than those of the update drew the token, L entries or none.
+    ``routed_experts``: those that the forward pass sends its tokens to, of all tokens but the last (``None``: those that its own routers choose).
     """
 
     id: str
@@ -30,6 +33,7 @@ class TrainSequence:
     response_mask: tuple[bool, ...] = ()
     margin: float = 0.0
     off_policy: tuple[bool, ...] = ()
+    routed_experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from tandem.types.routed_experts import RoutedExperts
+
 REWARD = "reward"
 """The number of ``Sample.outcome`` that is its reward."""
 
@@ -48,6 +50,7 @@ class Sample:
     ``branches``: of an episode whose history an agent rewrote, the other token sequences that it has, each with the id ``"{id}/{number}"`` and none of its
     own. They are trained with the reward of this sample; ``text``, ``fault`` and ``finish_reason`` are the episode's in all of them. A token that was sampled
     is ``True`` in the ``response_mask`` of one of them.
+    ``routed_experts``: of the tokens of prompt and completion, for a trainer that replays the routing of another engine; ``None`` if nothing is replayed.
     """
 
     id: str
@@ -65,6 +68,7 @@ class Sample:
     fault: str = ""
     outcome: Mapping[str, float] = field(default_factory=dict)
     branches: tuple["Sample", ...] = ()
+    routed_experts: RoutedExperts | None = None
 
     @property
     def sequences(self) -> tuple["Sample", ...]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from tandem.types.prompt import Prompt
+from tandem.types.routed_experts import RoutedExperts
 from tandem.types.sample import FinishReason, Sample, WeightVersion
 from tandem.types.score import Score, ScoreState
 from tandem.types.wire import Buffer, Frame, decode, encode
@@ -161,6 +162,8 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
     versions = [v or _NO_VERSION for s in samples for v in s.weight_versions]
     blobs["incarnations"] = _pack(_INT64, (v.incarnation for v in versions))
     blobs["steps"] = _pack(_INT64, (v.step for v in versions))
+    if any(s.routed_experts for s in samples):
+        meta["routed_experts"] = _encode_routing(samples, blobs)
     if any(s.response_mask for s in samples):
         _pack_rows(blobs, "response_mask", _INT8, [s.response_mask for s in samples])
     return encode(meta, blobs, "samples")
@@ -182,6 +185,7 @@ def decode_samples(data: Buffer) -> list[Sample]:
     messages = _column(frame, "messages", list, count) if "messages" in frame.meta else [[]] * count
     faults = _column(frame, "fault", str, count) if "fault" in frame.meta else [""] * count
     outcomes = _column(frame, "outcome", dict, count) if "outcome" in frame.meta else [{}] * count
+    routings = _decode_routing(frame, count) if "routed_experts" in frame.meta else [None] * count
     samples = []
     end = 0
     for i in range(count):
@@ -202,9 +206,35 @@ def decode_samples(data: Buffer) -> list[Sample]:
                 messages=tuple(messages[i]),
                 fault=faults[i],
                 outcome=outcomes[i],
+                routed_experts=routings[i],
             )
         )
     return _with_branches(samples, frame.meta["branches"]) if "branches" in frame.meta else samples
+
+
+def _encode_routing(samples: Sequence[Sample], blobs: dict[str, Buffer]) -> list[int]:
+    """Adds the routing of ``samples`` to ``blobs`` and returns what one has besides its ``data``, which is the same for all samples of a model."""
+    kinds = {(r.layers, r.experts_per_token, r.item_bytes) for r in (s.routed_experts for s in samples) if r is not None}
+    if len(kinds) != 1:
+        raise ValueError(f"samples have the routings of {len(kinds)} models")
+    for s in samples:
+        expected = len(s.prompt_token_ids) + len(s.token_ids) - 1
+        if s.routed_experts is not None and len(s.routed_experts.data) != expected * s.routed_experts.token_bytes:
+            raise ValueError(f"sample {s.id}: routed_experts has {s.routed_experts.tokens} entries for {expected} tokens")
+    data = [b"" if s.routed_experts is None else s.routed_experts.data for s in samples]
+    blobs["routed_experts.lengths"], blobs["routed_experts"] = _pack(_INT64, map(len, data)), b"".join(data)
+    return list(kinds.pop())
+
+
+def _decode_routing(frame: Frame, count: int) -> list[RoutedExperts | None]:
+    kind, lengths = frame.meta["routed_experts"], _unpack(frame, "routed_experts.lengths", _INT64, count)
+    if not isinstance(kind, list) or len(kind) != 3 or any(type(value) is not int or value < 1 for value in kind):
+        raise ValueError(f"the column 'routed_experts' is {kind!r}, not three positive numbers")
+    (layers, each, item_bytes), data = kind, bytes(frame.blobs.get("routed_experts", b""))
+    if any(length < 0 for length in lengths) or len(data) != sum(lengths):
+        raise ValueError(f"the array 'routed_experts' has {len(data)} bytes, not {sum(lengths)}")
+    ends = list(itertools.accumulate(lengths))
+    return [RoutedExperts(layers, each, item_bytes, data[end - length : end]) if length else None for length, end in zip(lengths, ends, strict=True)]
 
 
 def _with_branches(samples: list[Sample], counts: Any) -> list[Sample]:

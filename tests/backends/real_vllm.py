@@ -1,6 +1,7 @@
 """A real server of vLLM with weights that a test publishes, its processes and their memory. Tests that use it are skipped by name without its environment."""
 
 import contextlib
+import ctypes
 import os
 import random
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 from whole_tensors import converted
 
@@ -19,6 +21,7 @@ from tandem.backends.environment import installed
 from tandem.backends.vllm.arguments import environment, serve_arguments
 from tandem.backends.vllm.server import VllmServer
 from tandem.config.engine import EngineArgs
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.rl.rollout.vllm_groups import VllmGroups
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.text.tokenizer import Tokenizer
@@ -36,7 +39,7 @@ def is_installed() -> bool:
 
 needs_vllm = pytest.mark.skipif(not is_installed(), reason="the vLLM sidecar has no environment here: tandem sidecar install vllm")
 MAX_MODEL_LEN = 64
-GREEDY = {"n": 1, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12, "stop": [], "seed": 0, "purpose": "test"}
+GREEDY = {"n": 1, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12, "stop": [], "seed": 0, "purpose": "rollout"}
 SAMPLED = {**GREEDY, "n": 4, "temperature": 1.0}
 
 
@@ -55,7 +58,8 @@ class Engine:
 
     def groups(self) -> VllmGroups:
         assert self.server.version is not None
-        return VllmGroups(self.server.client, self.tokenizer, self.server.version, max_model_len=MAX_MODEL_LEN, most=64)
+        replays = self.server.returns_routing
+        return VllmGroups(self.server.client, self.tokenizer, self.server.version, max_model_len=MAX_MODEL_LEN, most=64, replays=replays)
 
     def draw(self, prompts: Sequence[Prompt], settings: Mapping[str, Any], step: int = 0) -> list[Sample]:
         groups = self.groups()
@@ -80,16 +84,18 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def running(model: Path, folder: Path, *, dtype: str = "float32", tensor_parallel_size: int = 1) -> Iterator[Engine]:
+def running(
+    model: Path, folder: Path, *, dtype: str = "float32", tensor_parallel_size: int = 1, returns_routing: bool = False, cache_bytes: int = 2**26
+) -> Iterator[Engine]:
     """Starts a server with dummy weights for ``model``; ``folder`` has its files."""
     folder.mkdir(parents=True, exist_ok=True)
     size = sum(path.stat().st_size for path in model.glob("*.safetensors")) * 2 + 2**20
     buffers, store = WeightBuffers.create("test", size), folder / "store.sqlite"
     arguments = serve_arguments(
-        EngineArgs(max_num_seqs=64, tensor_parallel_size=tensor_parallel_size), dtype=dtype, seed=0, max_model_len=MAX_MODEL_LEN, cache_bytes=2**26,
-        device="cpu", reads_weights=False,
+        EngineArgs(max_num_seqs=64, tensor_parallel_size=tensor_parallel_size), dtype=dtype, seed=0, max_model_len=MAX_MODEL_LEN, cache_bytes=cache_bytes,
+        device="cpu", reads_weights=False, returns_routing=returns_routing,
     )  # fmt: skip
-    server = VllmServer(model, arguments, folder / "vllm", folder / "vllm.log", str(store), 2, environment("cpu", tensor_parallel_size))
+    server = VllmServer(model, arguments, folder / "vllm", folder / "vllm.log", str(store), 2, environment("cpu", tensor_parallel_size), returns_routing)
     writer = WeightWriter(buffers, EmbeddedStore(store), threads=1)
     try:
         server.start()
@@ -97,6 +103,19 @@ def running(model: Path, folder: Path, *, dtype: str = "float32", tensor_paralle
     finally:
         server.close()
         buffers.close()
+
+
+def brought(engine: Engine, model: Path, step: int, seed: int) -> dict[str, Tensor]:
+    """Publishes weights and brings them to vLLM."""
+    tensors = perturbed(dict(read_tensors(model)), seed)
+    engine.publish(tensors, WeightVersion(1, step))
+    assert engine.server.update(WeightVersion(1, step)).rereads == ()
+    return tensors
+
+
+def digest_of(tensor: Tensor) -> str:
+    plain = (tensor + 0.0).contiguous()
+    return xxhash.xxh3_128_hexdigest((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
 
 
 def prompts(count: int, vocab: int, longest: int = 20, seed: int = 0) -> list[Prompt]:

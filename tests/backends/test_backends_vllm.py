@@ -1,6 +1,5 @@
 """Real vLLM, driven as a pod drives it: its tokens and log-probabilities against transformers, its weights bit for bit, its death."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,8 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import xxhash
-from real_vllm import GREEDY, SAMPLED, Engine, alive, descendants, engine_core, flip_in_memory, needs_vllm, perturbed, prompts, running
+from real_vllm import (
+    GREEDY,
+    SAMPLED,
+    Engine,
+    alive,
+    brought,
+    descendants,
+    digest_of,
+    engine_core,
+    flip_in_memory,
+    needs_vllm,
+    perturbed,
+    prompts,
+    running,
+)
 from torch import Tensor
 
 from tandem.config.model import NewModelConfig
@@ -40,14 +52,6 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
         yield started
 
 
-def brought(engine: Engine, model: Path, step: int, seed: int) -> dict[str, Tensor]:
-    """Publishes weights and brings them to vLLM."""
-    tensors = perturbed(dict(read_tensors(model)), seed)
-    engine.publish(tensors, WeightVersion(1, step))
-    assert engine.server.update(WeightVersion(1, step)).rereads == ()
-    return tensors
-
-
 def reference_logprobs(model: Path, tensors: dict[str, Tensor], samples: list[Sample]) -> list[Tensor]:
     """The log-probabilities [tokens, vocabulary] of transformers in float64 at the places of the completions' tokens."""
     from transformers import AutoModelForCausalLM
@@ -62,11 +66,6 @@ def reference_logprobs(model: Path, tensors: dict[str, Tensor], samples: list[Sa
             logits = reference(ids).logits[0, len(sample.prompt_token_ids) - 1 : -1]
             found.append(logits.log_softmax(-1))
     return found
-
-
-def digest_of(tensor: Tensor) -> str:
-    plain = (tensor + 0.0).contiguous()
-    return xxhash.xxh3_128_hexdigest((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
 
 
 def test_tokens_and_logprobs_are_those_of_transformers_after_each_update(engine: Engine, model: Path) -> None:
@@ -221,6 +220,22 @@ def test_an_untied_model_in_16_bits_is_held_bit_for_bit(tmp_path: Path) -> None:
         for sample, logprobs in zip(samples, reference_logprobs(folder, tensors, samples), strict=True):
             chosen = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
             assert (torch.tensor(sample.logprobs, dtype=torch.float64) - chosen).abs().max() < 0.1
+
+
+def test_weights_in_fp32_are_rounded_once_for_an_engine_in_16_bits(model: Path, tmp_path: Path) -> None:
+    tensors = perturbed(dict(read_tensors(model)), 3)
+    rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    with running(model, tmp_path / "vllm", dtype="bfloat16") as engine:
+        engine.publish(tensors, WeightVersion(1, 0))
+        engine.server.update(WeightVersion(1, 0))
+        (held,) = engine.server.held_digests()
+        assert all(held[name] == digest_of(tensor) for name, tensor in rounded.items() if "embed" not in name)
+        samples = engine.draw(prompts(8, 99), SAMPLED)
+    # As far as 16 bits go it is the rounded network, and the step from that to fp32 is as large.
+    for weights in (rounded, tensors):
+        for sample, logprobs in zip(samples, reference_logprobs(model, weights, samples), strict=True):
+            chosen = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            assert (torch.tensor(sample.logprobs, dtype=torch.float64) - chosen).abs().mean() < 0.05
 
 
 def test_the_death_of_any_process_of_vllm_is_seen_and_leaves_none_behind(model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What drives vLLM, without vLLM: weights read back from packed layers, shards, requests and answers, the socket, and what a recipe may say."""
 
+import base64
 import contextlib
 import http.server
+import io
 import json
 import socketserver
 import threading
@@ -10,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tandem.backends.vllm import held_weights as held_weights_module
 from tandem.backends.vllm.held_weights import PROBE_ROWS, digest, held_weights, shard_of
 from tandem.backends.vllm.http_client import VllmClient
 from tandem.backends.vllm.raw_logprobs import report_raw_logprobs
@@ -23,7 +27,7 @@ from tandem.jobs.checks import check_rl
 from tandem.jobs.start import dry_run
 from tandem.model.new_model import write_tokenizer
 from tandem.rl.rollout.dispatch import sampling_settings
-from tandem.rl.rollout.vllm_groups import VllmGroups
+from tandem.rl.rollout.vllm_groups import VllmGroups, routing_of
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import EngineDied, Prompt, UserError, WeightVersion
 
@@ -86,6 +90,48 @@ def test_packed_weights_are_read_back_bit_for_bit_and_a_flipped_bit_names_its_te
         now = {held.name: digest(held.tensor) for held in held_weights(model)}
         assert [each for each in before if now[each] != before[each]] == [name]
         bits ^= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_experts_are_read_back_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's packing changes the order of the elements of each expert's matrix, here that of the transposed one, backwards; -0.0 keeps its sign."""
+    inner, hidden, count = 24, 40, 3
+    monkeypatch.setattr(held_weights_module, "_packed", lambda experts, isa: experts.transpose(1, 2).flatten(1).flip(1).reshape(experts.shape))
+    held_weights_module._packed_places.cache_clear()
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(count, 2 * inner, hidden).to(dtype), torch.randn(count, hidden, inner).to(dtype)
+    gate_up[1, 3, 5] = -0.0
+    layer = nn.Module()
+    layer.w13_weight = nn.Parameter(held_weights_module._packed(gate_up, "vec"), requires_grad=False)
+    layer.w2_weight = nn.Parameter(held_weights_module._packed(down, "vec"), requires_grad=False)
+    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
+    layer.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=SimpleNamespace(isa="vec")))
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.ModuleDict({"routed_experts": layer})})})
+    found = {held.name: held.tensor for held in held_weights(model)}
+    held_weights_module._packed_places.cache_clear()
+    expected = {f"mlp.experts.{expert}.down_proj.weight": down[expert] for expert in range(count)}
+    expected |= {f"mlp.experts.{expert}.gate_proj.weight": gate_up[expert, :inner] for expert in range(count)}
+    expected |= {f"mlp.experts.{expert}.up_proj.weight": gate_up[expert, inner:] for expert in range(count)}
+    assert found.keys() == expected.keys()
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert all(torch.equal(found[name].contiguous().view(bits), tensor.contiguous().view(bits)) for name, tensor in expected.items())
+
+
+def numpy_text(experts: Any) -> str:
+    file = io.BytesIO()
+    numpy.save(file, experts)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_a_recorded_routing_is_read_from_an_answer(dtype: str) -> None:
+    experts = numpy.random.default_rng(0).integers(0, 200, (9, 3, 2)).astype(dtype)
+    routed = routing_of(numpy_text(experts), 9)
+    assert (routed.layers, routed.experts_per_token, routed.tokens) == (3, 2, 9)
+    assert numpy.array_equal(numpy.frombuffer(routed.data, dtype=f"<u{routed.item_bytes}").reshape(9, 3, 2), experts)
+    for wrong in (None, "", numpy_text(experts[:8]), numpy_text(experts.astype("int64")), numpy_text(experts[0]), numpy_text(experts)[:-8]):
+        with pytest.raises(EngineDied, match=r"vLLM answered with the routing .* for 9 tokens"):
+            routing_of(wrong, 9)
 
 
 def test_shards_are_those_of_tensor_parallel_layers() -> None:
@@ -271,11 +317,29 @@ def test_what_vllm_is_not_driven_with_is_refused_in_one_line(override: str) -> N
     assert "'rollout.backend' is 'vllm'" in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("override", "reason"), [("head_dim=16", "heads of 16 values"), ("architecture=qwen3_moe", "mixture of experts")])
-def test_a_model_that_vllm_would_end_with_is_refused_before_it_starts(override: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+MIXTURE = ("model.create.architecture=qwen3_moe", "model.create.moe_intermediate_size=64")
+
+
+@pytest.mark.parametrize(("overrides", "match"), [
+    (("model.create.head_dim=16",), "heads of 16 values.*set rollout.backend to tandem$"),
+    ((MIXTURE[0], "model.create.moe_intermediate_size=40"), "experts have matrices of 40 by .*set rollout.backend to tandem$"),
+    (("trainer.router_replay=R3",), "'trainer.router_replay' is 'R3' and the model has no experts; remove the key$"),
+    ((*MIXTURE, "trainer.router_bias_rate=0.001"), "'trainer.router_bias_rate' is 0.001 .* set it to 0$"),
+    ((*MIXTURE, "trainer.share_prompts=true"), "'trainer.share_prompts' computes a prompt once .*; set it to false, or trainer.router_replay to disabled$"),
+    ((*MIXTURE, "trainer.router_replay=R3", "rollout.engine.enable_prefix_caching=false"), "'rollout.engine.enable_prefix_caching' .* set it to true, or"),
+])  # fmt: skip
+def test_a_model_that_vllm_would_end_with_is_refused_before_it_starts(
+    overrides: tuple[str, ...], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(check_rl, "python_of", lambda name: Path())
-    with pytest.raises(UserError, match=f"{reason}.*set rollout.backend to tandem$"), contextlib.chdir(tmp_path):
-        dry_run(load_config(SORT, ["--rollout.backend=vllm", f"--model.create.{override}"]), str(SORT))
+    with pytest.raises(UserError, match=match), contextlib.chdir(tmp_path):
+        dry_run(load_config(SORT, ["--rollout.backend=vllm", *(f"--{override}" for override in overrides)]), str(SORT))
+
+
+@pytest.mark.parametrize("mode", ["R3", "disabled"])
+def test_tandems_engine_has_nothing_to_replay(mode: str) -> None:
+    with pytest.raises(UserError, match=f"'trainer.router_replay' is '{mode}' and rollout.backend 'tandem', .* so that there is nothing to replay"):
+        load_config(SORT, [f"--trainer.router_replay={mode}"])
 
 
 def test_a_dry_run_without_the_environment_names_the_command_that_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ def test_a_key_is_refused_where_it_is_not_read_and_accepted_where_it_is(
     [
         (DEMONSTRATED, {"evaluation.every_steps": 5}, "'evaluation.every_steps' is 5"),
         (DEMONSTRATED, {"data.held_out": "data"}, "'data.held_out' is 'data'"),
+        (DATA, {"trainer.router_replay": "disabled"}, "'trainer.router_replay' is 'disabled'"),
         (RL, {"parallel.pipeline_layers": [5]}, "'parallel.pipeline_layers' is"),
         (RL, {"task.name": "dataset", "task.path": "a", "task.eval_path": "b", "task.held_out_share": 0.2}, "'task.held_out_share' is 0.2"),
         (RL, {"run.trace_steps": [200]}, "'run.trace_steps' has 200"),

@@ -30,7 +30,7 @@ from tandem.trainer.parallel.pipeline import Pipeline
 from tandem.trainer.parallel.replica import FrozenReplica, Replica, make_replica
 from tandem.trainer.parallel.router_balance import make_balance
 from tandem.trainer.parallel.zero_frozen import FrozenShards
-from tandem.types import FinishReason, Sample, Score, ScoreState, WeightVersion
+from tandem.types import FinishReason, RoutedExperts, Sample, Score, ScoreState, WeightVersion
 
 TEMPERATURE = 0.8
 
@@ -53,6 +53,8 @@ class Policy:
     offloaded: tuple[str, ...] = ()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     deviation: float = 0.25
+    routed: bool = False
+    """Samples have a recorded routing, which is random and not that of the policy's routers."""
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -83,11 +85,22 @@ def scored_samples(policy: Policy, step: int) -> tuple[list[Sample], list[Score]
             samples.append(
                 Sample(f"{step}/{prompt}/{index}", f"{prompt}", index, tokens, drawn, *logprobs, (WeightVersion(0, step),), FinishReason.STOP, "")
             )
+    if policy.routed:
+        samples = [replace(sample, routed_experts=_random_routing(policy, sample)) for sample in samples]
     scores = [
         Score(sample.id, ScoreState.INFRASTRUCTURE_FAULT, None) if place in policy.faults else Score(sample.id, ScoreState.NUMBER, draw.uniform(-1, 1))
         for place, sample in enumerate(samples)
     ]
     return samples, scores
+
+
+def _random_routing(policy: Policy, sample: Sample) -> RoutedExperts:
+    """Returns different experts for every token and layer."""
+    shapes, draw = policy.case.shapes, random.Random(sample.id)
+    assert shapes.experts is not None
+    number, each = shapes.experts.num_experts, shapes.experts.num_experts_per_tok
+    places = shapes.num_hidden_layers * (len(sample.prompt_token_ids) + len(sample.token_ids) - 1)
+    return RoutedExperts(shapes.num_hidden_layers, each, 1, bytes(expert for _ in range(places) for expert in draw.sample(range(number), each)))
 
 
 def replica_of(policy: Policy, here: RankContext | None, folder: Path | None) -> tuple[Replica, FrozenReplica]:

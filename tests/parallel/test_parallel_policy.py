@@ -123,6 +123,25 @@ def test_variants_of_the_loss_are_those_of_one_process(ranks: Ranks, mesh: MeshS
     check(ranks.run(mesh, train_policy, policy), by_one_process(policy), policy)
 
 
+REPLAYED = {
+    "context 2": (MeshShape(context=2), MIXTURE),
+    "data 2 x pipeline 2, expert 2": (MeshShape(data=2, pipeline=2, expert=2), MIXTURE),
+    "tensor 2, recompute": (MeshShape(tensor=2), replace(MIXTURE, sequence=True, recompute="full")),
+    "context 2 x tensor 2, expert 2": (MeshShape(context=2, tensor=2, expert=2), replace(MIXTURE, sequence=True)),
+    "data 2, zero 3, balanced": (MeshShape(data=2), replace(MIXTURE, zero=3, balance_loss=0.05)),
+}
+
+
+@pytest.mark.parametrize(("mesh", "case"), [*rows(dict(list(REPLAYED.items())[:1])), *rows(dict(list(REPLAYED.items())[1:]), FULL)])
+def test_a_recorded_routing_is_replayed_on_ranks_as_in_one_process(ranks: Ranks, mesh: MeshShape, case: Case) -> None:
+    policy = replace(policy_of(case), routed=True)
+    policy = replace(policy, algorithm=replace(policy.algorithm, old_logprobs="recompute"))
+    wanted = by_one_process(policy)
+    check(ranks.run(mesh, train_policy, policy), wanted, policy)
+    chosen = by_one_process(replace(policy, routed=False))
+    assert wanted["metrics"][0]["actor/grad_norm"] != pytest.approx(chosen["metrics"][0]["actor/grad_norm"], rel=1e-3), "the routers chose"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", [("gpipe", 1), ("interleaved", 2)], ids=lambda schedule: schedule[0])
 def test_every_schedule_of_a_pipeline_takes_the_updates_of_one_process(ranks: Ranks, schedule: Any) -> None:

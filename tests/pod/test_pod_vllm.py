@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from pod_runs import HERE, PodRun, finish
+from safetensors import safe_open
 
 sys.path.append(str(HERE.parent / "backends"))
 sys.path.append(str(HERE.parent / "weight_transfer"))
@@ -74,6 +75,18 @@ def test_a_run_at_another_temperature_with_a_filter_is_corrected_by_what_was_dra
     assert all(row["mismatch_kl"] < 1e-9 and row["mismatch_max_abs"] < 1e-3 for row in rows)
     # A filter makes what it keeps likelier than the model does.
     assert all(0.5 < row["actor/importance_weight"] < 0.999 for row in rows)
+
+
+def test_vllm_draws_in_16_bits_for_a_trainer_with_weights_in_32(tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    done = run.train(*VLLM, "--trainer.precision=bf16", "--run.max_steps=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dtype=torch.bfloat16" in (run.directory / "logs" / "vllm.log").read_text()
+    rows = run.rows()
+    assert len(rows) == 3 and all(0 < row["mismatch_kl"] < 1e-2 for row in rows)
+    assert all(abs(row["actor/importance_weight"] - 1) < 0.05 for row in rows)
+    with safe_open(next((run.directory / "model").glob("*.safetensors")), "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float32}  # noqa: SIM118
 
 
 def killed_pids(process: "subprocess.Popen[str]", wanted: Callable[[str], bool]) -> dict[int, str]:

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from tandem.types import FinishReason, Prompt, Sample, Score, ScoreState, WeightVersion, wire, wire_records
+from tandem.types import FinishReason, Prompt, RoutedExperts, Sample, Score, ScoreState, WeightVersion, wire, wire_records
 
 AWKWARD_FLOATS = (0.1, -0.0, 5e-324, 1.7976931348623157e308, math.pi, -math.inf, math.inf, 2**-149)
 
@@ -68,6 +68,28 @@ def test_a_response_mask_that_the_other_fields_contradict_is_refused():
         wire_records.encode_samples([dataclasses.replace(episode(0), response_mask=(True, False))])
 
 
+def routed(whole: Sample, item_bytes: int = 1) -> Sample:
+    """``whole`` with a routing of 3 layers and 2 experts for each token but the last."""
+    size = (len(whole.prompt_token_ids) + len(whole.token_ids) - 1) * 3 * 2 * item_bytes
+    return dataclasses.replace(whole, routed_experts=RoutedExperts(3, 2, item_bytes, random.Random(whole.id).randbytes(size)))
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2])
+def test_the_routing_of_samples_comes_back_and_costs_other_samples_nothing(item_bytes):
+    samples = [routed(sample(1, 3), item_bytes), sample(2, 4), routed(sample(3, 7), item_bytes)]
+    assert wire_records.decode_samples(wire_records.encode_samples(samples)) == samples
+    assert b"routed_experts" not in wire_records.encode_samples(samples[1:2])
+
+
+def test_a_routing_of_other_tokens_or_of_two_models_is_refused():
+    short = dataclasses.replace(routed(sample(1, 3)), token_ids=(1, 2), logprobs=(0.0,) * 2, sampling_logprobs=(0.0,) * 2)
+    short = dataclasses.replace(short, weight_versions=(WeightVersion(0, 0),) * 2)
+    with pytest.raises(ValueError, match="routed_experts has 3 entries for 2 tokens"):
+        wire_records.encode_samples([short])
+    with pytest.raises(ValueError, match="the routings of 2 models"):
+        wire_records.encode_samples([routed(sample(1, 3)), routed(sample(2, 3), 2)])
+
+
 def test_scores_of_every_state_come_back():
     scores = [
         Score("a", ScoreState.NUMBER, 0.1, {"match": 1.0, "format": -0.0}, True, "right"),
@@ -99,14 +121,14 @@ def test_a_sample_with_a_missing_token_value_is_refused(field):
 
 
 def test_every_truncation_is_refused():
-    data = wire_records.encode_samples([sample(i, 3) for i in range(3)])
+    data = wire_records.encode_samples([sample(1, 3), sample(0, 3), routed(sample(2, 3))])
     for length in range(len(data)):
         with pytest.raises(ValueError):
             wire_records.decode_samples(data[:length])
 
 
 def test_a_flipped_byte_never_raises_anything_but_value_error():
-    data = wire_records.encode_samples([sample(i, 3) for i in range(3)])
+    data = wire_records.encode_samples([sample(1, 3), sample(0, 3), routed(sample(2, 3))])
     draw = random.Random(1)
     for _ in range(2000):
         at, bit = draw.randrange(len(data)), 1 << draw.randrange(8)

@@ -29,9 +29,11 @@ def kv_cache_bytes(shapes: ModelShapes, dtype: str, tokens: int, max_num_seqs: i
     return (tokens + (max_num_seqs + 1) * BLOCK_TOKENS[device]) * kv_bytes_per_token(shapes, dtype)
 
 
-def serve_arguments(engine: EngineArgs, *, dtype: str, seed: int, max_model_len: int, cache_bytes: int, device: str, reads_weights: bool) -> list[str]:
+def serve_arguments(
+    engine: EngineArgs, *, dtype: str, seed: int, max_model_len: int, cache_bytes: int, device: str, reads_weights: bool, returns_routing: bool = False,
+) -> list[str]:
     """Returns the arguments after the model. ``cache_bytes``: of the KV cache over all ranks. ``reads_weights``: begin with those of the folder instead of
-    dummy weights."""
+    dummy weights. ``returns_routing``: answers have the experts of each token."""
     options = {
         "served-model-name": MODEL_NAME,
         "load-format": "auto" if reads_weights else "dummy",
@@ -55,6 +57,8 @@ def serve_arguments(engine: EngineArgs, *, dtype: str, seed: int, max_model_len:
         switches.append("enforce-eager")
     if device == "cpu" and engine.tensor_parallel_size == 1:
         options["distributed-executor-backend"] = "uni"
+    if returns_routing:
+        switches.append("enable-return-routed-experts")
     switches += [f"{'' if value else 'no-'}enable-{name}" for name, value in _switched(engine).items()]
     return [*(part for name, value in options.items() for part in (f"--{name}", value)), *(f"--{name}" for name in switches)]
 

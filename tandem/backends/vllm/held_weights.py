@@ -7,6 +7,7 @@ of zeros, which are exact in every dtype. What is read back has gone through the
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ def held_weights(model: nn.Module) -> Iterator[Held]:
     together: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     head, first_names = getattr(model, "lm_head", None), dict[int, str]()
     for path, layer in model.named_modules():
+        if hasattr(layer, "w13_weight"):
+            yield from _experts(layer, path)
+            continue
         parent, _, last = path.rpartition(".")
         names = [f"{parent}.{name}" if parent else name for name in together.get(last, (last,))]
         for kind, parameter in layer.named_parameters(recurse=False):
@@ -55,6 +59,44 @@ def _divided(layer: Any, names: Sequence[str], tensor: Tensor) -> Iterator[Held]
     sizes = list(layer.output_partition_sizes) if len(names) > 1 else [len(tensor)]
     for name, rows in zip(names, tensor.split(sizes), strict=True):
         yield Held(name, name, rows, is_padded=hasattr(layer, "num_embeddings_padded"))
+
+
+def _experts(layer: Any, path: str) -> Iterator[Held]:
+    """Yields the matrices of each expert of a mixture, which a CPU has packed beside each other: those of gate and up in ``w13_weight[E, 2 I, H]``."""
+    isa, parent = layer.quant_method.moe_kernel.fused_experts.isa, path.rpartition(".")[0]
+    gate_up, down = _unpacked_experts(layer.w13_weight, isa), _unpacked_experts(layer.w2_weight, isa)
+    for expert in range(len(down)):
+        gate, up = gate_up[expert].chunk(2)
+        for last, part in ((layer.ckpt_gate_proj_name, gate), (layer.ckpt_up_proj_name, up), (layer.ckpt_down_proj_name, down[expert])):
+            name = f"{parent}.{expert}.{last}.weight"
+            yield Held(name, name, part)
+
+
+def _unpacked_experts(packed: Tensor, isa: str) -> Tensor:
+    """Returns the matrices [E, N, K] that ``packed`` has in another order of their elements."""
+    places = _packed_places(packed.shape[1], packed.shape[2], packed.dtype, isa)
+    plain = torch.empty_like(packed)
+    plain.flatten(1)[:, places] = packed.flatten(1)
+    return plain
+
+
+def _packed(experts: Tensor, isa: str) -> Tensor:
+    """Returns ``experts[E, N, K]`` as vLLM packs them, by its own function."""
+    packed = torch.empty_like(experts)
+    torch.ops._C.prepack_moe_weight(experts, packed, isa)
+    return packed
+
+
+@lru_cache(maxsize=8)
+def _packed_places(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Tensor:
+    """Returns which element of a matrix each element of its packed form is: [rows * columns] int64. vLLM packs the numbers of the elements, digit by digit, so
+    that any dtype holds them."""
+    numbers, places, base = torch.arange(rows * columns), torch.zeros(rows * columns, dtype=torch.int64), 1
+    while base < rows * columns:
+        digits = (numbers // base % 128).to(dtype).view(1, rows, columns)
+        places += _packed(digits, isa).flatten().long() * base
+        base *= 128
+    return places
 
 
 def _unpacked(layer: Any, parameter: Tensor) -> Tensor:

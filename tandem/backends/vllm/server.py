@@ -42,6 +42,7 @@ class VllmServer:
     store: str
     threads: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    returns_routing: bool = False
     version: WeightVersion | None = None
     digests: list[dict[str, str]] = field(default_factory=list)
     """Of what each rank held after the last update, by name."""
@@ -72,6 +73,8 @@ class VllmServer:
         threading.Thread(target=_end_with, args=(self.process, _engines(self.process.pid)), name="vllm-engines", daemon=True).start()
         self.client.post("/init_weight_transfer_engine", {"init_info": {"store": self.store, "threads": self.threads}})
         self.client.ask_workers("tandem_report_raw_logprobs")
+        if self.returns_routing:
+            self.client.ask_workers("tandem_return_routed_experts")
         logger.info("vLLM answers after %.1f s, process %d", time.monotonic() - began, self.process.pid)
 
     def _answers(self) -> bool:

@@ -93,6 +93,7 @@ class PublishedWeights(WeightTransferEngine):  # type: ignore[misc]
             self.model.load_weights(iter(weights.tensors))
             finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied_head()
+        self._pack_experts()
         self.digests = self._compare(dict(weights.tensors))
         del weights
         self.drop()
@@ -102,6 +103,12 @@ class PublishedWeights(WeightTransferEngine):  # type: ignore[misc]
         head: Any = getattr(self.model, "lm_head", None)
         if hasattr(head, "cpu_linear"):
             head.quant_method.process_weights_after_loading(head)
+
+    def _pack_experts(self) -> None:
+        """Packs the experts again: a reload leaves them as they were published, and the kernel reads them as packed."""
+        for layer in self.model.modules():
+            if hasattr(layer, "w13_weight"):
+                layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     def _compare(self, published: dict[str, Tensor]) -> dict[str, str]:
         """Returns the digests of what is held. Raises ``RuntimeError`` where it is not the part of ``published`` that belongs to this rank."""

@@ -15,6 +15,13 @@ class WorkerExtension:
         """Lets the sampler report raw log-probabilities too."""
         report_raw_logprobs(self.model_runner.sampler)
 
+    def tandem_return_routed_experts(self) -> None:
+        """Lets the first model runner return the experts that tokens are sent to; the second does by itself."""
+        if not self.model_runner.vllm_config.use_v2_model_runner:
+            from tandem.backends.vllm.routed_experts import return_routed_experts
+
+            return_routed_experts(self.model_runner)
+
     def tandem_update_outcome(self) -> dict[str, Any]:
         """Returns ``PublishedWeights.outcome``."""
         outcome: dict[str, Any] = self.weight_transfer_engine.outcome

@@ -92,7 +92,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
             _check_folder(folder, is_of_hub=hub_model(recipe.model.path or "") is not None)
         shapes, context = read_shapes(folder), context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
         if recipe.rollout.backend == "vllm":
-            check_vllm_model(shapes, pod_device(recipe.machine))
+            check_vllm_model(shapes, pod_device(recipe.machine), recipe)
         check_placement(recipe.parallel)
         check_model_on_mesh(shapes, recipe.parallel, recipe.trainer)
         if recipe.trainer.backend == "megatron":

@@ -195,7 +195,13 @@ def train_sequence(
         reference_logprobs=None if reference_logprobs is None else tuple(reference_logprobs),
         weight_step=max((version.step for version in sample.sampled_weight_versions), default=-1),
         response_mask=(False,) * prompt + sample.response_mask if sample.response_mask else (),
+        routed_experts=sample.routed_experts,
     )
+
+
+def without_replay(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Returns ``sequences`` for another model than the one that drew them, whose routers choose for themselves."""
+    return [replace(sequence, routed_experts=None) if sequence.routed_experts is not None else sequence for sequence in sequences]
 
 
 def _of_every_token(sample: Sample, sampled: Sequence[float]) -> tuple[float, ...]:

@@ -4,7 +4,10 @@ The seed of a sample depends on the run's seed, its request and its index, as in
 which other samples are in a batch, so that a sample which is drawn again may differ all the same.
 """
 
+import ast
+import base64
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -16,7 +19,7 @@ from tandem.backends.vllm.arguments import BOTH_LOGPROBS, MODEL_NAME, version_la
 from tandem.backends.vllm.http_client import VllmClient
 from tandem.rl.rollout.dispatch import request_key, sample_id
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import EngineDied, FinishReason, Prompt, Sample, WeightVersion
+from tandem.types import EngineDied, FinishReason, Prompt, RoutedExperts, Sample, WeightVersion
 
 ABORT_POLL_S = 0.1
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -58,10 +61,11 @@ def generate_request(
 
 
 def sample_of_answer(
-    step: int, prompt: Prompt, index: int, answer: Mapping[str, Any], tokenizer: Tokenizer, settings: Mapping[str, Any], version: WeightVersion
+    step: int, prompt: Prompt, index: int, answer: Mapping[str, Any], tokenizer: Tokenizer, settings: Mapping[str, Any], version: WeightVersion,
+    replays: bool = False,
 ) -> Sample:
     """Returns the sample that the answer of ``/inference/v1/generate`` for ``settings`` has. Raises ``EngineDied`` if a token was drawn by other weights than
-    ``version``, or the answer is not whole."""
+    ``version``, or the answer is not whole. ``replays``: it has the routing of the tokens."""
     (choice,) = answer["choices"]
     tokens, reason = tuple(choice["token_ids"]), choice["finish_reason"]
     name = sample_id(step, prompt.id, index)
@@ -72,10 +76,12 @@ def sample_of_answer(
     spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
     if spans != [(label, 0, len(tokens))]:
         raise EngineDied(f"vLLM drew sample '{name}' with the weights {spans}, and holds {label}")
+    routed = routing_of(choice["routed_experts"], len(prompt.token_ids) + len(tokens) - 1) if replays else None
     return Sample(
         id=name, prompt_id=prompt.id, index=index, prompt_token_ids=prompt.token_ids, token_ids=tokens, logprobs=logprobs, sampling_logprobs=sampling,
         weight_versions=(version,) * len(tokens), finish_reason=FinishReason(reason),
         text=text_of_answer(tokens, choice["stop_reason"], tokenizer, settings["stop"]),
+        routed_experts=routed,
     )  # fmt: skip
 
 
@@ -89,6 +95,19 @@ def _logprobs(content: Sequence[Mapping[str, Any]], is_both: bool) -> tuple[tupl
     if any(len(each) != BOTH_LOGPROBS for each in entries):
         raise EngineDied("vLLM answered without the raw log-probabilities of the tokens that it drew")
     return sampling, tuple(float(raw["logprob"]) for _, raw in entries)
+
+
+def routing_of(text: str | None, tokens: int) -> RoutedExperts:
+    """Returns the routing of ``tokens`` tokens from an answer: an array [tokens, layers, experts per token] in NumPy's format, in base64. Raises
+    ``EngineDied`` if it is another."""
+    data = base64.b64decode(text or "")
+    # NumPy's format, version 1.0: magic, version, the length of the header, and the header, a literal of Python.
+    start = 10 + int.from_bytes(data[8:10], "little")
+    header = ast.literal_eval(data[10:start].decode("latin-1").strip() or "{}")
+    item_bytes, shape = {"|u1": 1, "<u2": 2}.get(header.get("descr"), 0), header.get("shape", ())
+    if not item_bytes or header["fortran_order"] or len(shape) != 3 or shape[0] != tokens or len(data) - start != math.prod(shape) * item_bytes:
+        raise EngineDied(f"vLLM answered with the routing {header or 'of nothing'} for {tokens} tokens")
+    return RoutedExperts(shape[1], shape[2], item_bytes, data[start:])
 
 
 def text_of_answer(tokens: Sequence[int], stop_reason: object, tokenizer: Tokenizer, stops: Sequence[str]) -> str:
@@ -107,11 +126,13 @@ class _Group:
 
 class VllmGroups:
     """The groups that a server draws; the calls are those of ``InFlightGroups``. ``version``: of the weights that the server holds. ``most``: requests at
-    once."""
+    once. ``replays``: samples that are trained have the routing of their tokens."""
 
-    def __init__(self, client: VllmClient, tokenizer: Tokenizer, version: WeightVersion, *, max_model_len: int, most: int) -> None:
+    def __init__(
+        self, client: VllmClient, tokenizer: Tokenizer, version: WeightVersion, *, max_model_len: int, most: int, replays: bool = False,
+    ) -> None:
         self._client, self._tokenizer, self._version = client, tokenizer, version
-        self._max_model_len = max_model_len
+        self._max_model_len, self._replays = max_model_len, replays
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="vllm")
         self._finished: SimpleQueue[tuple[_Group, Sample | BaseException]] = SimpleQueue()
         self._groups: list[_Group] = []
@@ -133,8 +154,9 @@ class VllmGroups:
             key = request_key(group.step, prompt.id, settings["purpose"])
             room = self._max_model_len - len(prompt.token_ids)
             body = generate_request(prompt, index, key, settings, self._tokenizer.eos_token_ids, room)
+            replays = self._replays and settings["purpose"] == "rollout"
             answer = self._client.post("/inference/v1/generate", body)
-            sample = sample_of_answer(group.step, prompt, index, answer, self._tokenizer, settings, self._version)
+            sample = sample_of_answer(group.step, prompt, index, answer, self._tokenizer, settings, self._version, replays)
         except BaseException as error:
             self._finished.put((group, error))
         else:
