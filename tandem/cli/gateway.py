@@ -6,14 +6,18 @@ examples:
   tandem gateway --backends http://127.0.0.1:8000,http://127.0.0.1:8001
   tandem gateway gateway.yaml
   tandem gateway gateway.yaml --check
+  tandem gateway gateway.yaml --emit envoy --gateways http://10.0.0.2:8080,http://10.0.0.3:8080 > envoy.yaml
 """
 
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.types import UserError
+
+if TYPE_CHECKING:
+    from tandem.config.gateway import GatewayConfig
 
 _MOST_BYTES = 2**20
 
@@ -23,6 +27,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", metavar="URL,URL", help="the servers, in place of those of the file")
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (default: 8080)")
+    parser.add_argument("--emit", choices=("envoy", "haproxy", "nginx"), help="print the settings of a load balancer in front of several gateways, and stop")
+    parser.add_argument("--gateways", metavar="URL,URL", help="with --emit: the gateways; --host and --port are those of the load balancer")
     parser.add_argument("--check", action="store_true", help="check the settings, ask every backend once, and stop")
 
 
@@ -34,6 +40,12 @@ def run(options: argparse.Namespace) -> int:
     from tandem.config.load import build
 
     config = build(GatewayConfig, _settings(options))
+    if (options.emit is None) != (options.gateways is None):
+        needs = "--emit needs --gateways URL,URL, the gateways behind the load balancer"
+        raise UserError(needs if options.emit else "--gateways is for --emit envoy|haproxy|nginx")
+    if options.emit is not None:
+        print(_emitted(config, options.emit, options.gateways), end="")
+        return 0
     if options.check:
         from tandem.gateway.check import check_gateway
 
@@ -41,6 +53,16 @@ def run(options: argparse.Namespace) -> int:
     from tandem.gateway.server import run_gateway
 
     return run_gateway(config)
+
+
+def _emitted(config: "GatewayConfig", kind: str, gateways: str) -> str:
+    """Returns the configuration of a load balancer of ``kind``. Raises ``UserError``."""
+    from tandem.gateway.emit.envoy import envoy
+    from tandem.gateway.emit.front import make_front
+    from tandem.gateway.emit.haproxy import haproxy
+    from tandem.gateway.emit.nginx import nginx
+
+    return {"envoy": envoy, "haproxy": haproxy, "nginx": nginx}[kind](make_front(config, gateways))
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The settings of ``tandem gateway``: the sections and keys of its file."""
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -234,6 +235,9 @@ class GatewayConfig:
     """Address that it listens on."""
     port: int = 8080
     """Port that it listens on; 0 takes a free one."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks of load balancers in front, for example `10.0.0.0/8`. The client of a request from one of them is the one that it names in
+    `X-Forwarded-For`. Without keys a client's address is its tenant."""
     zone: str = ""
     """Where the gateway runs; see `router.zone_tokens`."""
     balance: Literal["least_tokens", "power_of_two", "round_robin", "consistent_hash"] = "least_tokens"
@@ -291,6 +295,11 @@ class GatewayConfig:
         check_routes(self.routes)
         if not 0 <= self.port <= 65535:
             raise UserError(f"'port' is {self.port}; it must be from 0 to 65535")
+        for proxy in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise UserError(f"'trusted_proxies' has '{proxy}': {error}; write an address or a network, for example 10.0.0.0/8") from None
         if not 0 < self.max_body_mib <= MOST_BODY_MIB:
             raise UserError(f"'max_body_mib' is {self.max_body_mib:g}; it must be above 0 and at most {MOST_BODY_MIB}")
         for name in ("request_s", "stall_s", "drain_s"):

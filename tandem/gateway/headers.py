@@ -30,5 +30,7 @@ def to_backend(headers: Iterable[tuple[bytes, bytes]], *, authorization: str | N
     if client:
         before = [value for name, value in passed if name == b"x-forwarded-for"]
         passed = [(name, value) for name, value in passed if name != b"x-forwarded-for"]
-        passed.append((b"x-forwarded-for", b", ".join([*before, client.encode()])))
+        # A load balancer in front has added it.
+        last = before[-1].rpartition(b",")[2].strip() if before else b""
+        passed.append((b"x-forwarded-for", b", ".join([*before, *([] if last == client.encode() else [client.encode()])])))
     return passed

@@ -160,6 +160,7 @@ async def _until_stopped(state: GatewayState, listener: socket.socket) -> int:
     server = HttpServer(uvicorn.Config(
         RequestLog(app, state.lines) if config.log_requests else app, http=_protocol(config), log_level="critical", access_log=False, lifespan="off",
         loop="asyncio", backlog=BACKLOG, timeout_graceful_shutdown=5, server_header=False, date_header=False, timeout_keep_alive=75, ws="none",
+        proxy_headers=bool(config.trusted_proxies), forwarded_allow_ips=list(config.trusted_proxies),
     ))  # fmt: skip
     stop, stop_now = stop_events()
     serving = asyncio.create_task(server.serve([listener]))

@@ -203,6 +203,14 @@ class Pod:
             detail.update(self.moves.note(version.step, self.trainer.register(version, self.buffers, self.fence())))
             self._check_changed(version.step, str(detail["digest"]))
             self.engine_bytes["engine_weights"], self.published = self.base_bytes + int(detail["bytes"]), version
+            if self.pods.elementwise_deltas:
+                self._write_delta(version.step, detail)
+
+    def _write_delta(self, step: int, detail: dict[str, Any]) -> None:
+        made = self.trainer.write_delta(self.shared_store, self.pods.full_update_every)
+        detail.update(delta_bytes=made["bytes"], delta_seconds=made["seconds"])
+        if made["trouble"]:
+            self.records.callback.message(f"step {step}: other pods read whole weights, because their delta could not be made: {made['trouble']}")
 
     def _check_changed(self, step: int, digest: str) -> None:
         """Raises ``RunError`` if the weights of ``step`` were registered with the ``digest`` of those before, although the trainer has learned since: an

@@ -38,7 +38,8 @@ class RolloutPods:
     of a shim to its worker; that of a call of a shim is longer, so that the shim names a worker that is stuck. ``there``: the pods that take part;
     ``away``: why the others do not, by number; ``lost``: those that were left out since the last update of weights and outside a rollout, as it is
     reported. ``least``: the pods that an update of weights waits for, up to ``join_timeout_s``. ``sends_on``: where pods send
-    on the weights that they have received, as ``serves`` of ``receive_weights``; empty: they do not."""
+    on the weights that they have received, as ``serves`` of ``receive_weights``; empty: they do not. ``reads_deltas``: whether pods read element-wise
+    deltas."""
 
     pods: Sequence[RolloutPod]
     open_store: Callable[[], Store]
@@ -50,6 +51,7 @@ class RolloutPods:
     least: int = 1
     join_timeout_s: float = 600.0
     sends_on: Mapping[str, Any] = field(default_factory=dict)
+    reads_deltas: bool = False
     there: list[RolloutPod] = field(default_factory=list)
     away: dict[int, str] = field(default_factory=dict)
     lost: list[dict[str, Any]] = field(default_factory=list)
@@ -96,7 +98,7 @@ class RolloutPods:
 
         def receive(pod: RolloutPod) -> None:
             if pod.receives:
-                stores = {"store": self.store_address, "own_store": pod.own_store}
+                stores = {"store": self.store_address, "own_store": pod.own_store, "deltas": self.reads_deltas}
                 pod.ask("receive_weights", {**stores, "version": version, "protocols": [], "deadline_s": self.deadline_s, "serves": self.sends_on})
 
         received: list[RolloutPod] = []

@@ -76,6 +76,7 @@ class Shim:
         }
         if self.role == "trainer":
             own["serve_weights"], own["start_ranks"] = self.between_pods.serve_weights, self.start_ranks
+            own["write_delta"] = self.between_pods.write_delta
         else:
             own["receive_weights"], own["replace_worker"] = self.between_pods.receive_weights, self.replace_worker
             own["verify_weights"] = self.verify_weights

@@ -12,7 +12,9 @@ from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply
 from tandem.runtime.rpc.credentials import read_credential
 from tandem.types import RunError, WeightManifest, WeightVersion
-from tandem.weight_transfer.shared_memory import WeightBuffers
+from tandem.weight_transfer.delta import DeltaMemory, DeltaWriter, publish_reference
+from tandem.weight_transfer.publication import current
+from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, check_protocols
 from tandem.weight_transfer.transport.mirror import WeightMirror
 from tandem.weight_transfer.transport.mooncake import MooncakeSource, available
@@ -22,7 +24,7 @@ from tandem.weight_transfer.transport.tcp_source import TcpSource
 
 
 class WeightsBetweenPods:
-    """The two calls of a shim with ``options``. ``buffers``: returns those that the shim has allocated. The lock is held while weights arrive, so that
+    """The calls of a shim with ``options``. ``buffers``: returns those that the shim has allocated. The lock is held while weights arrive, so that
     one version at a time is written."""
 
     def __init__(self, options: argparse.Namespace, buffers: Callable[[], WeightBuffers | None]) -> None:
@@ -32,6 +34,7 @@ class WeightsBetweenPods:
         self._stores: dict[str, Store] = {}
         self._service: WeightService | None = None
         self._mirror: WeightMirror | None = None
+        self._deltas: DeltaWriter | None = None
         self._lock = threading.Lock()
 
     def serve_weights(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -49,20 +52,45 @@ class WeightsBetweenPods:
                 )  # fmt: skip
             return {"ports": {offer.protocol: offer.port for offer in self._service.endpoint.offers}}, {}
 
+    def write_delta(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Makes the element-wise delta from the version before to the one that is published in the run's ``store`` now, serves it, and says so in the store.
+        Every ``full_every`` steps there is none. The reply has its ``bytes``, 0 if there is none, the ``seconds``, and ``trouble``: why there is none
+        although there should be."""
+        store, began, trouble, full_every = self._store(meta["store"]), time.monotonic(), "", int(meta["full_every"])
+        with self._lock:
+            buffers, published = self._buffers(), current(store)
+            if self._service is None or buffers is None or published is None:
+                raise RunError(f"pod {self._pod} serves no weights yet; they are served before a delta of them is made")
+            if self._deltas is None:
+                self._deltas = DeltaWriter(buffers.segments, self._delta_memory(), self._threads, lambda step: step % full_every == 0)
+            try:
+                written = self._deltas.write(published[0])
+            except RunError as error:
+                written, trouble = None, str(error)
+            if written is not None:
+                self._service.serve_too(written[1])
+            publish_reference(store, None if written is None else written[0])
+        return {"bytes": 0 if written is None else written[0].size_bytes, "seconds": time.monotonic() - began, "trouble": trouble}, {}
+
+    def _delta_memory(self) -> DeltaMemory:
+        return DeltaMemory(lambda number, size_bytes: Segment.create(self._pod, f"delta-{number}", size_bytes))
+
     def receive_weights(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Brings the ``version`` that is published in the run's ``store`` (``None``: the newest) to this pod's shared memory over one of ``protocols``
         (empty: all that this machine has) within ``deadline_s``, and publishes it in ``own_store``, which this pod's engines read. The reply has the
         ``version``, the ``bytes`` that came from the other pod, the ``protocol`` (empty: it was here before), the tensors that were read again
         (``rereads``), how often a connection broke (``breaks``), the pods that sent it beside the trainer's (``peers``) and the ``seconds``. ``serves``: the
-        ``host``, ``port`` and ``advertised`` host, as of ``serve_weights``, at which this pod sends it on to others from now on."""
+        ``host``, ``port`` and ``advertised`` host, as of ``serve_weights``, at which this pod sends it on to others from now on. ``deltas``: whether
+        element-wise deltas are read; the reply has their ``delta_bytes``, and why they or parts of them were not used (``whole``)."""
         protocols, began = check_protocols(meta["protocols"] or (*available(), "tcp")), time.monotonic()
         version = None if meta["version"] is None else WeightVersion(*meta["version"])
         with self._lock:
             if self._mirror is None:
                 shared, own = self._store(meta["store"]), self._store(meta["own_store"])
                 self._mirror = WeightMirror(
-                    shared, own, lambda size_bytes: WeightBuffers.create(self._pod, size_bytes), self._open_source, pod=self._pod
-                )
+                    shared, own, lambda size_bytes: WeightBuffers.create(self._pod, size_bytes), self._open_source, pod=self._pod,
+                    delta_memory=self._delta_memory() if meta.get("deltas") else None, threads=self._threads,
+                )  # fmt: skip
             arrived = self._mirror.bring(
                 version, protocols, Deadline(float(meta["deadline_s"])), lambda done, total: progress({"bytes": done, "total_bytes": total})
             )
@@ -72,6 +100,7 @@ class WeightsBetweenPods:
         return {
             "version": list(arrived.manifest.version), "bytes": size_bytes, "protocol": arrived.protocol, "rereads": list(rereads),
             "breaks": breaks, "peers": list(arrived.peers), "seconds": time.monotonic() - began,
+            "delta_bytes": arrived.delta_bytes, "whole": list(arrived.whole),
         }, {}  # fmt: skip
 
     def _send_on(self, where: Meta, manifest: WeightManifest) -> None:
@@ -88,6 +117,8 @@ class WeightsBetweenPods:
         """Ends the service and removes the shared memory that weights were received into."""
         if self._service is not None:
             self._service.close()
+        if self._deltas is not None:
+            self._deltas.close()
         if self._mirror is not None:
             self._mirror.close()
         for store in self._stores.values():

@@ -15,6 +15,7 @@ from pod_runs import RECIPE, PodRun, difference, finish, recipe_with, train_two_
 
 from tandem.config.pods import PodsConfig
 from tandem.config.recipe import Recipe, load_config
+from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.pod.failures import PodLost, SidecarDied
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.rollout_pods import RolloutPods
@@ -27,6 +28,7 @@ from tandem.runtime.process.learned_deadline import LearnedDeadline
 from tandem.runtime.rpc.calls import Blobs, Meta
 from tandem.types import UserError
 from tandem.types.wire import Frame
+from tandem.weight_transfer import elementwise
 
 
 def test_groups_of_a_lost_pod_are_drawn_once_each_by_the_workers_of_the_others() -> None:
@@ -163,6 +165,29 @@ def test_a_count_that_cannot_be_right_is_refused_in_one_line() -> None:
         PodsConfig(count=0).check()
 
 
+@pytest.mark.parametrize(
+    ("pods", "refusal"),
+    [
+        (PodsConfig(count=2, elementwise_deltas=True, full_update_every=0), r"'pods\.full_update_every' is 0; it must be at least 1"),
+        (PodsConfig(count=2, full_update_every=5), r"'pods\.full_update_every' is 5, which is not read: pods\.elementwise_deltas is false"),
+        (PodsConfig(elementwise_deltas=True), r"'pods\.elementwise_deltas' is true, which is not read: the run has one pod"),
+        (PodsConfig(count=2, elementwise_deltas=True, protocols=("rdma",)), r"pods\.protocols is \[rdma\]; deltas are sent over plain TCP: add tcp"),
+    ],
+)
+def test_deltas_that_could_not_be_sent_are_refused_in_one_line(pods: PodsConfig, refusal: str) -> None:
+    with pytest.raises(UserError, match=refusal):
+        pods.check()
+
+
+def test_deltas_without_numpy_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(elementwise, "is_available", lambda: False)
+    recipe = load_config(RECIPE, ["--pods.count=2", "--pods.elementwise_deltas=true", f"--run.directory={tmp_path}"])
+    assert isinstance(recipe, Recipe)
+    monkeypatch.chdir(RECIPE.parent)
+    with pytest.raises(UserError, match=r"'pods\.elementwise_deltas' is true and needs numpy, which is not installed; pip install 'tandem-rl\[deltas\]'"):
+        check_rl_run(recipe)
+
+
 def test_pods_without_work_without_cpus_or_inline_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'pods\.count' is 3 with rollout\.workers 2 each, and rollout\.prompts_per_step is 4;.* 2 would have nothing to do"):
         load_config(RECIPE, ["--pods.count=3", "--rollout.workers=2"])
@@ -211,6 +236,23 @@ def test_a_run_of_two_pods_is_resumed_with_three_of_two_workers_and_replayed(und
     assert difference(run, alone) == [] and run.left_behind() == []
     replayed = finish(run.begin("replay", str(run.directory), "--step", "4"))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+@pytest.mark.full
+def test_a_second_pod_in_bf16_is_sent_changed_elements_alone_and_whole_weights_every_few_steps_and_no_bit_changes(tmp_path: Path) -> None:
+    bf16 = ("--trainer.dtype=bfloat16", "--trainer.learning_rate=1e-5")
+    alone, run = PodRun(tmp_path / "alone"), PodRun(tmp_path / "run")
+    done = alone.train(*bf16)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The first life of the second pod ends after it has received two versions: the next one has no base.
+    train_two_pods(run, *bf16, "--pods.elementwise_deltas=true", "--pods.full_update_every=4", "--fault", "pod1_rollout_shim:after:receive_weights:3")
+    assert difference(run, alone) == []
+    log = (run.directory / "pods" / "1" / "logs" / "rollout_shim.log").read_text()
+    came = {
+        int(step): (int(whole) * 2 > int(size), int(delta) > 0)
+        for size, step, whole, delta in re.findall(r"of the (\d+) bytes of weights of step (\d) \(incarnation 1\) (\d+) came whole, and (\d+) of a delta", log)
+    }
+    assert came[0] == (True, False) and came[1] == (False, True) and came[4] == (True, False) and came[5] == (False, True)
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from tandem.pod.states import RolloutState, TrainerState
 from tandem.pod.transitions import Transitions
 from tandem.runtime.coordination.store import Conflict, Entry, Guard
 from tandem.types import PartEntry, TensorEntry, WeightManifest, WeightVersion
+from tandem.weight_transfer.delta import DeltaReference, publish_reference, reference_to
 from tandem.weight_transfer.manifest import make_manifest, to_json
 from tandem.weight_transfer.publication import KEY, current
 from tandem.weight_transfer.shared_memory import Contents, Segment, WeightBuffers, contents_of, decode_label, encode_label
@@ -76,6 +77,27 @@ def label_says(label: WeightVersion | None, wanted: WeightVersion) -> bool:
         return False
     encoded = encode_label(Contents(label, manifest_of(label, "any").digest))
     return decode_label(encoded) == contents_of(manifest_of(wanted, "any"))
+
+
+class _KeyStore:
+    """One key, as ``publish_reference`` and ``reference_to`` use a store."""
+
+    entry: Entry | None = None
+
+    def get(self, key: str) -> Entry | None:
+        return self.entry
+
+    def put(self, key: str, value: bytes, lease: int | None = None) -> int:
+        self.entry = Entry(key, value, 1)
+        return 1
+
+
+@cache
+def delta_leads_to(target: WeightVersion, wanted: WeightVersion) -> bool:
+    """Returns whether a reader of ``wanted`` uses the delta that was made for ``target``."""
+    store = cast(Any, _KeyStore())
+    publish_reference(store, DeltaReference("any", 2, 1, "0" * 32, contents_of(manifest_of(target, "any"))))
+    return reference_to(store, manifest_of(wanted, "any")) is not None
 
 
 def segment_name(shim: int, place: int) -> str:

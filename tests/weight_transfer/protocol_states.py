@@ -3,7 +3,8 @@
 One trainer publishes a few versions of a model of two tensors; it may die at every step and be started again, in its shim or, while it still runs
 unseen (a paused machine, a cut network), in another. Two engines take what is published: engine 0 by copying shared memory (``WeightReader.read``), or
 unverified, as one of several whose weights are verified once when all have taken them (``WeightReader.view``, ``PublishedVerifier``), engine 1 from another
-pod (``transport.fetch``). Both may die at every step. A bit of shared memory may flip.
+pod (``transport.fetch``), with ``deltas`` from what its pod holds and the elements that have changed (``DeltaWriter``, ``LocalParts``). Both may die at every
+step. A bit of shared memory may flip.
 
 What decides is the code itself: ``publish``, ``replaceable``, ``current`` and ``check_newer`` over a store in memory, manifests and their digests, labels of
 segments, ``WeightBuffers.other``, and ``Transitions``. What is modelled beside it is named for the code that it stands for. A tensor is written, read or
@@ -18,6 +19,7 @@ from protocol_code import (
     Bytes,
     LooksAgain,
     MemoryStore,
+    delta_leads_to,
     digest,
     free_buffer,
     label_says,
@@ -40,7 +42,8 @@ DAMAGED, NOTHING = WeightVersion(-1, -1), WeightVersion(0, 0)
 
 class Protection(NamedTuple):
     """What is switched off in a negative control. ``after``: weights that several engines take are verified after all have taken them, else before;
-    ``revision``: only if they were published all the time in between; ``repair``: weights that arrive damaged are registered again."""
+    ``revision``: only if they were published all the time in between; ``repair``: weights that arrive damaged are registered again; ``delta``: what comes of a
+    delta is compared with its digest."""
 
     compare_and_swap: bool = True
     label: bool = True
@@ -48,6 +51,7 @@ class Protection(NamedTuple):
     after: bool = True
     revision: bool = True
     repair: bool = True
+    delta: bool = True
 
 
 ALL = Protection()
@@ -55,13 +59,14 @@ ALL = Protection()
 
 class Limits(NamedTuple):
     """How far a walk goes: optimizer steps, deaths, flipped bits, and trainers that are replaced while they still run. ``once``: whether engine 0 is one of
-    several whose weights are verified once."""
+    several whose weights are verified once. ``deltas``: whether element-wise deltas are made for engine 1, and bits flip in the memory of its pod too."""
 
     steps: int = 3
     deaths: int = 1
     flips: int = 1
     replacements: int = 1
     once: int = 0
+    deltas: int = 0
 
 
 class Memory(NamedTuple):
@@ -72,8 +77,8 @@ class Memory(NamedTuple):
 
 
 class Trainer(NamedTuple):
-    """A trainer's worker. ``at``: ``train``, ``choose``, ``a``, ``b`` (the tensor that it writes next), ``label``, ``look`` (at what is published), ``swap`` or
-    ``dead``. ``replaced``: the version, segment and revision that it saw last; ``target``: the buffer that it writes, of the shim ``shim``."""
+    """A trainer's worker. ``at``: ``train``, ``choose``, ``a``, ``b`` (the tensor that it writes next), ``label``, ``look`` (at what is published), ``swap``,
+    ``delta`` or ``dead``. ``replaced``: the version, segment and revision that it saw last; ``target``: the buffer that it writes, of the shim ``shim``."""
 
     incarnation: int
     shim: int
@@ -87,7 +92,8 @@ class Trainer(NamedTuple):
 class Engine(NamedTuple):
     """``holds``: the version that it says to hold, and its ``tensors``. While it reads, ``wants`` is the version and segment of the manifest, and
     ``copied`` what has been copied; ``rereads``: how often it began again; ``verified``: what the verifier of several engines has read, and ``revision``
-    that of the manifest, for it."""
+    that of the manifest, for it. Of engine 1: ``pod``, what the shared memory of its pod holds of that version, and ``made``, which tensors a delta has
+    made."""
 
     state: RolloutState = RolloutState.START_ENGINE
     holds: WeightVersion | None = None
@@ -97,11 +103,24 @@ class Engine(NamedTuple):
     rereads: int = 0
     verified: tuple[Bytes, ...] = ()
     revision: int = 0
+    pod: tuple[Bytes, Bytes] = (NOTHING, NOTHING)
+    made: tuple[int, ...] = ()
+
+
+class Delta(NamedTuple):
+    """What turns the version ``base`` into ``target``, made of the bytes ``before`` and ``after``, of the tensors that have been compared so far. ``is_told``:
+    the store names it."""
+
+    base: WeightVersion
+    target: WeightVersion
+    before: tuple[Bytes, ...] = ()
+    after: tuple[Bytes, ...] = ()
+    is_told: bool = False
 
 
 class State(NamedTuple):
     """All of it. ``published``: version and segment in the store, and ``revision``. ``again``: an engine found damage, and the controller has the trainer
-    register the same weights again. ``shims``: segments by shim. ``left``: deaths, flips and replacements that may still come."""
+    register the same weights again. ``shims``: segments by shim. ``left``: deaths, flips and replacements that may still come. ``delta``: the newest."""
 
     published: tuple[WeightVersion, str] | None
     revision: int
@@ -110,6 +129,7 @@ class State(NamedTuple):
     engines: tuple[Engine, Engine]
     left: tuple[int, int, int]
     again: bool = False
+    delta: Delta | None = None
 
 
 class Next(NamedTuple):
@@ -181,8 +201,36 @@ def trainer_moves(state: State, number: int, limits: Limits, protection: Protect
     elif trainer.at == "look":
         seen = None if state.published is None else (*state.published, state.revision)
         yield Next(f"{who} looks at what is published", with_trainer(trainer._replace(at="swap", replaced=seen)))
+    elif trainer.at == "delta":
+        yield _writes_delta(state, trainer, with_trainer)
     else:
-        yield _publishes(state, trainer, version, with_trainer, protection)
+        after = _publishes(state, trainer, version, with_trainer, protection)
+        yield _begins_delta(after, number) if limits.deltas and after.action.endswith("publishes") else after
+
+
+def _begins_delta(after: Next, number: int) -> Next:
+    """The controller has the trainer's shim make a delta when a version is published."""
+    trainer = after.state.trainers[number]
+    old, new = (after.state.shims[trainer.shim][place].label for place in (1 - trainer.target, trainer.target))
+    if old is None or new is None or old == new:
+        return after._replace(state=after.state._replace(delta=None))
+    trainers = (*after.state.trainers[:number], trainer._replace(at="delta"), *after.state.trainers[number + 1 :])
+    return after._replace(state=after.state._replace(trainers=trainers, delta=Delta(old, new)))
+
+
+def _writes_delta(state: State, trainer: Trainer, with_trainer: Any) -> Next:
+    """``DeltaWriter.write`` of the trainer's shim, a tensor at a time."""
+    who, delta = f"the shim of trainer {trainer.incarnation}", state.delta
+    if delta is None or (delta.target.incarnation, delta.target.step) != (trainer.incarnation, trainer.step - 1):
+        # Another trainer has made one meanwhile, in another shim.
+        return Next(f"{who} gives its delta up", with_trainer(trainer._replace(at="train")))
+    old, new = state.shims[trainer.shim][1 - trainer.target], state.shims[trainer.shim][trainer.target]
+    if len(delta.after) < len(TENSORS):
+        i = len(delta.after)
+        longer = delta._replace(before=(*delta.before, old.tensors[i]), after=(*delta.after, new.tensors[i]))
+        return Next(f"{who} compares {TENSORS[i]}", with_trainer(trainer, delta=longer))
+    is_kept = label_says(old.label, delta.base) and label_says(new.label, delta.target)
+    return Next(f"{who} tells of its delta", with_trainer(trainer._replace(at="train"), delta=delta._replace(is_told=True) if is_kept else None))
 
 
 def _publishes(state: State, trainer: Trainer, version: WeightVersion, with_trainer: Any, protection: Protection) -> Next:
@@ -234,7 +282,7 @@ def engine_moves(state: State, number: int, limits: Limits, protection: Protecti
         return
     version, segment = engine.wants
     shim, place = place_of(segment)
-    memory, none = state.shims[shim][place], engine._replace(wants=None, copied=(), rereads=0)
+    memory, none = state.shims[shim][place], engine._replace(wants=None, copied=(), made=(), rereads=0)
     if number == 0 and limits.once:
         yield _verified_once(state, engine, memory, with_engine, protection)
         return
@@ -242,9 +290,23 @@ def engine_moves(state: State, number: int, limits: Limits, protection: Protecti
         if number == 1 and protection.label and not label_says(memory.label, version):
             yield Next(f"{who} is told that the version has moved", with_engine(none))
             return
+        if number == 1 and (made := _made(state, engine, version, protection)) is not None:
+            yield Next(f"{who} applies the delta", with_engine(made))
+            return
         yield Next(f"{who} copies", with_engine(engine._replace(copied=(*engine.copied, memory.tensors[len(engine.copied)]))))
         return
     yield _verified(state, number, engine, version, with_engine, none, protection)
+
+
+def _made(state: State, engine: Engine, version: WeightVersion, protection: Protection) -> Engine | None:
+    """``LocalParts.fill`` with a delta: the next tensor from what the pod holds; ``None`` where it is read whole."""
+    delta, i = state.delta, len(engine.copied)
+    if delta is None or not delta.is_told or not delta_leads_to(delta.target, version) or engine.holds != delta.base:
+        return None
+    tensor = delta.after[i] if engine.pod[i] == delta.before[i] else DAMAGED
+    if protection.delta and digest(TENSORS[i], tensor) != digest(TENSORS[i], version):
+        return None
+    return engine._replace(copied=(*engine.copied, tensor), made=(*engine.made, i))
 
 
 def _verified_once(state: State, engine: Engine, memory: Memory, with_engine: Any, protection: Protection) -> Next:
@@ -283,16 +345,20 @@ def _verified(state: State, number: int, engine: Engine, version: WeightVersion,
     if number == 1 and len({each for each in engine.copied if each != DAMAGED}) > 1:
         mixture = f"transfer: bytes of {', '.join(str(tuple(each)) for each in engine.copied)} were accepted as one version"
     entries = manifest_of(*engine.wants).tensors if engine.wants else ()
-    right = all(digest(entry.name, each) == entry.parts[0].digest for entry, each in zip(entries, engine.copied, strict=True))
+    right = all(
+        digest(entry.name, each) == entry.parts[0].digest or (i in engine.made and not protection.delta)
+        for i, (entry, each) in enumerate(zip(entries, engine.copied, strict=True))
+    )
+    none = none._replace(made=())
     if right or not protection.digest:
         held = cast(tuple[Bytes, Bytes], engine.copied)
         if set(held) != {version}:
             mixture = mixture or f"engine: it draws from {', '.join(str(tuple(each)) for each in held)} as {tuple(version)}"
-        return Next(f"{who} holds it", with_engine(none._replace(holds=version, tensors=held)), mixture=mixture)
+        return Next(f"{who} holds it", with_engine(none._replace(holds=version, tensors=held, pod=held if number else none.pod)), mixture=mixture)
     if engine.rereads == 0 and state.published is not None:
         # From the manifest on.
         manifest, _ = read_manifest(*state.published, state.revision)
-        again = engine._replace(wants=(manifest.version, manifest.tensors[0].segment), copied=(), rereads=1)
+        again = engine._replace(wants=(manifest.version, manifest.tensors[0].segment), copied=(), made=(), rereads=1)
         return Next(f"{who} reads again", with_engine(again), mixture=mixture)
     is_current = protection.repair and state.published is not None and engine.wants == state.published
     return Next(f"{who} reports damage", with_engine(none, again=state.again or is_current), mixture=mixture)
@@ -301,7 +367,7 @@ def _verified(state: State, number: int, engine: Engine, version: WeightVersion,
 # -- what happens to them -----------------------------------------------------------------------------------------------
 
 
-def faults(state: State) -> Iterator[Next]:
+def faults(state: State, limits: Limits) -> Iterator[Next]:
     """Deaths, replacements of a trainer that still runs, and flipped bits; and what ``recovery`` does about a dead trainer, which is no fault."""
     deaths, flips, replacements = state.left
     newest = state.trainers[-1]
@@ -331,6 +397,9 @@ def faults(state: State) -> Iterator[Next]:
         pair[place] = memory._replace(tensors=(DAMAGED, memory.tensors[1]))
         shims = (*state.shims[:shim], cast(tuple[Memory, Memory], tuple(pair)), *state.shims[shim + 1 :])
         yield Next("a bit flips", state._replace(shims=shims, left=(deaths, flips - 1, replacements)), True)
+        if limits.deltas and state.engines[1].holds is not None:
+            flipped = state.engines[1]._replace(pod=(DAMAGED, state.engines[1].pod[1]))
+            yield Next("a bit of the other pod flips", state._replace(engines=(state.engines[0], flipped), left=(deaths, flips - 1, replacements)), True)
 
 
 def moves(state: State, limits: Limits, protection: Protection) -> Iterator[Next]:
@@ -339,7 +408,7 @@ def moves(state: State, limits: Limits, protection: Protection) -> Iterator[Next
         yield from trainer_moves(state, number, limits, protection)
     for number in range(len(state.engines)):
         yield from engine_moves(state, number, limits, protection)
-    yield from faults(state)
+    yield from faults(state, limits)
 
 
 def is_goal(state: State) -> bool:

@@ -23,6 +23,11 @@ STATES = [
     pytest.param(Limits(steps=3, deaths=1, flips=0, replacements=0), 45_201, id="a death in three steps", marks=pytest.mark.full),
     pytest.param(Limits(steps=1, deaths=1, flips=1, replacements=0), 84_478, id="a death and a flipped bit", marks=pytest.mark.full),
     pytest.param(Limits(steps=2, deaths=2, flips=0, replacements=0), 74_608, id="two deaths", marks=pytest.mark.full),
+    pytest.param(Limits(steps=2, deaths=0, flips=0, replacements=0, deltas=1), 1_049, id="deltas"),
+    pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=0, deltas=1), 22_308, id="deltas, a death", marks=pytest.mark.full),
+    pytest.param(Limits(steps=2, deaths=0, flips=0, replacements=1, deltas=1), 98_028, id="deltas, a trainer replaced while it runs", marks=pytest.mark.full),
+    pytest.param(Limits(steps=2, deaths=0, flips=1, replacements=0, deltas=1), 96_986, id="deltas, a flipped bit", marks=pytest.mark.full),
+    pytest.param(Limits(steps=3, deaths=1, flips=0, replacements=0, deltas=1), 135_426, id="deltas, a death in three steps", marks=pytest.mark.full),
     pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=1), 808_433, id="a death and a replacement", marks=pytest.mark.full),
 ]
 
@@ -62,6 +67,12 @@ def test_engines_that_take_weights_unverified_need_digests_after_it_of_what_was_
     walked = walk(ONCE_DAMAGED, ALL._replace(**{off: False}))
     assert walked.mixture == "engine: it draws from (-1, -1), (1, 0) as (1, 0)"
     assert comes_before in walked.way[walked.way.index("engine 0 reads the manifest") :]
+
+
+def test_without_the_comparison_of_what_comes_of_a_delta_a_damaged_base_becomes_the_weights() -> None:
+    walked = walk(Limits(steps=2, deaths=0, flips=1, replacements=0, deltas=1), ALL._replace(delta=False))
+    assert walked.mixture == "engine: it draws from (-1, -1), (1, 1) as (1, 1)"
+    assert walked.way[-4:] == ("a bit of the other pod flips", "engine 1 applies the delta", "engine 1 applies the delta", "engine 1 holds it")
 
 
 def test_without_the_repair_of_damaged_weights_engines_wait_for_ever() -> None:

@@ -11,8 +11,9 @@ from whole_tensors import converted
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.deadline import Deadline
 from tandem.types import WeightManifest, WeightVersion
+from tandem.weight_transfer.delta import DeltaMemory, DeltaWriter, publish_reference
 from tandem.weight_transfer.register import WeightWriter
-from tandem.weight_transfer.shared_memory import WeightBuffers
+from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol
 from tandem.weight_transfer.transport.mirror import Mirrored, WeightMirror
 from tandem.weight_transfer.transport.mooncake import MooncakeSource
@@ -27,9 +28,15 @@ def pod_id() -> str:
     return "test" + uuid.uuid4().hex[:8]
 
 
+def delta_memory() -> DeltaMemory:
+    pod = pod_id()
+    return DeltaMemory(lambda number, size_bytes: Segment.create(pod, f"delta-{number}", size_bytes))
+
+
 @dataclass
 class TwoPods:
-    """``folder`` has the run's store and that of the second pod. ``port``: how the second pod reaches a port of the first one."""
+    """``folder`` has the run's store and that of the second pod. ``port``: how the second pod reaches a port of the first one.
+    ``full_update_every``: with element-wise deltas, if it is not 0."""
 
     folder: Path
     size_bytes: int = 2 << 20
@@ -40,13 +47,19 @@ class TwoPods:
     connections: int = 2
     deadline_s: float = 60.0
     protocols: tuple[Protocol, ...] = ("tcp",)
+    full_update_every: int = 0
 
     def __post_init__(self) -> None:
         self.shared, self.own = EmbeddedStore(self.folder / "shared.sqlite"), EmbeddedStore(self.folder / "own.sqlite")
         self.buffers = WeightBuffers.create(pod_id(), self.size_bytes)
         self.writer = WeightWriter(WeightBuffers.open(self.buffers.names), self.shared, 1)
         self.service = WeightService("first", self.buffers.segments, self.shared, CREDENTIAL, self.protocols)
-        self.mirror = WeightMirror(self.shared, self.own, lambda size: WeightBuffers.create(pod_id(), size), self.open_source, patience_s=self.patience_s)
+        every = self.full_update_every
+        self.deltas = DeltaWriter(self.buffers.segments, delta_memory(), 1, lambda step: step % every == 0) if every else None
+        self.mirror = WeightMirror(
+            self.shared, self.own, lambda size: WeightBuffers.create(pod_id(), size), self.open_source, patience_s=self.patience_s,
+            delta_memory=delta_memory() if every else None,
+        )  # fmt: skip
 
     def open_source(self, endpoint: Endpoint, offer: Offer) -> Source:
         if offer.protocol != "tcp":
@@ -55,13 +68,22 @@ class TwoPods:
         return TcpSource(peer, offer.host, self.port(offer.port), self.credential, connections=self.connections, silent_s=self.silent_s)
 
     def publish(self, tensors: Sequence[tuple[str, Tensor]], version: WeightVersion) -> WeightManifest:
-        return self.writer.publish(converted(tensors), version)
+        manifest = self.writer.publish(converted(tensors), version)
+        if self.deltas is not None:
+            written = self.deltas.write(manifest)
+            self.delta = None if written is None else written[1]
+            if written is not None:
+                self.service.serve_too(written[1])
+            publish_reference(self.shared, None if written is None else written[0])
+        return manifest
 
     def bring(self, version: WeightVersion | None = None) -> Mirrored:
         return self.mirror.bring(version, self.protocols, Deadline(self.deadline_s))
 
     def close(self) -> None:
         self.service.close()
+        if self.deltas is not None:
+            self.deltas.close()
         self.mirror.close()
         self.writer.close()
         self.buffers.close()

@@ -46,6 +46,7 @@ from tandem.runtime.machine.gpus import check_pod_device, pod_device
 from tandem.runtime.rpc.listener import listen
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import Prompt, UserError
+from tandem.weight_transfer import elementwise
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.shared_memory import check_free
 
@@ -164,7 +165,10 @@ def check_pod(recipe: Recipe) -> None:
 
 
 def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
-    """Returns the memory plan. Raises as ``check_pod``: for a KV cache that is too small, memory, and shared memory for the two weight buffers."""
+    """Returns the memory plan. Raises as ``check_pod``: for numpy that is missing, a KV cache that is too small, memory, and shared memory for the two weight
+    buffers."""
+    if recipe.pods.elementwise_deltas and not elementwise.is_available():
+        raise UserError("'pods.elementwise_deltas' is true and needs numpy, which is not installed; pip install 'tandem-rl[deltas]', or set it to false")
     check_kv_cache(recipe.rollout.engine, context)
     planned = plan_of(recipe, shapes, context)
     check_free(2 * recipe.pods.count * segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype))

@@ -3,7 +3,7 @@ again whose bytes were altered on the way. No torch."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tandem.runtime.process.deadline import LOOK_S, Deadline
@@ -11,7 +11,7 @@ from tandem.runtime.rpc.calls import PeerDied
 from tandem.types.errors import DamagedWeights
 from tandem.types.weights import WeightManifest
 from tandem.weight_transfer.publication import describe
-from tandem.weight_transfer.shared_memory import Segment, contents_of
+from tandem.weight_transfer.shared_memory import Contents, Segment, contents_of
 from tandem.weight_transfer.transport.local_parts import NOTHING_HERE, LocalParts
 from tandem.weight_transfer.transport.pieces import Piece, Source, SourceLost, pieces_of
 
@@ -47,13 +47,39 @@ def fetch(
         TimeoutError: past ``deadline``.
     """
     into.contents = None
-    left, breaks, rereads = [piece for piece in pieces_of(manifest) if not here.fill(piece, into)], 0, list[str]()
+    left, wanted = here.missing(pieces_of(manifest), into), contents_of(manifest)
     fetched_bytes = sum(piece.size_bytes for piece in left)
+
+    def is_repeated(piece: Piece) -> bool:
+        if piece.sender in piece.altered_by:
+            raise DamagedWeights(
+                f"tensor {piece.name} of weights {describe(manifest.version)} was received twice and does not have its digest {piece.expected}; "
+                "the weights of the other pod are damaged"
+            )
+        logger.warning("tensor %s of weights %s arrived without its digest; it is read again", piece.name, describe(manifest.version))
+        return True
+
+    def tell(missing: Sequence[Piece]) -> None:
+        on_progress(manifest.size_bytes - sum(piece.size_bytes for piece in missing), manifest.size_bytes)
+
+    rereads, breaks = read_pieces(source, segment, wanted, left, into.memory, is_repeated, peer=peer, deadline=deadline, patience_s=patience_s, tell=tell)
+    into.contents = wanted
+    return Fetched(rereads, breaks, fetched_bytes)
+
+
+def read_pieces(
+    source: Source, segment: str, contents: Contents, pieces: Sequence[Piece], memory: memoryview, is_repeated: Callable[[Piece], bool], *, peer: str,
+    deadline: Deadline, patience_s: float, tell: Callable[[Sequence[Piece]], None] = lambda missing: None,
+) -> tuple[tuple[str, ...], int]:  # fmt: skip
+    """Reads ``pieces`` from ``segment``, which holds ``contents``, to the same offsets of ``memory``, until all have their digests. Returns the names of
+    those that arrived with another one and were read again, and how often a connection broke. ``is_repeated``: whether such a one is, or it is given up.
+    ``tell``: receives what is missing after each attempt. Arguments and errors beside those as of ``fetch``."""
+    left, breaks, rereads = list(pieces), 0, list[str]()
     patience, pause_s = Deadline(patience_s, deadline), _PAUSES_S[0]
     while left:
         before = sum(piece.done_bytes for piece in left)
         try:
-            source.read(segment, contents_of(manifest), left, into.memory, deadline)
+            source.read(segment, contents, left, memory, deadline)
         except SourceLost as loss:
             breaks += 1
             is_progress = sum(piece.done_bytes for piece in left) > before
@@ -65,27 +91,16 @@ def fetch(
             else:
                 _sleep(pause_s, deadline)
                 pause_s = min(_PAUSES_S[1], 2 * pause_s)
-        rereads += [piece.name for piece in left if _is_altered(piece, manifest)]
         left = [piece for piece in left if not piece.is_verified]
-        on_progress(manifest.size_bytes - sum(piece.size_bytes for piece in left), manifest.size_bytes)
-    into.contents = contents_of(manifest)
-    return Fetched(tuple(rereads), breaks, fetched_bytes)
-
-
-def _is_altered(piece: Piece, manifest: WeightManifest) -> bool:
-    """Returns whether all of ``piece`` has arrived with another digest than the manifest's, and begins it again. Raises ``DamagedWeights`` the second
-    time that a pod has sent it so: then that pod's memory is damaged and not the connection."""
-    if not piece.is_complete or piece.is_verified:
-        return False
-    if piece.sender in piece.altered_by:
-        raise DamagedWeights(
-            f"tensor {piece.name} of weights {describe(manifest.version)} was received twice and does not have its digest {piece.expected}; "
-            "the weights of the other pod are damaged"
-        )
-    logger.warning("tensor %s of weights %s arrived without its digest; it is read again", piece.name, describe(manifest.version))
-    piece.altered_by.add(piece.sender)
-    piece.restart()
-    return True
+        for piece in [piece for piece in left if piece.is_complete]:
+            if is_repeated(piece):
+                rereads.append(piece.name)
+                piece.altered_by.add(piece.sender)
+                piece.restart()
+            else:
+                left.remove(piece)
+        tell(left)
+    return tuple(rereads), breaks
 
 
 def _sleep(seconds: float, within: Deadline) -> None:

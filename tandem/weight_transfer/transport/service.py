@@ -47,6 +47,12 @@ class WeightService:
         self._published = publish_endpoint(store, self.endpoint, lease_s)
         logger.info("weights are served at %s", ", ".join(f"{offer.protocol} {offer.host}:{offer.port}" for offer in offers))
 
+    def serve_too(self, segment: Segment) -> None:
+        """Serves one more segment over TCP."""
+        for service in self._services:
+            if isinstance(service, WeightServer):
+                service.serve_too(segment)
+
     def tell_holding(self, manifest: WeightManifest) -> None:
         """Says in the store that this pod has received ``manifest``, so that others can read it here. It must be in one of the segments."""
         holding = Holding(manifest.tensors[0].segment, *manifest.version, manifest.digest) if manifest.tensors else None

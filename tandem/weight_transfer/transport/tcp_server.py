@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
@@ -35,9 +35,13 @@ class WeightServer(RpcServer):
     def __init__(
         self, segments: Sequence[Segment], credential: str, *, name: str, host: str = "127.0.0.1", port: int = 0, silent_s: float = 60.0
     ) -> None:
-        self._segments: Mapping[str, Segment] = {segment.name: segment for segment in segments}
+        self._segments = {segment.name: segment for segment in segments}
         self._secret, self._silent_s = credential, silent_s
         super().__init__({}, credential, name=name, host=host, port=port)
+
+    def serve_too(self, segment: Segment) -> None:
+        """Serves one more segment from now on, which must stay open as long as this server."""
+        self._segments[segment.name] = segment
 
     def _converse(self, channel: Channel, connection: socket.socket) -> None:
         limit_sends(connection)
