@@ -182,7 +182,9 @@ def all_doors(peers: Path) -> list[Door]:
         Door("tandem gateway", tandem_door),
         Door("tandem gateway, keys and limits", tandem_door_with_keys),
         Door("HAProxy 2.6, one thread", haproxy_door, "" if haproxy else "is not installed"),
-        Door("sglang-router", lambda backends, port, folder: [str(router.absolute()), "-m", "sglang_router.launch_router", *router_flags(backends, port)], has_router),
+        Door("sglang-router", lambda backends, port, folder: [
+            str(router.absolute()), "-m", "sglang_router.launch_router", *router_flags(backends, port)
+        ], has_router),
         Door("vllm-router", lambda backends, port, folder: [str(vllm.absolute()), *router_flags(backends, port)], "" if vllm.exists() else "is not installed"),
         Door("LiteLLM's proxy", lambda backends, port, folder: litellm_door(litellm, backends, port, folder), "" if litellm.exists() else "is not installed"),
     ]
