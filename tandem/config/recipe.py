@@ -196,8 +196,9 @@ class Recipe:
         """Checks that every trainer pod can hold whole data-parallel replicas of a model that Tandem's own trainer trains."""
         parallel, count = self.parallel, self.pods.trainer_count
         given = f"'pods.trainer_count' is {count}"
-        if count > self.pods.count:
-            raise UserError(f"{given} and pods.count {self.pods.count}; lower it, or raise pods.count")
+        if count > max(self.pods.count, self.pods.max_count):
+            most = f"pods.max_count {self.pods.max_count}" if self.pods.may_join else f"pods.count {self.pods.count}"
+            raise UserError(f"{given} and {most}; lower it, or raise {most.split()[0]}")
         if self.trainer.backend != "tandem":
             raise UserError(f"{given} with trainer.backend {self.trainer.backend}, whose ranks are in one pod in this version; set pods.trainer_count to 1")
         if parallel.data % count:
@@ -325,6 +326,11 @@ class Recipe:
             reason = "algorithm.name is 'online_dpo', whose loss does not depend on the policy that drew the tokens"
             refuse_unread("rollout", rollout, reason, "mask_off_policy")
         self._check_old_tokens("rollout.budget_tokens")
+
+    @property
+    def ranks_here(self) -> int:
+        """The trainer's ranks on the machine of the run: those of the pods that it starts itself. Pods that joined have the others."""
+        return self.parallel.world * min(self.pods.count, self.pods.trainer_count) // self.pods.trainer_count
 
     @property
     def has_critic(self) -> bool:

@@ -59,9 +59,9 @@ def predict(
     kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1, engines: int = 1,
     critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
     teacher: ModelShapes | None = None, reads_base: bool = False, residency: Residency = KEEP, attended: int = 0, pods: int = 1,
-    engine_process_bytes: int = PROCESS_BYTES,
+    engine_process_bytes: int = PROCESS_BYTES, ranks: int = 0,
 ) -> PodMemory:
-    """Returns the memory of a run on the CPUs of one machine.
+    """Returns the memory of a run on the CPUs of one machine, which has so many ``ranks`` of the trainer (0: all).
 
     ``tokens``: of the largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the actor, which is frozen or
     ``follows`` it and is saved with it; ``critic``: and of a model of these shapes that is trained and saved with it; ``reward_model``: and of a frozen one
@@ -70,6 +70,7 @@ def predict(
     ``kv_cache_tokens``, and each rank ``engine_process_bytes`` besides. ``residency``: what is where when. ``pods``: which of them have two weight buffers
     each."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
+    ranks = ranks or world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
     engine = engines * (engine_ranks * engine_process_bytes + 2 * weights + kv_cache_bytes + swap_bytes)
@@ -98,11 +99,11 @@ def predict(
     passes = inference_bytes((teacher or shapes if reference or reads_base else None, critic, reward_model), tokens, parallel, attended)
     rest = max(map(resting, (Phase.INFERENCE, Phase.TRAIN) if reads_base else (Phase.INFERENCE,)))
     return PodMemory(
-        trainer=world * training,
-        trainer_idle=world * resting(Phase.ROLLOUT),
+        trainer=ranks * training,
+        trainer_idle=ranks * resting(Phase.ROLLOUT),
         rollout=engine,
         segments=2 * pods * trained_bytes(shapes, trainer.dtype),
-        inference=world * (rest + passes) if passes else 0,
+        inference=ranks * (rest + passes) if passes else 0,
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
     )
 
@@ -110,14 +111,14 @@ def predict(
 def predict_beside_gpus(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, *, reference: bool, swap_bytes: int = 0, engine_ranks: int = 1,
     engines: int = 1, critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
-    teacher: ModelShapes | None = None, residency: Residency = KEEP,
+    teacher: ModelShapes | None = None, residency: Residency = KEEP, ranks: int = 0,
 ) -> PodMemory:
     """Returns the host memory of a pod on GPUs: processes, what is staged and pinned, and the segments. Arguments as in ``predict``."""
     weights = weight_bytes(shapes, trainer.dtype)
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     # Pinned memory is kept for the next rollout.
     pinned = sum(held[name] for name in residency.saved(held)) if residency.to == "memory" else 0
-    training = parallel.world * (process_bytes(trainer) + pinned)
+    training = (ranks or parallel.world) * (process_bytes(trainer) + pinned)
     training += sum(host_bytes_beside_gpu(each, trainer) for each in (shapes, critic) if each is not None)
     engine = engines * (engine_ranks * PROCESS_BYTES + weights + swap_bytes)
     return PodMemory(
@@ -129,10 +130,10 @@ def predict_beside_gpus(
 
 def saved_bytes_on_disk(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, residency: Residency, *, reference: bool,
-    critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False, teacher: ModelShapes | None = None,
+    critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False, teacher: ModelShapes | None = None, ranks: int = 0,
 ) -> int:
-    """Returns the bytes that the residents of all ranks take in files. ``reference`` and ``critic``: as in ``predict``."""
+    """Returns the bytes that the residents of all ``ranks`` take in files. These, ``reference`` and ``critic``: as in ``predict``."""
     if residency.to != "disk":
         return 0
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
-    return parallel.world * sum(held[name] for name in residency.saved(held))
+    return (ranks or parallel.world) * sum(held[name] for name in residency.saved(held))

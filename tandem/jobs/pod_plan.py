@@ -15,5 +15,5 @@ def plan_of(recipe: Recipe, shapes: ModelShapes, context_tokens: int) -> PodPlan
         recipe.residents, recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine,
         adapted_shapes(shapes, recipe.trainer.lora), context_tokens,
         recipe.rollout_precision, Path(recipe.trainer.offload_folder or recipe.run.directory),
-        models.reward_model, models.critic, recipe.holds_reference, recipe.reference.follows, models.teacher, recipe.pods.count,
+        models.reward_model, models.critic, recipe.holds_reference, recipe.reference.follows, models.teacher, recipe.pods.count, recipe.ranks_here,
     )  # fmt: skip

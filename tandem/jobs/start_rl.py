@@ -69,7 +69,7 @@ def execute_rl(
     recipe: Recipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
     """Run ``recipe`` in ``directory``, from its newest whole checkpoint where it is ``resumed``; ``inline``: in this process."""
-    device = check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks)
+    device = check_pod_device(recipe.machine, recipe.ranks_here, recipe.rollout.engine_ranks)
     with ExitStack() as stack:
         stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps, recipe.evaluation.target_accuracy))
         fault_point = faults.point("controller", directory) if faults else no_fault

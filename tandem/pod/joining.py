@@ -1,7 +1,7 @@
 """The pods that are started elsewhere, as the controller finds them: members of the run that are not its own pods. Imports no torch.
 
 Each new life of one is prepared in a thread of its own, while the run goes on: it is sent the recipe and the small files of the model's folder, and starts
-its workers and engines. It then takes part from the next update of weights on.
+its workers and engines. It then takes part from the next update of weights on. One that is to train is set up before there is a model.
 """
 
 import logging
@@ -23,13 +23,16 @@ from tandem.types import RunError
 
 logger = logging.getLogger(__name__)
 
+FOLDER_PROOF = "folder"
+"""The file in the run's folder ``pod`` by which a pod shows that it reaches that folder."""
+_FAILURES = (SidecarDied, PodLost, WorkerDied, OSError, RunError)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".safetensors.index.json")
 
 
 @dataclass
 class Joining:
     """``config``: the recipe for them, in YAML. ``most``: how many may take part at once. ``first``: the number of the first one. ``leadership``: returns
-    the revision at which this controller leads. ``deadline_s``: of calls.
+    the revision at which this controller leads. ``deadline_s``: of calls. ``folder``: that of the run, in which ``FOLDER_PROOF`` has the text ``proof``.
 
     ``lives``: of the pods that are prepared or take part, by name; ``numbers``: of all so far, by name; ``news``: what has happened since it was last
     asked for."""
@@ -42,6 +45,8 @@ class Joining:
     leadership: Callable[[], int]
     deadline_s: float
     heartbeat_timeout_s: float
+    folder: str = ""
+    proof: str = ""
     lives: dict[str, RolloutPod] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     news: list[dict[str, Any]] = field(default_factory=list)
@@ -49,18 +54,45 @@ class Joining:
     _ready: list[RolloutPod] = field(default_factory=list)
     _over: set[tuple[str, int]] = field(default_factory=set)
     _refused: set[str] = field(default_factory=set)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
     def look(self, store: Store, present: Collection[Member], engine: Mapping[str, Any]) -> None:
         """Begins to prepare those of ``present`` that are new, for ``engine``, the arguments of ``start_engine``."""
         for member in present:
-            if "agent" not in member.facts or (member.name, member.revision) in self._over:
+            pod = self._life(store, member)
+            if pod is not None and not pod.is_begun:
+                pod.is_begun = True
+                threading.Thread(target=self._prepare, args=(pod, dict(engine)), name=f"prepare-{member.name}", daemon=True).start()
+
+    def able_to_train(self, store: Store, present: Collection[Member]) -> list[RolloutPod]:
+        """Sets up those of ``present`` that are new. Returns the pods that have the run's folder, by number."""
+        found = []
+        for member in present:
+            pod = self._life(store, member)
+            if pod is None:
                 continue
-            with self.changed:
-                # A life before this one is seen to be over when it is next asked.
-                if member.name in self.lives or len(self.lives) >= self.most:
-                    continue
-                pod = self.lives[member.name] = self._pod(store, member)
-            threading.Thread(target=self._prepare, args=(pod, dict(engine)), name=f"prepare-{member.name}", daemon=True).start()
+            try:
+                self._set_up(pod)
+            except _FAILURES as error:
+                self._refuse(pod, error)
+                continue
+            if pod.reaches_folder:
+                found.append(pod)
+        return sorted(found, key=lambda pod: pod.number)
+
+    def _life(self, store: Store, member: Member) -> RolloutPod | None:
+        """Returns this life of ``member``; ``None`` if it may not take part."""
+        if "agent" not in member.facts or (member.name, member.revision) in self._over:
+            return None
+        before = self.lives.get(member.name)
+        if before is not None and before.revision != member.revision:
+            self.forget(before, "lost")
+        with self.changed:
+            if member.name not in self.lives:
+                if len(self.lives) >= self.most:
+                    return None
+                self.lives[member.name] = self._pod(store, member)
+            return self.lives[member.name]
 
     def ready(self) -> list[RolloutPod]:
         """Returns the pods that are prepared and do not take part yet."""
@@ -97,27 +129,41 @@ class Joining:
         version = str(member.facts.get("version", "unknown"))
         return RolloutPod(number, channel, self.workers, own_store="its own", name=member.name, revision=member.revision, version=version)
 
-    def _prepare(self, pod: RolloutPod, engine: dict[str, Any]) -> None:
-        try:
+    def _set_up(self, pod: RolloutPod) -> None:
+        """Makes this controller the one that ``pod`` works for, once."""
+        with self._locks.setdefault(pod.name, threading.Lock()):
+            if pod.is_set_up:
+                return
             if pod.version != __version__:
                 raise RunError(f"it has Tandem {pod.version} and the run {__version__}; install the same version")
+            meta = {"config": self.config, "number": pod.number, "deadline_s": self.deadline_s, "folder": self.folder, "proof": self.proof}
+            reply = pod.ask("setup", meta, deadline_s=self.heartbeat_timeout_s).meta
+            pod.is_set_up, pod.reaches_folder = True, bool(reply.get("reaches_folder"))
+
+    def _prepare(self, pod: RolloutPod, engine: dict[str, Any]) -> None:
+        try:
+            self._set_up(pod)
             folder = Path(engine["folder"])
             files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS)}
-            pod.ask("setup", {"config": self.config, "number": pod.number, "deadline_s": self.deadline_s}, files, deadline_s=self.heartbeat_timeout_s)
+            pod.ask("receive_model", {}, files)
             pod.ask("start_worker")
             for number in range(pod.workers):
                 pod.ask("start_engine", {**engine, "worker": number})
-        except (SidecarDied, PodLost, WorkerDied, OSError, RunError) as error:
-            logger.warning("pod %d (%s) could not be prepared: %s", pod.number, pod.name, error)
-            pod.channel.kill()
-            self.forget(pod, "lost")
-            with self.changed:
-                if str(error) not in self._refused:
-                    self._refused.add(str(error))
-                    self.news.append({"refused": pod.number, "name": pod.name, "reason": str(error)})
-                self.changed.notify_all()
+        except _FAILURES as error:
+            self._refuse(pod, error)
             return
         with self.changed:
             self._ready.append(pod)
             self.news.append({"joined": pod.number, "name": pod.name})
+            self.changed.notify_all()
+
+    def _refuse(self, pod: RolloutPod, error: Exception) -> None:
+        """Goes on without a pod that could not be prepared, and says so once."""
+        logger.warning("pod %d (%s) could not be prepared: %s", pod.number, pod.name, error)
+        pod.channel.kill()
+        self.forget(pod, "lost")
+        with self.changed:
+            if str(error) not in self._refused:
+                self._refused.add(str(error))
+                self.news.append({"refused": pod.number, "name": pod.name, "reason": str(error)})
             self.changed.notify_all()

@@ -1,4 +1,4 @@
-"""The rollout sidecar of a pod that joins a run from another machine: ``python -m tandem.pod.joining_shim ...``, which ``tandem pod`` starts.
+"""The sidecars of a pod that joins a run from another machine: ``python -m tandem.pod.joining_shim ...``, which ``tandem pod`` starts.
 
 It is a member of the run as long as its lease lasts, and this process is one life of it: the run sends it the recipe once (``setup``), and it ends, with
 its workers and its shared memory, when the lease is over, when the run drops it, or when another controller takes over. ``tandem pod`` then starts the next
@@ -19,7 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tandem import __version__
-from tandem.pod.calls import ROLLOUT_CALLS
+from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
+from tandem.pod.failures import Role
+from tandem.pod.joining import FOLDER_PROOF
 from tandem.pod.shim import Shim
 from tandem.runtime.coordination.election import LEADER
 from tandem.runtime.coordination.membership import Member, join, leave, members
@@ -31,13 +33,14 @@ from tandem.runtime.records.logs import log_uncaught, setup
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, PeerDied, Progress, Reply
 from tandem.runtime.rpc.credentials import read_credential
 from tandem.types import RunError, UserError
-from tandem.types.wire import Buffer
 
 logger = logging.getLogger(__name__)
 
 RELEASED, AGAIN = 0, 75
 """Exit statuses: the run needs this pod no longer; this life is over and the next one may join (``EX_TEMPFAIL``)."""
-_PASSED_ON = (*ROLLOUT_CALLS, "start_worker", "stop_worker", "replace_worker", "receive_weights", "verify_weights", "memory")
+_OF_ROLLOUT = (*ROLLOUT_CALLS, "start_worker", "stop_worker", "replace_worker", "receive_weights", "verify_weights", "memory")
+_OF_TRAINER = {**{name: name for name in (*TRAINER_CALLS, "start_ranks", "allocate")}, "stop_ranks": "stop_worker"}
+"""Calls of the trainer's ranks in this pod, with their names in its shim."""
 _FIRST_CONTACT_S = 10.0
 _LOOK_S = 0.2
 
@@ -53,7 +56,7 @@ class JoiningShim:
         self.session: Session | None = None
         self.member: Member | None = None
         self.token: list[int] | None = None
-        self.shim: Shim | None = None
+        self.shims: dict[Role, Shim] = {}
         self.is_leaving = self.is_released = False
         self.ended = threading.Event()
         self.status, self.lock = RELEASED, threading.Lock()
@@ -119,8 +122,8 @@ class JoiningShim:
             os._exit(AGAIN)
 
     def close(self) -> None:
-        if self.shim is not None:
-            self.shim.close()
+        for shim in self.shims.values():
+            shim.close()
         if self.session is not None:
             self.session.close()
 
@@ -131,11 +134,12 @@ class JoiningShim:
     # -- calls -------------------------------------------------------------------------------------------------------------
 
     def methods(self) -> dict[str, Method]:
-        return {"setup": self.setup, "release": self.release, **{name: self._fenced(name) for name in _PASSED_ON}}
+        passed_on = {name: self._fenced(name, "rollout") for name in _OF_ROLLOUT} | {name: self._fenced(name, "trainer") for name in _OF_TRAINER}
+        return {"setup": self.setup, "release": self.release, "receive_model": self.receive_model, **passed_on}
 
     def setup(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Takes this life for the controller with ``token``, with the recipe ``config`` and the files of the model's folder but its weights. Raises
-        ``PeerDied`` if it is another life that is meant, or another controller has it."""
+        """Takes this life for the controller with ``token``, with the recipe ``config``. The reply says whether it ``reaches_folder``, that of the run, as
+        ``proof`` shows. Raises ``PeerDied`` if it is another life that is meant, or another controller has it."""
         token = [int(each) for each in meta["token"]]
         with self.lock:
             if self.member is None or token[1] != self.member.revision:
@@ -147,13 +151,28 @@ class JoiningShim:
                 raise PeerDied(self.name, "setup", f"pod {self.name} works for an earlier controller; it joins again")
             else:
                 raise PeerDied(self.name, "setup", f"pod {self.name} was set up before")
-        _fill(self.folder, str(meta["config"]), blobs)
-        options = argparse.Namespace(
-            role="rollout", run=str(self.folder), pod_id=secrets.token_hex(6), credential=self.options.credential, pod_number=int(meta["number"]),
-            join="", member="", lease=self.lease_s, threads=int(self.options.threads), deadline=float(meta["deadline_s"]), faults=self.options.faults,
-        )  # fmt: skip
-        self.shim = Shim(options)
+        for name in ("pod", "model"):
+            _empty(self.folder / name)
+        (self.folder / "config.yaml").write_text(str(meta["config"]), encoding="utf-8")
+        roles: tuple[Role, ...] = ("rollout", "trainer")
+        for role in roles:
+            options = argparse.Namespace(
+                role=role, run=str(self.folder), pod_id=secrets.token_hex(6), credential=self.options.credential, pod_number=int(meta["number"]),
+                join="", member="", lease=self.lease_s, threads=int(self.options.threads), deadline=float(meta["deadline_s"]), faults=self.options.faults,
+            )  # fmt: skip
+            self.shims[role] = Shim(options)
         self._say(f"draws samples as pod {meta['number']}")
+        return {"reaches_folder": _has_proof(str(meta.get("folder", "")), str(meta.get("proof", "")))}, {}
+
+    def receive_model(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Takes the files of the model's folder but its weights. Raises ``RunError`` for a file that would not be in its folder."""
+        self._check(meta, "receive_model")
+        folder = self.folder / "model"
+        _empty(folder)
+        for name, content in blobs.items():
+            if Path(name).name != name:
+                raise RunError(f"'{name}' is not the name of a file of a model")
+            (folder / name).write_bytes(content)
         return {}, {}
 
     def release(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -164,12 +183,13 @@ class JoiningShim:
         threading.Timer(0.5, self.end, (status, why)).start()  # After the reply.
         return {"left": self.is_leaving}, {}
 
-    def _fenced(self, name: str) -> Method:
-        """The shim's call ``name`` for the controller that holds the token. One whose lease is over answers nothing, neither progress nor a result."""
+    def _fenced(self, name: str, role: Role) -> Method:
+        """The call ``name`` of the shim of ``role`` for the controller that holds the token. One whose lease is over answers nothing, neither progress nor a result."""
 
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
             self._check(meta, name)
-            assert self.shim is not None
+            if name == "start_ranks":
+                self._say(f"trains with rank{'s' if len(meta['ranks']) > 1 else ''} {', '.join(map(str, meta['ranks']))}")
 
             def report(update: dict[str, object]) -> None:
                 self._check(meta, name)
@@ -178,7 +198,8 @@ class JoiningShim:
             own = {key: value for key, value in meta.items() if key != "token"}
             if own.get("serves"):
                 own["serves"] = {**own["serves"], "host": self.options.host}
-            reply = self.shim.methods()[name]({**own, **self._own(name)}, blobs, report)
+            of_shim = name if role == "rollout" else _OF_TRAINER[name]
+            reply = self.shims[role].methods()[of_shim]({**own, **self._own(name)}, blobs, report)
             self._check(meta, name)
             return reply
 
@@ -186,8 +207,11 @@ class JoiningShim:
 
     def _own(self, name: str) -> Mapping[str, str]:
         """What a call names that is elsewhere on this machine."""
+        own_store = str(self.folder / "pod" / "store.sqlite")
         if name == "receive_weights":
-            return {"store": self.options.join, "own_store": str(self.folder / "pod" / "store.sqlite")}
+            return {"store": self.options.join, "own_store": own_store}
+        if name == "register":
+            return {"store": own_store}
         return {"folder": str(self.folder / "model")} if name == "start_engine" else {}
 
     def _check(self, meta: Meta, name: str) -> None:
@@ -198,16 +222,17 @@ class JoiningShim:
             raise PeerDied(self.name, name, f"pod {self.name} was fenced: a call has token {meta['token']}, and this life {self.token}")
 
 
-def _fill(folder: Path, config: str, files: Mapping[str, Buffer]) -> None:
-    """Writes what a life has of a run. Raises ``RunError`` for a file that would not be in its folder."""
-    for name in ("pod", "model"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).mkdir(mode=0o700)
-    (folder / "config.yaml").write_text(config, encoding="utf-8")
-    for name, content in files.items():
-        if Path(name).name != name:
-            raise RunError(f"'{name}' is not the name of a file of a model")
-        (folder / "model" / name).write_bytes(content)
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+
+
+def _has_proof(folder: str, proof: str) -> bool:
+    """Returns whether ``folder`` is that of the run here too: whether the file that the run has written there has the text ``proof``."""
+    try:
+        return bool(proof) and (Path(folder) / "pod" / FOLDER_PROOF).read_text(encoding="ascii") == proof
+    except (OSError, ValueError):
+        return False
 
 
 def main() -> None:

@@ -9,12 +9,13 @@ from tandem.runtime.rpc.calls import Blobs, Meta, Progress, WorkerDied
 from tandem.types.wire import Frame
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RolloutPod:
     """The rollout sidecar of pod ``number`` with ``workers`` workers. ``own_store``: the address of the pod's own store, in which its engines find the
     weights of its pod; empty: it is the first pod, whose engines read that of the run. ``trains``: the pod has ranks of the trainer, which publish the weights
     there; else it receives them. ``name``: of a pod that joined from elsewhere; ``revision``: of its joining; ``version``:
-    of its Tandem."""
+    of its Tandem; ``is_set_up``: it works for this controller; ``is_begun``: its engines are started, or have been; ``reaches_folder``: it has the run's folder
+    under the path that the run has it."""
 
     number: int
     channel: RemoteChannel | JoinedChannel
@@ -24,6 +25,9 @@ class RolloutPod:
     name: str = ""
     revision: int = 0
     version: str = ""
+    is_set_up: bool = False
+    is_begun: bool = False
+    reaches_folder: bool = False
 
     @property
     def receives(self) -> bool:

@@ -2,7 +2,6 @@
 
 import secrets
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from tandem.config.run_paths import with_run_paths
 from tandem.layout.placement import mesh_of, ranks_of_pods
 from tandem.pod.channel import Channel, InlineChannel, RemoteChannel
 from tandem.pod.failures import Role
-from tandem.pod.joining import Joining
+from tandem.pod.joined_trainers import JoinedTrainers
+from tandem.pod.joining import FOLDER_PROOF, Joining
 from tandem.pod.leadership import Fence
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.rollout_pods import RolloutPods
@@ -43,8 +43,8 @@ def pod_threads(recipe: Recipe) -> int:
 
 
 def rank_threads(recipe: Recipe) -> int:
-    """Returns the threads of each rank of the trainer, which divide those of a worker."""
-    return max(1, pod_threads(recipe) // recipe.parallel.world)
+    """Returns the threads of each rank of the trainer, which divide those of a worker with the other ranks of this machine."""
+    return max(1, pod_threads(recipe) // recipe.ranks_here)
 
 
 def longest_episode_s(recipe: Recipe) -> float:
@@ -96,20 +96,27 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
     if not recipe.pods.are_several:
         return trainer, rollout
     pods = _rollout_pods(recipe, rollout, fence)
-    return trainer if recipe.pods.trainer_count == 1 else _trainer_pods(recipe, trainer, pods.pods), pods
+    return trainer if recipe.pods.trainer_count == 1 else _trainer_pods(recipe, trainer, pods), pods
 
 
-def _trainer_pods(recipe: Recipe, first: RemoteChannel, pods: Sequence[RolloutPod]) -> TrainerPods:
-    """The trainer sidecars of the pods that train, each beside the rollout sidecar of its pod, of which ``first`` has rank 0."""
-    shares = ranks_of_pods(mesh_of(recipe.parallel), recipe.pods.trainer_count)
+def _trainer_pods(recipe: Recipe, first: RemoteChannel, rollout: RolloutPods) -> TrainerPods:
+    """The trainer sidecars of the pods that train, each beside the rollout sidecar of its pod, of which ``first`` has rank 0. Where there are fewer pods of the
+    run's own, the others are chosen of those that join."""
+    count, joined = recipe.pods.trainer_count, None
+    shares = ranks_of_pods(mesh_of(recipe.parallel), count)
     made = []
-    for pod, ranks in zip(pods, shares, strict=False):
+    for pod, ranks in zip(rollout.pods, shares, strict=False):
         channel = first
         if pod.number:
             assert isinstance(pod.channel, RemoteChannel)
             channel = replace(first, directory=pod.channel.directory, pod_id=secrets.token_hex(6), number=pod.number)
         made.append(TrainerPod(pod.number, channel, ranks, recipe.pods.host, pod.own_store))
-    return TrainerPods(made, first.directory, rank_threads(recipe))
+    if count > len(made):
+        assert rollout.joining is not None
+        rollout.joining.folder, rollout.joining.proof = str(first.directory.absolute()), secrets.token_hex(16)
+        (first.directory / "pod" / FOLDER_PROOF).write_text(rollout.joining.proof, encoding="ascii")
+        joined = JoinedTrainers(count - len(made), len(made), rollout.joining, rollout.open_store, recipe.pods.join_timeout_s)
+    return TrainerPods(made, first.directory, rank_threads(recipe), shares, joined)
 
 
 def shared_store(recipe: Recipe, directory: Path) -> str:

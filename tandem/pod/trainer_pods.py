@@ -1,6 +1,6 @@
 """The trainer sidecars of several pods, called as one: the pod's cycle sees one trainer, however many pods have its ranks. Imports no torch.
 
-The pods divide the data-parallel replicas of one mesh. A call goes to every pod at once, and the first pod's reply is the trainer's. Each pod's ranks publish
+The pods divide the data-parallel replicas of one mesh. They are those that the run starts itself, and others that joined (``joined_trainers``). A call goes to every pod at once, and the first pod's reply is the trainer's. Each pod's ranks publish
 the weights in their own pod's shared memory and store, from which the engines beside them take them; the first pod's are those that all others receive. A pod
 that fails ends the trainer of all: it is replaced as a whole, from the newest checkpoint.
 """
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.channel import RemoteChannel
 from tandem.pod.failures import SidecarDied
+from tandem.pod.joined_trainers import JoinedTrainer, JoinedTrainers
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress
 from tandem.types.wire import Frame
 
@@ -25,6 +26,8 @@ _T = TypeVar("_T")
 GRACE_S = 3.0
 """Seconds that the other pods have to say what they know after the first one has failed: a rank that died is named by its own pod."""
 _POLL_S = 0.2
+_PATHS = ("folder", "start", "critic")
+"""Arguments of calls that are paths in the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class TrainerPod:
     its ranks publish the weights; empty: it is the first pod, which publishes in the store of the run."""
 
     number: int
-    channel: RemoteChannel
+    channel: RemoteChannel | JoinedTrainer
     ranks: tuple[int, ...]
     host: str
     own_store: str = ""
@@ -41,12 +44,16 @@ class TrainerPod:
 
 @dataclass
 class TrainerPods:
-    """A ``Channel`` to the trainer sidecars of ``pods``, of which the first has rank 0. ``directory``: the run's folder, which all of them reach.
-    ``threads``: of each rank. ``is_up``: the ranks of all pods run. ``buffers``: the weight buffers of each pod, by its number."""
+    """A ``Channel`` to the trainer sidecars of ``own_pods``, of which the first has rank 0, and of pods that ``joined`` (``None``: there are none).
+    ``shares``: the ranks of each pod. ``directory``: the run's folder, which all of them reach. ``threads``: of each rank. ``pods``: those that have
+    the ranks now. ``is_up``: the ranks of all pods run. ``buffers``: the weight buffers of each pod, by its number."""
 
-    pods: Sequence[TrainerPod]
+    own_pods: Sequence[TrainerPod]
     directory: Path
     threads: int
+    shares: Sequence[tuple[int, ...]] = ()
+    joined: JoinedTrainers | None = None
+    pods: list[TrainerPod] = field(default_factory=list)
     is_up: bool = False
     buffers: dict[int, tuple[str, ...]] = field(default_factory=dict)
     is_remote: bool = field(default=True, init=False)
@@ -55,12 +62,24 @@ class TrainerPods:
         """Starts the ranks of all pods where they do not run. Ranks of one pod alone would find nobody, so a pod is never started by itself."""
         if self.is_up:
             return
+        self.pods = [*self.own_pods, *self._joined()]
         self._each(lambda pod: pod.channel.start_shim())
         rendezvous = ""
         for pod in self.pods:
             share = {"ranks": pod.ranks, "host": pod.host, "rendezvous": rendezvous, "directory": str(self.directory.absolute()), "threads": self.threads}
             rendezvous = str(pod.channel.call("start_ranks", share).meta["rendezvous"])
         self.is_up = True
+
+    def _joined(self) -> list[TrainerPod]:
+        """The pods of other machines that have the shares which are left."""
+        if self.joined is None:
+            return []
+        left, chosen = self.shares[len(self.own_pods) :], self.joined.choose()
+        # Each knows its own store.
+        return [
+            TrainerPod(pod.number, JoinedTrainer(pod, self.joined.joining), ranks, host, pod.own_store)
+            for (pod, host), ranks in zip(chosen, left, strict=True)
+        ]
 
     def call(
         self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None
@@ -95,6 +114,8 @@ class TrainerPods:
 
     def _own(self, pod: TrainerPod, name: str, meta: Meta) -> Meta:
         """Returns the arguments of a call with what each pod has of its own."""
+        # Pods on other machines work in other folders.
+        meta = {**meta, **{key: str(Path(meta[key]).absolute()) for key in _PATHS if key in meta}}
         if name != "register" or not pod.own_store:
             return meta
         return {**meta, "buffers": list(self.buffers[pod.number]), "store": pod.own_store, "guard": None}
@@ -123,8 +144,9 @@ class TrainerPods:
 
     def _each(self, do: Callable[[TrainerPod], _T]) -> list[_T]:
         """Calls ``do`` for all pods at once, and raises the first error when all have ended."""
-        with ThreadPoolExecutor(len(self.pods), thread_name_prefix="trainer-pod") as pool:
-            return list(pool.map(do, self.pods))
+        pods = self.pods or self.own_pods
+        with ThreadPoolExecutor(len(pods), thread_name_prefix="trainer-pod") as pool:
+            return list(pool.map(do, pods))
 
     def allocate(self, size_bytes: int) -> tuple[str, ...]:
         """The names of the first pod's weight buffers; every pod has two."""
@@ -146,3 +168,5 @@ class TrainerPods:
 
     def close(self) -> None:
         self._each(lambda pod: pod.channel.close())
+        if self.joined is not None:
+            self.joined.close()

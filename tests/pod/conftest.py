@@ -31,8 +31,8 @@ def machines() -> None:
 
 @pytest.fixture(scope="module")
 def quiet(request: pytest.FixtureRequest, machines: None, tmp_path_factory: pytest.TempPathFactory) -> PodRun:
-    """The undisturbed run of ``STEPS`` steps of the test's module, in one pod."""
-    return undisturbed_run(tmp_path_factory.mktemp("quiet"), getattr(request.module, "STEPS", STEPS))
+    """The undisturbed run of ``STEPS`` steps of the test's module with its ``SETTINGS``, in one pod."""
+    return undisturbed_run(tmp_path_factory.mktemp("quiet"), getattr(request.module, "STEPS", STEPS), *getattr(request.module, "SETTINGS", ()))
 
 
 @pytest.fixture

@@ -149,9 +149,9 @@ class FourPods:
             shutil.rmtree(disk, ignore_errors=True)
 
 
-def undisturbed_run(folder: Path, steps: int = STEPS) -> PodRun:
+def undisturbed_run(folder: Path, steps: int = STEPS, *settings: str) -> PodRun:
     """Returns the same run in one pod, without a network."""
     run = PodRun(folder, name="run")
-    done = run.train(f"--run.max_steps={steps}")
+    done = run.train(f"--run.max_steps={steps}", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return run

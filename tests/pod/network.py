@@ -33,12 +33,14 @@ def why_not() -> str:
 
 @dataclass
 class Host:
-    """A namespace with ``addresses``, of which connections leave from the first one. ``link``: the end of its wire at the bridge."""
+    """A namespace with ``addresses``, of which connections leave from the first one. ``link``: the end of its wire at the bridge. ``hidden``: a folder that
+    is empty there."""
 
     name: str
     addresses: tuple[str, ...]
     link: str
     shm_mib: int = 48
+    hidden: str = ""
 
     @property
     def address(self) -> str:
@@ -46,7 +48,8 @@ class Host:
 
     def inside(self, *command: str) -> list[str]:
         """Returns the command that runs ``command`` there, with a /dev/shm of its own."""
-        mount = f'mount -t tmpfs -o size={self.shm_mib}m tmpfs /dev/shm && exec "$@"'
+        hide = f"mount -t tmpfs tmpfs {self.hidden} && " if self.hidden else ""
+        mount = f'{hide}mount -t tmpfs -o size={self.shm_mib}m tmpfs /dev/shm && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--mount", "--propagation", "private", "sh", "-c", mount, "sh", *command]
 
     def cut(self, *others: str) -> None:

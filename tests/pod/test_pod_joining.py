@@ -102,7 +102,7 @@ def test_a_new_controller_ends_a_life_that_works_for_the_one_before(life: Life) 
 
 def test_a_pod_whose_lease_is_over_keeps_a_result_that_is_late_and_what_it_has_drawn(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
     life.set_up(life.token())
-    assert life.shim.shim is not None and life.shim.session is not None
+    assert life.shim.session is not None
     told: list[dict[str, Any]] = []
 
     def draw(meta: Any, blobs: Any, progress: Callable[[dict[str, Any]], None]) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -113,7 +113,7 @@ def test_a_pod_whose_lease_is_over_keeps_a_result_that_is_late_and_what_it_has_d
             progress({"samples": "late"})
         return {}, {}
 
-    monkeypatch.setattr(life.shim.shim, "methods", lambda: {"rollout": draw})
+    monkeypatch.setattr(life.shim.shims["rollout"], "methods", lambda: {"rollout": draw})
     with pytest.raises(PeerDied, match="the lease of pod n is over"):
         life.shim.methods()["rollout"]({"token": life.token()}, {}, told.append)
     assert told == [{"samples": "in time"}]
@@ -185,7 +185,7 @@ class Run:
 
             return method
 
-        methods = {call: answer(call) for call in ("setup", "start_worker", "start_engine", "release")}
+        methods = {call: answer(call) for call in ("setup", "receive_model", "start_worker", "start_engine", "release")}
         server = HttpServer(methods, credential, name=name)
         server.start()
         self.servers.append(server)
@@ -218,7 +218,7 @@ def test_a_pod_that_joined_is_prepared_and_one_more_than_may_waits_for_its_place
     first = run.add("first")
     (pod,) = run.look()
     assert (pod.number, pod.name) == (1, "first") and run.joining.told() == [{"joined": 1, "name": "first"}]
-    assert [call for _, call in run.calls] == ["setup", "start_worker", "start_engine"]
+    assert [call for _, call in run.calls] == ["setup", "receive_model", "start_worker", "start_engine"]
     second = run.add("second")
     run.joining.look(run.store, members(run.store), {"folder": str(run.folder)})
     assert list(run.joining.lives) == ["first"]

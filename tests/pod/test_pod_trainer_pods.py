@@ -100,7 +100,7 @@ class FakeTrainer:
 @pytest.fixture
 def two() -> TrainerPods:
     pods = [TrainerPod(n, FakeTrainer(n), (n,), f"10.0.0.{n + 1}", f"store of {n}" if n else "") for n in range(2)]  # type: ignore[arg-type]
-    made = TrainerPods(pods, Path("/run"), 1)
+    made = TrainerPods(pods, Path("/run"), 1, [(0,), (1,)])
     made.start()
     return made
 

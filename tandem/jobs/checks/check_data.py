@@ -97,7 +97,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         return [
             *lines,
             f"predicted memory: {needed / 2**20:,.0f} MiB at the peak{_for_ranks(parallel)}",
-            *(warn_of_cores(parallel) if device == "cpu" else []),
+            *(warn_of_cores(parallel.world) if device == "cpu" else []),
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *describe_offloaded(recipe.trainer, offloaded),
             *describe(mesh_of(parallel), parallel.nodes()),

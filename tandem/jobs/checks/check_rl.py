@@ -86,7 +86,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     for backend in (recipe.trainer.backend, recipe.rollout.backend):
         if backend != "tandem":
             python_of(backend)
-    check_offload(recipe.trainer, check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks))
+    check_offload(recipe.trainer, check_pod_device(recipe.machine, recipe.ranks_here, recipe.rollout.engine_ranks))
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
         if recipe.model.create is None:
@@ -146,7 +146,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     if critic is not None:
         disk += run_bytes_on_disk(critic, recipe.trainer, recipe.checkpoint.keep, 1)
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
-    warnings = warn_of_cores(recipe.parallel) if planned.gpu is None else []
+    warnings = warn_of_cores(recipe.ranks_here) if planned.gpu is None else []
     return RunPlan(planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), prompt_tokens)
 
 

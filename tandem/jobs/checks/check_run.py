@@ -103,9 +103,9 @@ def check_offload_folder(folder: str) -> None:
         raise UserError(f"'trainer.offload_folder' is '{folder}', and '{existing}' {why}; name a folder on a disk that can be written")
 
 
-def warn_of_cores(parallel: ParallelConfig) -> list[str]:
-    """Returns a warning with the expected slowdown where there are more ranks than cores, else an empty list."""
-    ranks, cores = parallel.world, available_cores()
+def warn_of_cores(ranks: int) -> list[str]:
+    """Returns a warning with the expected slowdown where this machine has more ``ranks`` than cores, else an empty list."""
+    cores = available_cores()
     if ranks <= cores:
         return []
     shared = "1 core" if cores == 1 else f"{cores} cores"

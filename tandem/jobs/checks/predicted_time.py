@@ -42,7 +42,7 @@ def rl_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -
     with folder_to_check(recipe.model) as folder:
         models = rl_models(recipe, read_shapes(folder))
     parts = rl_work(recipe, models, prompt_tokens, completion_tokens)
-    device = check_pod_device(recipe.machine, recipe.parallel.world, recipe.rollout.engine_ranks)
+    device = check_pod_device(recipe.machine, recipe.ranks_here, recipe.rollout.engine_ranks)
     seconds = iter(_seconds([work for part in parts for work in part], recipe.trainer, recipe.machine, device, recipe.parallel.world))
     return RLSeconds(*(sum(islice(seconds, len(part))) for part in parts))
 
