@@ -1,7 +1,7 @@
 """The trainer's ranks in pods that joined from other machines: which pods have them, and how the controller calls those. Imports no torch.
 
-Any pod that joined may have some: it has a shim for them beside that of its engines, in the same life and under the same token. It must have the run's folder under
-the path that the run has it, because the ranks read the recipe and the model there and write their parts of checkpoints.
+Any pod that joined may have some: it has a shim for them beside that of its engines, in the same life and under the same token. It must have the run's
+folder under the path that the run has it, because the ranks read the recipe and the model there and write their parts of checkpoints.
 """
 
 import logging

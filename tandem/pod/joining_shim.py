@@ -184,7 +184,8 @@ class JoiningShim:
         return {"left": self.is_leaving}, {}
 
     def _fenced(self, name: str, role: Role) -> Method:
-        """The call ``name`` of the shim of ``role`` for the controller that holds the token. One whose lease is over answers nothing, neither progress nor a result."""
+        """The call ``name`` of the shim of ``role`` for the controller that holds the token. One whose lease is over answers nothing, neither progress nor a
+        result."""
 
         def call(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
             self._check(meta, name)

@@ -1,8 +1,9 @@
 """The trainer sidecars of several pods, called as one: the pod's cycle sees one trainer, however many pods have its ranks. Imports no torch.
 
-The pods divide the data-parallel replicas of one mesh. They are those that the run starts itself, and others that joined (``joined_trainers``). A call goes to every pod at once, and the first pod's reply is the trainer's. Each pod's ranks publish
-the weights in their own pod's shared memory and store, from which the engines beside them take them; the first pod's are those that all others receive. A pod
-that fails ends the trainer of all: it is replaced as a whole, from the newest checkpoint.
+The pods divide the data-parallel replicas of one mesh. They are those that the run starts itself, and others that joined (``joined_trainers``). A call goes to
+every pod at once, and the first pod's reply is the trainer's. Each pod's ranks publish the weights in their own pod's shared memory and store, from which the
+engines beside them take them; the first pod's are those that all others receive. A pod that fails ends the trainer of all: it is replaced as a whole, from the
+newest checkpoint.
 """
 
 import logging
