@@ -13,14 +13,13 @@ _OF_DELTAS = ("elementwise_deltas", "full_update_every")
 
 @dataclass(frozen=True, slots=True)
 class PodsConfig:
-    """The pods of a run. The first `trainer_count` have the trainer's ranks; every one has a rollout sidecar with `rollout.workers` workers. See
-    `hybrid.md`, Many pods."""
+    """The pods of a run. The first `trainer_count` train; every one has a rollout sidecar with `rollout.workers` workers. See `hybrid.md`, Many pods."""
 
     count: int = 1
     """Number of pods that the run starts on its own machine. The samples are the same for any number."""
     trainer_count: int = 1
     """Pods that train, as `nnodes` of verl and `actor-num-nodes` of slime: each has the ranks of `parallel.data` / `trainer_count` data-parallel replicas, and
-    gives its engines their weights through its own shared memory."""
+    gives its engines their weights through its own shared memory. Those of `count` come first, then pods that joined and have the run's folder."""
     min_count: int = 1
     """A rollout waits until so many pods are there, those of `count` included, as the minimum of `torchrun --nnodes=MIN:MAX`."""
     max_count: int = 0

@@ -162,7 +162,7 @@ class JoiningShim:
             )  # fmt: skip
             self.shims[role] = Shim(options)
         self._say(f"draws samples as pod {meta['number']}")
-        return {"reaches_folder": _has_proof(str(meta.get("folder", "")), str(meta.get("proof", "")))}, {}
+        return {"reaches_folder": has_proof(str(meta.get("folder", "")), str(meta.get("proof", "")))}, {}
 
     def receive_model(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Takes the files of the model's folder but its weights. Raises ``RunError`` for a file that would not be in its folder."""
@@ -228,7 +228,7 @@ def _empty(folder: Path) -> None:
     folder.mkdir(mode=0o700)
 
 
-def _has_proof(folder: str, proof: str) -> bool:
+def has_proof(folder: str, proof: str) -> bool:
     """Returns whether ``folder`` is that of the run here too: whether the file that the run has written there has the text ``proof``."""
     try:
         return bool(proof) and (Path(folder) / "pod" / FOLDER_PROOF).read_text(encoding="ascii") == proof

@@ -15,17 +15,25 @@ from pod_runs import RECIPE, PodRun, difference, finish
 
 from tandem.config.load import to_mapping
 from tandem.config.recipe import Recipe, load_config
+from tandem.jobs.pod_plan import plan_of
 from tandem.layout.mesh import Mesh, MeshShape
 from tandem.layout.placement import ranks_of_pods
 from tandem.layout.residents import KEEP
+from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.pod.channel import RemoteChannel
 from tandem.pod.failures import SidecarDied
+from tandem.pod.joined_trainers import JoinedTrainer, JoinedTrainers
+from tandem.pod.joining import FOLDER_PROOF
+from tandem.pod.joining_shim import has_proof
+from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.sidecars import TrainerSidecar
 from tandem.pod.start import open_channels
 from tandem.pod.trainer_pods import TrainerPod, TrainerPods
 from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.coordination.membership import join, leave
+from tandem.runtime.coordination.session import Session
 from tandem.runtime.rpc.calls import Blobs, Meta
 from tandem.types import RunError, UserError, WeightVersion
 from tandem.types.wire import Frame
@@ -151,6 +159,116 @@ def test_replicas_that_have_become_different_are_found_before_an_engine_has_thei
     fake(two, 1).replies["register"] = {"digest": "d1"}
     with pytest.raises(SidecarDied, match="the weights of pod 1 have digest d1 and those of pod 0 d0, after the same steps"):
         two.call("register", {"version": [1, 3]})
+
+
+# -- ranks in pods that joined -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeJoining:
+    """Pods that joined: ``there`` are able to train."""
+
+    there: list[RolloutPod]
+    others: list[RolloutPod] = field(default_factory=list)
+    folder: str = "/runs/r"
+    forgotten: list[str] = field(default_factory=list)
+
+    @property
+    def lives(self) -> dict[str, RolloutPod]:
+        return {pod.name: pod for pod in (*self.there, *self.others)}
+
+    def able_to_train(self, store: Any, present: Any) -> list[RolloutPod]:
+        return [pod for pod in self.there if pod.name in {member.name for member in present}]
+
+    def forget(self, pod: RolloutPod, what: str, reason: str = "") -> None:
+        self.forgotten.append(pod.name)
+
+
+@dataclass
+class FakeJoinedChannel:
+    answers: bool = True
+    is_running: bool = True
+
+    def call(self, name: str, *_: Any, **__: Any) -> Frame:
+        if not self.answers:
+            raise SidecarDied("rollout", "shim", "no sign of life for 4 s")
+        return Frame({}, {})
+
+    def kill(self) -> None:
+        self.is_running = False
+
+
+@pytest.fixture
+def joined(tmp_path: Path) -> Iterator[tuple[JoinedTrainers, FakeJoining, EmbeddedStore]]:
+    """Two of the pods p1, p2 and p3, which are members, are to train."""
+    store = EmbeddedStore(tmp_path / "store.sqlite")
+    session = Session(store, 60)
+    pods = []
+    for number in (1, 2, 3):
+        join(session, f"p{number}", {"host": f"10.0.0.{number}"})
+        pods.append(RolloutPod(number, FakeJoinedChannel(), 1, "own", name=f"p{number}", is_set_up=True, reaches_folder=True))  # type: ignore[arg-type]
+    joining = FakeJoining(pods)
+    yield JoinedTrainers(2, 1, joining, lambda: EmbeddedStore(tmp_path / "store.sqlite"), 0.2), joining, store  # type: ignore[arg-type]
+    session.close()
+    store.close()
+
+
+def test_the_pods_that_joined_first_train_and_another_takes_the_place_of_one_that_is_lost(
+    joined: tuple[JoinedTrainers, FakeJoining, EmbeddedStore],
+) -> None:
+    trainers, joining, store = joined
+    assert [(pod.name, host) for pod, host in trainers.choose()] == [("p1", "10.0.0.1"), ("p2", "10.0.0.2")]
+    # Their ranks publish the weights, which the third one receives.
+    assert [pod.receives for pod in joining.there] == [False, False, True]
+    leave(store, "p1")
+    assert [pod.name for pod, _ in trainers.choose()] == ["p2", "p3"]
+    assert [pod.receives for pod in joining.there] == [True, False, False]
+    trainers.close()
+
+
+def test_too_few_pods_that_can_train_are_one_line_that_names_those_without_the_folder_of_the_run(
+    joined: tuple[JoinedTrainers, FakeJoining, EmbeddedStore],
+) -> None:
+    trainers, joining, _ = joined
+    joining.others = [joining.there.pop(), joining.there.pop()]
+    for pod in joining.others:
+        pod.reaches_folder = False
+    line = r"^2 of pods\.trainer_count 3 pods .* after .* \(0\.2 s\): p3 does not have the run's folder '/runs/r' under this path; p2"
+    with pytest.raises(RunError, match=line):
+        trainers.choose()
+    trainers.close()
+
+
+def test_a_pod_whose_ranks_cannot_be_stopped_is_left_out_and_one_that_answers_is_not(joined: tuple[JoinedTrainers, FakeJoining, EmbeddedStore]) -> None:
+    _, joining, _ = joined
+    silent, answers = joining.there[:2]
+    assert isinstance(silent.channel, FakeJoinedChannel)
+    silent.channel.answers = False
+    for pod in (silent, answers):
+        JoinedTrainer(pod, joining).discard()  # type: ignore[arg-type]
+    assert joining.forgotten == ["p1"] and [pod.channel.is_running for pod in (silent, answers)] == [False, True]
+    with pytest.raises(SidecarDied, match="trainer shim died: p1: no sign of life for 4 s"):
+        JoinedTrainer(silent, joining).call("train")  # type: ignore[arg-type]
+
+
+def test_a_pod_reaches_the_folder_of_a_run_by_what_the_run_wrote_there(tmp_path: Path) -> None:
+    (tmp_path / "pod").mkdir()
+    (tmp_path / "pod" / FOLDER_PROOF).write_text("ab12")
+    assert has_proof(str(tmp_path), "ab12")
+    assert not has_proof(str(tmp_path), "other") and not has_proof(str(tmp_path / "elsewhere"), "ab12") and not has_proof("", "")
+
+
+TINY = ModelShapes("qwen3", 16, 32, 2, 2, 1, 16, 64, 48, True)
+
+
+def test_this_machine_is_planned_for_its_own_ranks() -> None:
+    joins = ["--coordination.store=etcd", "--run.name=r", "--pods.credential_file=f", "--pods.max_count=4", "--parallel.data=4"]
+    plans = {}
+    for trainers in (1, 2, 4):
+        recipe = load_config(str(RECIPE), [*joins, f"--pods.trainer_count={trainers}"])
+        assert isinstance(recipe, Recipe) and recipe.ranks_here == 4 // trainers
+        plans[trainers] = plan_of(recipe, TINY, 48).host
+    assert plans[1].trainer == 2 * plans[2].trainer == 4 * plans[4].trainer and plans[1].segments == plans[4].segments
 
 
 @pytest.mark.parametrize(
