@@ -97,10 +97,9 @@ class TrainerPods:
         pool = ThreadPoolExecutor(len(self.pods), thread_name_prefix="trainer-pod")
         calls = [pool.submit(ask, pod) for pod in self.pods]
         pool.shutdown(wait=False)
-        is_done = False
-        while not is_done:
-            wait(calls, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-            is_done = all(call.done() for call in calls)
+        left = set(calls)
+        while left:
+            left = wait(left, timeout=_POLL_S, return_when=FIRST_COMPLETED).not_done
             # Progress is reported from this thread, in order, before the call returns.
             while not told.empty():
                 progress = told.get()

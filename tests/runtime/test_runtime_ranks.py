@@ -84,6 +84,16 @@ def test_rank_that_waits_for_another_is_not_the_one_that_is_stuck() -> None:
     assert [state.rank for state in watch.look([replace(waits, collectives=5), behind], 1012.0)] == [1]
 
 
+def test_ranks_that_wait_for_another_machine_have_the_longest_time_twice_and_one_that_is_stuck_here_has_not() -> None:
+    watch = HangWatchdog(first_s=60.0, least_s=1.0, sees_all=False)
+    now = watched(0.5, 5, watch)
+    waits = [replace(STATE, rank=rank, step=5, beat_s=now, collective="the loss") for rank in range(2)]
+    # The rank that they wait for may be saving; the supervisor of its machine sees it.
+    assert watch.look(waits, now + 119) == []
+    assert [state.rank for state in watch.look(waits, now + 121)] == [0, 1]
+    assert [state.rank for state in watch.look([waits[0], replace(waits[1], collective="")], now + 11)] == [1]
+
+
 def test_rank_that_reads_data_or_saves_has_the_whole_time_and_so_have_those_who_wait_for_it() -> None:
     watch = HangWatchdog(first_s=300.0, least_s=1.0)
     now = watched(0.5, 5, watch)

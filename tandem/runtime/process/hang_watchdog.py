@@ -21,7 +21,7 @@ class HangWatchdog:
     most ``first_s``. In phases outside of a step (a checkpoint) it stays ``first_s``; until every rank has begun it is at least ``START_S``.
 
     Without ``sees_all`` other ranks are on other machines: those here that are all blocked in collectives wait for one that may still have time, and count
-    as hung after twice the deadline, when who watches that one has had its turn."""
+    as hung after twice ``first_s``, when who watches that one has had its turn."""
 
     IN_STEP = frozenset({"train", "forward", "backward", "reduce", "optimizer"})
 
@@ -67,7 +67,7 @@ class HangWatchdog:
         if not all(state.collective for state in states):
             # They wait for a rank that still has time: it reads data, or writes a checkpoint.
             return []
-        if not self.sees_all and not any(now_s - max(state.beat_s, resumed_s) > 2 * self.deadline_s(state.phase) for state in late):
+        if not self.sees_all and all(now_s - max(state.beat_s, resumed_s) <= 2 * self.first_s for state in late):
             return []
         # All are blocked in collectives: the ranks with the fewest calls are in an earlier one than the others.
         fewest = min(state.collectives for state in states)
