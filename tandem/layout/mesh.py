@@ -105,13 +105,13 @@ def crossing(shape: MeshShape, nodes: Sequence[int]) -> list[Axis]:
     return [axis for axis in reversed(AXES) if crosses(axis)]
 
 
-def describe(shape: MeshShape, nodes: Sequence[int]) -> list[str]:
-    """Describes the mesh in lines for a user: the axes, outermost first, and the ranks of each node."""
+def describe(shape: MeshShape, nodes: Sequence[int], node: str = "node") -> list[str]:
+    """Describes the mesh in lines for a user: the axes, outermost first, and the ranks of each ``node``, as it is called."""
     axes = " x ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES)
     lines = [f"mesh: {shape.world} ranks = {axes}" + (f", experts over {shape.expert}" if shape.expert > 1 else "")]
     if shape.world > 1:
         across = crossing(shape, nodes)
-        for node in sorted(set(nodes)):
-            lines.append(f"  node {node}: ranks {', '.join(str(rank) for rank in range(shape.world) if nodes[rank] == node)}")
-        lines.append(f"  across nodes: {', '.join(across) if across else 'nothing'}")
+        for place in sorted(set(nodes)):
+            lines.append(f"  {node} {place}: ranks {', '.join(str(rank) for rank in range(shape.world) if nodes[rank] == place)}")
+        lines.append(f"  across {node}s: {', '.join(across) if across else 'nothing'}")
     return lines

@@ -15,6 +15,7 @@ from pod_runs import RECIPE, PodRun, difference, finish
 
 from tandem.config.load import to_mapping
 from tandem.config.recipe import Recipe, load_config
+from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.pod_plan import plan_of
 from tandem.layout.mesh import Mesh, MeshShape
 from tandem.layout.placement import ranks_of_pods
@@ -269,6 +270,16 @@ def test_this_machine_is_planned_for_its_own_ranks() -> None:
         assert isinstance(recipe, Recipe) and recipe.ranks_here == 4 // trainers
         plans[trainers] = plan_of(recipe, TINY, 48).host
     assert plans[1].trainer == 2 * plans[2].trainer == 4 * plans[4].trainer and plans[1].segments == plans[4].segments
+
+
+def test_a_dry_run_says_which_pod_has_which_ranks(tmp_path: Path) -> None:
+    mesh = ("--parallel.data=2", "--parallel.pipeline=2", "--model.create.tie_word_embeddings=false")
+    recipe = load_config(str(RECIPE), [*BOTH_TRAIN_KEYS, *mesh, f"--run.directory={tmp_path}", "--rewards.functions=[{function: task}]"])
+    assert isinstance(recipe, Recipe)
+    assert check_rl_run(recipe).lines()[:4] == [
+        "mesh: 4 ranks = pipeline 2 x data 2 x context 1 x tensor 1", "  trainer pod 0: ranks 0, 2", "  trainer pod 1: ranks 1, 3",
+        "  across trainer pods: data",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ from tandem.jobs.checks.check_run import (
 from tandem.jobs.checks.check_value_model import check_reference, check_value_model
 from tandem.jobs.pod_plan import plan_of
 from tandem.jobs.rl_models import rl_models
-from tandem.layout.placement import check_placement
+from tandem.layout.mesh import describe
+from tandem.layout.placement import check_placement, mesh_of, ranks_of_pods
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.hub import hub_model
@@ -57,8 +58,8 @@ LONGEST_PROMPT_SHOWN = 400
 @dataclass(frozen=True, slots=True)
 class RunPlan:
     """What a run will need, known before it begins: memory of every phase, the plan of its residents, the
-    most that its checkpoints, models and offloaded state take on the disk of its folder, lines on what is offloaded, warnings, the first prompt, and the mean
-    length in tokens of the prompts of the first step."""
+    most that its checkpoints, models and offloaded state take on the disk of its folder, lines on what is offloaded, warnings, the first prompt, the mean
+    length in tokens of the prompts of the first step, and lines on the ranks of several trainer pods."""
 
     pod: PodPlan
     disk_bytes: int
@@ -66,11 +67,13 @@ class RunPlan:
     warnings: tuple[str, ...] = ()
     first_prompt: str = ""
     prompt_tokens: float = 0.0
+    mesh: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """For a person, one line a figure."""
         mebibytes = {name: getattr(self.pod.host, name) / 2**20 for name in ("trainer", "rollout", "inference", "segments")}
         return [
+            *self.mesh,
             *self.pod.describe(),
             *(f"predicted {name}: {size:,.0f} MiB" for name, size in mebibytes.items()),
             f"predicted disk: {self.disk_bytes / 2**20:,.0f} MiB",
@@ -147,7 +150,16 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         disk += run_bytes_on_disk(critic, recipe.trainer, recipe.checkpoint.keep, 1)
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.ranks_here) if planned.gpu is None else []
-    return RunPlan(planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), prompt_tokens)
+    return RunPlan(
+        planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), prompt_tokens, tuple(_trainer_pods(recipe))
+    )
+
+
+def _trainer_pods(recipe: Recipe) -> list[str]:
+    """Returns lines on which of several trainer pods has which ranks."""
+    shape, count = mesh_of(recipe.parallel), recipe.pods.trainer_count
+    pod_of = {rank: pod for pod, ranks in enumerate(ranks_of_pods(shape, count)) for rank in ranks}
+    return describe(shape, [pod_of[rank] for rank in range(shape.world)], "trainer pod") if count > 1 else []
 
 
 def _shown(prompt: Prompt) -> str:
