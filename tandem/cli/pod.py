@@ -3,7 +3,8 @@
 The pod joins the run that 'tandem train' makes of the same recipe, by its run.name, through the etcd of section coordination, and draws samples from the
 next iteration on. The run sends it everything else, the weights included. It ends with the run; SIGTERM or Ctrl-C lets it leave after the iteration, a
 second one at once. pods.max_count says how many pods there may be, pods.host is the address of this machine, and pods.credential_file a file with the
-secret of the run's pods. Needs the extra 'serve'.
+secret of the run's pods. Where pods.trainer_count is more than pods.count, it may have ranks of the trainer, if it has the run's folder under the same path.
+Needs the extra 'serve'.
 
 examples:
   tandem pod sort.yaml --pods.host=10.0.0.2
