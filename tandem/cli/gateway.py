@@ -6,6 +6,7 @@ examples:
   tandem gateway --backends http://127.0.0.1:8000,http://127.0.0.1:8001
   tandem gateway gateway.yaml
   tandem gateway gateway.yaml --check
+  tandem gateway --demo                           two servers of the model that 'make run' trained, a key, and the chat page
   tandem gateway gateway.yaml --emit envoy --gateways http://10.0.0.2:8080,http://10.0.0.3:8080 > envoy.yaml
 """
 
@@ -27,6 +28,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", metavar="URL,URL", help="the servers, in place of those of the file")
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (default: 8080)")
+    parser.add_argument(
+        "--demo", nargs="?", const="", metavar="MODEL", help="serve a model or a run twice and open the chat page (default: runs/sort/model, of 'make run')"
+    )
+    parser.add_argument("--no-browser", action="store_true", help="with --demo: print the address of the page alone")
     parser.add_argument("--emit", choices=("envoy", "haproxy", "nginx"), help="print the settings of a load balancer in front of several gateways, and stop")
     parser.add_argument("--gateways", metavar="URL,URL", help="with --emit: the gateways; --host and --port are those of the load balancer")
     parser.add_argument("--check", action="store_true", help="check the settings, ask every backend once, and stop")
@@ -36,6 +41,10 @@ def run(options: argparse.Namespace) -> int:
     for module in ("aiohttp", "starlette", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(module) is None:
             raise UserError(f"'tandem gateway' needs {module}, which is not installed; pip install 'tandem-rl[gateway]'")
+    if options.demo is not None:
+        return _demo(options)
+    if options.no_browser:
+        raise UserError("--no-browser is for --demo")
     from tandem.config.gateway import GatewayConfig
     from tandem.config.load import build
 
@@ -53,6 +62,19 @@ def run(options: argparse.Namespace) -> int:
     from tandem.gateway.server import run_gateway
 
     return run_gateway(config)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    """Raises ``UserError`` for an option that does not go with it."""
+    for name in ("file", "backends", "emit", "gateways", "check"):
+        if getattr(options, name):
+            given = f"the file '{options.file}'" if name == "file" else f"--{name}"
+            raise UserError(f"--demo has its own servers and settings; leave out {given}")
+    if importlib.util.find_spec("fastapi") is None:
+        raise UserError("'tandem gateway --demo' needs fastapi, which is not installed; pip install 'tandem-rl[serve,gateway]'")
+    from tandem.gateway.demo import DEFAULT_MODEL, run_demo
+
+    return run_demo(options.demo or DEFAULT_MODEL, options.host, options.port, opens_browser=not options.no_browser)
 
 
 def _emitted(config: "GatewayConfig", kind: str, gateways: str) -> str:

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import ipaddress
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ _KEYS_S = 1.0
 _MOST_KEY_BYTES = 4096
 
 
-def run_gateway(config: GatewayConfig) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit status. Raises ``UserError`` if the port or a key file cannot be used."""
+def run_gateway(config: GatewayConfig, ready: Callable[[str], None] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status. ``ready`` is called with the gateway's address when it serves. Raises ``UserError`` if the
+    port or a key file cannot be used."""
     backends = make_backends(config)
     if config.redis.url and importlib.util.find_spec("redis") is None:
         raise UserError("'redis.url' is given, and the package redis is not installed; pip install 'tandem-rl[redis]'")
@@ -59,7 +61,7 @@ def run_gateway(config: GatewayConfig) -> int:
     listener = listen(config.host, config.port, backlog=BACKLOG)
     raise_file_limit()
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, backends, keys, stages, listener))
+        return runner.run(_serve(config, backends, keys, stages, listener, ready))
 
 
 def make_backends(config: GatewayConfig) -> list[Backend]:
@@ -105,8 +107,9 @@ async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _serve(
-    config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, stages: dict[str, str], listener: socket.socket
-) -> int:
+    config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, stages: dict[str, str], listener: socket.socket,
+    ready: Callable[[str], None] | None,
+) -> int:  # fmt: skip
     connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
     skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -134,7 +137,7 @@ async def _serve(
         beside += [asyncio.create_task(follow_stages(Path(config.registry), stages, say))] if config.registry else []
         try:
             await probes.start()
-            return await _until_stopped(state, listener)
+            return await _until_stopped(state, listener, ready)
         finally:
             for task in beside:
                 task.cancel()
@@ -154,7 +157,7 @@ async def _refresh(keys: KeyFile | None) -> None:
             say(f"the keys stay as they were: {said}" if said else "the key file can be read again")
 
 
-async def _until_stopped(state: GatewayState, listener: socket.socket) -> int:
+async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Callable[[str], None] | None) -> int:
     config = state.config
     app: Any = GatewayApp(state)
     server = HttpServer(uvicorn.Config(
@@ -165,7 +168,9 @@ async def _until_stopped(state: GatewayState, listener: socket.socket) -> int:
     stop, stop_now = stop_events()
     serving = asyncio.create_task(server.serve([listener]))
     hurry = asyncio.create_task(stop_now.wait())
-    _announce(state, listener)
+    address = _announce(state, listener)
+    if ready is not None:
+        ready(address)
     drained = asyncio.create_task(_drain(state, stop))
     try:
         await asyncio.wait({drained, hurry, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -182,7 +187,8 @@ async def _until_stopped(state: GatewayState, listener: socket.socket) -> int:
         await serving
 
 
-def _announce(state: GatewayState, listener: socket.socket) -> None:
+def _announce(state: GatewayState, listener: socket.socket) -> str:
+    """Says where the gateway is; returns its address."""
     address = listener.getsockname()
     host = host_of(address)
     if not state.config.keys_file and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
@@ -190,6 +196,7 @@ def _announce(state: GatewayState, listener: socket.socket) -> None:
     ready = sum(backend.is_ready for backend in state.pool.backends)
     models = ", ".join(state.routes.models) or "no model yet"
     say(f"gateway at http://{host}:{address[1]} ({ready} of {len(state.pool.backends)} backends ready: {models}); Ctrl-C stops it")
+    return f"http://{host}:{address[1]}"
 
 
 async def _drain(state: GatewayState, stop: asyncio.Event) -> bool:
