@@ -77,7 +77,8 @@ def _interruptible() -> Iterator[None]:
 def _instance(model: Path, name: str, log: Path) -> "Iterator[subprocess.Popen[bytes]]":
     """Runs ``tandem serve``. It ends with this process, whatever ends that; Ctrl-C of the terminal reaches the gateway alone, which ends it last."""
     threads = max(1, available_cores() // _INSTANCES)
-    arguments = ["serve", str(model), "--port", "0", "--served-model-name", name, "--threads", str(threads), "--disable-uvicorn-access-log", "--disable-log-stats"]
+    quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
+    arguments = ["serve", str(model), "--port", "0", "--served-model-name", name, "--threads", str(threads), *quiet]
     process = spawn("tandem", arguments, threads=Threads(threads), output=log, new_session=True)
     try:
         yield process
