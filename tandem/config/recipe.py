@@ -120,6 +120,7 @@ class Recipe:
         if create and self.sft is None:
             raise UserError("the model of 'model.create' is untrained; add a section 'sft' (an empty one uses the defaults)")
         self._check_attention()
+        self._check_weights()
         self.machine.check_dtype(self.trainer.dtype)
         self.trainer.check_schedule(self.run.max_steps, self.sft.schedule if self.sft is not None else "constant")
         self.trainer.check_offload_folder(self.residents.offloads)
@@ -358,10 +359,34 @@ class Recipe:
         return bool(self.reward_model.path or self.rewards.needs)
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether engines compute with the published weights where they are, if trainer and engine have the kernels for it and the model has no experts."""
+        return self.rollout.weights != "copied" and not self.why_copied
+
+    @property
+    def why_copied(self) -> str:
+        """The key with whose value engines must copy the weights; empty if there is none."""
+        rollout, trainer, engine = self.rollout, self.trainer, self.rollout.engine
+        needs: tuple[tuple[str, object, object], ...] = (
+            ("machine.device", self.machine.device == "cuda", False), ("machine.kernels", self.machine.kernels in ("auto", "cpu"), True),
+            ("trainer.dtype", trainer.dtype, "float32"), ("trainer.precision", self.rollout_precision, "fp32"), ("trainer.lora", trainer.lora is None, True),
+            ("rollout.backend", rollout.backend, "tandem"), ("rollout.engine.quantization", engine.quantization, None),
+            ("rollout.engine.tensor_parallel_size", engine.tensor_parallel_size, 1),
+        )  # fmt: skip
+        return next((name for name, value, needed in needs if value != needed), "")
+
+    @property
     def rollout_precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """The precision of the engine's products: the trainer's, unless another option makes the engine's log-probabilities differ anyway."""
         precision = self.trainer.precision
         return "fp32" if precision == "fp8" or self.rollout.differs_from_trainer() else precision
+
+    def _check_weights(self) -> None:
+        if self.rollout.weights == "shared" and self.why_copied:
+            raise UserError(
+                f"'rollout.weights' is 'shared', and with this '{self.why_copied}' engines must copy and pack the weights; set rollout.weights to auto, or "
+                f"leave {self.why_copied} out"
+            )
 
     def _check_attention(self) -> None:
         name = self.machine.attention

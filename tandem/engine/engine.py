@@ -1,6 +1,7 @@
 """The inference engine: takes requests and returns outputs, one step at a time."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,10 +25,14 @@ from tandem.engine.processing.outputs import CompletionOutput, Continuation, Req
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.layout.shapes import ModelShapes
+from tandem.model.adopted import SharedTensors
 from tandem.model.decoder import Decoder
 from tandem.model.weight_digests import weight_digests
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
+from tandem.types import EngineDied, RunError, Updated, UserError, WeightSource, WeightVersion
+
+if TYPE_CHECKING:
+    from tandem.weight_transfer.shared_weights import SharedWeights
 
 
 class Engine:
@@ -60,6 +65,7 @@ class Engine:
             decoder.pack()
         self._ranks = ranks
         self._weights: RankWeights | None = None
+        self._shared: SharedWeights | None = None
         self._components = make_components(decoder, settings, version, ranks, speculative, draft)
         self._scheduler, self._runner = self._components.scheduler, self._components.runner
         self._adapters = self._runner.adapters
@@ -137,13 +143,16 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Computes one step. Returns the outputs of finished requests, and the new part of those that are streamed. Raises ``RunError`` if
-        the engine is asleep, or has no complete set of weights after a failed update."""
+        the engine is asleep, or has no complete set of weights after a failed update; ``EngineDied`` if shared memory that it computes with was written
+        to."""
         if not self.decoder.is_packed:
             raise RunError("the engine has no complete set of weights since an update failed; update the weights again")
         if self.is_sleeping:
             raise RunError("the engine is asleep; wake it up before its next step")
         if self._scheduler.pause in (None, PauseMode.WAIT):
             self._core.step()
+            # Before anything that was computed leaves the engine.
+            self._check_shared()
         return self._outputs.take_outputs()
 
     def listen(self, on_completion: Callable[[str, CompletionOutput], None] | None) -> None:
@@ -186,11 +195,13 @@ class Engine:
         """
         self._core.synchronize()
         self.weight_digests = replace_weights(self._components, tensors, version, draft_tensors, self._digest_weights)
+        self._shared = None
 
     def update_weights_from(self, source: WeightSource, version: WeightVersion) -> Updated:
         """Updates to the published ``version``, of which every tensor-parallel rank reads its own slices. All ranks verify what they read
         before any applies it. Raises ``DamagedWeights`` and the other errors of ``WeightReader.read``; the old weights stay then.
 
+        With a source that ``shares``, an engine that can (``can_adopt``) computes with the published weights where they are, and has no copy.
         With a source that the engine does not verify, its version is ``DUMMY_VERSION`` from the first changed weight until ``confirm_weights``."""
         self._core.synchronize()
         called = version if source.verifies else DUMMY_VERSION
@@ -202,9 +213,25 @@ class Engine:
             if self._weights is not None:
                 self._weights.close()
             self._weights = RankWeights(self.decoder, source)
+        shared = None if self._digest_weights else self._weights.share(version)
+        if shared is not None:
+            replace_weights(self._components, SharedTensors(shared.tensors, shared.in_panels), called, None, with_digests=False)
+            self._shared = shared
+            return Updated(version, shared.size_bytes, shared.rereads, shared.revision)
         weights = self._weights.read(version)
         self.update_weights(weights.tensors, called)
         return Updated(version, weights.size_bytes, weights.rereads, weights.revision)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the engine computes with published weights where they are, and holds no copy."""
+        return self._shared is not None
+
+    def _check_shared(self) -> None:
+        if self._shared is not None and not self._shared.are_there:
+            raise EngineDied(
+                f"the shared memory with the weights of step {self._shared.version.step} was written to while the engine computed with them"
+            )
 
     def confirm_weights(self, version: WeightVersion) -> None:
         """Calls the weights that were taken unverified ``version``, when others have verified all of them."""
@@ -280,6 +307,8 @@ class Engine:
         if self._ranks is not None:
             raise UserError("a tensor-parallel engine cannot sleep; stop it, or use one rank")
         self._core.sleep(frees_weights=level > 1)
+        if level > 1:
+            self._shared = None
 
     def wake_up(self) -> None:
         """Allocates the memory of the KV cache again after ``sleep``."""

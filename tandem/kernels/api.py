@@ -104,7 +104,7 @@ class PagedBatch:
 
 
 class Kernels(Protocol):
-    """The set of kernels that a model computes with. All but ``pack``, ``pack_quantized``, ``linear_packed``, ``gated_mlp_packed``,
+    """The set of kernels that a model computes with. All but ``pack``, ``packed_rows``, ``pack_quantized``, ``linear_packed``, ``gated_mlp_packed``,
     ``pack_groups``, ``grouped_linear_packed``, ``rope_to_cache``, ``paged_attention``, ``logits_logprobs`` and ``sample_rows`` are
     differentiable in their floating tensors."""
 
@@ -116,6 +116,11 @@ class Kernels(Protocol):
 
     def pack(self, weight: Tensor) -> PackedWeight:
         """Copies ``weight[N, K]`` into the kernel's own layout."""
+        ...
+
+    def packed_rows(self, rows: Tensor, weight: PackedWeight) -> Tensor:
+        """Returns the rows ``rows[T]`` (int64) of the plain weight [N, K], as an embedding looks them up in a table that is the head too: [T, K]. Raises
+        ``IndexError`` for a row that it does not have. No gradient."""
         ...
 
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:

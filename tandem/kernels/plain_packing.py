@@ -32,6 +32,9 @@ class PlainPacking:
     def pack(self, weight: Tensor) -> PackedWeight:
         return PackedWeight(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape)
 
+    def packed_rows(self, rows: Tensor, weight: PackedWeight) -> Tensor:
+        return weight.data[rows]
+
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
         return keep_codes(weight)
 

@@ -1,7 +1,7 @@
 """The decoder, shared by trainer and engine. Differences between model families are in its ``ModelShapes``."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tandem.kernels.api import Kernels, TokenLogprobs
+from tandem.kernels.api import Kernels, PackedWeight, TokenLogprobs
 from tandem.kernels.kv_dtype import stored_dtype
 from tandem.kernels.mixed import head_kernels
 from tandem.layout.pipeline_stages import Span, whole
@@ -97,6 +97,8 @@ class Decoder(nn.Module):
         self.router_balance: RouterBalance | None = None
         self._packed: list[LayerWeights] | None = None
         self._packed_head: Any = None
+        self._packed_embedding: PackedWeight | None = None
+        self._adopted: dict[str, torch.Size] = {}
         self._packed_matrices: list[tuple[Any, ...]] = []
         self.is_frozen, self._has_adapter = False, shapes.lora is not None
         if self._has_adapter:
@@ -188,6 +190,8 @@ class Decoder(nn.Module):
         return self.kernels.add_rms_norm(x, residual, self.norm.weight, self.shapes.rms_norm_eps)[0]
 
     def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
+        if self._packed_embedding is not None:
+            return self.kernels.packed_rows(tokens, self._packed_embedding)
         if self.shard_spec.size == 1:
             return F.embedding(tokens, self.embed_tokens)
         own = tokens - self.shard_spec.rank * vocabulary_part(self.shapes, self.shard_spec)
@@ -275,8 +279,10 @@ class Decoder(nn.Module):
         ``quantization`` includes it.
 
         Later changes of the weights have no effect until ``pack`` is called again; ``load_tensors`` leaves the decoder unpacked for that.
-        On a packed decoder it only packs a tied head again.
+        On a packed decoder it only packs a tied head again, and nothing if its weights are adopted.
         """
+        if self._adopted:
+            return
         was_plain = self._packed is None
         if was_plain:
             matrices, experts = [], []
@@ -291,6 +297,29 @@ class Decoder(nn.Module):
             self._packed_head = pack_weight(self.kernels, self.embed_tokens, self._head_quantization)
         elif was_plain:
             self._packed_head = self._pack_linear(self.lm_head, self._head_quantization)
+
+    @torch.no_grad()
+    def adopt(self, own: Mapping[str, Tensor], matrices: list[tuple[PackedWeight, ...]], embedding: PackedWeight | None, head: PackedWeight) -> None:
+        """Computes with packed weights that another process holds, from now on; its own, plain or packed, are dropped, and nothing is copied.
+
+        ``own``: norms, biases and a plain embedding by their names here (``named_parameters``); ``matrices`` of every layer, in the order of
+        ``Layer.linears``; ``embedding``: the table, if it is packed because it is ``head`` too. Not for a shard, experts, an adapter or a quantized model.
+        """
+        assert self.group is None and self.parallel is None and not self._has_adapter and self.quantization is None
+        shapes = self._adopted | {name: self.get_parameter(name).shape for name in own if name not in self._adopted}
+        for name, tensor in own.items():
+            self.get_parameter(name).data = tensor
+        if embedding is not None:
+            shapes.setdefault("embed_tokens", self.embed_tokens.shape)
+            self.embed_tokens.data = self.embed_tokens.new_empty(0, self.shapes.hidden_size)
+        for layer in self._layers():
+            for linear in layer.linears():
+                linear.weight = None
+        if self.lm_head is not None:
+            self.lm_head.weight = None
+        self._adopted, self._packed_embedding, self._packed_head = shapes, embedding, head
+        self._packed_matrices = [*matrices]
+        self._packed = self._steps(self._packed_matrices, [None] * len(matrices))
 
     @torch.no_grad()
     def freeze(self, fill: Callable[[int], None]) -> None:
@@ -312,9 +341,13 @@ class Decoder(nn.Module):
         return [tensor for packed in held for tensor in (packed.data, packed.scales, packed.zeros) if tensor is not None]
 
     def unpack(self, in_one_layer: bool = False) -> None:
-        """Drops the packed weights and allocates plain, uninitialised ones. ``in_one_layer``: the matrices of all layers share the memory
+        """Drops the packed weights, and adopted ones, and allocates plain, uninitialised ones. ``in_one_layer``: the matrices of all layers share the memory
         of one layer, for a ``pack`` that fills one layer at a time; this avoids a second copy of the model and its page faults."""
-        self._packed = self._packed_head = None
+        self._packed = self._packed_head = self._packed_embedding = None
+        for name, shape in self._adopted.items():
+            adopted = self.get_parameter(name)
+            adopted.data = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self._adopted = {}
         self._packed_matrices, self.is_frozen = [], False
         held: dict[tuple[int, ...], nn.Parameter] = {}
         for index, layer in enumerate(self._layers()):

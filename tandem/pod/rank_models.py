@@ -80,10 +80,10 @@ class RankModels:
         if self.has_released:
             release(device)
 
-    def convert(self) -> ConvertedWeights:
-        """Names and places this rank's parts of the actor's weights, once."""
+    def convert(self, in_panels: bool = False) -> ConvertedWeights:
+        """Names and places this rank's parts of the actor's weights, once; ``in_panels``: as in ``weight_transfer.convert``."""
         if self.converted is None:
-            self.converted = convert(self.actor.checkpoints.state, self.rank.publishing)
+            self.converted = convert(self.actor.checkpoints.state, self.rank.publishing, in_panels)
         return self.converted
 
     def publish(self, writer: WeightWriter, version: WeightVersion, guard: Guard | None) -> WeightManifest:

@@ -125,10 +125,14 @@ class RolloutWorker:
             # Its weights were freed, and the update holds the adapter alone.
             load_tensors(llm.engine.decoder, chain(read_tensors(llm.model_folder), new_adapter(llm.engine.shapes, self.recipe.run.seed)), pack=True)
             base_bytes = self._base_bytes()
+        had_own = not llm.engine.shares_weights
         if llm.weight_version != version or llm.engine.is_sleeping:
-            source = replace(self.source, verifies=not meta.get("unverified", False))
+            source = replace(self.source, verifies=not meta.get("unverified", False), shares=self.recipe.shares_weights)
             updated = llm.update_weights_from(source, version)
             rereads, revision = updated.rereads, updated.revision
+            if had_own and llm.engine.shares_weights:
+                logger.info("the engine computes with the published weights in shared memory, and has no copy")
+                release(llm.engine.decoder.device)
         began = perf_counter()
         llm.engine.wake_up()
         if self.recipe.rollout.verify_weights_every_steps:

@@ -12,7 +12,9 @@ import torch
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.kernels import select, why_reference
+from tandem.kernels.cpu.kernels import CpuKernels
 from tandem.layout.residents import Phase, Residency
+from tandem.layout.shapes import ModelShapes
 from tandem.model.create_model import create_model
 from tandem.model.decoder import Decoder
 from tandem.model.export_dtype import export_dtype
@@ -36,6 +38,7 @@ from tandem.types import RunError, WeightVersion
 from tandem.types.wire_records import decode_samples, decode_scores
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
+from tandem.weight_transfer.sharing import can_share
 
 CALLS = TRAINER_CALLS
 FIRST_OF_A_STEP = ("offload", "inference", "train")
@@ -182,8 +185,13 @@ class TrainerWorker:
 
     def convert(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Names and places this rank's parts of the actor's weights under Hugging Face's names, once for the life of the actor: the values are
-        read when they are registered."""
-        return {"tensors": len(self._held().convert().tensors)}, {}
+        read when they are registered. Matrices go in panels where engines compute with them in the shared memory."""
+        models = self._held()
+        return {"tensors": len(models.convert(self._in_panels(models.actor.replica.model.shapes)).tensors)}, {}
+
+    def _in_panels(self, shapes: ModelShapes) -> bool:
+        """Returns whether engines compute with the published weights where they are."""
+        return isinstance(self.kernels, CpuKernels) and self.recipe.shares_weights and can_share(shapes, self.recipe.rollout.weights)
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Writes this rank's converted parts to the free segment of its pod; the pod's first rank publishes the manifest of all as ``version`` in ``store``,
@@ -193,7 +201,7 @@ class TrainerWorker:
         if self.writer is None:
             first, second = meta["buffers"]
             store = open_store(meta["store"], on_wait=self.rank.beat) if "store" in meta else self.store
-            self.writer = WeightWriter(WeightBuffers.open((first, second)), store)
+            self.writer = WeightWriter(WeightBuffers.open((first, second)), store, kernels=self.kernels if isinstance(self.kernels, CpuKernels) else None)
         manifest = models.publish(self.writer, version, Guard(*meta["guard"]) if meta["guard"] is not None else None)
         moves, residue = models.take_moves(), models.find_residue(Phase.ROLLOUT)
         return {"bytes": manifest.size_bytes, "digest": manifest.digest, "moves": moves, "residue": residue}, {}

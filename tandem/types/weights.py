@@ -1,8 +1,13 @@
 """The manifest of one set of weights: what a reader must find, byte for byte."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tandem.types.sample import WeightVersion
+
+Layout = Literal["rows", "panels"]
+"""Where the elements of a tensor are in its bytes: ``rows``: row-major; ``panels``: as the engine's kernels on a CPU multiply with a matrix
+(``tandem.layout.panels``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class PartEntry:
 class TensorEntry:
     """One tensor in a segment. ``name`` and ``shape`` are Hugging Face's; ``offset_bytes`` is a multiple of 64. ``parts`` cover the tensor
     once and lie one behind the other from ``offset_bytes`` on, in the order of their ``start``. Parts that are runs of rows therefore form
-    the row-major tensor; a part of some columns is contiguous in itself."""
+    the tensor in its ``layout``; a part of some columns is contiguous in itself."""
 
     name: str
     dtype: str
@@ -29,6 +34,7 @@ class TensorEntry:
     offset_bytes: int
     size_bytes: int
     parts: tuple[PartEntry, ...]
+    layout: Layout = "rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +60,13 @@ class WeightSource:
     """Where published weights are read, in plain values that every rank of an engine can be sent. ``store``: the address of the coordination
     store; ``threads``: how many copy, on all ranks of an engine together. ``verifies``: whether the engine copies the weights and compares their digests;
     otherwise it takes them from the shared memory as they are, and does not say that it holds them before it is told that they were verified.
+    ``shares``: whether an engine that can compute with the published weights where they are does so, instead of with a copy.
     ``opening``: a source with another number opens the store anew, because its file may be another one under the same name."""
 
     store: str
     threads: int = 2
     verifies: bool = True
+    shares: bool = False
     opening: int = 0
 
 

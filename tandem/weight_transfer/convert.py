@@ -5,13 +5,14 @@ and the runs of elements that a rank owns under ZeRO are all expressed as offset
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tandem.layout.panels import is_in_panels, is_stackable, stacked_order, stacks_of
 from tandem.layout.shapes import published_parameters, trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
 from tandem.runtime.collectives.agreement import vote
@@ -22,6 +23,7 @@ from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.errors import RunError
+from tandem.types.weights import Layout
 from tandem.weight_transfer.manifest import are_partition, place
 
 
@@ -34,7 +36,7 @@ class Part(NamedTuple):
 
 
 class PlacedTensor(NamedTuple):
-    """The location of a tensor in a segment. ``parts`` are in the order of their ``start``, contiguous."""
+    """The location of a tensor in a segment, in ``layout``. ``parts`` are in the order of their ``start``, contiguous."""
 
     name: str
     dtype: str
@@ -42,6 +44,7 @@ class PlacedTensor(NamedTuple):
     offset_bytes: int
     size_bytes: int
     parts: tuple[Part, ...]
+    layout: Layout = "rows"
 
 
 class OwnPart(NamedTuple):
@@ -75,9 +78,10 @@ class ConvertedWeights:
         return self.tensors[-1].offset_bytes + self.tensors[-1].size_bytes if self.tensors else 0
 
 
-def convert(state: TrainedState, ranks: Communicator | None = None) -> ConvertedWeights:
+def convert(state: TrainedState, ranks: Communicator | None = None, in_panels: bool = False) -> ConvertedWeights:
     """Names and places every part of the weights that training changes and engines have. Every one of ``ranks`` calls it, which hold all of them together
-    (``None``: the ranks of the replica). Copies and gathers no weights.
+    (``None``: the ranks of the replica). Copies and gathers no weights. ``in_panels``: matrices are written in the layout of ``tandem.layout.panels`` where
+    the parts of the ranks allow it.
 
     Raises ``RunError`` on every rank if a parameter of the Hugging Face form is missing, unexpected or has another shape: such weights
     would leave a part of the engine unchanged.
@@ -89,7 +93,7 @@ def convert(state: TrainedState, ranks: Communicator | None = None) -> Converted
         shards = [shard for shard in state.weight_shards() if shard.name not in own]
     except (RuntimeError, RunError) as error:
         trouble = str(error).splitlines()[0]
-    converted = place_shards(ranks or state.replica.ranks.world, shards, list(order), trouble)
+    converted = place_shards(ranks or state.replica.ranks.world, shards, list(order), trouble, in_panels)
     for tensor in converted.tensors:
         shape = order.pop(tensor.name, None)
         if shape != tensor.shape:
@@ -100,12 +104,14 @@ def convert(state: TrainedState, ranks: Communicator | None = None) -> Converted
 
 
 def place_shards(
-    ranks: Communicator, shards: Sequence[WeightShard], order: Sequence[str] = (), trouble: str | None = None
+    ranks: Communicator, shards: Sequence[WeightShard], order: Sequence[str] = (), trouble: str | None = None, in_panels: bool = False
 ) -> ConvertedWeights:
     """Assigns each part of the shards of ``ranks`` to one owner and a location in a segment; tensors in the ``order`` of their names, then
-    others. Every rank calls it; ``trouble``: why this rank cannot take part. Raises ``RunError`` on every rank if one has trouble, or if
-    the parts of a tensor are incomplete."""
-    tensors = tuple(_placed(_owners(_gathered(ranks, shards, trouble)), order))
+    others. Every rank calls it; ``trouble``: why this rank cannot take part; ``in_panels``: as in ``convert``. Raises ``RunError`` on every
+    rank if one has trouble, or if the parts of a tensor are incomplete."""
+    owned = _owners(_gathered(ranks, shards, trouble))
+    stacks = [stack for stack in stacks_of(order) if _is_in_panels(owned, stack)] if in_panels else []
+    tensors = tuple(_placed(owned, stacked_order(order, stacks), {name for stack in stacks for name in stack}))
     for tensor in tensors:
         if not are_partition(tensor.shape, [part.offsets for part in tensor.parts]):
             raise RunError(f"the weights' conversion is missing a part of '{tensor.name}' {list(tensor.shape)}, which no rank has")
@@ -181,7 +187,15 @@ def _disjoint(parts: Sequence[tuple[ShardOffsets, int]]) -> list[tuple[ShardOffs
     return taken
 
 
-def _placed(owned: dict[str, _Owned], order: Sequence[str]) -> list[PlacedTensor]:
+def _is_in_panels(owned: dict[str, _Owned], stack: Sequence[str]) -> bool:
+    """Returns whether every matrix of ``stack`` can be written in panels, and all of them together are the stack in panels."""
+    if not all(name in owned for name in stack):
+        return False
+    own = [owned[name] for name in stack]
+    return all(is_in_panels(o.dtype, o.whole, [offsets for offsets, _ in o.parts]) for o in own) and is_stackable([o.whole for o in own])
+
+
+def _placed(owned: dict[str, _Owned], order: Sequence[str], in_panels: Collection[str]) -> list[PlacedTensor]:
     rank_of = {name: place for place, name in enumerate(order)}
     names = sorted(owned, key=lambda name: rank_of.get(name, len(rank_of)))
     dtypes = [owned[name].dtype for name in names]
@@ -192,5 +206,5 @@ def _placed(owned: dict[str, _Owned], order: Sequence[str]) -> list[PlacedTensor
         for offsets, rank in sorted(owned[name].parts):
             parts.append(Part(rank, offsets, at))
             at += offsets.numel * DTYPE_BYTES[dtype]
-        placed.append(PlacedTensor(name, dtype, owned[name].whole, offset, size, tuple(parts)))
+        placed.append(PlacedTensor(name, dtype, owned[name].whole, offset, size, tuple(parts), "panels" if name in in_panels else "rows"))
     return placed

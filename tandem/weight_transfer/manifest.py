@@ -8,6 +8,7 @@ from itertools import accumulate, combinations
 
 import xxhash
 
+from tandem.layout.panels import is_in_panels
 from tandem.layout.shapes import ModelShapes, published_parameters
 from tandem.layout.shard_offsets import ShardOffsets, flat_range, intersection, whole_offsets
 from tandem.types.dtypes import DTYPE_BYTES
@@ -53,13 +54,18 @@ def part_offsets(entry: TensorEntry) -> list[int]:
 def total_digest(tensors: Iterable[TensorEntry]) -> str:
     """Returns the xxh3-128, in hexadecimal, over every entry's name, dtype and shape and its parts' offsets in the tensor and digests, in
     order. The segment, byte offsets and owners are not included, so that the same weights have the same digest in either buffer."""
-    lines = [[t.name, t.dtype, t.shape, [[p.digest, *_corners(p, t)] for p in t.parts]] for t in tensors]
+    lines = [[t.name, t.dtype, t.shape, [[p.digest, *_corners(p, t)] for p in t.parts], *_layout(t)] for t in tensors]
     return str(xxhash.xxh3_128_hexdigest(json.dumps(lines, separators=(",", ":")).encode("ascii")))
 
 
 def _corners(part: PartEntry, entry: TensorEntry) -> tuple[tuple[int, ...], ...]:
     """Returns the corners of a part; empty if the tensor has a single part, which is all of it."""
     return (part.start, part.stop) if len(entry.parts) > 1 else ()
+
+
+def _layout(entry: TensorEntry) -> tuple[str, ...]:
+    """Returns the layout of a tensor; nothing if it is row-major, as most are."""
+    return () if entry.layout == "rows" else (entry.layout,)
 
 
 def make_manifest(version: WeightVersion, tensors: Iterable[TensorEntry]) -> WeightManifest:
@@ -69,7 +75,7 @@ def make_manifest(version: WeightVersion, tensors: Iterable[TensorEntry]) -> Wei
 
 def to_json(manifest: WeightManifest) -> bytes:
     tensors = [
-        [t.name, t.dtype, t.shape, t.segment, t.offset_bytes, t.size_bytes, [[p.owner, p.digest, *_corners(p, t)] for p in t.parts]]
+        [t.name, t.dtype, t.shape, t.segment, t.offset_bytes, t.size_bytes, [[p.owner, p.digest, *_corners(p, t)] for p in t.parts], *_layout(t)]
         for t in manifest.tensors
     ]
     plain = {"version": list(manifest.version), "digest": manifest.digest, "tensors": tensors}
@@ -95,12 +101,13 @@ def from_json(data: bytes) -> WeightManifest:
 
 
 def _entry(item: object) -> TensorEntry:
-    if isinstance(item, list) and len(item) == 7:
-        name, dtype, shape, segment, offset_bytes, size_bytes, parts = item
+    if isinstance(item, list) and (len(item) == 7 or (len(item) == 8 and item[7] == "panels")):
+        name, dtype, shape, segment, offset_bytes, size_bytes, parts, *_ = item
         texts = type(name) is type(dtype) is type(segment) is str
         if texts and _are_counts([offset_bytes, size_bytes, *shape] if isinstance(shape, list) else None) and isinstance(parts, list):
             whole = tuple(shape)
-            return TensorEntry(name, dtype, whole, segment, offset_bytes, size_bytes, tuple([_part(part, whole, item) for part in parts]))
+            checked = tuple([_part(part, whole, item) for part in parts])
+            return TensorEntry(name, dtype, whole, segment, offset_bytes, size_bytes, checked, "rows" if len(item) == 7 else "panels")
     raise ValueError(f"the weights' manifest has the invalid entry {item!r}")
 
 
@@ -118,7 +125,7 @@ def _are_counts(values: object) -> bool:
 
 def check(manifest: WeightManifest) -> None:
     """Raises ``ValueError`` if a name is listed twice, a size does not follow from its shape, a segment's name is a path, tensors overlap,
-    the parts of a tensor do not cover it exactly once, or the digest does not match the entries."""
+    the parts of a tensor do not cover it exactly once or cut its panels, or the digest does not match the entries."""
     names: set[str] = set()
     ends: dict[str, int] = {}
     for entry in sorted(manifest.tensors, key=lambda t: (t.segment, t.offset_bytes)):
@@ -136,6 +143,8 @@ def check(manifest: WeightManifest) -> None:
                 raise ValueError(f"the weights' manifest: {where} with digest {part.digest!r}")
         if not are_partition(entry.shape, [offsets_of(part) for part in entry.parts]):
             raise ValueError(f"the weights' manifest: the parts of {where} do not cover its shape {list(entry.shape)} once, in order")
+        if entry.layout == "panels" and not is_in_panels(entry.dtype, entry.shape, [offsets_of(part) for part in entry.parts]):
+            raise ValueError(f"the weights' manifest: {where} has parts that are not whole panels")
         if entry.offset_bytes % ALIGNMENT_BYTES or entry.offset_bytes < ends.get(entry.segment, 0):
             raise ValueError(f"the weights' manifest: {where} is unaligned or overlaps another")
         ends[entry.segment] = entry.offset_bytes + entry.size_bytes

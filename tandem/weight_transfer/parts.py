@@ -14,6 +14,7 @@ from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.weights import PartEntry, TensorEntry
 from tandem.weight_transfer.copying import CHUNK_BYTES, copy_and_digest
 from tandem.weight_transfer.manifest import offsets_of, part_offsets
+from tandem.weight_transfer.panels import read_panels
 
 Wanted = Callable[[str, tuple[int, ...]], ShardOffsets | None]
 """(name, whole shape) -> the elements of a tensor that a reader needs; ``None``: none."""
@@ -27,7 +28,7 @@ def wants_all(name: str, shape: tuple[int, ...]) -> ShardOffsets | None:
 class PartCopy(NamedTuple):
     """A part to read: ``size_bytes`` from ``offset_bytes`` of the segment on, all of which is read for its digest. ``offsets``: the elements
     needed of the tensor, of which the part contains ``common``. ``to``: the element offset of the whole part in the row-major memory of
-    ``offsets``; ``None`` if it is not contiguous there."""
+    ``offsets``; ``None`` if it is not contiguous there, or is not row-major itself."""
 
     entry: TensorEntry
     part: PartEntry
@@ -45,19 +46,22 @@ class PartCopy(NamedTuple):
             destination = out.data_ptr() + self.to * out.element_size()
             return copy_and_digest(destination, source, self.size_bytes, of_source=False) == self.part.digest
         part = offsets_of(self.part)
+        if self.entry.layout == "panels":
+            return read_panels(source, part.shape, self.common.within(part), out[self.common.within(self.offsets).slices]) == self.part.digest
         return _scatter(source, part.shape, self.common.within(part), out[self.common.within(self.offsets).slices]) == self.part.digest
 
 
 def part_copies(entry: TensorEntry, offsets: ShardOffsets) -> list[PartCopy]:
     """Returns the parts of ``entry`` that contain elements of ``offsets``."""
-    if len(entry.parts) == 1 and offsets.shape == entry.shape:
+    is_in_rows = entry.layout == "rows"
+    if is_in_rows and len(entry.parts) == 1 and offsets.shape == entry.shape:
         return [PartCopy(entry, entry.parts[0], entry.offset_bytes, entry.size_bytes, offsets, offsets, 0)]
     copies = []
     for part, offset in zip(entry.parts, part_offsets(entry), strict=True):
         held = offsets_of(part)
         common = intersection(held, offsets)
         if common is not None:
-            run = flat_range(offsets.shape, common.within(offsets)) if common == held else None
+            run = flat_range(offsets.shape, common.within(offsets)) if common == held and is_in_rows else None
             to = None if run is None else run.start
             copies.append(PartCopy(entry, part, offset, held.numel * DTYPE_BYTES[entry.dtype], offsets, common, to))
     return copies

@@ -9,20 +9,22 @@ from tandem.runtime.collectives.communicator import CollectiveError, Communicato
 from tandem.runtime.coordination.store import Guard, Store
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
-from tandem.types.weights import PartEntry, TensorEntry, WeightManifest
+from tandem.types.weights import Layout, PartEntry, TensorEntry, WeightManifest
 from tandem.weight_transfer.convert import ConvertedWeights
 from tandem.weight_transfer.copying import Threads, address_of, copy_and_digest, digest_of, looks_equal
 from tandem.weight_transfer.manifest import make_manifest
+from tandem.weight_transfer.panels import PacksPanels, look_equal, write_panels
 from tandem.weight_transfer.publication import Replaceable, check_newer, describe, publish, replaceable
 from tandem.weight_transfer.shared_memory import Contents, Segment, WeightBuffers, contents_of
 
 
 class WeightWriter:
     """Publishes one version after another in ``buffers``, which a shim owns and which outlive this process. Each of the trainer's ranks has
-    a writer for the same buffers and ``store``; rank 0 reads and writes the store."""
+    a writer for the same buffers and ``store``; rank 0 reads and writes the store. ``kernels`` write matrices in panels, where the weights were converted
+    so."""
 
-    def __init__(self, buffers: WeightBuffers, store: Store, threads: int = 2) -> None:
-        self.buffers, self.store = buffers, store
+    def __init__(self, buffers: WeightBuffers, store: Store, threads: int = 2, kernels: PacksPanels | None = None) -> None:
+        self.buffers, self.store, self._kernels = buffers, store, kernels
         self._threads = Threads(threads)
         self._touched: set[str] = set()
         self._published: Replaceable | None = None
@@ -84,6 +86,11 @@ class WeightWriter:
             if digest is not None and where[i].is_frozen:
                 return digest
             source = own[i].read()
+            if where[i].layout == "panels":
+                assert self._kernels is not None
+                if digest is not None and look_equal(self._kernels, source, base + places[i]) and write_panels(self._kernels, source, None) == digest:
+                    return digest
+                return write_panels(self._kernels, source, base + places[i])
             if digest is not None and looks_equal(base + places[i], source.data_ptr(), sizes[i]) and digest_of(source.data_ptr(), sizes[i]) == digest:
                 return digest
             return copy_and_digest(base + places[i], source.data_ptr(), sizes[i], of_source=True)
@@ -102,19 +109,20 @@ def _plain(contents: Contents | None) -> list[int | str]:
 
 
 class _Place(NamedTuple):
-    """What a part is, and where it is in a segment. ``is_frozen``: as of its shard; what was written before it was frozen may differ."""
+    """What a part is, and where and how it is in a segment. ``is_frozen``: as of its shard; what was written before it was frozen may differ."""
 
     name: str
     dtype: str
     offsets: ShardOffsets
     offset_bytes: int
+    layout: Layout
     is_frozen: bool
 
 
 def _places(weights: ConvertedWeights) -> list[_Place]:
     """Returns those of this rank's parts, in order."""
     parts = [(weights.tensors[own.tensor], weights.tensors[own.tensor].parts[own.part], own.shard.is_frozen) for own in weights.own]
-    return [_Place(tensor.name, tensor.dtype, part.offsets, part.offset_bytes, is_frozen) for tensor, part, is_frozen in parts]
+    return [_Place(tensor.name, tensor.dtype, part.offsets, part.offset_bytes, tensor.layout, is_frozen) for tensor, part, is_frozen in parts]
 
 
 def _together(ranks: Communicator, what: str, work: Callable[[], Any]) -> list[Any]:
@@ -137,6 +145,7 @@ def _manifest(weights: ConvertedWeights, segment: str, digests: Sequence[Sequenc
         TensorEntry(
             tensor.name, tensor.dtype, tensor.shape, segment, tensor.offset_bytes, tensor.size_bytes,
             tuple(PartEntry(part.owner, part.offsets.start, part.offsets.stop, next(left[part.owner])) for part in tensor.parts),
+            tensor.layout,
         )
         for tensor in weights.tensors
     ])  # fmt: skip

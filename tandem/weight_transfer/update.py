@@ -20,6 +20,7 @@ from tandem.weight_transfer.manifest import aligned, offsets_of, place
 from tandem.weight_transfer.parts import PartCopy, Wanted, part_copies, wants_all
 from tandem.weight_transfer.publication import current, describe
 from tandem.weight_transfer.shared_memory import OpenSegments, populate
+from tandem.weight_transfer.shared_weights import SharedReader, SharedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class WeightReader:
         """Returns ``version`` as views of the shared memory itself, of which nothing is copied and no digest compared, for a reader whose caller does that
         when all of it has been used (``PublishedVerifier``). Valid until the next version but one is written.
 
-        Slices whose parts are not rows one behind the other are put together in private memory. Raises the errors of ``read`` but ``DamagedWeights``.
+        Slices whose parts are not rows one behind the other, or are in panels, are put together in private memory. Raises the errors of ``read`` but
+        ``DamagedWeights``.
         """
         manifest, revision = self._manifest(version)
         chosen = [(entry, offsets) for entry in manifest.tensors if (offsets := self._wanted(entry.name, entry.shape)) is not None]
@@ -91,7 +93,7 @@ class WeightReader:
         tensors = []
         for entry, offsets in chosen:
             dtype: torch.dtype = getattr(torch, entry.dtype)
-            if all(flat_range(entry.shape, offsets_of(part)) is not None for part in entry.parts):
+            if entry.layout == "rows" and all(flat_range(entry.shape, offsets_of(part)) is not None for part in entry.parts):
                 memory, count = opened[entry.segment].memory, math.prod(entry.shape)
                 whole = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset_bytes) if count else torch.empty(0, dtype=dtype)
                 tensors.append((entry.name, whole.view(entry.shape)[offsets.slices]))
@@ -101,6 +103,13 @@ class WeightReader:
                     copy.read(shared, slices)
                 tensors.append((entry.name, slices))
         return Weights(manifest.version, manifest.digest, sum(tensor.nbytes for _, tensor in tensors), tensors, revision=revision)
+
+    def share(self, version: WeightVersion, *, verifies: bool) -> SharedWeights | None:
+        """Returns ``version`` in the layout of the engine's kernels, where it was published; see ``SharedReader.take``. The private memory is freed."""
+        shared = SharedReader(self.store, self._threads, self._segments).take(version, verifies=verifies)
+        if shared is not None:
+            self._staging, self._layout, self._held = None, [], {}
+        return shared
 
     def close(self) -> None:
         """Releases the segments and the private memory."""

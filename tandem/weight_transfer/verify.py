@@ -5,7 +5,7 @@ once, by the process that asked them to. What was damaged when an engine took it
 between. Until the comparison has ended no engine says that it holds the version.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from tandem.runtime.coordination.store import Store
 from tandem.types.dtypes import DTYPE_BYTES
@@ -16,6 +16,17 @@ from tandem.weight_transfer.copying import Threads, address_of, digest_of
 from tandem.weight_transfer.manifest import offsets_of, part_offsets
 from tandem.weight_transfer.publication import Replaceable, current, describe, replaceable
 from tandem.weight_transfer.shared_memory import OpenSegments, Segment, contents_of
+
+
+def damaged_parts(manifest: WeightManifest, opened: Mapping[str, Segment], threads: Threads) -> list[tuple[str, str]]:
+    """Reads every part of ``manifest`` in the segments ``opened``. Returns those that do not have their digests: the name of the tensor, and the digest."""
+    places = [
+        (entry.name, address_of(opened[entry.segment].memory) + offset, offsets_of(part).numel * DTYPE_BYTES[entry.dtype], part.digest)
+        for entry in manifest.tensors
+        for part, offset in zip(entry.parts, part_offsets(entry), strict=True)
+    ]
+    right = threads.map(lambda place: digest_of(place[1], place[2]) == place[3], places, [size_bytes for _, _, size_bytes, _ in places])
+    return [(name, digest) for (name, _, _, digest), is_right in zip(places, right, strict=True) if not is_right]
 
 
 class PublishedVerifier:
@@ -34,18 +45,10 @@ class PublishedVerifier:
         """
         known = current(self._store)
         manifest, opened = self._published(version, revisions, known)
-        places = [
-            (entry.name, address_of(opened[entry.segment].memory) + offset, offsets_of(part).numel * DTYPE_BYTES[entry.dtype], part.digest)
-            for entry in manifest.tensors
-            for part, offset in zip(entry.parts, part_offsets(entry), strict=True)
-        ]
-        right = self._threads.map(lambda place: digest_of(place[1], place[2]) == place[3], places, [size_bytes for _, _, size_bytes, _ in places])
+        damaged = damaged_parts(manifest, opened, self._threads)
         self._published(version, revisions, replaceable(self._store, known))
-        for (name, _, _, digest), is_right in zip(places, right, strict=True):
-            if not is_right:
-                raise DamagedWeights(
-                    f"tensor '{name}' of weights {describe(version)} does not have its digest {digest}; the weights in shared memory are damaged"
-                )
+        for name, digest in damaged:
+            raise DamagedWeights(f"tensor '{name}' of weights {describe(version)} does not have its digest {digest}; the weights in shared memory are damaged")
         return manifest.size_bytes
 
     def _published(

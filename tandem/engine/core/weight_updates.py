@@ -14,13 +14,14 @@ from tandem.engine.executor.model_runner import ModelRunner
 from tandem.engine.executor.rank_weights import StagedWeights
 from tandem.engine.spec_decode.draft_model import DraftModel
 from tandem.engine.spec_decode.proposers import new_draft
+from tandem.model.adopted import SharedTensors, adopt
 from tandem.model.huggingface.model_folder import load_tensors
 from tandem.model.weight_digests import weight_digests
 from tandem.types import WeightVersion
 
 
 def replace_weights(
-    components: EngineComponents, tensors: Iterable[tuple[str, Tensor]] | StagedWeights, version: WeightVersion,
+    components: EngineComponents, tensors: Iterable[tuple[str, Tensor]] | StagedWeights | SharedTensors, version: WeightVersion,
     draft_tensors: Iterable[tuple[str, Tensor]] | None, with_digests: bool,
 ) -> dict[str, str]:
     """As ``Engine.update_weights``, while no step is in flight. Returns the digests of the plain weights ``with_digests``, else none."""
@@ -45,7 +46,10 @@ def replace_weights(
     return digests
 
 
-def _load(runner: ModelRunner, tensors: Iterable[tuple[str, Tensor]] | StagedWeights, with_digests: bool) -> dict[str, str]:
+def _load(runner: ModelRunner, tensors: Iterable[tuple[str, Tensor]] | StagedWeights | SharedTensors, with_digests: bool) -> dict[str, str]:
+    if isinstance(tensors, SharedTensors):
+        adopt(runner.decoder, tensors)
+        return {}
     if runner.ranks is not None:
         runner.ranks.update_weights(tensors)
         return {}

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.layout.shapes import published_parameters
 from tandem.layout.sharding import local_parameters
+from tandem.model.adopted import can_adopt
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
 from tandem.runtime.coordination.open import open_store
@@ -11,6 +12,7 @@ from tandem.runtime.rpc.calls import CallError, error_meta
 from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
 if TYPE_CHECKING:
+    from tandem.weight_transfer.shared_weights import SharedWeights
     from tandem.weight_transfer.update import Weights
 
 
@@ -21,7 +23,8 @@ class StagedWeights(NamedTuple):
 
 
 class RankWeights:
-    """Reads the weights of one rank. They are staged in private memory until ``apply`` loads them into ``decoder``."""
+    """Reads the weights of one rank. They are staged in private memory until ``apply`` loads them into ``decoder``, or are where they were published
+    (``share``)."""
 
     def __init__(self, decoder: Decoder, source: WeightSource) -> None:
         # The digests need xxhash, which an engine that loads folders does without.
@@ -33,6 +36,13 @@ class RankWeights:
         threads = max(1, source.threads // decoder.shard_spec.size)
         self._reader = WeightReader(self._store, threads, wanted_by(decoder.shapes, decoder.shard_spec))
         self._staged: Weights | None = None
+
+    def share(self, version: WeightVersion) -> "SharedWeights | None":
+        """Returns ``version`` where it was published, verified if the source says so; ``None`` if the engine must copy it. Raises the errors of
+        ``SharedReader.take``."""
+        if not self.source.shares or not can_adopt(self.decoder):
+            return None
+        return self._reader.share(version, verifies=self.source.verifies)
 
     def read(self, version: WeightVersion) -> "Weights":
         """Reads, verifies and stages ``version``, or stages it unverified if the source says so. Raises the errors of ``WeightReader.read`` or ``view``."""

@@ -57,6 +57,21 @@ class Calls:
         self._c.linear(x.data_ptr(), weight.data_ptr(), 0, address(bias), rows, columns, width, out.data_ptr())
         return out
 
+    def packed_rows(self, rows: Tensor, weight: PackedWeight) -> Tensor:
+        data, count, width = weight
+        rows = indices(rows, int64)
+        out = data.new_empty(*rows.shape, width)
+        if self._c.packed_rows(data.data_ptr(), count, width, rows.data_ptr(), rows.numel(), out.data_ptr()):
+            raise IndexError(f"packed_rows has a row outside 0 .. {count - 1}")
+        return out
+
+    def pack_part(self, weight: Tensor, panel: int, first: int, deep: int, to: int) -> None:
+        rows, columns = weight.shape
+        self._c.pack_part(weight.data_ptr(), rows, columns, panel, first, deep, to)
+
+    def stream(self, to: int, source: int, size_bytes: int) -> None:
+        self._c.stream(to, source, size_bytes)
+
     def linear_with(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         # The check of ``dense``, inlined: for one token the call costs as much as the arithmetic.
         if x.dtype is not float32 or not x.is_cpu or not x.is_contiguous():

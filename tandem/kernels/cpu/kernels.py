@@ -34,6 +34,18 @@ class CpuKernels:
     def pack(self, weight: Tensor) -> PackedWeight:
         return self._calls.pack(dense(weight.detach()))
 
+    def packed_rows(self, rows: Tensor, weight: PackedWeight) -> Tensor:
+        return self._calls.packed_rows(rows, weight)
+
+    def pack_part(self, weight: Tensor, panel: int, first: int, deep: int, to: int) -> None:
+        """Writes columns ``first`` to ``first + deep`` (multiples of 16, but at the end) of the ``weight[N, K]``'s rows ``64 panel`` to ``64 panel + 63``,
+        as ``pack`` lays them out one behind the other, to the address ``to``. On the calling thread alone."""
+        self._calls.pack_part(weight, panel, first, deep, to)
+
+    def stream(self, to: int, source: int, size_bytes: int) -> None:
+        """Copies like ``memmove`` between addresses that do not overlap, past the cache: for a destination that is not read soon."""
+        self._calls.stream(to, source, size_bytes)
+
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
         return self._quantized.pack(weight)
 

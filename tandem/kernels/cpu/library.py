@@ -12,6 +12,9 @@ _P, _I, _N, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "packed_floats": (_N, (_N, _N)),
     "pack": (None, (_P, _N, _N, _P)),
+    "pack_part": (None, (_P, _N, _N, _N, _N, _N, _P)),
+    "packed_rows": (_I, (_P, _N, _N, _P, _N, _P)),
+    "stream": (None, (_P, _P, _N)),
     "linear": (_I, (_P, _P, _I, _P, _N, _N, _N, _P)),
     "grouped_linear": (_I, (_P, _P, _I, _N, _P, _N, _N, _N, _P)),
     "route": (_I, (_P, _N, _N, _N, _I, _P, _P, _P, _P, _P)),

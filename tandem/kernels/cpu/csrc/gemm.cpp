@@ -313,6 +313,8 @@ void pack(const Right& right, int64_t n, int64_t k, float* packed) {
   for (int64_t panel = 0; panel < panels; ++panel) pack_panel(right, n, panel, 0, k, packed + panel * PANEL * k);
 }
 
+void pack_part(const Right& right, int64_t n, int64_t panel, int64_t k0, int64_t deep, float* to) { pack_panel(right, n, panel, k0, deep, to); }
+
 void multiply(const Product& p) {
   if (p.m == 0 || p.n == 0) return;
   if (p.k == 0) {

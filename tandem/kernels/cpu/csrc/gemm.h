@@ -49,4 +49,6 @@ struct Product {
 
 int64_t packed_floats(int64_t n, int64_t k);
 void pack(const Right& right, int64_t n, int64_t k, float* packed);
+// Rows k0 .. k0 + deep of one panel of the packed form, which lie one behind the other there.
+void pack_part(const Right& right, int64_t n, int64_t panel, int64_t k0, int64_t deep, float* to);
 void multiply(const Product& product);
