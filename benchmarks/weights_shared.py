@@ -143,9 +143,10 @@ def main() -> None:
                 rows.append({"what": f"in the pod, shared: register, verify and swap / copy, {title}", "ratio": ratio["both"], "target": "at least 0.4"})
                 rows.append({"what": f"in the pod, shared: verify / read, {title}", "ratio": ratio["verify"], "target": "at least 0.8"})
     text = (
-        f"# Weights that engines share with the trainer\n\n{described}\n\n{options.repeat} rounds, {options.threads} threads, fp32. Parts are digested as they "
-        "are written, and verified where they are. *Before* is the same in rows, with a verified private copy that the engine packs.\n\n" + "\n".join(lines) + "\n"
-    )
+        f"# Weights that engines share with the trainer\n\n{described}\n\n{options.repeat} rounds, {options.threads} threads, fp32. Parts are digested "
+        "as they are written, and verified where they are. *Before* is the same in rows, with a verified private copy that the engine packs.\n\n"
+        + "\n".join(lines) + "\n"
+    )  # fmt: skip
     print(f"wrote {write_report('weights-shared', text, options.out)}")
     Path(options.work).mkdir(parents=True, exist_ok=True)
     write_ratios("weights_shared", rows, Path(options.work))
