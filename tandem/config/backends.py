@@ -49,11 +49,6 @@ def _check_megatron(recipe: "Recipe") -> None:
     _refuse_common(recipe)
     if parallel.zero > 1:
         raise UserError(f"'parallel.zero' is {parallel.zero} and trainer.backend 'megatron', whose distributed optimizer is stage 1; set it to 1 or 0")
-    if parallel.tensor > 1 and parallel.sequence_parallel:
-        raise UserError(
-            f"'parallel.tensor' is {parallel.tensor} with trainer.backend 'megatron', whose norms do not divide tokens over tensor ranks without Transformer "
-            "Engine; set parallel.sequence_parallel to false"
-        )
 
 
 def _check_deepspeed(recipe: "Recipe") -> None:

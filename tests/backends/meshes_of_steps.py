@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ MODELS = {
     "qwen2": ModelShapes("qwen2", 300, 32, 2, 4, 2, 8, 48, 128, False, attention_bias=True),
     "llama": ModelShapes("llama", 41, 32, 2, 4, 2, 16, 48, 128, True, rope_theta=500000.0, rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)),
     "mistral": ModelShapes("mistral", 41, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(4, 4)),
+    "dense_first": ModelShapes("qwen3_moe", 41, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(4, 2, 24, dense_layers=(0,))),
     "qwen3_moe": ModelShapes("qwen3_moe", 41, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(4, 2, 24)),
 }
 
@@ -55,13 +57,17 @@ def make_folder(folder: Path, name: str) -> Path:
 
 
 def train(
-    model: Path, folder: Path, backend: str, shape: MeshShape, zero: int = 0, steps: int = 20, save_at: tuple[int, ...] = (), sidecar: Path | None = None
-) -> Trained:
-    """``sidecar``: the interpreter of an environment (``None``: this one). ``folder``: of the run, whose checkpoints it continues from."""
+    model: Path, folder: Path, backend: str, shape: MeshShape, zero: int = 0, steps: int = 20, save_at: tuple[int, ...] = (), sidecar: Path | None = None,
+    trainer: Mapping[str, object] | None = None, parallel: Mapping[str, object] | None = None,
+) -> Trained:  # fmt: skip
+    """``trainer``, ``parallel``: further settings of these sections.
+
+    ``sidecar``: the interpreter of an environment (``None``: this one). ``folder``: of the run, whose checkpoints it continues from."""
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / uuid.uuid4().hex
     place.mkdir()
     given: dict[str, Any] = {
+        "trainer": dict(trainer or {}), "parallel": {"sequence_parallel": False, **(parallel or {})},
         "model": str(model), "run": str(folder), "backend": backend, "zero": zero, "steps": steps, "save_at": save_at, "rendezvous": str(place / "meet"),
         "shape": {axis: getattr(shape, axis) for axis in ("data", "tensor", "pipeline", "expert")},
     }  # fmt: skip

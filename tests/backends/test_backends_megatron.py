@@ -82,7 +82,7 @@ def test_what_megatron_does_not_do_is_refused_in_one_line_before_any_work(key: s
 
 @pytest.mark.parametrize(
     "keys",
-    [("parallel.data=2", "parallel.zero=2"), ("parallel.tensor=2",), ("parallel.context=2",), ("parallel.pipeline=2", "parallel.schedule=gpipe")],
+    [("parallel.data=2", "parallel.zero=2"), ("parallel.context=2",), ("parallel.pipeline=2", "parallel.schedule=gpipe")],
     ids=" ".join,
 )
 def test_meshes_that_megatron_does_not_have_here_are_refused(keys: tuple[str, ...]) -> None:
@@ -100,7 +100,6 @@ def test_networks_that_are_not_built_are_named() -> None:
     assert missing_block(replace(shapes, layer_windows=(8, 4))) == "sliding windows of several sizes (4, 8)"
     assert missing_block(replace(shapes, value_head="token")) == "a value head"
     assert missing_block(replace(shapes, mlp_bias=True)) == "biases of o_proj or of the MLP"
-    assert missing_block(replace(shapes, experts=ExpertShapes(4, 2, 24, dense_layers=(0,)))) == "a mixture of experts with dense layers"
     with pytest.raises(UserError, match=r"^the model has a value head.*set trainer.backend to tandem$"):
         check_model(replace(shapes, value_head="token"), ParallelConfig())
 
@@ -109,28 +108,32 @@ def test_models_that_megatron_does_not_divide_evenly_are_refused() -> None:
     for parallel in (ParallelConfig(pipeline=3), ParallelConfig(tensor=4), ParallelConfig(data=2, expert=2)):
         with pytest.raises(UserError, match="choose a divisor"):
             check_model(MODELS["qwen3"], parallel)
+    with pytest.raises(UserError, match="experts' intermediate_size evenly; choose a divisor of 25"):
+        check_model(replace(MODELS["qwen3_moe"], experts=ExpertShapes(4, 2, 25)), ParallelConfig(tensor=2))
     with pytest.raises(UserError, match="sequence parallelism alone"):
-        check_model(MODELS["qwen3_moe"], ParallelConfig(tensor=2))
+        check_model(MODELS["qwen3_moe"], ParallelConfig(tensor=2, sequence_parallel=False))
+    check_model(MODELS["qwen3_moe"], ParallelConfig(tensor=2))
     check_model(MODELS["qwen3_moe"], ParallelConfig(data=2, expert=2, pipeline=2))
 
 
 @needs_megatron
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name, shape, zero",
+    "name, shape, zero, sequence_parallel",
     [
-        ("qwen3", MeshShape(), 0), ("qwen3", MeshShape(data=2), 1), ("qwen3", MeshShape(tensor=2), 0), ("qwen3", MeshShape(pipeline=2), 0),
-        ("qwen2", MeshShape(tensor=2, pipeline=2), 0), ("qwen3", MeshShape(data=2, tensor=2), 1), ("llama", MeshShape(pipeline=2), 0),
-        ("mistral", MeshShape(tensor=2), 0), ("qwen3_moe", MeshShape(data=2, expert=2), 1),
-        ("qwen3_moe", MeshShape(data=2, expert=2, pipeline=2), 1),
+        ("qwen3", MeshShape(), 0, False), ("qwen3", MeshShape(data=2), 1, False), ("qwen3", MeshShape(tensor=2), 0, False),
+        ("qwen3", MeshShape(tensor=2), 0, True), ("qwen3", MeshShape(pipeline=2), 0, False), ("qwen2", MeshShape(tensor=2, pipeline=2), 0, True),
+        ("qwen3", MeshShape(data=2, tensor=2), 1, False), ("llama", MeshShape(pipeline=2), 0, False), ("mistral", MeshShape(tensor=2), 0, False),
+        ("qwen3_moe", MeshShape(data=2, expert=2), 1, False), ("qwen3_moe", MeshShape(data=2, tensor=2, expert=2), 1, True),
+        ("dense_first", MeshShape(data=2, expert=2, pipeline=2), 1, False),
     ],
     ids=str,
 )  # fmt: skip
 def test_losses_and_weights_of_20_steps_equal_those_of_tandems_trainer(
-    name: str, shape: MeshShape, zero: int, sidecar: Path, tmp_path: Path, tandem_alone: "Alone"
+    name: str, shape: MeshShape, zero: int, sequence_parallel: bool, sidecar: Path, tmp_path: Path, tandem_alone: "Alone"
 ) -> None:
     model, expected = tandem_alone(name)
-    found = train(model, tmp_path / "run", "megatron", shape, zero, sidecar=sidecar)
+    found = train(model, tmp_path / "run", "megatron", shape, zero, sidecar=sidecar, parallel={"sequence_parallel": sequence_parallel})
     folder = load_file(model / "model.safetensors")
     assert found.before.keys() == folder.keys() and all(torch.equal(found.before[each], folder[each]) for each in folder), "bit for bit"
     assert_close(found, expected)

@@ -71,8 +71,8 @@ def main(given: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     mesh, backend = Mesh(MeshShape(**given["shape"]), given["rank"]), given["backend"]
     rank = make_rank(mesh, given)
-    trainer = TrainerConfig(backend=backend, learning_rate=1e-4, weight_decay=0.1, micro_batch_tokens=40, max_grad_norm=0.5)
-    parallel = ParallelConfig(**asdict(mesh.shape), zero=given["zero"], sequence_parallel=backend == "tandem")
+    trainer = TrainerConfig(backend=backend, learning_rate=1e-4, weight_decay=0.1, micro_batch_tokens=40, max_grad_norm=0.5, **given["trainer"])
+    parallel = ParallelConfig(**asdict(mesh.shape), zero=given["zero"], **given["parallel"])
     state = build_state(ReplicaSettings(Path(given["model"]), rank.directory, trainer, parallel, 100), rank, select("reference"))
     replica, guard = state.replica, GradScaler(trainer)
     checkpoints = ReplicaCheckpoints(rank.directory / "checkpoints", 3, Path(given["model"]), state, guard, rank.saving, asynchronous=False)

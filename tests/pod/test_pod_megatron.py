@@ -20,7 +20,7 @@ pytestmark = [
 STEPS = 4
 MESHES = {
     "data": ("--parallel.data=2", "--parallel.zero=1"),
-    "tensor": ("--parallel.tensor=2", "--parallel.sequence_parallel=false", "--model.create.num_key_value_heads=2"),
+    "tensor": ("--parallel.tensor=2", "--model.create.num_key_value_heads=2"),
     "pipeline": ("--parallel.pipeline=2",),
 }
 
@@ -76,7 +76,7 @@ def test_a_rank_and_the_controller_are_killed_and_the_run_is_the_same(environmen
     assert run.left_behind() == []
 
 
-@pytest.mark.parametrize("trainer", ["data=2,zero=1", "tensor=2,sequence_parallel=false"])
+@pytest.mark.parametrize("trainer", ["data=2,zero=1", "tensor=2"])
 def test_weights_reach_quantized_engines_unchanged_before_and_after_a_step(trainer: str, environment: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tandem.cli.main", "weights", "check", "--trainer", f"backend=megatron,{trainer}", "--rollout", "quantization=int8", "--json"],

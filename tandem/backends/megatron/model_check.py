@@ -15,18 +15,19 @@ def check_model(shapes: ModelShapes, parallel: ParallelConfig) -> None:
     lacking = missing_block(shapes)
     if lacking is not None:
         raise UserError(f"the model has {lacking}, which trainer.backend 'megatron' does not train; set trainer.backend to tandem")
-    if shapes.experts is not None and parallel.tensor > 1:
+    if shapes.experts is not None and parallel.tensor > 1 and not parallel.sequence_parallel:
         raise UserError(
             f"'parallel.tensor' is {parallel.tensor} and the model has a mixture of experts, which Megatron-Core divides over tensor ranks with sequence "
-            "parallelism alone; set parallel.tensor to 1 and parallel.expert higher, or trainer.backend to tandem"
+            "parallelism alone; set parallel.sequence_parallel to true"
         )
     for key, ranks, what, count in (
         ("parallel.pipeline", parallel.pipeline, "layers", shapes.num_hidden_layers),
         ("parallel.tensor", parallel.tensor, "query groups (num_key_value_heads)", shapes.num_key_value_heads),
         ("parallel.tensor", parallel.tensor, "intermediate_size", shapes.intermediate_size),
+        ("parallel.tensor", parallel.tensor, "experts' intermediate_size", 0 if shapes.experts is None else shapes.experts.intermediate_size),
         ("parallel.expert", parallel.expert, "experts", 0 if shapes.experts is None else shapes.experts.num_experts),
     ):
-        if ranks > 1 and (count == 0 or count % ranks):
+        if ranks > 1 and ((count == 0 and key == "parallel.expert") or count % ranks):
             raise UserError(f"'{key}' is {ranks} with trainer.backend 'megatron', which divides the model's {count} {what} evenly; choose a divisor of {count}")
 
 
@@ -45,6 +46,4 @@ def missing_block(shapes: ModelShapes) -> str | None:
         return f"sliding windows of several sizes ({', '.join(map(str, sorted(window_sizes(shapes))))})"
     if shapes.output_bias or shapes.mlp_bias:
         return "biases of o_proj or of the MLP"
-    if shapes.experts is not None and shapes.experts.dense_layers:
-        return "a mixture of experts with dense layers"
     return None

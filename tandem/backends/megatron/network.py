@@ -6,13 +6,24 @@ import torch
 import torch.nn.functional as F
 
 from tandem.backends.megatron.model_check import window_sizes
+from tandem.backends.megatron.passes import dispatcher
+from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.model.megatron.layout import MegatronMesh, padded_vocabulary
 from tandem.trainer.parallel.ranks import Ranks
 
 
-def transformer_config(shapes: ModelShapes, ranks: Ranks) -> Any:
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm as layers of Megatron's make it. Of its own norms that need neither Transformer Engine nor Apex, none goes with sequence parallelism, which asks
+    for one thing more: a mark on the weight, whose gradient each tensor rank has for its tokens alone, so that Megatron sums it over them."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def transformer_config(shapes: ModelShapes, ranks: Ranks, parallel: ParallelConfig) -> Any:
     """Returns Megatron's ``TransformerConfig`` of ``shapes`` on the mesh of ``ranks``.
 
     No fused kernel is switched on, and no dropout. Losses and gradients are summed over tokens, micro-batches and ranks as they are, because the loss has
@@ -23,7 +34,8 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks) -> Any:
     mixture: dict[str, Any] = {} if experts is None else {
         "num_moe_experts": experts.num_experts, "moe_router_topk": experts.num_experts_per_tok, "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_router_pre_softmax": not experts.normalised, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False, "expert_model_parallel_size": shape.expert,
+        "moe_token_dispatcher_type": dispatcher(ranks), "moe_grouped_gemm": False, "expert_model_parallel_size": shape.expert,
+        "moe_layer_freq": [int(shapes.experts_of(layer) is not None) for layer in range(shapes.num_hidden_layers)],
     }  # fmt: skip
     windows: dict[str, Any] = {
         # Megatron counts the tokens before the token itself.
@@ -34,35 +46,45 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks) -> Any:
         num_attention_heads=shapes.num_attention_heads, num_query_groups=shapes.num_key_value_heads, kv_channels=shapes.head_dim,
         normalization="RMSNorm", layernorm_epsilon=shapes.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
         add_qkv_bias=shapes.attention_bias, qk_layernorm=shapes.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
-        tensor_model_parallel_size=shape.tensor, pipeline_model_parallel_size=shape.pipeline, pipeline_dtype=torch.float32, params_dtype=torch.float32,
+        tensor_model_parallel_size=shape.tensor, sequence_parallel=shape.tensor > 1 and parallel.sequence_parallel,
+        pipeline_model_parallel_size=shape.pipeline, pipeline_dtype=torch.float32, params_dtype=torch.float32,
         use_cpu_initialization=ranks.device.type == "cpu", calculate_per_token_loss=True, bias_activation_fusion=False,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, **mixture, **windows,
     )  # fmt: skip
 
 
-def build_network(shapes: ModelShapes, ranks: Ranks, is_sharded: bool) -> Any:
-    """Returns this rank's part of the GPT in Megatron's ``DistributedDataParallel``; its weights are not filled. ``is_sharded``: for the distributed
-    optimizer."""
+def layer_specs(config: Any) -> Any:
+    """Returns Megatron's local specification of this rank's layers, dense and with experts, whose norms may divide tokens over tensor ranks."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in block.layer_specs:
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+    block.layer_norm = Norm
+    return block
+
+
+def build_network(shapes: ModelShapes, ranks: Ranks, parallel: ParallelConfig) -> Any:
+    """Returns this rank's part of the GPT in Megatron's ``DistributedDataParallel``; its weights are not filled."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.moe import moe_utils
 
     if shapes.experts is not None and not hasattr(moe_utils, "te_general_gemm"):
         # 0.16 reads the name also where Transformer Engine, which defines it, is not installed.
         moe_utils.te_general_gemm = None
-    config = transformer_config(shapes, ranks)
-    layers = get_gpt_layer_local_spec(
-        num_experts=None if shapes.experts is None else shapes.experts.num_experts, moe_grouped_gemm=False, qk_layernorm=shapes.qk_norm, normalization="RMSNorm"
-    )
+    config = transformer_config(shapes, ranks, parallel)
     network = GPTModel(
-        config, layers, padded_vocabulary(shapes, ranks.mesh.shape.tensor), shapes.max_position_embeddings,
+        config, layer_specs(config), padded_vocabulary(shapes, ranks.mesh.shape.tensor), shapes.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=shapes.tie_word_embeddings, position_embedding_type="rope", rotary_base=shapes.rope_theta,
         rope_scaling=shapes.rope_scaling.kind == "llama3", rope_scaling_factor=shapes.rope_scaling.factor,
     ).to(ranks.device)  # fmt: skip
-    data_parallel = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=is_sharded), network)
+    data_parallel = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=parallel.zero == 1), network)
 
     def finalize(model: Any, num_tokens: Any = None, *arguments: Any, **options: Any) -> None:
         # Without the number of tokens, which the loss has divided by already.

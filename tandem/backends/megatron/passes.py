@@ -6,7 +6,7 @@ padding out of every token's attention.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,16 +49,24 @@ def as_rows(micro_batch: MicroBatch, shape: RowShape) -> Rows:
 
 
 def shapes_of(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> list[RowShape]:
-    """Returns the shape of each micro-batch's rows: its own, or one for all where ranks exchange activations, whose shape Megatron has once for a step: the
-    stages of a pipeline, and the ranks that share experts. Every rank calls it."""
-    own = [row_shape(each) for each in micro_batches]
-    if ranks.groups["expert"].size == 1 and ranks.groups["pipeline"].size == 1:
+    """Returns the shape of each micro-batch's rows: its own, or one for all where ranks exchange activations of one shape: the stages of a pipeline, and the
+    ranks that gather the tokens of experts (``dispatcher``). Lengths are multiples of the tensor ranks, over which sequence parallelism divides them. Every
+    rank calls it."""
+    tensor, gathers = ranks.groups["tensor"].size, ranks.groups["expert"].size > 1 and dispatcher(ranks) == "allgather"
+    own = [RowShape(rows, -(-length // tensor) * tensor) for rows, length in map(row_shape, micro_batches)]
+    if ranks.groups["pipeline"].size == 1 and not gathers:
         return own
     most = RowShape(max(rows for rows, _ in own), max(length for _, length in own))
-    if ranks.groups["expert"].size > 1:
+    if gathers:
         every = ranks.all_values(list(map(float, most)), "the shape of micro-batches")
         most = RowShape(*(int(max(column)) for column in zip(*every, strict=True)))
     return [most] * len(own)
+
+
+def dispatcher(ranks: Ranks) -> Literal["alltoall", "allgather"]:
+    """Returns Megatron's way of tokens to experts: all-to-all, or to all ranks where tensor ranks divide each expert, because all-to-all then gathers parts
+    of unequal size, which gloo does not."""
+    return "allgather" if ranks.groups["tensor"].size > 1 else "alltoall"
 
 
 def head_outputs(logits: Tensor, rows: Rows, targets: Tensor, temperature: float, first: int, vocabulary: int) -> HeadOutputs:

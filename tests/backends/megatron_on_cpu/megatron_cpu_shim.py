@@ -2,8 +2,7 @@
 
 Megatron-Core takes CUDA for granted: it allocates on ``torch.cuda.current_device()`` or ``"cuda"``, synchronises, uses streams and events, keeps the random
 states of CUDA, and asserts that gradients are ``torch.cuda.FloatTensor``. Here there is one device, the CPU, whose work is done when a call returns. What
-cannot be reached in this way: Transformer Engine, fused kernels, sequence parallelism, overlap of communication, the all-to-all dispatcher, and anything of
-NCCL.
+cannot be reached in this way: Transformer Engine, fused kernels, overlap of communication, and anything of NCCL.
 """
 
 import functools
@@ -47,6 +46,7 @@ def install() -> None:
     for name in METHODS:
         setattr(torch.Tensor, name, on_cpu(getattr(torch.Tensor, name)))
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    torch.distributed.all_to_all_single = with_counts_on_host(torch.distributed.all_to_all_single)
     torch.Tensor.type = named_as_on_cuda(torch.Tensor.type)  # type: ignore[method-assign, assignment]
 
 
@@ -100,6 +100,16 @@ def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 def replaced(value: Any) -> Any:
     is_cuda = (isinstance(value, str) and value.partition(":")[0] == "cuda") or (isinstance(value, torch.device) and value.type == "cuda")
     return CPU if is_cuda else value
+
+
+def with_counts_on_host(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``all_to_all_single`` for counts that are tensors: Megatron copies those that are on CUDA to arrays of the host, and no others."""
+
+    @functools.wraps(exchange)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return exchange(*arguments, **{name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in options.items()})
+
+    return call
 
 
 def named_as_on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
