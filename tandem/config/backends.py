@@ -30,8 +30,7 @@ def _check_megatron(recipe: "Recipe") -> None:
     trainer, parallel = recipe.trainer, recipe.parallel
     defaults: tuple[tuple[str, object, object, str], ...] = (
         ("trainer.optimizer", trainer.optimizer, "adamw", "trains with its own AdamW"),
-        ("trainer.dtype", trainer.dtype, "float32", "trains in fp32 here"),
-        ("trainer.precision", trainer.precision, "fp32", "trains in fp32 here"),
+        ("trainer.dtype", trainer.dtype, "float32", "updates weights in fp32"),
         ("trainer.offload", trainer.offload, "none", "keeps its moments in memory"),
         ("trainer.offload_parameters", trainer.offload_parameters, "none", "keeps its weights in memory"),
         ("trainer.offload_activations", trainer.offload_activations, "none", "keeps its activations in memory"),
@@ -47,6 +46,7 @@ def _check_megatron(recipe: "Recipe") -> None:
     )
     _refuse_others("megatron", defaults)
     _refuse_common(recipe)
+    _refuse_precision("megatron", trainer.precision)
     if parallel.zero > 1:
         raise UserError(f"'parallel.zero' is {parallel.zero} and trainer.backend 'megatron', whose distributed optimizer is stage 1; set it to 1 or 0")
 
@@ -56,8 +56,7 @@ def _check_deepspeed(recipe: "Recipe") -> None:
     trainer, parallel = recipe.trainer, recipe.parallel
     defaults: tuple[tuple[str, object, object, str], ...] = (
         ("trainer.optimizer", trainer.optimizer, "adamw", "updates with AdamW"),
-        ("trainer.dtype", trainer.dtype, "float32", "is driven in fp32"),
-        ("trainer.precision", trainer.precision, "fp32", "is driven in fp32"),
+        ("trainer.dtype", trainer.dtype, "float32", "updates weights in fp32"),
         ("trainer.offload_parameters", trainer.offload_parameters, "none", "keeps weights in memory"),
         ("trainer.offload_activations", trainer.offload_activations, "none", "keeps activations in memory"),
         ("trainer.router_balance_loss", trainer.router_balance_loss, 0.0, "balances no experts here"),
@@ -69,6 +68,7 @@ def _check_deepspeed(recipe: "Recipe") -> None:
     )
     _refuse_others("deepspeed", defaults)
     _refuse_common(recipe)
+    _refuse_precision("deepspeed", trainer.precision)
     if recipe.machine.device == "cuda":
         raise UserError("'machine.device' is 'cuda' and trainer.backend 'deepspeed', which is driven on CPUs in this version; set it to cpu")
     if trainer.offload == "nvme":
@@ -91,6 +91,14 @@ def _refuse_others(backend: str, settings: Iterable[tuple[str, object, object, s
         if value != only:
             given = f"'{key}' is {_shown(value)} and trainer.backend '{backend}', which {reason}"
             raise UserError(f"{given}; set it to {_shown(only)}, or trainer.backend to tandem")
+
+
+def _refuse_precision(backend: str, precision: str) -> None:
+    if precision not in ("fp32", "bf16"):
+        raise UserError(
+            f"'trainer.precision' is '{precision}' and trainer.backend '{backend}', which scales no loss here and has no fp8; set it to fp32 or bf16, or "
+            "trainer.backend to tandem"
+        )
 
 
 def _refuse_common(recipe: "Recipe") -> None:
@@ -146,12 +154,16 @@ _OF_OWN_ENGINE = (
 
 
 def with_backend_defaults(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the sections ``data`` of a recipe with what a backend changes of the defaults, which ``config.yaml`` then has: with vLLM, whose
-    log-probabilities are not the trainer's bit for bit, importance sampling is on, and what it holds is compared after each rollout."""
-    rollout, algorithm = data.get("rollout"), data.get("algorithm", {})
-    if not isinstance(rollout, Mapping) or rollout.get("backend") != "vllm":
+    """Returns the sections ``data`` of a recipe with what a backend changes of the defaults, which ``config.yaml`` then has. Importance sampling is on where
+    the engine's log-probabilities are not the trainer's but for the last bits: with vLLM, and with Megatron-Core in bf16. What vLLM holds is compared after
+    each rollout."""
+    rollout, trainer, algorithm = (data.get(section, {}) for section in ("rollout", "trainer", "algorithm"))
+    if not (isinstance(rollout, Mapping) and isinstance(trainer, Mapping)):
         return data
-    data = {**data, "rollout": {"verify_weights_every_steps": 1, **rollout}}
-    if not isinstance(algorithm, Mapping) or algorithm.get("name") == "online_dpo":
+    is_vllm = rollout.get("backend") == "vllm"
+    if is_vllm:
+        data = {**data, "rollout": {"verify_weights_every_steps": 1, **rollout}}
+    is_close = not is_vllm and not (trainer.get("backend") == "megatron" and trainer.get("precision") == "bf16")
+    if is_close or not isinstance(algorithm, Mapping) or algorithm.get("name") == "online_dpo":
         return data
     return {**data, "algorithm": {"tis_cap": 2.0, "old_logprobs": "recompute", **algorithm}}

@@ -56,12 +56,14 @@ class Job:
     epochs: int = 1
     recompute: str = "none"
     share_prompts: bool = False
+    precision: str = "fp32"
 
     @property
     def trainer(self) -> TrainerConfig:
         return TrainerConfig(
             learning_rate=1e-3, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, weight_decay=0.1, micro_batch_tokens=40, max_grad_norm=0.5,
-            offload=self.offload, recompute=self.recompute, share_prompts=self.share_prompts,  # type: ignore[arg-type]
+            offload=self.offload, recompute=self.recompute, share_prompts=self.share_prompts,
+            precision=self.precision,  # type: ignore[arg-type]
         )  # fmt: skip
 
 

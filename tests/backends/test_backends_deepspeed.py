@@ -28,7 +28,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "sort.yaml"
 REFUSED = [
     (("trainer.optimizer=muon",), "'trainer.optimizer' is 'muon' and trainer.backend 'deepspeed', which updates with AdamW; set it to 'adamw'"),
     (("trainer.dtype=bfloat16",), "'trainer.dtype' is 'bfloat16'"),
-    (("trainer.precision=bf16",), "'trainer.precision' is 'bf16'"),
+    (("trainer.precision=fp16",), "'trainer.precision' is 'fp16' and trainer.backend 'deepspeed', which scales no loss here"),
     (("trainer.offload=nvme",), "'trainer.offload' is 'nvme'"),
     (("trainer.offload=nvme", "trainer.offload_parameters=nvme"), "'trainer.offload_parameters' is 'nvme'"),
     (("trainer.offload_activations=nvme",), "'trainer.offload_activations' is 'nvme'"),
@@ -58,7 +58,8 @@ def test_what_deepspeed_does_not_do_here_is_refused_in_one_line(settings: Sequen
 
 
 def test_its_stages_run_on_one_rank_too_and_training_on_data_is_tandems_own() -> None:
-    for settings in ((), ("parallel.zero=3",), ("parallel.data=2", "parallel.zero=2", "trainer.offload=cpu"), ("residents.plan=sleep",)):
+    taken = ((), ("parallel.zero=3",), ("parallel.data=2", "parallel.zero=2", "trainer.offload=cpu"), ("residents.plan=sleep",), ("trainer.precision=bf16",))
+    for settings in taken:
         load_config(RECIPE, ["--trainer.backend=deepspeed", *(f"--{setting}" for setting in settings)])
     with pytest.raises(UserError, match=r"trainer.backend.*Tandem's own trainer"):
         load_config(RECIPE, ["--trainer.backend=deepspeed", "--algorithm.name=sft"])

@@ -148,6 +148,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_as_the_native_trainer_does(st
     [
         pytest.param({}, {"epochs": 2}, (1, 3), id="two minibatches, two epochs"),
         pytest.param({}, {"share_prompts": True}, (3,), id="shared prompts"),
+        pytest.param({}, {"precision": "bf16"}, (1, 3), id="products in bf16"),
         pytest.param({}, {"recompute": "full"}, (2,), id="recomputed layers"),
         pytest.param({}, {"recompute": "selective"}, (1,), id="recomputed norms"),
         pytest.param({"tie_word_embeddings": False}, {}, (3,), id="a head of its own"),

@@ -20,7 +20,7 @@ from tandem.backends.megatron.parts import parts_of
 from tandem.backends.megatron.passes import RowShape, as_rows
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.parallel import ParallelConfig
-from tandem.config.recipe import Recipe
+from tandem.config.recipe import Recipe, load_config
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ExpertShapes, RopeScaling, parameters
 from tandem.model.megatron.layout import MegatronMesh, entries
@@ -64,13 +64,16 @@ def test_sequences_of_a_packed_micro_batch_become_padded_rows() -> None:
 
 
 REFUSED = {
-    "trainer.optimizer": "muon", "trainer.dtype": "bfloat16", "trainer.precision": "bf16", "trainer.recompute": "full", "trainer.share_prompts": "true",
+    "trainer.optimizer": "muon", "trainer.dtype": "bfloat16", "trainer.precision": "fp16", "trainer.recompute": "full", "trainer.share_prompts": "true",
     "trainer.offload": "cpu", "trainer.lora.rank": "4", "algorithm.name": "ppo", "residents.plan": "offload", "rollout.engine.kv_cache_dtype": "bfloat16",
 }  # fmt: skip
 
 
+TINY = Path(__file__).parents[1] / "pod" / "tiny.yaml"
+
+
 def load_recipe(overrides: Sequence[str]) -> Recipe:
-    return build(Recipe, apply_overrides(read_yaml(Path(__file__).parents[1] / "pod" / "tiny.yaml"), overrides))
+    return build(Recipe, apply_overrides(read_yaml(TINY), overrides))
 
 
 @pytest.mark.parametrize("key", REFUSED)
@@ -89,6 +92,14 @@ def test_meshes_that_megatron_does_not_have_here_are_refused(keys: tuple[str, ..
     load_recipe(keys)
     with pytest.raises(UserError, match="megatron"):
         load_recipe([*keys, "trainer.backend=megatron"])
+
+
+def test_importance_sampling_is_on_where_the_network_in_bf16_is_another_than_the_engines() -> None:
+    for backend, precision, cap in (("megatron", "bf16", 2.0), ("megatron", "fp32", None), ("deepspeed", "bf16", None), ("tandem", "bf16", None)):
+        recipe = load_config(TINY, [f"--trainer.backend={backend}", f"--trainer.precision={precision}"])
+        assert isinstance(recipe, Recipe) and recipe.algorithm.tis_cap == cap
+    given = load_config(TINY, ["--trainer.backend=megatron", "--trainer.precision=bf16", "--algorithm.tis_cap=4.0"])
+    assert isinstance(given, Recipe) and given.algorithm.tis_cap == 4.0 and given.algorithm.old_logprobs == "recompute"
 
 
 def test_networks_that_are_not_built_are_named() -> None:
@@ -142,17 +153,47 @@ def test_losses_and_weights_of_20_steps_equal_those_of_tandems_trainer(
     assert found.in_flight == [shape.pipeline - rank // (shape.world // shape.pipeline) for rank in mesh_ranks]
 
 
+CASES_OF_BF16 = [("qwen3", MeshShape(data=2), 1), ("qwen3", MeshShape(tensor=2, pipeline=2), 0), ("qwen3_moe", MeshShape(data=2, expert=2), 1)]
+OF_BF16 = 0.005
+"""How far losses in bf16 may be from one another and from those in float64, in nats. A rounding to bf16 changes a value by up to 2^-9 of it, 0.002."""
+
+
+@needs_megatron
+@pytest.mark.full
+@pytest.mark.parametrize("name, shape, zero", CASES_OF_BF16, ids=str)
+def test_in_bf16_losses_are_those_of_tandems_trainer_and_of_float64_up_to_roundings_and_weights_are_fp32(
+    name: str, shape: MeshShape, zero: int, sidecar: Path, tmp_path: Path, tandem_alone: "Alone"
+) -> None:
+    (model, in_bf16), (_, in_float64), (_, in_fp32) = (tandem_alone(name, **each) for each in ({"precision": "bf16"}, {"dtype": "float64"}, {}))
+    settings = {"precision": "bf16"}
+    found = train(model, tmp_path / "run", "megatron", shape, zero, sidecar=sidecar, trainer=settings, parallel={"sequence_parallel": shape.tensor > 1})
+    folder = load_file(model / "model.safetensors")
+    assert all(torch.equal(found.before[each], folder[each]) for each in folder), "fp32 weights, bit for bit"
+    difference = lambda a, b, metric: max(abs(x[metric] - y[metric]) for x, y in zip(a.metrics, b.metrics, strict=True))
+    for metric in ("actor/pg_loss", "kl", "actor/entropy"):
+        assert difference(found, in_bf16, metric) < OF_BF16 and difference(found, in_float64, metric) < OF_BF16, metric
+        assert difference(found, in_fp32, metric) > 1e-5, "computed in bf16"
+    # Norms are sums over all parameters, up to 3.5 here.
+    assert difference(found, in_float64, "actor/grad_norm") < 0.1
+    for each, weight in found.after.items():
+        # 20 updates of at most 1e-4 move a weight by 2e-3; those of bf16 weights near 0.1 would be rounded to steps of 5e-4.
+        assert float((weight - in_float64.after[each]).abs().max()) < 1e-3 and not torch.equal(weight, weight.bfloat16().float()), each
+
+
 class Alone:
-    """Tandem's own trainer on one rank, once for each model."""
+    """Tandem's own trainer on one rank, once for each model and further settings of the trainer."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.made = folder, dict[str, tuple[Path, Trained]]()
+        self.folder, self.made = folder, dict[tuple[str, ...], tuple[Path, Trained]]()
 
-    def __call__(self, name: str) -> tuple[Path, Trained]:
-        if name not in self.made:
-            model = make_folder(self.folder / name, name)
-            self.made[name] = (model, train(model, self.folder / f"{name}-run", "tandem", MeshShape()))
-        return self.made[name]
+    def __call__(self, name: str, **trainer: str) -> tuple[Path, Trained]:
+        key = (name, *trainer.values())
+        if key not in self.made:
+            model = self.folder / name
+            if not model.exists():
+                make_folder(model, name)
+            self.made[key] = (model, train(model, self.folder / "-".join(("run", *key)), "tandem", MeshShape(), trainer=trainer))
+        return self.made[key]
 
 
 @pytest.fixture(scope="module")
@@ -173,23 +214,30 @@ def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-5) -> 
 
 @needs_megatron
 @pytest.mark.full
-@pytest.mark.parametrize("shape, zero", [(MeshShape(data=2), 1), (MeshShape(tensor=2), 0), (MeshShape(data=2, expert=2), 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape, zero, precision",
+    [
+        (MeshShape(data=2), 1, "fp32"), (MeshShape(tensor=2), 0, "fp32"), (MeshShape(data=2, expert=2), 1, "fp32"), (MeshShape(data=2), 1, "bf16"),
+        (MeshShape(pipeline=2), 0, "bf16"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_bits_and_either_trainer_reads_it(
-    shape: MeshShape, zero: int, sidecar: Path, tmp_path: Path
+    shape: MeshShape, zero: int, precision: str, sidecar: Path, tmp_path: Path
 ) -> None:
-    name = "qwen3_moe" if shape.expert > 1 else "qwen3"
+    name, settings = "qwen3_moe" if shape.expert > 1 else "qwen3", {"precision": precision}
     model = make_folder(tmp_path / "model", name)
-    whole = train(model, tmp_path / "whole", "megatron", shape, zero, steps=6, sidecar=sidecar)
-    train(model, tmp_path / "megatron", "megatron", shape, zero, steps=3, save_at=(3,), sidecar=sidecar)
+    whole = train(model, tmp_path / "whole", "megatron", shape, zero, steps=6, sidecar=sidecar, trainer=settings)
+    train(model, tmp_path / "megatron", "megatron", shape, zero, steps=3, save_at=(3,), sidecar=sidecar, trainer=settings)
     shutil.copytree(tmp_path / "megatron" / "checkpoints", tmp_path / "tandem" / "checkpoints")
     for trainer in ("megatron", "tandem"):
         run = tmp_path / trainer
-        rest = train(model, run, trainer, shape, zero, steps=6, sidecar=sidecar if trainer == "megatron" else None)
+        rest = train(model, run, trainer, shape, zero, steps=6, sidecar=sidecar if trainer == "megatron" else None, trainer=settings)
         assert len(rest.metrics) == 3
         if trainer == "megatron":
             assert rest.metrics == whole.metrics[3:] and all(torch.equal(rest.after[each], whole.after[each]) for each in whole.after)
         else:
-            assert_close(rest, whole._replace(metrics=whole.metrics[3:]))
+            assert_close(rest, whole._replace(metrics=whole.metrics[3:]), 1e-5 if precision == "fp32" else 0.05)
 
 
 @needs_megatron

@@ -22,7 +22,7 @@ def build_megatron(settings: ReplicaSettings, rank: Rank) -> MegatronState:
     ranks, parallel, shapes = rank.ranks, settings.parallel, read_shapes(settings.start, "any")
     check_model(shapes, parallel)
     connect(ranks, rank.store, rank.timeout_s)
-    network = build_network(shapes, ranks, parallel)
+    network = build_network(shapes, ranks, settings.trainer, parallel)
     optimizer = MegatronOptimizer(network, build_optimizer(network, settings.trainer, is_sharded=parallel.zero == 1), ranks)
     model = MegatronModel(shapes, torch.float32, ranks.device)
     state = MegatronState(MegatronReplica(ranks, model, network, optimizer, None if ranks.world.size == 1 else LibrarySums(ranks)))

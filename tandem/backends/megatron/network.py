@@ -23,18 +23,24 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def transformer_config(shapes: ModelShapes, ranks: Ranks, parallel: ParallelConfig) -> Any:
+COMPUTED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The dtype of Megatron's parameters and activations for each ``trainer.precision``. In bf16 its optimizers update fp32 copies, gradients are summed in fp32,
+and softmax, routers and losses are computed in it."""
+
+
+def transformer_config(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig, parallel: ParallelConfig) -> Any:
     """Returns Megatron's ``TransformerConfig`` of ``shapes`` on the mesh of ``ranks``.
 
     No fused kernel is switched on, and no dropout. Losses and gradients are summed over tokens, micro-batches and ranks as they are, because the loss has
     the counts of the global batch in it (``calculate_per_token_loss``)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    shape, experts = ranks.mesh.shape, shapes.experts
+    shape, experts, dtype = ranks.mesh.shape, shapes.experts, COMPUTED_IN[trainer.precision]
     mixture: dict[str, Any] = {} if experts is None else {
         "num_moe_experts": experts.num_experts, "moe_router_topk": experts.num_experts_per_tok, "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_router_pre_softmax": not experts.normalised, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": dispatcher(ranks), "moe_grouped_gemm": False, "expert_model_parallel_size": shape.expert,
+        "moe_token_dispatcher_type": dispatcher(ranks), "moe_grouped_gemm": False, "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": shape.expert,
         "moe_layer_freq": [int(shapes.experts_of(layer) is not None) for layer in range(shapes.num_hidden_layers)],
     }  # fmt: skip
     windows: dict[str, Any] = {
@@ -47,7 +53,8 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks, parallel: ParallelConf
         normalization="RMSNorm", layernorm_epsilon=shapes.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
         add_qkv_bias=shapes.attention_bias, qk_layernorm=shapes.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=shape.tensor, sequence_parallel=shape.tensor > 1 and parallel.sequence_parallel,
-        pipeline_model_parallel_size=shape.pipeline, pipeline_dtype=torch.float32, params_dtype=torch.float32,
+        pipeline_model_parallel_size=shape.pipeline, pipeline_dtype=dtype, params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         use_cpu_initialization=ranks.device.type == "cpu", calculate_per_token_loss=True, bias_activation_fusion=False,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, **mixture, **windows,
     )  # fmt: skip
@@ -67,24 +74,26 @@ def layer_specs(config: Any) -> Any:
     return block
 
 
-def build_network(shapes: ModelShapes, ranks: Ranks, parallel: ParallelConfig) -> Any:
+def build_network(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig, parallel: ParallelConfig) -> Any:
     """Returns this rank's part of the GPT in Megatron's ``DistributedDataParallel``; its weights are not filled."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe import moe_utils
 
     if shapes.experts is not None and not hasattr(moe_utils, "te_general_gemm"):
         # 0.16 reads the name also where Transformer Engine, which defines it, is not installed.
         moe_utils.te_general_gemm = None
-    config = transformer_config(shapes, ranks, parallel)
+    config = transformer_config(shapes, ranks, trainer, parallel)
     network = GPTModel(
         config, layer_specs(config), padded_vocabulary(shapes, ranks.mesh.shape.tensor), shapes.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=shapes.tie_word_embeddings, position_embedding_type="rope", rotary_base=shapes.rope_theta,
         rope_scaling=shapes.rope_scaling.kind == "llama3", rope_scaling_factor=shapes.rope_scaling.factor,
     ).to(ranks.device)  # fmt: skip
-    data_parallel = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=parallel.zero == 1), network)
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=parallel.zero == 1, grad_reduce_in_fp32=True)
+    data_parallel = DistributedDataParallel(config, settings, Float16Module(config, network) if config.bf16 else network)
 
     def finalize(model: Any, num_tokens: Any = None, *arguments: Any, **options: Any) -> None:
         # Without the number of tokens, which the loss has divided by already.
@@ -99,13 +108,22 @@ def build_optimizer(network: Any, trainer: TrainerConfig, is_sharded: bool) -> A
     from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
+    dtype = COMPUTED_IN[trainer.precision]
     config = OptimizerConfig(
         optimizer="adam", lr=trainer.learning_rate, min_lr=0.0, weight_decay=trainer.weight_decay, adam_beta1=trainer.beta1, adam_beta2=trainer.beta2,
-        adam_eps=trainer.epsilon, clip_grad=trainer.max_grad_norm, use_distributed_optimizer=is_sharded, params_dtype=torch.float32,
+        adam_eps=trainer.epsilon, clip_grad=trainer.max_grad_norm, use_distributed_optimizer=is_sharded, params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
     )  # fmt: skip
     # Norms and biases are never decayed.
     not_decayed = ParamKey(predicate=ParamPredicate("vectors", lambda parameter: parameter.ndim < 2))
     return get_megatron_optimizer(config, [network], config_overrides={not_decayed: ParamGroupOverride(wd_mult=0.0)}, use_gloo_process_groups=False)
+
+
+def gpt_of(network: Any) -> Any:
+    """Returns the ``GPTModel`` within what Megatron wraps it in."""
+    while hasattr(network, "module"):
+        network = network.module
+    return network
 
 
 def mesh_of(ranks: Ranks) -> MegatronMesh:

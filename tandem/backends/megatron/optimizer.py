@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from tandem.backends.megatron.groups import named
+from tandem.backends.megatron.network import gpt_of
 from tandem.trainer.optimizers.adamw import MOMENTS
 from tandem.trainer.parallel.ranks import Ranks
 
 
 class OwnRun(NamedTuple):
-    """The elements of ``parameter`` from ``first`` on whose moments this rank has: all of them, or under the distributed optimizer a run. ``weights``: the
-    tensor that the inner optimizer updates, a view of the parameter; ``inner``: that optimizer."""
+    """The elements of ``parameter`` from ``first`` on that this rank updates: all of them, or under the distributed optimizer a run. ``weights``: the fp32
+    tensor that the inner optimizer updates, in bf16 a copy of the parameter; ``inner``: that optimizer."""
 
     parameter: str
     first: int
@@ -58,15 +59,25 @@ class MegatronOptimizer:
 
     def runs(self) -> Iterator[OwnRun]:
         """Yields what this rank updates."""
-        names = {parameter: name for name, parameter in self.network.module.named_parameters()}
+        names = {parameter: name for name, parameter in gpt_of(self.network).named_parameters()}
         for each in self.chained.chained_optimizers:
             if hasattr(each, "model_param_group_index_map"):
                 for parameter, (group, place) in each.model_param_group_index_map.items():
                     first = each._get_model_param_range_map(parameter)["param"].start
                     yield OwnRun(names[parameter], first, each.optimizer.param_groups[group]["params"][place], each.optimizer)
-            else:
-                for parameter in each.get_parameters():
-                    yield OwnRun(names[parameter], 0, parameter, each.optimizer)
+                continue
+            of_main = {getattr(parameter, "main_param", parameter): name for parameter, name in names.items()}
+            for weights in each.get_parameters():
+                yield OwnRun(of_main[weights], 0, weights, each.optimizer)
+
+    def publish(self) -> None:
+        """Gives the weights that were written to ``runs`` to the network, on all ranks. Every rank calls it."""
+        for each in self.chained.chained_optimizers:
+            if hasattr(each, "_copy_main_params_to_model_params"):
+                each._copy_main_params_to_model_params()
+        if self.chained.config.use_distributed_optimizer:
+            with named("the loading of weights", self.ranks):
+                self.network.start_param_sync()
 
     def moments(self) -> Iterator[tuple[str, OwnRun, Tensor]]:
         """Yields the moments that there are, by kind."""

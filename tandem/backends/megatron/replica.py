@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.backends.library_sums import LibrarySums
 from tandem.backends.megatron.groups import named
+from tandem.backends.megatron.network import gpt_of
 from tandem.backends.megatron.optimizer import MegatronOptimizer
 from tandem.backends.megatron.passes import InFlight, Rows, head_outputs, run_schedule
 from tandem.layout.shapes import ModelShapes
@@ -23,7 +24,7 @@ from tandem.trainer.step import ForwardBackward, ForwardBackwardOutput, Loss, Lo
 
 @dataclass(frozen=True, slots=True)
 class MegatronModel:
-    """The network of a ``MegatronReplica``, as steps see it."""
+    """The network of a ``MegatronReplica``, as steps see it. ``dtype``: of the weights that are updated."""
 
     shapes: ModelShapes
     dtype: torch.dtype
@@ -128,15 +129,15 @@ class MegatronReplica:
         return 0
 
     def weights(self) -> list[Tensor]:
-        return list(self.network.module.parameters())
+        return [*gpt_of(self.network).parameters(), *(run.weights for run in self.optimizer.runs())]
 
     def moments(self) -> list[Tensor]:
         return [moment for _, _, moment in self.optimizer.moments()]
 
     def each_parameter(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.network.module.named_parameters():
+        for name, parameter in gpt_of(self.network).named_parameters():
             yield name, parameter.detach()
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.network.module.named_parameters():
+        for name, parameter in gpt_of(self.network).named_parameters():
             yield name, parameter.main_grad

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tandem.backends.megatron.network import mesh_of
+from tandem.backends.megatron.optimizer import OwnRun
 from tandem.backends.megatron.parts import parts_of
 from tandem.backends.megatron.replica import MegatronReplica
 from tandem.layout.shapes import parameters
 from tandem.model.megatron.layout import MegatronRank
-from tandem.trainer.checkpoint.codes import Part
 from tandem.trainer.checkpoint.format.shard import Shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS, run_shards
 from tandem.trainer.checkpoint.read import Contents
@@ -22,14 +22,13 @@ from tandem.types import UserError
 
 
 class MegatronState:
-    """The checkpoints are Tandem's own, so that any mesh of either trainer reads them: weights and AdamW's moments, each in parts of Hugging Face's tensors.
-    Fused tensors (q, k and v; gate and up) are not copied apart: a part is a view of its rows."""
+    """The checkpoints are Tandem's own, so that any mesh of either trainer reads them: the fp32 weights that are updated and AdamW's moments, each in
+    parts of Hugging Face's tensors. Fused tensors (q, k and v; gate and up) are not copied apart: a part is a view of its rows."""
 
     def __init__(self, replica: MegatronReplica) -> None:
         self.replica = replica
         places = (replica.ranks.groups[axis].rank for axis in ("tensor", "pipeline", "expert"))
         self._parts = parts_of(replica.model.shapes, mesh_of(replica.ranks), MegatronRank(*places))
-        self._parameters: dict[str, Tensor] = dict(replica.each_parameter())
 
     @property
     def folder(self) -> Path | None:
@@ -41,12 +40,15 @@ class MegatronState:
         return None
 
     def _weights(self) -> Iterator[Shard]:
-        for name, parameter in self._parameters.items():
-            yield from run_shards(self._parts, WEIGHTS, name, 0, parameter.view(-1))
+        for run in self.replica.optimizer.runs():
+            yield from self._of_run(WEIGHTS, run, run.weights)
 
     def _moments(self) -> Iterator[Shard]:
         for kind, run, moment in self.replica.optimizer.moments():
-            yield from run_shards(self._parts, kind, run.parameter, run.first, moment.view(-1))
+            yield from self._of_run(kind, run, moment)
+
+    def _of_run(self, kind: str, run: OwnRun, values: Tensor) -> list[Shard]:
+        return run_shards(self._parts, kind, run.parameter, run.first, values.detach().view(-1))
 
     def shards(self) -> list[Shard]:
         return [*self._weights(), *self._moments()]
@@ -60,32 +62,37 @@ class MegatronState:
             contents.check(list(self._weights()))
             self.replica.optimizer.make_moments(updates)
             contents.read(self.shards())
+            self.replica.optimizer.publish()
         except UserError as error:
             raise UserError(f"checkpoint '{contents.folder}' is of another model or optimizer: {error}") from None
 
     def weight_shards(self) -> list[WeightShard]:
-        """Returns this rank's shards of the weights, without the last pipeline stage's copy of a tied embedding."""
-        shapes = self.replica.model.shapes
-        is_copy = lambda part: part.parameter == "output_layer.weight" and shapes.tie_word_embeddings
-        dtype = self.replica.model.dtype
-        return [WeightShard(p.name, p.whole, p.offsets, dtype, partial(self._view, p)) for p in self._parts if not is_copy(p)]
-
-    def _view(self, part: Part) -> Tensor:
-        return self._parameters[part.parameter].view(-1)[part.first : part.first + part.offsets.numel].view(part.offsets.shape)
+        """Returns this rank's shards of the weights, under the distributed optimizer its runs of them, without the last pipeline stage's copy of a tied
+        embedding."""
+        is_copy = lambda run: run.parameter == "output_layer.weight" and self.replica.model.shapes.tie_word_embeddings
+        runs = [run for run in self.replica.optimizer.runs() if not is_copy(run)]
+        shards = [shard for run in runs for shard in self._of_run(WEIGHTS, run, run.weights)]
+        return [WeightShard(s.key.name, s.whole, s.offsets, s.tensor.dtype, partial(_same, s.tensor)) for s in shards]
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the weights of a whole model by Hugging Face name, one tensor in memory at a time; padding of the vocabulary becomes 0. Raises
         ``UserError`` if one is missing or of another shape."""
-        parts_of_name: dict[str, list[Part]] = {}
-        for part in self._parts:
-            parts_of_name.setdefault(part.name, []).append(part)
-        for parameter in self._parameters.values():
-            parameter.zero_()
+        whole, own = {part.name: part.whole for part in self._parts}, dict[str, list[Shard]]()
+        for shard in self._weights():
+            own.setdefault(shard.key.name, []).append(shard)
+        for weights in self.replica.weights():
+            weights.zero_()
         for name, tensor in tensors:
-            for part in parts_of_name.pop(name, ()):
-                if tuple(tensor.shape) != part.whole:
-                    raise UserError(f"its '{name}' is {list(tensor.shape)}; the architecture has {list(part.whole)}")
-                self._view(part).copy_(tensor[part.offsets.slices])
-        if parts_of_name:
-            raise UserError(f"it has no '{next(iter(parts_of_name))}'")
+            size = whole.pop(name, tuple(tensor.shape))
+            if tuple(tensor.shape) != size:
+                raise UserError(f"its '{name}' is {list(tensor.shape)}; the architecture has {list(size)}")
+            for shard in own.get(name, ()):
+                shard.tensor.copy_(tensor[shard.offsets.slices])
+        if whole:
+            raise UserError(f"it has no '{next(iter(whole))}'")
+        self.replica.optimizer.publish()
+
+
+def _same(weights: Tensor) -> Tensor:
+    return weights
