@@ -6,6 +6,7 @@ a second.
 examples:
   tandem keys create --file keys.json --tenant research
   tandem keys create --file keys.json --tenant guests --models small --expires 30d --tokens-per-day 100000
+  tandem keys create --file keys.json --tenant operators --role admin
   tandem keys list --file keys.json
   tandem keys rotate 4f1c09a2b7de --file keys.json
   tandem keys revoke 4f1c09a2b7de --file keys.json
@@ -31,6 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
     create = actions.add_parser("create", help="make a key and print it")
     create.add_argument("--tenant", required=True, metavar="NAME", help="whose key it is")
+    create.add_argument("--role", choices=("user", "admin"), default="user", help="admin: the key also opens the administration (default: user)")
     create.add_argument("--models", default="", metavar="NAME,NAME", help="the models that it may ask for (default: all)")
     create.add_argument("--expires", default="", metavar="TIME", help="when it ends: 30d, 12h or 5m from now (default: never)")
     for name in _LIMITS:
@@ -56,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
     with _locked(path):
         records = read_keys(path) if options.action != "create" or path.exists() else {}
         if options.action == "create":
-            key, record = new_key(_tenant(options.tenant), models=_models(options.models), expires=_expires(options.expires), limits=_limits(options))
+            may = {"models": _models(options.models), "expires": _expires(options.expires), "limits": _limits(options), "role": options.role}
+            key, record = new_key(_tenant(options.tenant), **may)
             records[record.id] = record
             print(key)
         else:
@@ -87,11 +90,12 @@ def _list(path: Path) -> int:
     from tandem.gateway.keys import read_keys
 
     now = time.time()
-    print("id            tenant            created           expires           models and limits")
+    print("id            role   tenant            created           expires           models and limits")
     for record in read_keys(path).values():
         expires = "never" if not record.expires else f"{_date(record.expires)}{' EXPIRED' if record.is_expired(now) else ''}"
         limits = [f"{name.replace('_', ' ')} {value}" for name in _LIMITS if (value := getattr(record.limits, name)) is not None]
-        print(f"{record.id}  {record.tenant:<16}  {_date(record.created)}  {expires:<16}  {', '.join([*(record.models or ('all models',)), *limits])}")
+        may = ", ".join([*(record.models or ("all models",)), *limits])
+        print(f"{record.id}  {record.role:<5}  {record.tenant:<16}  {_date(record.created)}  {expires:<16}  {may}")
     return 0
 
 

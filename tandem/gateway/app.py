@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 import tandem
 from tandem.config.gateway import GatewayConfig
+from tandem.gateway.admin import ADMIN, answer_admin
 from tandem.gateway.admission import Admission
 from tandem.gateway.auth import Auth, Caller
 from tandem.gateway.headers import Headers
@@ -71,6 +72,9 @@ class GatewayApp:
         path, method = scope["path"], scope["method"]
         if path in INFERENCE_PATHS:
             await self._inference(scope, receive, send)
+            return
+        if path.startswith(ADMIN):
+            await answer_admin(self._state, scope, receive, send)
             return
         if method not in ("GET", "HEAD"):
             known = ", ".join(INFERENCE_PATHS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tandem.config.gateway import GatewayConfig, LimitConfig, TenantConfig
 from tandem.gateway.headers import Headers
 from tandem.gateway.keys import KeyFile, KeyRecord, find_key
+from tandem.gateway.local_admin import check_local
 from tandem.gateway.rate_limit import Share, shares_of
 from tandem.serving.errors import ApiError, unauthorised
 
@@ -50,13 +51,35 @@ class Auth:
         """Returns the caller of a request with ``headers`` from the address ``client``. Raises ``ApiError`` for a key that is missing, wrong or expired."""
         if self._keys is None:
             return Caller(client, None, self._tenant(client), self._config.model_limits)
-        given = next((value[7:] for name, value in headers if name == b"authorization" and value[:7].lower() == b"bearer "), b"")
-        record = find_key(self._keys.records, given.decode("latin-1"))
-        if record is None:
-            raise unauthorised("a key is missing or wrong: 'Authorization: Bearer KEY'")
-        if record.is_expired(time.time()):
-            raise unauthorised(f"the key {record.id} has expired; ask for a new one")
+        record = _record(self._keys, headers)
         return Caller(record.tenant, record, self._tenant(record.tenant), self._config.model_limits)
+
+    def administrator(self, headers: Headers, client: str, *, changes: bool) -> str:
+        """Returns words for the administrator who sends a request, which ``changes`` something or only looks. Raises ``ApiError`` for anybody else."""
+        if self._keys is None:
+            check_local(headers, client, changes=changes)
+            return f"an administrator at {client}"
+        record = _record(self._keys, headers)
+        if record.role != "admin":
+            raise ApiError(403, f"the key {record.id} is not an administrator's; 'tandem keys create --role admin' makes one", kind="permission_error",
+                           code="not_an_administrator")  # fmt: skip
+        return f"the administrator with the key {record.id}"
+
+    @property
+    def records(self) -> Mapping[str, KeyRecord] | None:
+        """The keys by their ids, ``None`` if no key is needed."""
+        return None if self._keys is None else self._keys.records
 
     def _tenant(self, name: str) -> TenantConfig:
         return self._config.tenants.get(name, self._config.other_tenants)
+
+
+def _record(keys: KeyFile, headers: Headers) -> KeyRecord:
+    """Returns the key of a request. Raises ``ApiError`` for one that is missing, wrong or expired."""
+    given = next((value[7:] for name, value in headers if name == b"authorization" and value[:7].lower() == b"bearer "), b"")
+    record = find_key(keys.records, given.decode("latin-1"))
+    if record is None:
+        raise unauthorised("a key is missing or wrong: 'Authorization: Bearer KEY'")
+    if record.is_expired(time.time()):
+        raise unauthorised(f"the key {record.id} has expired; ask for a new one")
+    return record

@@ -44,6 +44,8 @@ class Backend:
     outstanding_tokens: int = 0
     last_taken: int = 0
     attempts: "set[Attempt]" = field(default_factory=set)
+    is_drained: bool = False
+    """An administrator has taken it out: it finishes what it has and is given nothing new."""
     slow_start_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
     _came_back_s: float | None = None
@@ -58,7 +60,8 @@ class Backend:
 
     @property
     def is_ready(self) -> bool:
-        return self.health is Health.READY
+        """Whether it is given requests, as far as its probes and administrators say."""
+        return self.health is Health.READY and not self.is_drained
 
     @property
     def is_tandem(self) -> bool:

@@ -38,7 +38,7 @@ def run_demo(given: str, host: str | None, port: int | None, *, opens_browser: b
         say(f"loading '{model}' in {_INSTANCES} servers")
         instances = [stack.enter_context(_instance(model, name, log)) for log in logs]
         backends = [{"url": _address(process, log), "name": f"instance-{number}"} for number, (process, log) in enumerate(zip(instances, logs, strict=True))]
-        key, record = new_key("demo")
+        key, record = new_key("demo", role="admin")
         keys = Path(folder) / "keys.json"
         write_keys(keys, {record.id: record})
         placed = {name: value for name, value in (("host", host), ("port", port)) if value is not None}

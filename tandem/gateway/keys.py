@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tandem.config.gateway import LimitConfig
 from tandem.config.load import build
@@ -34,6 +34,8 @@ class KeyRecord:
     created: float = 0.0
     expires: float = 0.0
     limits: LimitConfig = field(default_factory=LimitConfig)
+    role: Literal["user", "admin"] = "user"
+    """Whether it also opens the administration of the gateway."""
 
     def is_expired(self, now: float) -> bool:
         return bool(self.expires) and now >= self.expires
@@ -44,11 +46,13 @@ class _KeyFile:
     keys: tuple[KeyRecord, ...] = ()
 
 
-def new_key(tenant: str, *, models: tuple[str, ...] = (), expires: float = 0.0, limits: LimitConfig | None = None) -> tuple[str, KeyRecord]:
+def new_key(
+    tenant: str, *, models: tuple[str, ...] = (), expires: float = 0.0, limits: LimitConfig | None = None, role: Literal["user", "admin"] = "user"
+) -> tuple[str, KeyRecord]:
     """Returns a new key, which is shown once, and its record."""
     id = secrets.token_hex(_ID_BYTES)
     key = f"{_PREFIX}-{id}-{secrets.token_urlsafe(_SECRET_BYTES)}"
-    return key, KeyRecord(id, _digest(key), tenant, models, time.time(), expires, limits or LimitConfig())
+    return key, KeyRecord(id, _digest(key), tenant, models, time.time(), expires, limits or LimitConfig(), role)
 
 
 def find_key(records: Mapping[str, KeyRecord], given: str) -> KeyRecord | None:

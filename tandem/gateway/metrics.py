@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tandem.gateway.admission import Admission
-from tandem.gateway.backend import Backend, Health
+from tandem.gateway.backend import Backend
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600)
 
@@ -41,7 +41,7 @@ class Metrics:
         self._oldest = gauge("oldest_waiting_seconds", "How long the one that waits longest has waited.")
         self._in_flight = gauge("in_flight_requests", "Requests at the backend.", "backend")
         self._outstanding = gauge("outstanding_tokens", "Tokens that the backend has still to compute, estimated.", "backend")
-        self._ready = gauge("backend_ready", "1 if the backend is ready by its probes.", "backend")
+        self._ready = gauge("backend_ready", "1 if the backend is ready by its probes and not drained by an administrator.", "backend")
         self._breaker = gauge("backend_breaker_open", "0 closed, 0.5 half-open, 1 open.", "backend")
 
     def text(self, admission: Admission) -> bytes:
@@ -52,6 +52,6 @@ class Metrics:
         for backend in self._backends:
             self._in_flight.labels(backend.name).set(len(backend.attempts))
             self._outstanding.labels(backend.name).set(backend.outstanding_tokens)
-            self._ready.labels(backend.name).set(backend.health is Health.READY)
+            self._ready.labels(backend.name).set(backend.is_ready)
             self._breaker.labels(backend.name).set({"closed": 0, "half_open": 0.5, "open": 1}[backend.breaker.state])
         return generate_latest(self.registry)

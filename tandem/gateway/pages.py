@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from tandem.gateway.headers import Headers
 
-PAGES = {"/": "chat.html"}
+PAGES = {"/": "chat.html", "/admin": "admin.html"}
 """The pages by their paths."""
 ASSETS = "/assets/"
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "LICENSE": "text/plain"}

@@ -87,6 +87,12 @@ class EmbeddedLimits(Limits):
             elif not counter.held:
                 del self._counters[share.name]
 
+    def used(self, shares: Sequence[Share]) -> list[int]:
+        """Returns what is used and reserved of each limit."""
+        now = self._clock()
+        counters = [(self._counters.get(share.name), int(now // share.window_s) if share.window_s else 0) for share in shares]
+        return [0 if counter is None else counter.taken(window) for counter, window in counters]
+
     def _purge(self, now: float) -> None:
         """Forgets the counters of those who have been away for a day."""
         day = int(now // _DAY_S)

@@ -1,0 +1,114 @@
+"""The administration's API: the state of the gateway, and what an administrator does with its backends."""
+
+import json
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+import tandem
+from tandem.config.gateway import LimitConfig
+from tandem.gateway.backend import Backend
+from tandem.gateway.keys import KeyRecord
+from tandem.gateway.rate_limit import EmbeddedLimits, shares_of
+from tandem.serving.bodies import read_body
+from tandem.serving.errors import ApiError, invalid
+
+if TYPE_CHECKING:
+    from tandem.gateway.app import GatewayState
+
+ADMIN = "/admin/api/"
+"""The beginning of its paths: GET ``state``, POST ``drain`` and ``undrain``."""
+_MOST_BYTES = 2**16
+_BODY_S = 10.0
+
+
+async def answer_admin(state: "GatewayState", scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request of an administrator."""
+    try:
+        response = JSONResponse(await _answer(state, scope, receive))
+    except ApiError as error:
+        response = JSONResponse(error.body, error.status, headers=error.headers)
+    response.headers["Cache-Control"] = "no-store"
+    await response(scope, receive, send)
+
+
+async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict[str, Any]:
+    """Raises ``ApiError``."""
+    client = scope["client"][0] if scope.get("client") else ""
+    who = state.auth.administrator(scope["headers"], client, changes=scope["method"] != "GET")
+    action, method = scope["path"].removeprefix(ADMIN), scope["method"]
+    if (method, action) == ("GET", "state"):
+        return state_of(state, time.time())
+    if method == "POST" and action in ("drain", "undrain"):
+        backend = _backend(state, await _body(state, receive, client))
+        backend.is_drained = action == "drain"
+        state.admission.wake()
+        state.lines.add(f"{who} {action}s backend {backend.name}")
+        return _backend_state(backend)
+    known = "GET state, POST drain, POST undrain"
+    raise ApiError(404, f"{method} {action[:100]} is not answered by the administration; there is {known}", code="not_found")
+
+
+async def _body(state: "GatewayState", receive: Receive, client: str) -> Any:
+    with state.bodies.of(client) as share:
+        body = await read_body(receive, share, _MOST_BYTES, _BODY_S)
+    try:
+        return json.loads(body or b"")
+    except (ValueError, RecursionError):
+        raise invalid('the body is not JSON; send {"backend": NAME}') from None
+
+
+def _backend(state: "GatewayState", body: Any) -> Backend:
+    """Returns the backend that a request names. Raises ``ApiError`` if there is none."""
+    name = body.get("backend") if isinstance(body, dict) else None
+    backend = next((backend for backend in state.pool.backends if backend.name == name), None)
+    if backend is None:
+        names = ", ".join(backend.name for backend in state.pool.backends)
+        raise ApiError(404, f"there is no backend {json.dumps(name)[:100]}; there is {names}", param="backend", code="backend_not_found")
+    return backend
+
+
+def state_of(state: "GatewayState", now: float) -> dict[str, Any]:
+    """Returns what the page of the administration shows; ``now``: seconds since the epoch. It has neither keys nor their digests."""
+    config, keys = state.config, state.auth.records
+    limits = [(f"tenant {name}", tenant.limits) for name, tenant in config.tenants.items()]
+    limits += [(f"tenant {name} model {model}", each) for name, tenant in config.tenants.items() for model, each in tenant.models.items()]
+    limits += [(f"model {name}", each) for name, each in config.model_limits.items()]
+    limits += [(f"key {record.id}", record.limits) for record in (keys or {}).values()]
+    return {
+        "version": tandem.__version__, "started": state.created, "is_draining": state.is_draining, "open_requests": state.open_requests,
+        "balance": config.balance, "backends": [_backend_state(backend) for backend in state.pool.backends],
+        "queue": {
+            "waiting": {model: count for model, count in state.admission.waiting.items() if count}, "oldest_s": state.admission.oldest_s,
+            "max_waiting": config.queue.max_waiting, "max_wait_s": config.queue.max_wait_s,
+        },
+        "keys": None if keys is None else [_key_state(record, now) for record in keys.values()],
+        "limits": [limit for who, each in limits for limit in _limits_state(state, who, each)],
+    }  # fmt: skip
+
+
+def _backend_state(backend: Backend) -> dict[str, Any]:
+    return {
+        "name": backend.name, "url": backend.config.url, "health": backend.health.value, "is_drained": backend.is_drained, "models": backend.models,
+        "weight_version": backend.weights, "weight": backend.config.weight, "in_flight": len(backend.attempts), "max_requests": backend.config.max_requests,
+        "outstanding_tokens": backend.outstanding_tokens, "breaker": backend.breaker.state, "restarts": backend.restarts,
+    }  # fmt: skip
+
+
+def _key_state(record: KeyRecord, now: float) -> dict[str, Any]:
+    return {
+        "id": record.id, "tenant": record.tenant, "role": record.role, "models": record.models, "created": record.created, "expires": record.expires,
+        "is_expired": record.is_expired(now), "limits": {name: value for name, value in asdict(record.limits).items() if value is not None},
+    }  # fmt: skip
+
+
+def _limits_state(state: "GatewayState", who: str, limits: LimitConfig) -> list[dict[str, Any]]:
+    """Returns the limits of ``who`` with what is used of them, ``None`` where gateways count together."""
+    shares = shares_of(who, limits, 0)
+    used = state.limits.used(shares) if isinstance(state.limits, EmbeddedLimits) else [None] * len(shares)
+    return [
+        {"who": who, "limit": share.name.rpartition(":")[2], "most": share.limit, "used": count} for share, count in zip(shares, used, strict=True)
+    ]
