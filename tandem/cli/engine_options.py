@@ -59,7 +59,7 @@ def _kind(name: str, hint: Any) -> dict[str, Any]:
     if typing.get_origin(inner) is Literal:
         return {"choices": typing.get_args(inner)}
     if inner is SpeculativeConfig or typing.get_origin(inner) is Mapping:
-        return {"type": partial(_object, "--" + name.replace("_", "-")), "metavar": "JSON"}
+        return {"type": partial(json_object, "--" + name.replace("_", "-")), "metavar": "JSON"}
     return {"type": inner, "metavar": {int: "N", float: "X", str: "TEXT"}[inner]}
 
 
@@ -87,7 +87,8 @@ def template_text(given: str) -> str:
         raise UserError(f"--chat-template '{given}' cannot be read: {error}") from None
 
 
-def _object(flag: str, given: str) -> dict[str, Any]:
+def json_object(flag: str, given: str) -> dict[str, Any]:
+    """Returns the object in the JSON text that the option ``flag`` is given. Raises ``UserError``."""
     try:
         value = json.loads(given)
     except (ValueError, RecursionError) as error:

@@ -18,10 +18,13 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.cli.engine_options import add_engine_options, engine_args, template_text
+from tandem.cli.engine_options import add_engine_options, engine_args, json_object, template_text
+from tandem.text.answer_reader import REASONING_FORMATS
+from tandem.text.tool_formats import TOOL_FORMATS
 from tandem.types import UserError
 from tandem.types.input_file import read_input
 
@@ -47,6 +50,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="requests in flight when new weights come: finished on those before (wait), or answered with what they have (abort), as by /pause",
     )  # fmt: skip
     parser.add_argument("--chat-template", metavar="FILE", help="a chat template in Jinja, or its text, instead of the tokenizer's own")
+    parser.add_argument(
+        "--default-chat-template-kwargs", type=partial(json_object, "--default-chat-template-kwargs"), default={}, metavar="JSON",
+        help="variables of the chat template that requests may replace, for example '{\"enable_thinking\": false}'",
+    )  # fmt: skip
+    parser.add_argument("--enable-auto-tool-choice", action="store_true", help="the model decides whether it calls the tools of a request")
+    parser.add_argument("--tool-call-parser", metavar="NAME", help=f"how the model writes tool calls: {', '.join(TOOL_FORMATS)}")
+    parser.add_argument("--reasoning-parser", metavar="NAME", help=f"how the model writes reasoning: {', '.join(REASONING_FORMATS)} (default: it is text)")
     parser.add_argument("--allowed-origins", type=_texts, default=(), metavar="JSON", help='origins of web pages that may call (CORS), for example \'["*"]\'')
     parser.add_argument("--allowed-methods", type=_texts, default=("*",), metavar="JSON", help="methods that they may use (default: all)")
     parser.add_argument("--allowed-headers", type=_texts, default=("*",), metavar="JSON", help="headers that they may send (default: all)")
@@ -114,6 +124,8 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
     settings = ServerSettings(
         engine=engine, adapters=adapters, host=options.host, port=options.port, served_model_names=tuple(options.served_model_name) or (options.model,),
         chat_template=None if options.chat_template is None else template_text(options.chat_template),
+        chat_template_kwargs=options.default_chat_template_kwargs,
+        tool_call_parser=options.tool_call_parser, enable_auto_tool_choice=options.enable_auto_tool_choice, reasoning_parser=options.reasoning_parser,
         allowed_origins=tuple(options.allowed_origins), allowed_methods=tuple(options.allowed_methods), allowed_headers=tuple(options.allowed_headers),
         allow_credentials=options.allow_credentials, log_requests=not options.disable_uvicorn_access_log, log_stats=not options.disable_log_stats,
         api_keys=tuple(_key(key) for key in options.api_key), control_key=None if options.control_key is None else _key(options.control_key),

@@ -11,7 +11,6 @@ from tandem.types import UserError
 _LEAVE = "leave it out"
 _GRAPHS = "CUDA graphs are on, and --enforce-eager turns them off"
 _TLS = "put a proxy that ends TLS before the server"
-_TOOLS = "tool calls are not parsed: read them from the text of the answer"
 _LOGS = "prompts are never logged, and --disable-uvicorn-access-log turns the line of each request off"
 INSTEAD = {
     "--model": "give the model as the first argument, without a flag",
@@ -36,13 +35,9 @@ INSTEAD = {
     "--attention-backend": "use --attention",
     "--num-speculative-tokens": """use --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'""",
     "--speculative-model": """use --speculative-config '{"method": "draft", "model": "MODEL"}'""",
-    "--reasoning-parser": "reasoning is part of the answer's text: split it at the model's own mark",
-    "--enable-reasoning": "reasoning is part of the answer's text: split it at the model's own mark",
-    "--enable-auto-tool-choice": _TOOLS,
-    "--tool-call-parser": _TOOLS,
-    "--tool-parser-plugin": _TOOLS,
+    "--enable-reasoning": "use --reasoning-parser",
+    "--tool-parser-plugin": "use one of the formats of --tool-call-parser",
     "--chat-template-content-format": f"the parts of a message are joined to a text; {_LEAVE}",
-    "--default-chat-template-kwargs": "send 'chat_template_kwargs' with each request",
     "--trust-request-chat-template": "use --chat-template",
     "--response-role": f"an answer has the role 'assistant'; {_LEAVE}",
     "--return-tokens-as-token-ids": "send 'return_token_ids' with a request",

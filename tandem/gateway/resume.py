@@ -14,6 +14,8 @@ _PATHS = ("/v1/completions", "/v1/chat/completions")
 MOST_BYTES = 2**22
 """Bytes of events that are kept of a stream; a longer one cannot be resumed."""
 _DONE = b"[DONE]"
+_DELTA_TEXTS = ("content", "reasoning", "reasoning_content")
+_CALL_TEXTS = ("name", "arguments")
 
 
 def can_resume(request: InferenceRequest) -> bool:
@@ -32,12 +34,17 @@ def seeded(body: bytes, seed: int) -> bytes:
 
 @dataclass
 class _Choice:
-    """What was received of one choice. ``entries``: counts of log-probabilities and token ids. ``has_ended``: its reason to finish was there."""
+    """What was received of one choice. ``texts``: of the answer, its reasoning and its tool calls (``_texts``). ``entries``: counts of log-probabilities and
+    token ids. ``has_ended``: its reason to finish was there."""
 
-    text: str = ""
+    texts: dict[str, str] = field(default_factory=dict)
     entries: dict[str, int] = field(default_factory=dict)
     has_begun: bool = False
     has_ended: bool = False
+
+    def is_short_of(self, other: "_Choice") -> bool:
+        """Returns whether ``other`` has text that this one has not."""
+        return any(len(self.texts.get(name, "")) < len(text) for name, text in other.texts.items())
 
 
 class Delivered:
@@ -83,7 +90,7 @@ class Repetition:
         """Returns of whole ``events`` of the repetition what the client has not received. Raises ``Diverged``."""
         bodies, is_done = _bodies(events)
         parts = [b"data: %s\n\n" % json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() for body in map(self._new, bodies) if body]
-        if is_done and any(len(self._repeated.get(index, _Choice()).text) < len(choice.text) for index, choice in self._received.items()):
+        if is_done and any(self._repeated.get(index, _Choice()).is_short_of(choice) for index, choice in self._received.items()):
             raise Diverged("another instance gives fewer tokens; are its weights the same?")
         return b"".join(parts) + (b"data: [DONE]\n\n" if is_done else b"")
 
@@ -99,17 +106,19 @@ class Repetition:
         """Returns the part of a choice that is new, ``None`` if there is none."""
         received = self._received.setdefault(choice["index"], _Choice())
         repeated = self._repeated.setdefault(choice["index"], _Choice())
-        before = len(repeated.text)
-        counts = dict(repeated.entries)
+        before, counts = dict(repeated.texts), dict(repeated.entries)
         _take(repeated, choice)
-        both = min(len(repeated.text), len(received.text))
-        if repeated.text[before:both] != received.text[before:both]:
-            raise Diverged("another instance gives other tokens; are its weights the same?")
+        texts = {}
+        for name, text in repeated.texts.items():
+            sent, begin = received.texts.get(name, ""), len(before.get(name, ""))
+            both = min(len(text), len(sent))
+            if text[begin:both] != sent[begin:both]:
+                raise Diverged("another instance gives other tokens; are its weights the same?")
+            texts[name] = text[max(begin, len(sent)) :]
         if received.has_ended:
             return None
-        text = repeated.text[max(before, len(received.text)) :]
-        new = _with_text(choice, text)
-        is_new = bool(text) or choice.get("finish_reason") is not None or not received.has_begun
+        new = _with_texts(choice, texts)
+        is_new = any(texts.values()) or choice.get("finish_reason") is not None or not received.has_begun
         for name, values in _lists(choice).items():
             left = max(0, received.entries.get(name, 0) - counts.get(name, 0))
             is_new = is_new or len(values) > left
@@ -142,23 +151,51 @@ def _is_usage(body: dict[str, Any]) -> bool:
 
 def _take(seen: _Choice, choice: dict[str, Any]) -> None:
     """Adds a choice of one event to what was seen of it."""
-    seen.text += _text(choice)
+    for name, text in _texts(choice).items():
+        seen.texts[name] = seen.texts.get(name, "") + text
     for name, values in _lists(choice).items():
         seen.entries[name] = seen.entries.get(name, 0) + len(values)
     seen.has_begun = True
     seen.has_ended = seen.has_ended or choice.get("finish_reason") is not None
 
 
-def _text(choice: dict[str, Any]) -> str:
+def _texts(choice: dict[str, Any]) -> dict[str, str]:
+    """Returns the texts of a choice by name: ``text`` or those of its delta, and for tool call N ``N.name`` and ``N.arguments``."""
     delta = choice.get("delta")
-    text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
-    return text if isinstance(text, str) else ""
+    if not isinstance(delta, dict):
+        return {"text": choice["text"]} if isinstance(choice.get("text"), str) else {}
+    texts = {name: delta[name] for name in _DELTA_TEXTS if isinstance(delta.get(name), str)}
+    for call, function in _calls(delta):
+        texts |= {f"{call.get('index')}.{name}": function[name] for name in _CALL_TEXTS if isinstance(function.get(name), str)}
+    return texts
 
 
-def _with_text(choice: dict[str, Any], text: str) -> dict[str, Any]:
-    if "delta" in choice:
-        return choice | {"delta": choice["delta"] | ({"content": text} if "content" in choice["delta"] else {})}
-    return choice | {"text": text}
+def _with_texts(choice: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+    """Returns ``choice`` with what of its ``texts`` is new. A call whose name the client has, has its id too, which another server draws anew."""
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return choice | {"text": texts.get("text", "")}
+    new = delta | {name: texts[name] for name in _DELTA_TEXTS if isinstance(delta.get(name), str)}
+    if "tool_calls" in delta:
+        new["tool_calls"] = [each for call, function in _calls(delta) if (each := _new_call(call, function, texts)) is not None]
+        if not new["tool_calls"]:
+            del new["tool_calls"]
+    return choice | {"delta": new}
+
+
+def _new_call(call: dict[str, Any], function: dict[str, Any], texts: dict[str, str]) -> dict[str, Any] | None:
+    index = call.get("index")
+    arguments = {"arguments": texts[f"{index}.arguments"]} if isinstance(function.get("arguments"), str) else {}
+    if texts.get(f"{index}.name"):
+        return call | {"function": function | arguments}
+    return {"index": index, "function": arguments} if arguments.get("arguments") else None
+
+
+def _calls(delta: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns the tool calls of a delta, each with its function."""
+    found = delta.get("tool_calls")
+    calls = [call for call in found if isinstance(call, dict)] if isinstance(found, list) else []
+    return [(call, call["function"]) for call in calls if isinstance(call.get("function"), dict)]
 
 
 def _lists(choice: dict[str, Any]) -> dict[str, list[Any]]:

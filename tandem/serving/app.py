@@ -8,16 +8,17 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 import tandem
 from tandem.serving.engines.instance import InstanceDied
-from tandem.serving.errors import ApiError, internal, invalid, unavailable
+from tandem.serving.errors import ApiError, error_body, internal, invalid, unavailable
 from tandem.serving.guard import Guard
 from tandem.serving.ignored_fields import WARNING, warned
 from tandem.serving.log_lines import RequestLog
 from tandem.serving.parsed_route import ParsedRoute
 from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
-from tandem.serving.routes import adapters, control, generate, openai, probes
+from tandem.serving.routes import adapters, anthropic, control, generate, openai, probes, responses
 from tandem.serving.sessions import ClientLeft
 from tandem.serving.state import ServerState
 from tandem.serving.weight_versions import HEADER as WEIGHT_VERSION
@@ -44,15 +45,24 @@ _STATUSES = {
     400: "The request is not valid.", 401: "A key is missing or wrong.", 404: "There is no such model.", 408: "The request came too slowly.",
     413: "The request is too large.", 422: "Not used.", 429: "The queue is full.", 500: "The engine failed.", 503: "Loading, draining or asleep.",
 }  # fmt: skip
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": {"application/json": {"schema": _ERROR_SCHEMA}}} for status, text in _STATUSES.items()
+_ANTHROPIC_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": {"type": "string"}, "message": {"type": "string"}}},
+    },
 }
+
+
+def _errors(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    return {status: {"description": text, "content": {"application/json": {"schema": schema}}} for status, text in _STATUSES.items()}
 
 
 def make_app(state: ServerState) -> FastAPI:
     """The application of one server."""
     app = FastAPI(
-        title="Tandem", version=tandem.__version__, responses=_ERRORS, docs_url="/docs", redoc_url=None, swagger_ui_oauth2_redirect_url=None
+        title="Tandem", version=tandem.__version__, responses=_errors(_ERROR_SCHEMA), docs_url="/docs", redoc_url=None, swagger_ui_oauth2_redirect_url=None
     )
     app.router.route_class = ParsedRoute
     app.add_exception_handler(ApiError, _api_error)
@@ -90,6 +100,29 @@ def _inference(app: FastAPI, state: ServerState) -> None:
         """Answer in a conversation."""
         return warned(body, await openai.chat_completions(state, body, request))
 
+    @app.post("/v1/responses", responses=streamed, response_model=None)
+    async def respond(body: responses.ResponsesRequest, request: Request) -> Response:
+        """Answer in a conversation, in the form of OpenAI's responses."""
+        return warned(body, await responses.create(state, body, request))
+
+    @app.get("/v1/responses/{id}", response_model=None)
+    async def stored_response(id: str) -> dict[str, Any]:
+        return responses.retrieve(state, id)
+
+    @app.delete("/v1/responses/{id}", response_model=None)
+    async def deleted_response(id: str) -> dict[str, Any]:
+        return responses.delete(state, id)
+
+    @app.post("/v1/messages", responses=streamed | _errors(_ANTHROPIC_ERROR_SCHEMA), response_model=None)
+    async def messages(body: anthropic.MessagesRequest, request: Request) -> Response:
+        """Answer in a conversation, in the form of Anthropic's messages."""
+        return warned(body, await anthropic.create(state, body, request))
+
+    @app.post("/v1/messages/count_tokens", responses=_errors(_ANTHROPIC_ERROR_SCHEMA), response_model=None)
+    async def count_tokens(body: anthropic.MessagesRequest, request: Request) -> dict[str, Any]:
+        """The number of tokens of the prompt that a request has."""
+        return await anthropic.count_tokens(state, body, request)
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The models that are served."""
@@ -126,7 +159,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body, error.status, headers=error.headers)
+    return JSONResponse(error_body(error, request.url.path), error.status, headers=error.headers)
 
 
 async def _died(request: Request, error: Exception) -> Response:
@@ -147,7 +180,12 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     answer = ApiError(error.status_code, str(error.detail))
-    return JSONResponse(answer.body, answer.status, headers=error.headers)
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        # Starlette knows the methods of the first route alone.
+        routes = [route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(request.url.path)]
+        headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+    return JSONResponse(error_body(answer, request.url.path), answer.status, headers=headers)
 
 
 async def _client_left(request: Request, error: Exception) -> Response:

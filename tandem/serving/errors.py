@@ -1,4 +1,4 @@
-"""Refusals in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Refusals in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``, and in Anthropic's."""
 
 from typing import Any
 
@@ -45,3 +45,16 @@ def unavailable(message: str, retry_after_s: int = 1) -> ApiError:
 
 def internal(message: str) -> ApiError:
     return ApiError(500, message, kind="internal_error")
+
+
+_ANTHROPIC = {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Returns ``error`` in the form of Anthropic's API."""
+    return {"type": "error", "error": {"type": _ANTHROPIC.get(error.status, error.kind), "message": error.message}}
+
+
+def error_body(error: ApiError, path: str) -> dict[str, Any]:
+    """Returns ``error`` in the form that clients of ``path`` read."""
+    return anthropic_error(error) if path.startswith("/v1/messages") else error.body

@@ -44,7 +44,7 @@ class Guard:
                 state.memory.after(share.size)
         if refusal is not None:
             # One that came too slowly sends nothing to wait for.
-            await answer(refusal, send, None if share.is_complete or refusal.status == 408 else receive)
+            await answer(refusal, send, None if share.is_complete or refusal.status == 408 else receive, scope["path"])
             return
         if body is None:  # The client left.
             return
@@ -85,10 +85,14 @@ class Guard:
 
 
 def _bearer(scope: Scope) -> bytes:
+    """Returns the key of a request. Anthropic's clients send it as ``x-api-key``."""
+    own = b""
     for name, value in scope["headers"]:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return bytes(value[7:])
-    return b""
+        if name == b"x-api-key":
+            own = bytes(value)
+    return own
 
 
 def _equal(given: bytes, known: str) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
@@ -11,9 +11,10 @@ from starlette.requests import Request
 from tandem.engine.processing.truncation import truncate_prompt
 from tandem.serving.errors import invalid
 from tandem.serving.limits import Limits
-from tandem.serving.protocol import ChatCompletionRequest, ChatMessage, SamplingFields
+from tandem.serving.protocol import ChatCompletionRequest, ChatMessage, OpenAIFields, SamplingFields
 from tandem.serving.text_encoder import INLINE_CHARACTERS, TextEncoder
 from tandem.text.chat import ChatTemplate
+from tandem.text.messages import plain_calls, plain_text
 from tandem.types import UserError
 
 _MAX_GRAMMAR_BYTES = 2**17
@@ -53,6 +54,16 @@ def _logit_bias(given: dict[str, float]) -> list[list[float]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template is given. ``variables``: further ones, of the client."""
+
+    messages: Sequence[ChatMessage]
+    add_generation_prompt: bool = True
+    tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class PromptReader:
     """Converts the prompts of one request to token ids, of which there are at most as many as the context has. ``truncate_prompt_tokens`` and
     ``max_tokens`` as in ``truncate_prompt``."""
@@ -85,44 +96,80 @@ class PromptReader:
             return [self.fitting(list(listed))]
         return [await self.encode(entry, add_special_tokens) if isinstance(entry, str) else self.fitting(entry) for entry in listed]
 
-    async def chat_prompt(
-        self, template: ChatTemplate, messages: list[ChatMessage], add_generation_prompt: bool, variables: dict[str, Any] | None
-    ) -> list[int]:
-        """Returns the token ids of a conversation. Raises ``ApiError`` for what the template or this server cannot read."""
-        plain = [{**message.model_dump(exclude_unset=True), "content": _text(message, i)} for i, message in enumerate(messages)]
-        reserved = {"messages", "add_generation_prompt", "tools", "self"} & set(variables or {})
+    async def chat_text(self, template: ChatTemplate, chat: Conversation) -> str:
+        """Returns the text of a conversation. Raises ``ApiError`` for what the template or this server cannot read."""
+        try:
+            plain = [_plain(message, i) for i, message in enumerate(chat.messages)]
+        except UserError as error:
+            raise invalid(str(error), "messages") from None
+        reserved = {"messages", "add_generation_prompt", "tools", "self"} & set(chat.variables)
         if reserved:
             raise invalid(f"'chat_template_kwargs' has {sorted(reserved)[0]!r}, which is a field of the request", "chat_template_kwargs")
 
         def render() -> str:
-            return template.render(plain, add_generation_prompt=add_generation_prompt, **(variables or {}))
+            try:
+                return template.render(plain, add_generation_prompt=chat.add_generation_prompt, tools=chat.tools or None, **chat.variables)
+            except UserError:
+                if not any(message.get("tool_calls") for message in plain):
+                    raise
+                # Some templates, such as DeepSeek's, write the arguments of earlier calls as the text that they are given.
+                texts = [_with_text_arguments(message) for message in plain]
+                return template.render(texts, add_generation_prompt=chat.add_generation_prompt, tools=chat.tools or None, **chat.variables)
 
         is_long = len(plain) > _MANY_MESSAGES or sum(len(message["content"] or "") for message in plain) > INLINE_CHARACTERS
         try:
-            text = await asyncio.to_thread(render) if is_long else render()
+            return await asyncio.to_thread(render) if is_long else render()
         except UserError as error:
             raise invalid(str(error), "messages") from None
+
+    async def chat_prompt(self, template: ChatTemplate, chat: Conversation) -> list[int]:
+        """Returns the token ids of a conversation. Raises ``ApiError``."""
+        return await self.chat_tokens(await self.chat_text(template, chat))
+
+    async def chat_tokens(self, text: str) -> list[int]:
+        """Returns the token ids of the ``text`` of a conversation. Raises ``ApiError``."""
         return await self.encode(text, add_special_tokens=False, param="messages")
 
 
-def _text(message: ChatMessage, number: int) -> str | None:
-    if message.content is None or isinstance(message.content, str):
-        return message.content
-    parts = []
-    for part in message.content:
-        text = part.get("text", part.get("refusal"))
-        if part.get("type") not in ("text", "refusal") or not isinstance(text, str):
-            raise invalid(f"messages[{number}] has a part of type {str(part.get('type'))[:40]!r}; only text is read", "messages")
-        parts.append(text)
-    return "\n".join(parts)
+def _plain(message: ChatMessage, number: int) -> dict[str, Any]:
+    """Returns a message as templates read it. Raises ``UserError``."""
+    given = message.model_dump(exclude_unset=True)
+    plain = {**given, "content": plain_text(message.content, number)}
+    if message.role == "developer":
+        plain["role"] = "system"
+    if given.get("tool_calls"):
+        plain["tool_calls"] = plain_calls(given["tool_calls"], number)
+    else:
+        plain.pop("tool_calls", None)
+    if isinstance(given.get("reasoning"), str):
+        # The name that templates read.
+        plain.setdefault("reasoning_content", given["reasoning"])
+    return plain
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def structured_outputs(body: OpenAIFields) -> dict[str, Any] | None:
+    """Returns ``structured_outputs``, or one of the fields ``guided_*`` that it has replaced in vLLM. Raises ``ApiError`` for several."""
+    given = {kind: value for kind in ("json", "regex", "choice", "grammar") if (value := getattr(body, f"guided_{kind}")) is not None}
+    if given and (len(given) > 1 or body.structured_outputs is not None):
+        name = f"guided_{next(iter(given))}"
+        raise invalid(f"'{name}' and another format of the answer are given; give one", name)
+    return given or body.structured_outputs
 
 
 def response_format(body: ChatCompletionRequest) -> dict[str, Any] | None:
     """OpenAI's ``response_format`` as ``structured_outputs``."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
-        return body.structured_outputs
-    if body.structured_outputs is not None:
+        return structured_outputs(body)
+    if structured_outputs(body) is not None:
         raise invalid("'response_format' and 'structured_outputs' are both given; give one", "response_format")
     if wanted.type == "json_object":
         return {"json_object": True}

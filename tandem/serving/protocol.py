@@ -9,6 +9,7 @@ from tandem.serving.errors import invalid
 
 MAX_COMPLETIONS = 1024
 MAX_LOGPROBS = 20
+MAX_TOOLS = 1024
 MAX_SHORT_TEXT = 512
 """Characters of a stop string, a forbidden word and a cache salt, which stay in memory while a request waits."""
 _INT64 = 2**63
@@ -85,12 +86,15 @@ class OpenAIFields(SamplingFields):
     num_draft_tokens: Count | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionRequest(OpenAIFields):
     not_supported = (
-        "suffix", "use_beam_search", "prompt_embeds", "logits_processors", "return_tokens_as_token_ids", "guided_json",
-        "guided_regex", "guided_choice", "guided_grammar", "kv_transfer_params",
+        "suffix", "use_beam_search", "prompt_embeds", "logits_processors", "return_tokens_as_token_ids", "kv_transfer_params",
     )  # fmt: skip
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
@@ -114,11 +118,35 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+class FunctionTool(Body):
+    """``parameters``: the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ChatTool(Body):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[ChatTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
 class ChatCompletionRequest(OpenAIFields):
     not_supported: ClassVar[tuple[str, ...]] = (
-        "tools", "functions", "function_call", "audio", "prediction", "web_search_options", "use_beam_search", "prompt_embeds",
-        "logits_processors", "return_tokens_as_token_ids", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "kv_transfer_params",
+        "functions", "function_call", "audio", "prediction", "web_search_options", "use_beam_search", "prompt_embeds",
+        "logits_processors", "return_tokens_as_token_ids", "kv_transfer_params",
     )  # fmt: skip
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
@@ -129,6 +157,11 @@ class ChatCompletionRequest(OpenAIFields):
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
 
 
 class GenerateSampling(SamplingFields):
@@ -160,6 +193,7 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -6,15 +6,15 @@ import json
 
 from starlette.types import Receive, Send
 
-from tandem.serving.errors import ApiError
+from tandem.serving.errors import ApiError, error_body
 
 _LINGER_S = 5.0
 
 
-async def answer(error: ApiError, send: Send, rest: Receive | None) -> None:
-    """Send an error as the whole response. ``rest``: the rest of the request's body, which is read and thrown away for a few seconds: a connection
-    that is closed with unread bytes is reset, and its client would not see the answer."""
-    body = json.dumps(error.body).encode()
+async def answer(error: ApiError, send: Send, rest: Receive | None, path: str = "") -> None:
+    """Send an error as the whole response, in the form of ``path``. ``rest``: the rest of the request's body, which is read and thrown away for a few seconds:
+    a connection that is closed with unread bytes is reset, and its client would not see the answer."""
+    body = json.dumps(error_body(error, path)).encode()
     headers = [("content-type", "application/json"), ("content-length", str(len(body))), *error.headers.items()]
     plain = [(name.lower().encode(), value.encode()) for name, value in headers]
     await send({"type": "http.response.start", "status": error.status, "headers": plain})

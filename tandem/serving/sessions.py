@@ -126,6 +126,7 @@ class EventStream(Response):
         await write(b"", False)
 
 
-def sse(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+def sse(body: dict[str, Any], name: str = "") -> bytes:
+    """One server-sent event, with ``name`` if it has one."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode("utf-8", "replace")

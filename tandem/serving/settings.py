@@ -1,10 +1,13 @@
 """The settings of a server."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tandem.config.engine import EngineArgs
+from tandem.text.answer_reader import REASONING_FORMATS
+from tandem.text.tool_formats import TOOL_FORMATS
 from tandem.types import UserError
 
 FollowMode = Literal["wait", "abort"]
@@ -31,6 +34,10 @@ class ServerSettings:
         chat_template: the text of a template that replaces the tokenizer's own.
         allowed_origins: the origins of web pages that may call the server (CORS; empty: none); ``allowed_methods``, ``allowed_headers`` and
             ``allow_credentials`` are what they may send.
+        chat_template_kwargs: variables of chat templates that a request may replace.
+        tool_call_parser: how the model writes tool calls, a name of ``TOOL_FORMATS``. ``enable_auto_tool_choice``: the model decides whether it calls
+            tools, where a request offers them.
+        reasoning_parser: how the model writes reasoning, a name of ``REASONING_FORMATS``.
         log_requests: log a line for each request. ``log_stats``: log throughput every ten seconds.
         api_keys: a request needs one of them (empty: no key is needed).
         control_key: needed by control calls, which are refused without one.
@@ -52,6 +59,10 @@ class ServerSettings:
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    reasoning_parser: str | None = None
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -104,6 +115,11 @@ class ServerSettings:
         for name in ("request_s", "stall_s", "drain_s", "heartbeat_s", "step_s"):
             if not getattr(self, name) > 0:
                 raise UserError(f"server {name} is {getattr(self, name)}; it must be above 0 seconds")
+        for name, known in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+            if getattr(self, name) not in (None, *known):
+                raise UserError(f"server {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise UserError(f"--enable-auto-tool-choice needs --tool-call-parser; give one of {', '.join(TOOL_FORMATS)}")
         if not 0 <= self.port <= 65535:
             raise UserError(f"server port is {self.port}; it must be from 0 to 65535")
         if any(not name for name in (*self.names, *self.api_keys)) or self.control_key == "":

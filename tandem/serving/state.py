@@ -1,6 +1,7 @@
 """What the routes of one server share."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from tandem.serving.log_lines import LogLines
 from tandem.serving.memory import MemoryReturn
 from tandem.serving.metrics import Metrics
 from tandem.serving.prompts import PromptReader
+from tandem.serving.response_store import ResponseStore
 from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
 from tandem.serving.text_encoder import TextEncoder
@@ -39,6 +41,7 @@ class ServerState:
     lines: LogLines = field(default_factory=LogLines)
     parser: BodyParser = field(default_factory=BodyParser)
     memory: MemoryReturn = field(default_factory=MemoryReturn)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     is_started: bool = False
     is_draining: bool = False
     open_requests: int = 0
@@ -47,7 +50,8 @@ class ServerState:
     """The weight update in progress: its version, and the folders that were read for it."""
     created: int = field(default_factory=lambda: int(time.time()))
     _limits: list[Limits] = field(default_factory=list)
-    _templates: list[ChatTemplate] = field(default_factory=list)
+    _templates: dict[bool, ChatTemplate] = field(default_factory=dict)
+    _special: frozenset[str] | None = None
 
     @property
     def model_name(self) -> str:
@@ -94,11 +98,18 @@ class ServerState:
             raise ApiError(404, f"the model '{name[:100]}' is not served here; there is {known}", param="model", code="model_not_found")
         return adapter
 
-    def chat_template(self) -> ChatTemplate:
-        """Raises ``ApiError`` where the model's tokenizer has none."""
-        if not self._templates:
+    def are_special(self, marks: Sequence[str]) -> bool:
+        """Returns whether one of ``marks`` is a special token, which the text of an answer has only if it is asked for."""
+        if self._special is None:
+            self._special = frozenset(token.content for token in self.tokenizer.backend.get_added_tokens_decoder().values() if token.special)
+        return not self._special.isdisjoint(marks)
+
+    def chat_template(self, with_tools: bool = False) -> ChatTemplate:
+        """Raises ``ApiError`` where the model's tokenizer has none. ``with_tools``: the one for requests with tools, where there are several."""
+        if with_tools not in self._templates:
             try:
-                self._templates.append(ChatTemplate.from_folder(self.settings.tokenizer_folder, source=self.settings.chat_template))
+                found = ChatTemplate.from_folder(self.settings.tokenizer_folder, with_tools=with_tools, source=self.settings.chat_template)
             except UserError as error:
                 raise invalid(str(error), "messages") from None
-        return self._templates[0]
+            self._templates[with_tools] = found
+        return self._templates[with_tools]

@@ -35,7 +35,7 @@ class StopMatcher:
             end, start, self.stopped = min(matches)
             self._held = ""
             return held[: end if self._include_stop else start]
-        keep = max(_overlap(held, stop) for stop in self._stops)
+        keep = max(overlap(held, stop) for stop in self._stops)
         self._held = held[len(held) - keep :]
         self._passed = max(0, self._passed - (len(held) - keep))
         return held[: len(held) - keep]
@@ -50,8 +50,8 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``, and shorter than it."""
+def overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest end of ``text`` that is a beginning of ``stop``, and shorter than it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -22,6 +22,7 @@ serve Qwen/Qwen3-0.6B --host 0.0.0.0 --port 8001 -tp 2 --dtype half --max-model-
 --chat-template short.jinja --download-dir cache --enable-lora --max-loras 2 --max-lora-rank 8 --lora-modules sql=adapters/sql --kv-cache-dtype auto
 --allowed-origins ["*"] --allowed-methods ["POST"] --allowed-headers ["*"] --allow-credentials --no-async-scheduling
 --override-generation-config={"temperature":0.5} --speculative-config {"method":"ngram","num_speculative_tokens":3}
+--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 --default-chat-template-kwargs {"enable_thinking":false}
 """
 
 
@@ -40,6 +41,8 @@ def test_the_flags_of_a_vllm_server_are_taken_as_they_are() -> None:
     assert (args.gpu_memory_utilization, args.quantization, args.seed, args.enforce_eager, args.revision) == (0.85, "int8", 7, True, "v1")
     assert args.speculative_config == SpeculativeConfig("ngram", num_speculative_tokens=3) and args.override_generation_config == {"temperature": 0.5}
     assert options.allowed_origins == ["*"] and options.allowed_methods == ["POST"] and options.allow_credentials
+    assert options.enable_auto_tool_choice and (options.tool_call_parser, options.reasoning_parser) == ("hermes", "qwen3")
+    assert options.default_chat_template_kwargs == {"enable_thinking": False}
     assert options.disable_log_stats and options.disable_uvicorn_access_log and options.api_key == ["secret"]
 
 

@@ -88,6 +88,53 @@ def test_two_halves_are_one_stream_wherever_it_is_cut(seed: int) -> None:
     assert content(b"".join(first[:cut]) + rest) == content(b"".join(first))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_reasoning_and_tool_calls_go_on_at_another_server_with_the_ids_that_the_client_has(seed: int) -> None:
+    draw = random.Random(seed)
+    texts = ["I think 😀", "The answer", '{"a": 1, "b": [2]}', "{}"]
+
+    def server(id: str) -> list[bytes]:
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        for number, text in enumerate(texts):
+            if number >= 2:
+                function = {"name": f"tool{number}", "arguments": ""}
+                deltas.append({"tool_calls": [{"index": number - 2, "id": f"{id}{number}", "type": "function", "function": function}]})
+            while text:
+                size = draw.randint(1, 4)
+                part, text = text[:size], text[size:]
+                call = {"index": number - 2, "function": {"arguments": part}}
+                deltas.append([{"reasoning": part, "reasoning_content": part}, {"content": part}, {"tool_calls": [call]}, {"tool_calls": [call]}][number])
+        bodies = [{"id": id, "created": 1, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+        bodies.append({"id": id, "created": 1, "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+        return [*(f"data: {json.dumps(body)}\n\n".encode() for body in bodies), b"data: [DONE]\n\n"]
+
+    def read(events: list[bytes]) -> tuple[Any, ...]:
+        found: dict[str, str] = {}
+        ids: list[tuple[int, str]] = []
+        for line in b"".join(events).split(b"\n"):
+            for choice in json.loads(line[6:])["choices"] if line.startswith(b"data: {") else ():
+                delta = choice["delta"]
+                parts = {name: delta.get(name, "") for name in ("content", "reasoning", "reasoning_content")} | {"end": choice["finish_reason"] or ""}
+                for call in delta.get("tool_calls", ()):
+                    ids += [(call["index"], call["id"])] if "id" in call else []
+                    parts |= {f"{call['index']}{name}": call["function"].get(name, "") for name in ("name", "arguments")}
+                for name, part in parts.items():
+                    found[name] = found.get(name, "") + part
+        return found, len(ids), len(set(ids))
+
+    first, second = server("first"), server("other")
+    cut = draw.randint(1, len(first) - 1)
+    delivered = Delivered()
+    for event in first[:cut]:
+        delivered.add(event)
+    repetition = delivered.repetition()
+    whole = [*first[:cut], *(repetition.rest(event) for event in second)]
+    found, ids, different = read(whole)
+    assert (found, ids, different) == (read(first)[0], 2, 2)
+    assert found["0arguments"] == texts[2] and found["reasoning"] == found["reasoning_content"] == texts[0]
+    assert b"".join(whole).count(b"[DONE]") == 1
+
+
 def test_other_weights_end_the_stream() -> None:
     draw = random.Random(0)
     words = [(f"w{i} ", 0.5) for i in range(10)]

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from server_process import Server, server
 from tiny_model import make_model, make_tokenizer
+from tool_server import API_KEY, FLAGS
 
 from tandem.engine.llm import LLM
 
@@ -45,3 +46,12 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield running
         assert running.process.poll() is None, running.log.read_text()
         assert "Traceback" not in running.log.read_text(), running.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose model may call tools and think, and whose clients need a key."""
+    with server(model, tmp_path_factory.mktemp("tools"), *FLAGS, "--api-key", API_KEY) as started:
+        started.client.headers["Authorization"] = f"Bearer {API_KEY}"
+        yield started
+        assert started.process.poll() is None and "Traceback" not in started.log.read_text(), started.log.read_text()

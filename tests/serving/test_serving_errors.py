@@ -75,7 +75,7 @@ def test_what_is_no_json_object_is_400(shared: Server, body: bytes) -> None:
         ({"min_tokens": 20, "max_tokens": 5}, "min_tokens"),
         ({"suffix": "end"}, "suffix"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_json": {"type": "object"}, "guided_regex": "a"}, "guided_json"),
         ({"structured_outputs": {"regex": "("}}, None),
         ({"structured_outputs": {"nothing": 1}}, None),
         ({"stream": "yes"}, "stream"),

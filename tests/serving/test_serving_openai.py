@@ -184,6 +184,9 @@ def test_structured_output_by_response_format(shared: Server) -> None:
     assert 0 <= json.loads(answer["choices"][0]["message"]["content"])["a"] <= 9
     chosen = shared.complete("x", structured_outputs={"choice": ["yes", "no"]})["choices"][0]["text"]
     assert chosen in ("yes", "no")
+    assert shared.complete("x", guided_choice=["yes", "no"])["choices"][0]["text"] in ("yes", "no")
+    guided = shared.post("/v1/chat/completions", {**fields, "guided_json": schema}).json()
+    assert guided["choices"][0]["message"] == answer["choices"][0]["message"]
 
 
 def test_tokenize_and_detokenize_are_inverse(shared: Server, llm: LLM) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.rl.agents.check_agent import check_packages
 from tandem.rl.agents.model_calls import ModelCall
 from tandem.rl.agents.session import Asked, Session, SessionEnded, TooLong
-from tandem.serving.errors import ApiError, invalid, unauthorised
+from tandem.serving.errors import ApiError, error_body, invalid, unauthorised
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -97,14 +97,17 @@ class AgentServer:
         from fastapi.exceptions import RequestValidationError
         from starlette.responses import JSONResponse, Response, StreamingResponse
 
-        from tandem.rl.agents import anthropic_messages, responses
+        from tandem.rl.agents.anthropic_messages import AgentMessagesRequest
         from tandem.rl.agents.chat_completions import AgentChatRequest, chat_chunks, chat_completion
         from tandem.rl.agents.completions import AgentCompletionRequest, completion, completion_chunks
+        from tandem.rl.agents.responses import AgentResponsesRequest
+        from tandem.rl.agents.whole_answers import answer_events, whole_answer
+        from tandem.serving.forms.anthropic import MessageWriter
+        from tandem.serving.forms.responses import ResponseWriter
 
         def refused(request: Request, error: Exception) -> Response:
             assert isinstance(error, ApiError)
-            is_anthropic = request.url.path.startswith("/v1/messages")
-            return JSONResponse(anthropic_messages.error_object(error) if is_anthropic else error.body, error.status)
+            return JSONResponse(error_body(error, request.url.path), error.status)
 
         def malformed(request: Request, error: Exception) -> Response:
             assert isinstance(error, RequestValidationError)
@@ -137,29 +140,25 @@ class AgentServer:
             return stream(completion_chunks(call, *about, bool(body.stream_options and body.stream_options.include_usage)))
 
         @app.post("/v1/responses", response_model=None)
-        async def respond(body: responses.ResponsesRequest, request: Request) -> Response:
+        async def respond(body: AgentResponsesRequest, request: Request) -> Response:
             body.check()
             session, id = self._session(request), f"resp_{uuid.uuid4().hex}"
             call = await self._answer(request, body.ask)
             session.name_response(id, body.conversation(call))
-            about = (id, body.model or MODEL, int(time.time()))
-            if not body.stream:
-                return JSONResponse(responses.response_object(call, *about))
-            return stream(responses.response_events(call, *about), named=True)
+            writer = ResponseWriter(id, body.model or MODEL, int(time.time()))
+            return stream(answer_events(call, writer), named=True) if body.stream else JSONResponse(whole_answer(call, writer))
 
         @app.post("/v1/messages", response_model=None)
-        async def messages(body: anthropic_messages.MessagesRequest, request: Request) -> Response:
+        async def messages(body: AgentMessagesRequest, request: Request) -> Response:
             body.check()
             if body.max_tokens is None:
                 raise invalid("'max_tokens' is missing", "max_tokens")
             call = await self._answer(request, body.ask)
-            about = (f"msg_{uuid.uuid4().hex}", body.model or MODEL)
-            if not body.stream:
-                return JSONResponse(anthropic_messages.message_object(call, *about))
-            return stream(anthropic_messages.message_events(call, *about), named=True)
+            writer = MessageWriter(f"msg_{uuid.uuid4().hex}", body.model or MODEL)
+            return stream(answer_events(call, writer), named=True) if body.stream else JSONResponse(whole_answer(call, writer))
 
         @app.post("/v1/messages/count_tokens", response_model=None)
-        async def count_tokens(body: anthropic_messages.MessagesRequest, request: Request) -> Response:
+        async def count_tokens(body: AgentMessagesRequest, request: Request) -> Response:
             body.check()
             try:
                 return JSONResponse({"input_tokens": self._session(request).count(*body.chat())})

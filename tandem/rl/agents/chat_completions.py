@@ -1,15 +1,17 @@
 """OpenAI's chat completions as agents call them: the body of a request, and the answer, whole or as a stream."""
 
-import json
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
-
-from pydantic import Field
+from collections.abc import Iterator
+from typing import Any
 
 from tandem.rl.agents.model_calls import ModelCall
 from tandem.rl.agents.session import Asked, Session
+from tandem.rl.agents.whole_answers import answer_of
 from tandem.serving.errors import invalid
+from tandem.serving.forms.chat import chat_message
 from tandem.serving.protocol import ChatCompletionRequest, OpenAIFields
+
+FORMATS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""The fields that ask for an answer of a given format."""
 
 
 class AgentChatRequest(ChatCompletionRequest):
@@ -18,13 +20,10 @@ class AgentChatRequest(ChatCompletionRequest):
 
     not_supported = ("functions", "function_call", "audio", "prediction", "web_search_options")
 
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_choice: Any = None
-
     def check(self) -> None:
         """Raises ``ApiError`` for a field that asks for what an episode cannot have."""
         super().check()
-        refuse_unknown(self, "logprobs", "logit_bias", "structured_outputs", "prompt_logprobs")
+        refuse_unknown(self, "logprobs", "logit_bias", *FORMATS, "prompt_logprobs")
         if self.response_format is not None and self.response_format.type != "text":
             raise invalid("'response_format' is not supported in an episode, whose tokens are drawn freely; leave it out", "response_format")
         if self.tool_choice not in (None, "auto", "none"):
@@ -34,7 +33,7 @@ class AgentChatRequest(ChatCompletionRequest):
         """Returns the request to the model of ``session``. Raises ``UserError``, ``TooLong`` and ``SessionEnded``."""
         longest = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        tools = [] if self.tool_choice == "none" else self.tools or []
+        tools = [] if self.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
         return session.ask([message.model_dump(exclude_unset=True) for message in self.messages], tools, longest, stop)
 
 
@@ -49,9 +48,7 @@ def refuse_unknown(body: OpenAIFields, *names: str) -> None:
 
 def chat_completion(call: ModelCall, id: str, model: str, created: int) -> dict[str, Any]:
     """Returns the object ``chat.completion`` with the answer of ``call``."""
-    message: dict[str, Any] = {"role": "assistant", "content": call.answer["content"], "refusal": None}
-    if call.tool_calls:
-        message |= {"content": call.answer["content"] or None, "tool_calls": _shown(call.answer["tool_calls"])}
+    message = {**chat_message(answer_of(call)), "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(call)}
     return {"id": id, "object": "chat.completion", "created": created, "model": model, "choices": [choice], "usage": usage(call)}
 
@@ -72,11 +69,6 @@ def chat_chunks(call: ModelCall, id: str, model: str, created: int, include_usag
 def usage(call: ModelCall) -> dict[str, int]:
     """Returns the numbers of tokens that were read and sampled."""
     return {"prompt_tokens": len(call.prompt), "completion_tokens": len(call.token_ids), "total_tokens": len(call.prompt) + len(call.token_ids)}
-
-
-def _shown(calls: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns ``calls`` with their arguments as JSON text, as OpenAI writes them."""
-    return [{**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}} for call in calls]
 
 
 def finish_reason(call: ModelCall) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tandem.rl.agents.chat_completions import finish_reason, refuse_unknown, usage
+from tandem.rl.agents.chat_completions import FORMATS, finish_reason, refuse_unknown, usage
 from tandem.rl.agents.model_calls import ModelCall
 from tandem.rl.agents.session import Asked, Session
 from tandem.serving.errors import invalid
@@ -16,7 +16,7 @@ class AgentCompletionRequest(CompletionRequest):
     def check(self) -> None:
         """Raises ``ApiError`` for a field that asks for what an episode cannot have."""
         super().check()
-        refuse_unknown(self, "logprobs", "logit_bias", "structured_outputs", "echo", "prompt_logprobs")
+        refuse_unknown(self, "logprobs", "logit_bias", *FORMATS, "echo", "prompt_logprobs")
         if not isinstance(self.prompt, str) and (not self.prompt or not isinstance(self.prompt[0], int)):
             raise invalid("'prompt' must be one text or one list of token ids; an agent gets one answer to each request of an episode", "prompt")
         if not self.max_tokens:

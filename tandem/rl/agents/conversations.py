@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.multi_turn import ToolCallParser
-from tandem.rl.agents.messages import Message, without_ids
 from tandem.rl.agents.model_calls import ModelCall
 from tandem.text.chat import ChatTemplate
+from tandem.text.messages import Message, without_ids
 from tandem.text.tokenizer import Tokenizer
 from tandem.text.tool_calls import content_before_calls, parse_tool_calls
 from tandem.text.tool_turns import Call, ToolTurns

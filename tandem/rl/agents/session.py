@@ -10,10 +10,10 @@ from typing import Any
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.rl.agents.conversations import Conversations
-from tandem.rl.agents.messages import Message, plain_message
 from tandem.rl.agents.model_calls import ModelCall, trajectories
 from tandem.rl.rollout.dispatch import model_call_key, request_key, sample_id
 from tandem.rl.rollout.groups import sampling_params
+from tandem.text.messages import Message, plain_message
 from tandem.types import FinishReason, Prompt, Sample, UserError, WeightVersion
 
 

@@ -14,7 +14,7 @@ from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.log_lines import USAGE, Usage
 from tandem.serving.logprobs import by_token_id, prompt_logprobs
-from tandem.serving.prompts import sampling_params
+from tandem.serving.prompts import Conversation, sampling_params
 from tandem.serving.protocol import DetokenizeRequest, GenerateRequest, GenerateSampling, TokenizeRequest
 from tandem.serving.routes.adapters import adapter_meta
 from tandem.serving.sessions import DONE, answers, begin, each, sse, submitted, while_connected
@@ -99,8 +99,10 @@ async def tokenize(state: ServerState, body: TokenizeRequest, request: Request) 
         raise invalid("give either 'prompt' or 'messages'", "prompt")
     reader = state.prompt_reader(request)
     if body.messages is not None:
-        generation = body.add_generation_prompt is not False
-        tokens = await reader.chat_prompt(state.chat_template(), body.messages, generation, body.chat_template_kwargs)
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
+        variables = {**state.settings.chat_template_kwargs, **(body.chat_template_kwargs or {})}
+        chat = Conversation(body.messages, body.add_generation_prompt is not False, tools, variables)
+        tokens = await reader.chat_prompt(state.chat_template(bool(tools)), chat)
     else:
         tokens = await reader.encode(body.prompt or "", body.add_special_tokens is not False)
     response: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": state.max_model_len}

@@ -11,11 +11,14 @@ from starlette.responses import JSONResponse, Response
 
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.serving.chat_request import ready_chat
 from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.errors import ApiError, invalid
+from tandem.serving.forms.answer import Answer, AnswerStream
+from tandem.serving.forms.chat import ChatDeltas, chat_message
 from tandem.serving.log_lines import USAGE, Usage
 from tandem.serving.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from tandem.serving.prompts import response_format, sampling_params
+from tandem.serving.prompts import sampling_params, structured_outputs
 from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, OpenAIFields, StreamOptions
 from tandem.serving.routes.adapters import adapter_meta
 from tandem.serving.sessions import DONE, answers, begin, each, sse, submitted, while_connected
@@ -78,7 +81,8 @@ async def completions(state: ServerState, body: CompletionRequest, request: Requ
         scores = body.logprobs or 0
     if body.max_tokens == 0 and not echo and scores is None:
         raise invalid("'max_tokens' is 0; ask for at least 1 token, or for the prompt's own with 'echo'", "max_tokens")
-    params = sampling_params(body, max_tokens=body.max_tokens, logprobs=body.logprobs, defaults=state.sampling_defaults)
+    wanted = structured_outputs(body)
+    params = sampling_params(body, max_tokens=body.max_tokens, logprobs=body.logprobs, structured_outputs=wanted, defaults=state.sampling_defaults)
     params |= {} if scores is None else {"prompt_logprobs": scores}
     texts = [state.tokenizer.decode(_known(state, tokens), skip_special_tokens=False) for tokens in prompts] if echo else []
 
@@ -111,19 +115,27 @@ async def chat_completions(state: ServerState, body: ChatCompletionRequest, requ
     adapter = _check_model(state, body)
     if body.top_logprobs and not body.logprobs:
         raise invalid("'top_logprobs' is given without 'logprobs'; set 'logprobs' to true", "top_logprobs")
-    count = (body.top_logprobs or 0) if body.logprobs else None
-    longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = sampling_params(body, max_tokens=longest, logprobs=count, structured_outputs=response_format(body), defaults=state.sampling_defaults)
-    # A chat continues to the end of its context, where the offline default is 16 tokens.
-    params.setdefault("max_tokens", None)
-    generation = body.add_generation_prompt is not False
-    reader = state.prompt_reader(request, body.truncate_prompt_tokens, longest)
-    prompt = await reader.chat_prompt(state.chat_template(), body.messages, generation, body.chat_template_kwargs)
+    ready = await ready_chat(state, body, request)
+    streams: dict[int, tuple[AnswerStream, ChatDeltas]] = {}
+
+    def read(c: CompletionOutput, is_delta: bool) -> dict[str, Any]:
+        """Returns the message or delta of an answer with reasoning or calls, and why it ended."""
+        answers, deltas = streams.setdefault(c.index, (AnswerStream(ready.plan), ChatDeltas()))
+        events = answers.take(c.text, c.finish_reason is not None)
+        reason = None if c.finish_reason is None else answers.finish_reason(c.finish_reason)
+        if is_delta:
+            return {"delta": deltas.take(events), "finish_reason": reason}
+        answer = Answer()
+        answer.add(events)
+        return {"message": chat_message(answer, ready.plan.reasoning is not None), "finish_reason": reason}
 
     def write(job: Job, number: int, c: CompletionOutput, output: RequestOutput, is_first: bool, is_delta: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"delta": {"content": c.text}} if is_delta else {"message": {"role": "assistant", "content": c.text}}
-        if count is not None and c.logprobs is not None:
-            choice["logprobs"] = chat_logprobs(c.token_ids, c.logprobs, count)
+        if ready.plan.reads:
+            choice = read(c, is_delta)
+        else:
+            choice = {"delta": {"content": c.text}} if is_delta else {"message": {"role": "assistant", "content": c.text}}
+        if ready.top_logprobs is not None and c.logprobs is not None:
+            choice["logprobs"] = chat_logprobs(c.token_ids, c.logprobs, ready.top_logprobs)
         if body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return choice
@@ -136,7 +148,7 @@ async def chat_completions(state: ServerState, body: ChatCompletionRequest, requ
     name = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     job = Job(
         id=name, model=body.model or state.model_name, object="chat.completion",
-        chunk_object="chat.completion.chunk", requests=_requests(state, body, name, [prompt], params, adapter), n=body.n or 1,
+        chunk_object="chat.completion.chunk", requests=_requests(state, body, name, [ready.prompt], ready.params, adapter), n=body.n or 1,
         return_token_ids=bool(body.return_token_ids), write=write, options=body.stream_options, opening=opening,
     )  # fmt: skip
     return await _answer(state, job, request, bool(body.stream))
@@ -204,10 +216,11 @@ async def _events(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
                 for completion in output.outputs:
                     is_first = (number, completion.index) not in seen
                     seen.add((number, completion.index))
+                    choice = job.choice(number, completion, output, is_first, True)
                     # A token whose text is held back is no news to a reader of text.
-                    is_news = completion.text or completion.finish_reason or completion.logprobs or job.return_token_ids or is_first
-                    if is_news:
-                        choice = job.choice(number, completion, output, is_first, True)
+                    is_text = choice.get("text") or any(choice.get("delta", {}).values())
+                    is_opening = is_first and (job.opening is None or "prompt_logprobs" in choice)
+                    if is_text or completion.finish_reason or completion.logprobs or job.return_token_ids or is_opening:
                         parts.append(sse(job.body([choice], job.chunk_object, job.usage if continuous else None)))
                 if parts:
                     yield b"".join(parts)

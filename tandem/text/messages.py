@@ -13,10 +13,10 @@ def plain_message(message: Message, number: int) -> dict[str, Any]:
     """Returns message ``number`` of a chat request with its content as one text, the arguments of its calls as values, and without keys that no template
     reads. Raises ``UserError`` for what is no text."""
     role = str(message.get("role", ""))
-    plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": _text(message.get("content"), number)}
+    plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": plain_text(message.get("content"), number) or ""}
     calls = message.get("tool_calls")
     if calls:
-        plain["tool_calls"] = [_call(call, number) for call in calls]
+        plain["tool_calls"] = plain_calls(calls, number)
     for name in ("tool_call_id", "name"):
         if message.get(name) is not None:
             plain[name] = str(message[name])
@@ -30,9 +30,10 @@ def without_ids(message: Message) -> Message:
     return {**message, "tool_calls": [call["function"] for call in message["tool_calls"]]}
 
 
-def _text(content: Any, number: int) -> str:
+def plain_text(content: Any, number: int) -> str | None:
+    """Returns the content of message ``number`` as one text, ``None`` as it is. Raises ``UserError`` for a part that is no text."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return content
     if not isinstance(content, Sequence):
         raise UserError(f"messages[{number}].content is neither a text nor a list of parts")
     parts = []
@@ -42,6 +43,13 @@ def _text(content: Any, number: int) -> str:
             raise UserError(f"messages[{number}] has a part that is no text; only text is read")
         parts.append(text)
     return "\n".join(parts)
+
+
+def plain_calls(calls: Any, number: int) -> list[dict[str, Any]]:
+    """Returns the ``tool_calls`` of message ``number`` with their arguments as values. Raises ``UserError`` for what is no call."""
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise UserError(f"messages[{number}].tool_calls is not a list")
+    return [_call(call, number) for call in calls]
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
