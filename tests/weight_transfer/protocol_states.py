@@ -2,7 +2,8 @@
 
 One trainer publishes a few versions of a model of two tensors; it may die at every step and be started again, in its shim or, while it still runs
 unseen (a paused machine, a cut network), in another. Two engines take what is published: engine 0 by copying shared memory (``WeightReader.read``), or
-unverified, as one of several whose weights are verified once when all have taken them (``WeightReader.view``, ``PublishedVerifier``), engine 1 from another
+unverified, as one of several whose weights are verified once when all have taken them (``WeightReader.view``, ``PublishedVerifier``), or by computing with
+them where they are (``SharedReader``), engine 1 from another
 pod (``transport.fetch``), with ``deltas`` from what its pod holds and the elements that have changed (``DeltaWriter``, ``LocalParts``). Both may die at every
 step. A bit of shared memory may flip.
 
@@ -43,7 +44,7 @@ DAMAGED, NOTHING = WeightVersion(-1, -1), WeightVersion(0, 0)
 class Protection(NamedTuple):
     """What is switched off in a negative control. ``after``: weights that several engines take are verified after all have taken them, else before;
     ``revision``: only if they were published all the time in between; ``repair``: weights that arrive damaged are registered again; ``delta``: what comes of a
-    delta is compared with its digest."""
+    delta is compared with its digest; ``held``: an engine that shares looks at the label of the memory that it computed with."""
 
     compare_and_swap: bool = True
     label: bool = True
@@ -52,6 +53,7 @@ class Protection(NamedTuple):
     revision: bool = True
     repair: bool = True
     delta: bool = True
+    held: bool = True
 
 
 ALL = Protection()
@@ -59,7 +61,7 @@ ALL = Protection()
 
 class Limits(NamedTuple):
     """How far a walk goes: optimizer steps, deaths, flipped bits, and trainers that are replaced while they still run. ``once``: whether engine 0 is one of
-    several whose weights are verified once. ``deltas``: whether element-wise deltas are made for engine 1, and bits flip in the memory of its pod too."""
+    several whose weights are verified once; ``shares``: whether it computes with the shared memory itself. ``deltas``: whether element-wise deltas are made for engine 1, and bits flip in the memory of its pod too."""
 
     steps: int = 3
     deaths: int = 1
@@ -67,6 +69,7 @@ class Limits(NamedTuple):
     replacements: int = 1
     once: int = 0
     deltas: int = 0
+    shares: int = 0
 
 
 class Memory(NamedTuple):
@@ -93,7 +96,8 @@ class Engine(NamedTuple):
     """``holds``: the version that it says to hold, and its ``tensors``. While it reads, ``wants`` is the version and segment of the manifest, and
     ``copied`` what has been copied; ``rereads``: how often it began again; ``verified``: what the verifier of several engines has read, and ``revision``
     that of the manifest, for it. Of engine 1: ``pod``, what the shared memory of its pod holds of that version, and ``made``, which tensors a delta has
-    made."""
+    made. Of an engine that shares: ``uses``, the segment that it computes with, and ``drawn``, what it has computed with since it began to draw (``None``: it
+    does not)."""
 
     state: RolloutState = RolloutState.START_ENGINE
     holds: WeightVersion | None = None
@@ -105,6 +109,8 @@ class Engine(NamedTuple):
     revision: int = 0
     pod: tuple[Bytes, Bytes] = (NOTHING, NOTHING)
     made: tuple[int, ...] = ()
+    uses: str = ""
+    drawn: tuple[Bytes, ...] | None = None
 
 
 class Delta(NamedTuple):
@@ -268,8 +274,13 @@ def engine_moves(state: State, number: int, limits: Limits, protection: Protecti
     if engine.state is RolloutState.DOWN:
         yield Next(f"{who} is started", with_engine(Engine(rollout_goes(RolloutState.DOWN, RolloutState.START_ENGINE))))
         return
+    if engine.drawn is not None:
+        yield _draws(state, engine, with_engine, protection)
+        return
     if engine.wants is None:
-        if engine.holds is not None and engine.state is RolloutState.UPDATE_WEIGHT:
+        if engine.uses and engine.state is RolloutState.UPDATE_WEIGHT:
+            yield Next(f"{who} begins to draw", with_engine(engine._replace(drawn=())))
+        elif engine.holds is not None and engine.state is RolloutState.UPDATE_WEIGHT:
             yield Next(f"{who} draws samples", with_engine(engine._replace(state=rollout_goes(engine.state, RolloutState.ROLLOUT))))
         if state.published is not None and state.published[0] != engine.holds:
             manifest, _ = read_manifest(*state.published, state.revision)
@@ -295,7 +306,29 @@ def engine_moves(state: State, number: int, limits: Limits, protection: Protecti
             return
         yield Next(f"{who} copies", with_engine(engine._replace(copied=(*engine.copied, memory.tensors[len(engine.copied)]))))
         return
-    yield _verified(state, number, engine, version, with_engine, none, protection)
+    after = _verified(state, number, engine, version, with_engine, none, protection)
+    if number == 0 and limits.shares and after.action.endswith("holds it"):
+        if protection.held and not label_says(memory.label, version):
+            yield Next("engine 0 finds that they were published again", with_engine(none))
+            return
+        after = after._replace(state=with_engine(after.state.engines[0]._replace(uses=segment)))
+    yield after
+
+
+def _draws(state: State, engine: Engine, with_engine: Any, protection: Protection) -> Next:
+    """``Engine.step`` of engine 0 with shared weights: it computes with one tensor after the other, and then looks at the label of their segment. A bit that flips
+    meanwhile flips in a private copy as well, and is not the protocol's."""
+    shim, place = place_of(engine.uses)
+    memory, drawn = state.shims[shim][place], engine.drawn or ()
+    assert engine.holds is not None
+    if len(drawn) < len(TENSORS):
+        return Next("engine 0 computes", with_engine(engine._replace(drawn=(*drawn, memory.tensors[len(drawn)]))))
+    if protection.held and not label_says(memory.label, engine.holds):
+        return Next("engine 0 finds its memory written to", with_engine(Engine(rollout_goes(engine.state, RolloutState.ROLLOUT, RolloutState.DOWN))))
+    mixture = ""
+    if {each for each in drawn if each != DAMAGED} - {engine.holds}:
+        mixture = f"engine: it draws from {', '.join(str(tuple(each)) for each in drawn)} as {tuple(engine.holds)}"
+    return Next("engine 0 draws samples", with_engine(engine._replace(drawn=None, state=rollout_goes(engine.state, RolloutState.ROLLOUT))), mixture=mixture)
 
 
 def _made(state: State, engine: Engine, version: WeightVersion, protection: Protection) -> Engine | None:

@@ -11,6 +11,7 @@ from tandem.weight_transfer import publication
 REPLACED = Limits(steps=1, deaths=0, flips=0, replacements=1)
 DAMAGED = Limits(steps=1, deaths=0, flips=1, replacements=0)
 ONCE_DAMAGED = Limits(steps=1, deaths=0, flips=1, replacements=0, once=1)
+SHARED = Limits(steps=2, deaths=0, flips=0, replacements=0, shares=1)
 LONG = Limits(steps=3, deaths=0, flips=0, replacements=0)
 STATES = [
     pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=0), 7_154, id="a death"),
@@ -28,6 +29,10 @@ STATES = [
     pytest.param(Limits(steps=2, deaths=0, flips=0, replacements=1, deltas=1), 98_028, id="deltas, a trainer replaced while it runs", marks=pytest.mark.full),
     pytest.param(Limits(steps=2, deaths=0, flips=1, replacements=0, deltas=1), 96_986, id="deltas, a flipped bit", marks=pytest.mark.full),
     pytest.param(Limits(steps=3, deaths=1, flips=0, replacements=0, deltas=1), 135_426, id="deltas, a death in three steps", marks=pytest.mark.full),
+    pytest.param(SHARED, 611, id="shared"),
+    pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=0, shares=1), 10_574, id="shared, a death", marks=pytest.mark.full),
+    pytest.param(Limits(steps=1, deaths=0, flips=1, replacements=0, shares=1), 9_905, id="shared, a flipped bit", marks=pytest.mark.full),
+    pytest.param(Limits(steps=1, deaths=0, flips=0, replacements=1, shares=1), 1_524, id="shared, a trainer replaced while it runs", marks=pytest.mark.full),
     pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=1), 808_433, id="a death and a replacement", marks=pytest.mark.full),
 ]
 
@@ -73,6 +78,12 @@ def test_without_the_comparison_of_what_comes_of_a_delta_a_damaged_base_becomes_
     walked = walk(Limits(steps=2, deaths=0, flips=1, replacements=0, deltas=1), ALL._replace(delta=False))
     assert walked.mixture == "engine: it draws from (-1, -1), (1, 1) as (1, 1)"
     assert walked.way[-4:] == ("a bit of the other pod flips", "engine 1 applies the delta", "engine 1 applies the delta", "engine 1 holds it")
+
+
+def test_without_the_label_an_engine_that_shares_draws_from_two_versions() -> None:
+    walked = walk(SHARED._replace(steps=3), ALL._replace(held=False))
+    assert walked.mixture.startswith("engine: it draws from ") and walked.mixture.endswith(" as (1, 0)") and "(1, 2)" in walked.mixture
+    assert walked.way[-1] == "engine 0 draws samples" and "trainer 1 takes the label away" in walked.way
 
 
 def test_without_the_repair_of_damaged_weights_engines_wait_for_ever() -> None:
