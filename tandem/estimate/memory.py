@@ -59,7 +59,7 @@ def predict(
     kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1, engines: int = 1,
     critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
     teacher: ModelShapes | None = None, reads_base: bool = False, residency: Residency = KEEP, attended: int = 0, pods: int = 1,
-    engine_process_bytes: int = PROCESS_BYTES, ranks: int = 0,
+    engine_process_bytes: int = PROCESS_BYTES, ranks: int = 0, shares_weights: bool = False,
 ) -> PodMemory:
     """Returns the memory of a run on the CPUs of one machine, which has so many ``ranks`` of the trainer (0: all).
 
@@ -68,12 +68,12 @@ def predict(
     of these; ``reads_base``: the actor is the reference too, without its adapter. ``attended``: as in ``saved_bytes``. ``swap_bytes``: an engine's swap
     space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache. ``engines``: rollout workers, of which each has
     ``kv_cache_tokens``, and each rank ``engine_process_bytes`` besides. ``residency``: what is where when. ``pods``: which of them have two weight buffers
-    each."""
+    each. ``shares_weights``: engines compute with those, and have weights of their own, the dummy ones, only until their first update."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
     ranks = ranks or world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
-    engine = engines * (engine_ranks * engine_process_bytes + 2 * weights + kv_cache_bytes + swap_bytes)
+    engine = engines * (engine_ranks * engine_process_bytes + (1 if shares_weights else 2) * weights + kv_cache_bytes + swap_bytes)
     # The embedding table and the norms of an engine that sleeps.
     asleep = engines * (PROCESS_BYTES + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
 

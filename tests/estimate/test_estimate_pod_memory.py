@@ -147,3 +147,11 @@ def test_every_rollout_worker_has_weights_and_a_cache_of_its_own() -> None:
 def test_every_pod_of_the_machine_has_two_weight_buffers_of_its_own() -> None:
     two = predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=False, engines=2, pods=2)
     assert two.segments == 2 * 2 * WEIGHTS
+
+
+def test_engines_that_compute_with_the_shared_weights_have_one_copy_less_each() -> None:
+    plans = [
+        predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=True, engines=3, shares_weights=shares)
+        for shares in (False, True)
+    ]
+    assert plans[0].rollout - plans[1].rollout == 3 * WEIGHTS and plans[0].segments == plans[1].segments

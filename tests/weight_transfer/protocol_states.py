@@ -61,7 +61,8 @@ ALL = Protection()
 
 class Limits(NamedTuple):
     """How far a walk goes: optimizer steps, deaths, flipped bits, and trainers that are replaced while they still run. ``once``: whether engine 0 is one of
-    several whose weights are verified once; ``shares``: whether it computes with the shared memory itself. ``deltas``: whether element-wise deltas are made for engine 1, and bits flip in the memory of its pod too."""
+    several whose weights are verified once; ``shares``: whether it computes with the shared memory itself. ``deltas``: whether element-wise deltas are made for
+    engine 1, and bits flip in the memory of its pod too."""
 
     steps: int = 3
     deaths: int = 1
@@ -316,8 +317,8 @@ def engine_moves(state: State, number: int, limits: Limits, protection: Protecti
 
 
 def _draws(state: State, engine: Engine, with_engine: Any, protection: Protection) -> Next:
-    """``Engine.step`` of engine 0 with shared weights: it computes with one tensor after the other, and then looks at the label of their segment. A bit that flips
-    meanwhile flips in a private copy as well, and is not the protocol's."""
+    """``Engine.step`` of engine 0 with shared weights: it computes with one tensor after the other, and then looks at the label of their segment. A bit
+    that flips meanwhile flips in a private copy as well, and is not the protocol's."""
     shim, place = place_of(engine.uses)
     memory, drawn = state.shims[shim][place], engine.drawn or ()
     assert engine.holds is not None
