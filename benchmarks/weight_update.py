@@ -28,6 +28,8 @@ import torch.distributed as dist
 from machine import machine, write_report
 from options import parser as shared_parser
 
+from tandem.kernels import select
+from tandem.kernels.cpu.kernels import CpuKernels
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.runtime.collectives.communicator import Communicator, connect
@@ -129,7 +131,9 @@ def measure(name: str, repeat: int, threads: int, owners: int, folder: Path) -> 
     buffers = WeightBuffers.create("bench" + uuid.uuid4().hex[:8], segment_bytes(model, "float32"))
     arguments = [str(argument) for argument in (owners, name, repeat + 2, each, folder, *buffers.names)]
     others = [subprocess.Popen([sys.executable, __file__, "owner", str(rank), *arguments]) for rank in range(1, owners)]
-    writer, reader = WeightWriter(buffers, store, each), WeightReader(store, threads)
+    kernels = select("cpu")
+    assert isinstance(kernels, CpuKernels)
+    writer, reader = WeightWriter(buffers, store, each, kernels), WeightReader(store, threads)
     placed = place_shards(world_of(0, owners, folder), shards, [shard.name for shard in shards])
     copy = PlainCopy(size_bytes, threads)
     rounds = {name: Timed() for name in ("copy", "register", "update", "cold register", "cold update")}

@@ -21,7 +21,7 @@ from tandem.weight_transfer.shared_memory import Contents, Segment, WeightBuffer
 class WeightWriter:
     """Publishes one version after another in ``buffers``, which a shim owns and which outlive this process. Each of the trainer's ranks has
     a writer for the same buffers and ``store``; rank 0 reads and writes the store. ``kernels`` write matrices in panels, where the weights were converted
-    so."""
+    so, and copy past the cache."""
 
     def __init__(self, buffers: WeightBuffers, store: Store, threads: int = 2, kernels: PacksPanels | None = None) -> None:
         self.buffers, self.store, self._kernels = buffers, store, kernels
@@ -93,7 +93,9 @@ class WeightWriter:
                 return write_panels(self._kernels, source, base + places[i])
             if digest is not None and looks_equal(base + places[i], source.data_ptr(), sizes[i]) and digest_of(source.data_ptr(), sizes[i]) == digest:
                 return digest
-            return copy_and_digest(base + places[i], source.data_ptr(), sizes[i], of_source=True)
+            if self._kernels is None:
+                return copy_and_digest(base + places[i], source.data_ptr(), sizes[i], of_source=True)
+            return copy_and_digest(base + places[i], source.data_ptr(), sizes[i], of_source=True, copy=self._kernels.stream)
 
         return self._threads.map(write, range(len(own)), sizes)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from tandem.kernels import select
@@ -17,7 +18,7 @@ from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.trainer.parallel.ranks import alone
 from tandem.types import DamagedWeights, RunError, WeightVersion
 from tandem.weight_transfer.convert import ConvertedWeights, place_shards
-from tandem.weight_transfer.copying import Threads
+from tandem.weight_transfer.copying import Threads, copy_and_digest
 from tandem.weight_transfer.manifest import from_json, make_manifest, to_json
 from tandem.weight_transfer.publication import current
 from tandem.weight_transfer.register import WeightWriter
@@ -188,3 +189,15 @@ def test_a_manifest_says_what_is_in_panels_and_refuses_panels_that_are_cut(host:
     cut = make_manifest(version(0), [replace(first, parts=parts), *manifest.tensors[1:]])
     with pytest.raises(ValueError, match=f"'{first.name}'.*whole panels"):
         from_json(to_json(cut))
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1000, 300_001])
+@pytest.mark.parametrize("shift", [0, 1, 17, 63])
+def test_a_copy_past_the_cache_is_the_bytes_and_no_others(size: int, shift: int) -> None:
+    source = torch.randint(0, 256, (size + 7,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    into = torch.full((size + 200,), 7, dtype=torch.uint8)
+    start = -into.data_ptr() % 64 + shift
+    expected = into.clone()
+    expected[start : start + size] = source[3 : 3 + size]
+    digest = copy_and_digest(into.data_ptr() + start, source.data_ptr() + 3, size, of_source=True, copy=kernels.stream)
+    assert torch.equal(into, expected) and digest == xxhash.xxh3_128_hexdigest(bytes(source[3 : 3 + size].tolist()))
