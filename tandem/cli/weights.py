@@ -5,7 +5,8 @@ hold them, and updates the engines. The trainer then takes a step, and both vers
 is compared with the Hugging Face folder, and every tensor that an engine's rank holds, also quantized, with that of an engine that read the
 folder itself. Nothing may be missing, unexpected, different, stale or tied wrongly.
 
---trainer takes keys of a recipe's sections parallel and trainer, --rollout workers, dtype and keys of rollout.engine, as KEY=VALUE,KEY=VALUE.
+--trainer takes keys of a recipe's sections parallel and trainer, --rollout workers, backend, dtype and keys of rollout.engine, as
+KEY=VALUE,KEY=VALUE. With backend=vllm a real vLLM is updated and compared with one that has read the folder by its own loaders.
 With --all every pair of a table of layouts is checked that this machine can hold, or those with the --trainer or --rollout that is given.
 The exit status is 0 if all is right, and 1 if not.
 

@@ -130,7 +130,6 @@ def _check_vllm(recipe: "Recipe") -> None:
         "rollout.budget_tokens": bool(rollout.budget_tokens),
         "rollout.repetition_detection": rollout.repetition_detection is not None,
         "rollout.engine.tensor_parallel_size": rollout.engine.tensor_parallel_size > 1,
-        "trainer.lora": recipe.trainer.lora is not None,
     }
     for key, is_given in others.items():
         if is_given:

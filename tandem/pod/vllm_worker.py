@@ -65,7 +65,7 @@ class VllmWorker:
         )  # fmt: skip
         self.server = VllmServer(
             folder, arguments, self.folder, self.log, store_address(recipe.coordination, self.directory), self.threads,
-            environment(device, engine.tensor_parallel_size), self.replays,
+            environment(device, engine.tensor_parallel_size), self.replays, recipe.trainer.lora,
         )  # fmt: skip
         weakref.finalize(self, self.server.close)
         self.server.start()

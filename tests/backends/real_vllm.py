@@ -21,6 +21,7 @@ from tandem.backends.environment import installed
 from tandem.backends.vllm.arguments import environment, serve_arguments
 from tandem.backends.vllm.server import VllmServer
 from tandem.config.engine import EngineArgs
+from tandem.config.lora import LoraConfig
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.rl.rollout.vllm_groups import VllmGroups
 from tandem.runtime.coordination.embedded import EmbeddedStore
@@ -85,7 +86,8 @@ def descendants(pid: int) -> dict[int, str]:
 
 @contextlib.contextmanager
 def running(
-    model: Path, folder: Path, *, dtype: str = "float32", tensor_parallel_size: int = 1, returns_routing: bool = False, cache_bytes: int = 2**26
+    model: Path, folder: Path, *, dtype: str = "float32", tensor_parallel_size: int = 1, returns_routing: bool = False, cache_bytes: int = 2**26,
+    lora: LoraConfig | None = None,
 ) -> Iterator[Engine]:
     """Starts a server with dummy weights for ``model``; ``folder`` has its files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,7 @@ def running(
         EngineArgs(max_num_seqs=64, tensor_parallel_size=tensor_parallel_size), dtype=dtype, seed=0, max_model_len=MAX_MODEL_LEN, cache_bytes=cache_bytes,
         device="cpu", reads_weights=False, returns_routing=returns_routing,
     )  # fmt: skip
-    server = VllmServer(model, arguments, folder / "vllm", folder / "vllm.log", str(store), 2, environment("cpu", tensor_parallel_size), returns_routing)
+    server = VllmServer(model, arguments, folder / "vllm", folder / "vllm.log", str(store), 2, environment("cpu", tensor_parallel_size), returns_routing, lora)
     writer = WeightWriter(buffers, EmbeddedStore(store), threads=1)
     try:
         server.start()

@@ -28,6 +28,7 @@ from real_vllm import (
 )
 from torch import Tensor
 
+from tandem.config.lora import LoraConfig
 from tandem.config.model import NewModelConfig
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_folder import read_tensors
@@ -236,6 +237,28 @@ def test_weights_in_fp32_are_rounded_once_for_an_engine_in_16_bits(model: Path, 
         for sample, logprobs in zip(samples, reference_logprobs(model, weights, samples), strict=True):
             chosen = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
             assert (torch.tensor(sample.logprobs, dtype=torch.float64) - chosen).abs().mean() < 0.05
+
+
+def test_an_adapter_is_added_to_the_weights_of_the_folder(model: Path, tmp_path: Path) -> None:
+    base, generator = dict(read_tensors(model)), torch.Generator().manual_seed(5)
+    lora = LoraConfig(rank=3, alpha=12.0, target_modules=("q_proj", "down_proj"))
+    adapted = [name.removesuffix(".weight") for name in base if name.endswith(("q_proj.weight", "down_proj.weight"))]
+    with running(model, tmp_path / "vllm", lora=lora) as engine:
+        for step in (0, 1):
+            adapter, whole = {}, {name: tensor.double() for name, tensor in base.items()}
+            for name in adapted:
+                rows, columns = base[f"{name}.weight"].shape
+                a, b = (0.2 * torch.randn(shape, generator=generator) for shape in ((3, columns), (rows, 3)))
+                adapter |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+                whole[f"{name}.weight"] = whole[f"{name}.weight"] + 4.0 * b.double() @ a.double()
+            engine.publish(adapter, WeightVersion(1, step))
+            engine.server.update(WeightVersion(1, step))
+            (held,) = engine.server.held_digests()
+            assert all(held[name] == digest_of(base[name]) for name in base if name.removesuffix(".weight") not in adapted and "embed" not in name)
+            samples = engine.draw(prompts(6, 99), SAMPLED)
+            for sample, logprobs in zip(samples, reference_logprobs(model, whole, samples), strict=True):
+                chosen = logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+                assert (torch.tensor(sample.logprobs, dtype=torch.float64) - chosen).abs().max() < 2e-4
 
 
 def test_the_death_of_any_process_of_vllm_is_seen_and_leaves_none_behind(model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ from real_vllm import GREEDY, SAMPLED, Engine, brought, digest_of, engine_core, 
 from torch import Tensor, nn
 
 from tandem.config.model import NewModelConfig
+from tandem.jobs.weights_check.layouts import LayoutPair
+from tandem.jobs.weights_check.pair import PairCheck
 from tandem.model.create_model import create_model
+from tandem.model.huggingface.model_folder import read_tensors
 from tandem.types import EngineDied, Sample
 
 pytestmark = [pytest.mark.full, needs_vllm]
@@ -108,6 +111,15 @@ def test_experts_are_held_bit_for_bit_and_a_flipped_bit_is_named_and_repaired(en
         step += 1
         tensors = brought(engine, model, step, seed=step)
         engine.server.check_held()
+
+
+def test_weights_of_random_numbers_reach_vllm_as_its_own_loaders_read_them(model: Path, tmp_path: Path) -> None:
+    """``tandem weights check``: two versions from the ranks of a trainer; what vLLM holds after each is what it holds when it has read the folder."""
+    check = PairCheck(LayoutPair("tensor=2", "backend=vllm"), model, tmp_path, threads=1, on_step=lambda step: None)
+    report = check.run()
+    assert report.found == ()
+    # Both versions, each with all tensors, the packed head and the table of rotary embeddings.
+    assert report.tensors == len(dict(read_tensors(model))) and report.digests > 2 * report.tensors
 
 
 def test_a_routing_is_whole_where_requests_are_preempted_and_prompts_begin_alike(model: Path, tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ def test_a_recipe_on_vllm_corrects_for_importance_and_says_so_in_its_configurati
 
 @pytest.mark.parametrize("override", [
     "rollout.temperature=0.005", "rollout.budget_tokens=4", "trainer.dtype=float64",
-    "rollout.multi_turn={}", "rollout.repetition_detection={max_pattern_size: 2}", "trainer.lora={rank: 4}", "residents.plan=sleep", "residents.plan=offload",
+    "rollout.multi_turn={}", "rollout.repetition_detection={max_pattern_size: 2}", "residents.plan=sleep", "residents.plan=offload",
     "rollout.engine.quantization=int8", "rollout.engine.kv_cache_dtype=int8", "rollout.engine.batching=static", "rollout.engine.watermark=0.2",
     "rollout.engine.tensor_parallel_size=2",
     "rollout.engine.speculative_config={method: ngram}", "rollout.engine.deterministic=false",

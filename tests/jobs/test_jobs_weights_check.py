@@ -228,6 +228,15 @@ def test_what_an_engine_holds_is_compared_in_both_directions() -> None:
     assert compare.unchanged([[right, right]], [[right, {**right, "norm.weight": "0"}]]) == [(0, 0)]
 
 
+@pytest.mark.parametrize(("names", "name", "behind"), [
+    (("model.embed_tokens.weight", "lm_head.weight"), "lm_head.weight (packed)", "lm_head.weight"),
+    (("model.embed_tokens.weight",), "lm_head.weight (packed)", "model.embed_tokens.weight"),
+    (("model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"), "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+])  # fmt: skip
+def test_what_vllm_holds_is_named_as_it_was_published(names: tuple[str, ...], name: str, behind: str) -> None:
+    assert compare.behind_packed(name, names) == [behind]
+
+
 def test_every_layout_of_the_table_is_a_recipe_and_what_does_not_fit_this_machine_is_told(tmp_path: Path) -> None:
     shapes = ModelShapes("qwen3", 100, 32, 2, 2, 2, 16, 64, 48, True, qk_norm=True)
     assert len(list(pairs_of(shapes))) == len(TRAINERS) * len(ROLLOUTS)
@@ -250,13 +259,18 @@ def test_every_layout_of_the_table_is_a_recipe_and_what_does_not_fit_this_machin
         (("--trainer", "dtype=float32", "--rollout", "dtype=bfloat16"), "dtype is float32 in --trainer and bfloat16 in --rollout"),
         (("--rollout", "quantization=int3"), "engine quantization is 'int3'"),
         (("--rollout", "tensor_parallel_size=2", "--sleep", "2"), "a tensor-parallel engine cannot sleep"),
+        (("--rollout", "backend=vllm", "--sleep", "1"), "--sleep is 1 and backend 'vllm', which frees nothing"),
+        (("--rollout", "backend=vllm"), "tandem sidecar install vllm"),
         (("--trainer", "tensor=2", "--inline"), "--inline is one process"),
         (("--keep", "."), "--keep is '.', which exists"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused_in_one_line(given: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_cannot_be_is_refused_in_one_line(
+    given: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = tmp_path / "model.yaml"
     recipe.write_text(MODEL)
+    monkeypatch.setenv("TANDEM_SIDECARS", str(tmp_path / "none"))
     assert main(["weights", "check", "--model", str(recipe), *given]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and named in error

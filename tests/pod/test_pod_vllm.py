@@ -89,6 +89,20 @@ def test_vllm_draws_in_16_bits_for_a_trainer_with_weights_in_32(tmp_path: Path) 
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float32}  # noqa: SIM118
 
 
+def test_an_adapter_is_trained_on_what_vllm_draws_with_it(tmp_path: Path) -> None:
+    run = PodRun(tmp_path)
+    # A large rate, so that the adapter is no longer nothing after its first step.
+    done = run.train(*VLLM, "--trainer.lora.rank=4", "--trainer.learning_rate=0.01", "--run.max_steps=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_whole(run, 3)
+    assert all(row["actor/grad_norm"] > 0 for row in run.rows())
+    with Journal(run.directory / "journal.sqlite", read_only=True) as journal:
+        texts = [[sample.token_ids for sample in journal.samples(step) or ()] for step in range(3)]
+    assert texts[0] != texts[1] != texts[2]
+    replayed = finish(run.begin("replay", str(run.directory), "--step", "2"))
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
 def killed_pids(process: "subprocess.Popen[str]", wanted: Callable[[str], bool]) -> dict[int, str]:
     """Kills the descendant of ``process`` whose command line is ``wanted`` as soon as there is one, and returns the command lines of those below it."""
     ends = time.monotonic() + 900

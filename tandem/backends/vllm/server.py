@@ -19,6 +19,8 @@ from pathlib import Path
 from tandem.backends.environment import python_of, tandem_path
 from tandem.backends.vllm.arguments import BACKEND, version_label
 from tandem.backends.vllm.http_client import VllmClient
+from tandem.config.load import to_mapping
+from tandem.config.lora import LoraConfig
 from tandem.runtime.process.processes import Threads, describe_exit, kill, spawn
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.types.errors import DamagedWeights, EngineDied, RunError
@@ -43,6 +45,8 @@ class VllmServer:
     threads: int
     environment: Mapping[str, str] = field(default_factory=dict)
     returns_routing: bool = False
+    lora: LoraConfig | None = None
+    """Of an adapter, which is published without the weights that it is added to."""
     version: WeightVersion | None = None
     digests: list[dict[str, str]] = field(default_factory=list)
     """Of what each rank held after the last update, by name."""
@@ -71,7 +75,8 @@ class VllmServer:
             time.sleep(POLL_S)
         # A call that waits for an engine that has died would wait for ever: vLLM's server ends only when its connections are closed.
         threading.Thread(target=_end_with, args=(self.process, _engines(self.process.pid)), name="vllm-engines", daemon=True).start()
-        self.client.post("/init_weight_transfer_engine", {"init_info": {"store": self.store, "threads": self.threads}})
+        lora = None if self.lora is None else to_mapping(self.lora)
+        self.client.post("/init_weight_transfer_engine", {"init_info": {"store": self.store, "threads": self.threads, "lora": lora}})
         self.client.ask_workers("tandem_report_raw_logprobs")
         if self.returns_routing:
             self.client.ask_workers("tandem_return_routed_experts")

@@ -5,6 +5,7 @@ what all ranks have verified. After it the weights that the model computes with 
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from tandem.backends.vllm.held_weights import digest, held_weights, shard_of
+from tandem.config.load import build
+from tandem.config.lora import LoraConfig
+from tandem.layout.shapes import adapted_shapes
+from tandem.model.huggingface.model_config import read_shapes
+from tandem.model.huggingface.model_folder import read_tensors
+from tandem.model.huggingface.peft_folder import merged_tensors
 from tandem.runtime.coordination.open import open_store
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.types.errors import DamagedWeights, RunError
@@ -22,10 +29,12 @@ from tandem.weight_transfer.update import WeightReader, Weights
 
 @dataclass
 class StoreInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """``store``: the address of the store in which weights are published. ``threads``: that read them."""
+    """``store``: the address of the store in which weights are published. ``threads``: that read them. ``lora``: section ``trainer.lora`` of the recipe, if
+    what is published is an adapter of the weights in the model's folder."""
 
     store: str
     threads: int
+    lora: dict[str, Any] | None = None
 
 
 @dataclass
@@ -88,15 +97,25 @@ class PublishedWeights(WeightTransferEngine):  # type: ignore[misc]
         weights = self.staged
         if weights is None:
             return
+        published = self._merged(dict(weights.tensors))
         initialize_layerwise_reload(self.model)
         with torch.device(self.device):
-            self.model.load_weights(iter(weights.tensors))
+            self.model.load_weights(iter(published.items()))
             finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied_head()
         self._pack_experts()
-        self.digests = self._compare(dict(weights.tensors))
-        del weights
+        self.digests = self._compare(published)
+        del weights, published
         self.drop()
+
+    def _merged(self, published: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the whole weights: with an adapter those of the model's folder, to which it is added, each rounded once."""
+        assert self.source is not None
+        if self.source.lora is None:
+            return published
+        folder = Path(self.model_config.model)
+        shapes = adapted_shapes(read_shapes(folder), build(LoraConfig, self.source.lora))
+        return dict(merged_tensors(dict(read_tensors(folder)), published, shapes))
 
     def _pack_tied_head(self) -> None:
         """Packs the head again: a reload packs only what it loads, and a tied head is loaded as the embedding."""

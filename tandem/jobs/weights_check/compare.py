@@ -107,6 +107,9 @@ def _difference(name: str, own: str | None, right: str | None, earlier: str | No
 
 def behind_packed(name: str, published: Collection[str]) -> list[str]:
     """Returns the ``published`` tensors that an engine's tensor ``name`` is made of: one, or those of a fused matrix."""
+    if (whole := name.removesuffix(" (packed)")) in published or whole == "lm_head.weight":
+        # vLLM's are told by their Hugging Face names; a tied head is packed from the embedding.
+        return [whole if whole in published else "model.embed_tokens.weight"]
     if name.startswith("embed_tokens") or ".head" in name:
         # A tied head is packed from the embedding.
         head = [each for each in published if each == "lm_head.weight"] if ".head" in name else []

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from tandem.backends.vllm.model_check import check_model
 from tandem.config.recipe import Recipe
 from tandem.jobs.run_files import write_recipe
 from tandem.jobs.weights_check.compare import Digests, Found, check_engine, check_published, lines_of, unchanged
@@ -25,7 +26,7 @@ from tandem.pod.failures import SidecarDied
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import open_channels
 from tandem.runtime.coordination.open import open_store, store_address
-from tandem.runtime.machine.gpus import check_pod_device
+from tandem.runtime.machine.gpus import check_pod_device, pod_device
 from tandem.types import FinishReason, RunError, Sample, Score, ScoreState, WeightManifest, WeightVersion
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.publication import current
@@ -77,6 +78,8 @@ class PairCheck:
 
     def _run(self, stack: ExitStack) -> PairReport:
         fill_folder(self._source, self.start, self.seed, getattr(torch, self.recipe.trainer.dtype))
+        if self.recipe.rollout.backend == "vllm":
+            check_model(read_shapes(self.start), pod_device(self.recipe.machine), self.recipe)
         write_recipe(self.recipe, self.directory)
         (self.directory / "logs").mkdir()
         for channel in (channels := open_channels(self.recipe, self.directory, self._inline, None)):
@@ -159,7 +162,11 @@ class PairCheck:
 
     def _read_by_an_engine(self, truth: Truth) -> list[list[Digests]]:
         self._on_step("an engine that reads the folder")
-        self.rollout.start_engine(truth.folder, self.kernels, reads_weights=True, adapter=truth.adapter)
+        folder, adapter = truth.folder, truth.adapter
+        if adapter is not None and self.recipe.rollout.backend == "vllm":
+            # The adapter is added to its weights; the trainer exports them so beside it.
+            folder, adapter = next(adapter.parent.glob("model-*")), None
+        self.rollout.start_engine(folder, self.kernels, reads_weights=True, adapter=adapter)
         return [list[Digests](ranks) for ranks in self.rollout.weight_digests()]
 
 
