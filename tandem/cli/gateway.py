@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tandem.config.gateway import GatewayConfig
 
 _MOST_BYTES = 2**20
+_FILES = ("api_key_file", "ca_file", "cert_file", "cert_key_file")
+"""Files of a backend."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,13 +113,13 @@ def _read(path: str) -> dict[str, Any]:
 
 def _with_paths(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns ``settings`` with files named from the folder of the settings."""
-    for name in ("keys_file", "registry"):
+    for name in ("keys_file", "audit_log", "registry"):
         if isinstance(settings.get(name), str) and settings[name]:
             settings[name] = str(folder / settings[name])
     backends = settings.get("backends")
     if isinstance(backends, list):
         settings["backends"] = [
-            {**each, "api_key_file": str(folder / each["api_key_file"])} if isinstance(each, dict) and isinstance(each.get("api_key_file"), str) else
+            {**each, **{name: str(folder / each[name]) for name in _FILES if isinstance(each.get(name), str) and each[name]}} if isinstance(each, dict) else
             {"url": each} if isinstance(each, str) else each
             for each in backends
         ]  # fmt: skip

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from tandem.config.addresses import check_no_secret
 from tandem.config.limits import check_at_least_one, check_seconds
+from tandem.config.oidc import OidcConfig
 from tandem.config.routing import RouteConfig, RouterConfig, check_routes
 from tandem.types.errors import UserError
 
@@ -33,6 +34,12 @@ class BackendConfig:
     """Where it runs, for example a rack or a data centre; see `router.zone_tokens`."""
     cache_tokens: int = 0
     """Tokens that its prefix cache holds, for `router.prefix`; `tandem serve` and vLLM say it when they start. 0: not known."""
+    ca_file: str = ""
+    """File with the certificates of the authorities that its certificate must be of (`https`). Empty: those of the system."""
+    cert_file: str = ""
+    """File with the certificate that the gateway shows it (mutual TLS)."""
+    cert_key_file: str = ""
+    """File with the private key of that certificate."""
     api_key_file: str = ""
     """File with the key that it needs. Empty: it is sent the client's own `Authorization`, unless the gateway has keys itself."""
     probe: str = ""
@@ -61,6 +68,10 @@ class BackendConfig:
             raise UserError(f"'backends.cache_tokens' of {self.label} is {self.cache_tokens}; it must be at least 0")
         if self.max_requests < 1:
             raise UserError(f"'backends.max_requests' of {self.label} is {self.max_requests}; it must be at least 1")
+        if (self.ca_file or self.cert_file or self.cert_key_file) and parts.scheme != "https":
+            raise UserError(f"backend {self.label} has certificates, and its URL begins with http://; write https://")
+        if bool(self.cert_file) != bool(self.cert_key_file):
+            raise UserError(f"backend {self.label} has only one of 'cert_file' and 'cert_key_file'; give both")
         if self.probe and not self.probe.startswith("/"):
             raise UserError(f"'backends.probe' of {self.label} is {self.probe!r}; it must begin with '/', for example /health")
 
@@ -274,6 +285,11 @@ class GatewayConfig:
     """Requests that wait."""
     keys_file: str = ""
     """File of API keys, which `tandem keys` writes; requests then need one of them. Empty: no key is needed, and a tenant is a client's address."""
+    oidc: OidcConfig = field(default_factory=OidcConfig)
+    """Tokens in place of keys, or beside them."""
+    audit_log: str = ""
+    """File to which a line of JSON is added for each request: who asked for what and what it cost, without prompt and answer. It may be moved away while the
+    gateway runs."""
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     """Tenants by name."""
     other_tenants: TenantConfig = field(default_factory=TenantConfig)

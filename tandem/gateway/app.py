@@ -15,6 +15,7 @@ import tandem
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.admin import ADMIN, answer_admin
 from tandem.gateway.admission import Admission
+from tandem.gateway.audit import AUDIT, Entry
 from tandem.gateway.auth import Auth, Caller
 from tandem.gateway.headers import Headers
 from tandem.gateway.inference_request import INFERENCE_PATHS, InferenceRequest, for_model, read_request
@@ -119,6 +120,9 @@ class GatewayApp:
         try:
             client = scope["client"][0] if scope.get("client") else ""
             caller = state.auth.caller(headers, client)
+            entry: Entry | None = scope.get(AUDIT)
+            if entry is not None:
+                entry.tenant, entry.key = caller.tenant, None if caller.key is None else caller.key.id
             with state.bodies.of(client) as share:
                 try:
                     request = await self._read(scope, receive, share, caller.tenant)
@@ -126,6 +130,8 @@ class GatewayApp:
                     is_complete = share.is_complete
             if request is None:  # The client left.
                 return
+            if entry is not None:
+                entry.request_id, entry.model, entry.stream = request.id, request.model, request.stream
             await self._admitted(request, caller, scope, receive, send)
         except ApiError as error:
             # The traceback would keep the body.

@@ -3,6 +3,7 @@
 import asyncio
 import enum
 import itertools
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class Backend:
     """A backend and its load. ``models``: those that it serves. ``weights``: the version of its weights (``INCARNATION.STEP``) if it is Tandem's server, whose
     random numbers depend on the request alone, else ``None``. ``restarts``: how often it was away and came back.
     ``last_taken``: grows with every attempt, so that equal loads alternate. ``slow_start_s``: time over which it is given its full share after it was away.
-    ``clock``: monotonic seconds."""
+    ``tls``: as in ``backend_tls``. ``clock``: monotonic seconds."""
 
     config: BackendConfig
     breaker: Breaker
@@ -47,12 +48,15 @@ class Backend:
     is_drained: bool = False
     """An administrator has taken it out: it finishes what it has and is given nothing new."""
     slow_start_s: float = 0.0
+    tls: ssl.SSLContext | bool = True
     clock: Callable[[], float] = time.monotonic
     _came_back_s: float | None = None
 
     @classmethod
-    def make(cls, config: BackendConfig, breaker: BreakerConfig, api_key: str | None = None, slow_start_s: float = 0.0) -> "Backend":
-        return cls(config, Breaker(breaker), api_key, models=config.models, slow_start_s=slow_start_s)
+    def make(
+        cls, config: BackendConfig, breaker: BreakerConfig, api_key: str | None = None, slow_start_s: float = 0.0, tls: ssl.SSLContext | bool = True
+    ) -> "Backend":
+        return cls(config, Breaker(breaker), api_key, models=config.models, slow_start_s=slow_start_s, tls=tls)
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
@@ -85,11 +86,15 @@ class Probes:
         if before is not Health.UNKNOWN or health is not Health.READY:
             self._say(f"backend {backend.name} {text}{f' ({why})' if why else ''}")
 
+    def _get(self, backend: Backend, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        url = backend.config.url.rstrip("/") + path
+        return self._session.get(url, headers=_headers(backend), allow_redirects=False, ssl=backend.tls)
+
     async def _status(self, backend: Backend) -> int:
         """Returns the status of the probe. The first path that the backend knows is used from then on."""
         known = self._paths[backend.name]
         for path in (known,) if known else _PATHS:
-            async with self._session.get(backend.config.url.rstrip("/") + path, headers=_headers(backend), allow_redirects=False) as response:
+            async with self._get(backend, path) as response:
                 if response.status not in (404, 405) or known:
                     self._paths[backend.name] = path
                     return response.status
@@ -97,7 +102,7 @@ class Probes:
 
     async def _read_models(self, backend: Backend) -> None:
         """Raises ``ValueError`` if the answer is not a list of models."""
-        async with self._session.get(f"{backend.config.url.rstrip('/')}/v1/models", headers=_headers(backend), allow_redirects=False) as response:
+        async with self._get(backend, "/v1/models") as response:
             if response.status != 200:
                 if backend.config.models:
                     return

@@ -13,11 +13,13 @@ import aiohttp
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from tandem.config.gateway import BackendConfig, GatewayConfig
+from tandem.config.gateway import GatewayConfig
 from tandem.gateway.admission import Admission
 from tandem.gateway.app import GatewayApp, GatewayState
+from tandem.gateway.audit import AuditFile, AuditLog
 from tandem.gateway.auth import Auth
 from tandem.gateway.backend import Backend
+from tandem.gateway.credentials import backend_key, backend_tls
 from tandem.gateway.ejection import bound_ejections
 from tandem.gateway.keys import KeyFile
 from tandem.gateway.metrics import Metrics
@@ -38,7 +40,6 @@ from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connec
 from tandem.serving.log_lines import RequestLog
 from tandem.serving.refusal import answer
 from tandem.types import UserError
-from tandem.types.input_file import read_input
 
 _KEEP_ALIVE_S = 4.0
 """How long an idle connection to a backend is kept: less than the 5 s of uvicorn, which most of them run, so that it is not closed just as
@@ -47,7 +48,6 @@ _DNS_S = 5.0
 _MOST_UNFINISHED_BODIES = 4
 _KEYS_S = 1.0
 """How often the key file is looked at: a revoked key ends within this time."""
-_MOST_KEY_BYTES = 4096
 
 
 def run_gateway(config: GatewayConfig, ready: Callable[[str], None] | None = None) -> int:
@@ -56,32 +56,26 @@ def run_gateway(config: GatewayConfig, ready: Callable[[str], None] | None = Non
     backends = make_backends(config)
     if config.redis.url and importlib.util.find_spec("redis") is None:
         raise UserError("'redis.url' is given, and the package redis is not installed; pip install 'tandem-rl[redis]'")
+    if config.oidc.issuer and importlib.util.find_spec("jwt") is None:
+        raise UserError("'oidc.issuer' is given, and the package pyjwt is not installed; pip install 'tandem-rl[oidc]'")
     keys = KeyFile(Path(config.keys_file)) if config.keys_file else None
     stages = read_stages(Path(config.registry)) if config.registry else {}
     listener = listen(config.host, config.port, backlog=BACKLOG)
     raise_file_limit()
-    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, backends, keys, stages, listener, ready))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(listener)
+        audit = AuditFile(Path(config.audit_log)) if config.audit_log else None
+        if audit is not None:
+            stack.callback(audit.close)
+        runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
+        return runner.run(_serve(config, backends, keys, stages, audit, listener, ready))
 
 
 def make_backends(config: GatewayConfig) -> list[Backend]:
-    """Returns the backends of ``config`` with their keys. Raises ``UserError`` for a key file that cannot be read."""
-    backends = [Backend.make(backend, config.breaker, _key(backend), config.router.slow_start_s) for backend in config.backends]
+    """Returns the backends of ``config`` with their keys and certificates. Raises ``UserError`` for a file that cannot be read."""
+    backends = [Backend.make(backend, config.breaker, backend_key(backend), config.router.slow_start_s, backend_tls(backend)) for backend in config.backends]
     bound_ejections(backends, config.breaker.max_share)
     return backends
-
-
-def _key(backend: BackendConfig) -> str | None:
-    path = backend.api_key_file
-    if not path:
-        return None
-    try:
-        key = read_input(path, _MOST_KEY_BYTES, "a key is one line").decode("utf-8").split("\n")[0].strip()
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"the key file '{path}' of backend {backend.label} cannot be read: {error}") from None
-    if not key or not key.isprintable():
-        raise UserError(f"the key file '{path}' of backend {backend.label} has no key in its first line")
-    return key
 
 
 def _loop_factory() -> Any:
@@ -107,7 +101,7 @@ async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _serve(
-    config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, stages: dict[str, str], listener: socket.socket,
+    config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, stages: dict[str, str], audit: AuditFile | None, listener: socket.socket,
     ready: Callable[[str], None] | None,
 ) -> int:  # fmt: skip
     connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
@@ -127,17 +121,23 @@ async def _serve(
 
             shared = RedisLimits(config.redis.url, config.redis.prefix, config.redis.timeout_s, say)
         limits: Limits = shared or EmbeddedLimits()
-        upstream = Upstream(session, backends, passes_keys=keys is None)
+        tokens = None
+        if config.oidc.issuer:
+            from tandem.gateway.oidc import Tokens
+
+            tokens = Tokens(config.oidc, say)
+        upstream = Upstream(session, backends, passes_keys=keys is None and tokens is None)
         shadows = Shadows(pool, upstream, metrics)
         proxy = Proxy(config, pool, upstream, metrics, admission, shadows)
-        state = GatewayState(config, pool, ModelRoutes(config.routes, pool, stages), proxy, admission, metrics, bodies, Auth(config, keys), limits)
+        state = GatewayState(config, pool, ModelRoutes(config.routes, pool, stages), proxy, admission, metrics, bodies, Auth(config, keys, tokens), limits)
         probes = Probes(config.probes, backends, session, say)
         waits = asyncio.create_task(watch_waits(config.timeouts, backends, admission.wake))
         beside = [waits, asyncio.create_task(_refresh(keys)), *([asyncio.create_task(shared.keep())] if shared is not None else [])]
+        beside += [asyncio.create_task(tokens.keep(session))] if tokens is not None else []
         beside += [asyncio.create_task(follow_stages(Path(config.registry), stages, say))] if config.registry else []
         try:
             await probes.start()
-            return await _until_stopped(state, listener, ready)
+            return await _until_stopped(state, listener, audit, ready)
         finally:
             for task in beside:
                 task.cancel()
@@ -157,9 +157,11 @@ async def _refresh(keys: KeyFile | None) -> None:
             say(f"the keys stay as they were: {said}" if said else "the key file can be read again")
 
 
-async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Callable[[str], None] | None) -> int:
+async def _until_stopped(state: GatewayState, listener: socket.socket, audit: AuditFile | None, ready: Callable[[str], None] | None) -> int:
     config = state.config
     app: Any = GatewayApp(state)
+    if audit is not None:
+        app = AuditLog(app, audit)
     server = HttpServer(uvicorn.Config(
         RequestLog(app, state.lines) if config.log_requests else app, http=_protocol(config), log_level="critical", access_log=False, lifespan="off",
         loop="asyncio", backlog=BACKLOG, timeout_graceful_shutdown=5, server_header=False, date_header=False, timeout_keep_alive=75, ws="none",
@@ -191,8 +193,8 @@ def _announce(state: GatewayState, listener: socket.socket) -> str:
     """Says where the gateway is; returns its address."""
     address = listener.getsockname()
     host = host_of(address)
-    if not state.config.keys_file and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        say(f"warning: anyone who reaches {host} may use this gateway; set keys_file, or leave out --host")
+    if not (state.config.keys_file or state.config.oidc.issuer) and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        say(f"warning: anyone who reaches {host} may use this gateway; set keys_file or oidc, or leave out --host")
     ready = sum(backend.is_ready for backend in state.pool.backends)
     models = ", ".join(state.routes.models) or "no model yet"
     say(f"gateway at http://{host}:{address[1]} ({ready} of {len(state.pool.backends)} backends ready: {models}); Ctrl-C stops it")

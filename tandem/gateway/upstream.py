@@ -23,7 +23,8 @@ class Upstream:
         """Sends ``request`` to ``backend``. ``body``: sent instead of the client's bytes where the backend is Tandem's server."""
         query = f"?{request.query.decode('latin-1')}" if request.query else ""
         url = URL(f"{backend.config.url.rstrip('/')}{request.path}{query}", encoded=True)
-        return self._session.post(url, data=body if backend.is_tandem else request.body, headers=self._headers(backend, request), allow_redirects=False)
+        content = body if backend.is_tandem else request.body
+        return self._session.post(url, data=content, headers=self._headers(backend, request), allow_redirects=False, ssl=backend.tls)
 
     def repeatable_body(self, request: InferenceRequest) -> bytes:
         """Returns the body of a request with a seed, if its answer may have to be repeated at another of Tandem's servers, else its body."""

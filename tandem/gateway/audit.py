@@ -1,0 +1,87 @@
+"""The audit log: a line of JSON for each request, without prompt and answer."""
+
+import datetime
+import json
+import logging
+import os
+import queue
+import time
+from dataclasses import dataclass
+from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.serving.log_lines import QUIET, USAGE, Usage
+from tandem.types import UserError
+
+AUDIT = "tandem.audit"
+"""The key of a request's scope under which its ``Entry`` is."""
+_LONGEST = 256
+
+
+@dataclass
+class Entry:
+    """What the gateway learns of a request while it answers it."""
+
+    request_id: str | None = None
+    tenant: str | None = None
+    key: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+
+
+class AuditFile:
+    """Adds lines to ``path`` in a thread, and opens the file anew when it was moved. Raises ``UserError`` if it cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            # Only the owner may read who asked for what.
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        except OSError as error:
+            raise UserError(f"the audit log '{path}' cannot be written: {error.strerror}; correct 'audit_log'") from None
+        file = WatchedFileHandler(path, encoding="utf-8", delay=True)
+        file.setFormatter(logging.Formatter("%(message)s"))
+        lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._handler, self._listener = QueueHandler(lines), QueueListener(lines, file)
+        self._listener.start()
+
+    def add(self, line: dict[str, Any]) -> None:
+        self._handler.emit(logging.LogRecord("audit", logging.INFO, "", 0, json.dumps(line), None, None))
+
+    def close(self) -> None:
+        """Waits until every line is written."""
+        self._listener.stop()
+
+
+class AuditLog:
+    """ASGI middleware that adds a line to ``file`` when a request has ended, however it did."""
+
+    def __init__(self, app: ASGIApp, file: AuditFile) -> None:
+        self._app, self._file = app, file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in QUIET:
+            await self._app(scope, receive, send)
+            return
+        began, at, status = time.monotonic(), datetime.datetime.now(datetime.UTC), 499
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        usage, entry = scope.setdefault(USAGE, Usage()), Entry()
+        scope[AUDIT] = entry
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            self._file.add({
+                "time": at.isoformat(timespec="milliseconds"), "request_id": entry.request_id, "client": scope["client"][0] if scope.get("client") else None,
+                "tenant": entry.tenant, "key": entry.key, "method": scope["method"], "path": scope["path"][:_LONGEST],
+                "model": entry.model and entry.model[:_LONGEST],
+                "stream": entry.stream, "status": status, "prompt_tokens": usage.prompt, "completion_tokens": usage.completion,
+                "seconds": round(time.monotonic() - began, 3),
+            })  # fmt: skip

@@ -1,0 +1,266 @@
+"""Tokens of an OpenID Connect issuer, certificates between gateway and backend, and the audit log."""
+
+import base64
+import contextlib
+import datetime
+import hashlib
+import hmac
+import http.server
+import ipaddress
+import json
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jwt
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from gateway_process import FaultBackend, Gateway, gateway, until
+
+from tandem.cli.main import main
+
+AUDIENCE = "tandem"
+PEM = serialization.Encoding.PEM
+
+
+class Issuer:
+    """An OpenID Connect issuer on this machine: its configuration and its keys over HTTP."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, Any] = {"one": rsa.generate_private_key(65537, 2048), "two": ec.generate_private_key(ec.SECP256R1())}
+        self.listed = ["one", "two"]
+        issuer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                content = issuer.configuration if self.path.endswith("/openid-configuration") else {"keys": [issuer.public(id) for id in issuer.listed]}
+                body = json.dumps(content).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/realm"
+        self.configuration = {"issuer": self.url, "jwks_uri": f"{self.url}/keys"}
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def public(self, id: str) -> dict[str, Any]:
+        key = self.keys[id].public_key()
+        algorithm = jwt.algorithms.RSAAlgorithm if isinstance(self.keys[id], rsa.RSAPrivateKey) else jwt.algorithms.ECAlgorithm
+        return {**json.loads(algorithm.to_jwk(key)), "kid": id, "use": "sig"}
+
+    def token(self, id: str = "one", **claims: Any) -> str:
+        algorithm = "RS256" if isinstance(self.keys[id], rsa.RSAPrivateKey) else "ES256"
+        content = {"iss": self.url, "aud": AUDIENCE, "sub": "alice", "org": "research", "exp": time.time() + 600, **claims}
+        return jwt.encode({name: value for name, value in content.items() if value is not None}, self.keys[id], algorithm, headers={"kid": id})
+
+
+@pytest.fixture(scope="module")
+def issuer() -> Iterator[Issuer]:
+    one = Issuer()
+    yield one
+    one.server.shutdown()
+    one.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def guarded(issuer: Issuer, backends: tuple[FaultBackend, FaultBackend], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    oidc = {"issuer": issuer.url, "audience": AUDIENCE, "tenant_claim": "org", "models_claim": "scope_models", "refresh_s": 0.3, "leeway_s": 0}
+    limits = {"guests": {"limits": {"requests_per_minute": 1}}}
+    with gateway(tmp_path_factory.mktemp("tokens"), backends, oidc=oidc, tenants=limits) as running:
+        yield running
+
+
+def asked(running: Gateway, token: str, model: str = "m") -> httpx.Response:
+    return running.post("/v1/completions", {"model": model, "prompt": "x"}, headers={"Authorization": f"Bearer {token}"})
+
+
+def test_tokens_of_the_issuer_are_taken_and_their_claims_name_tenant_and_models(issuer: Issuer, guarded: Gateway) -> None:
+    models = {"scope_models": ["m"]}
+    until(lambda: asked(guarded, issuer.token(**models)).status_code == 200, "the issuer's keys")
+    assert asked(guarded, issuer.token("two", scope_models="other m")).status_code == 200
+    refused = asked(guarded, issuer.token(**models), "other")
+    assert refused.status_code == 403 and "it allows m" in refused.json()["error"]["message"]
+    assert asked(guarded, issuer.token(scope_models=[])).status_code == 403
+    answers = [asked(guarded, issuer.token(org="guests", sub=name, **models)).status_code for name in ("bob", "carol")]
+    assert answers == [200, 429], "two people of a tenant share its limit"
+
+
+def hs256(issuer: Issuer) -> str:
+    public = issuer.keys["one"].public_key().public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    claims = {"iss": issuer.url, "aud": AUDIENCE, "sub": "a", "org": "o", "exp": time.time() + 600}
+    header, payload = ({"alg": "HS256", "kid": "one", "typ": "JWT"}, claims)
+    parts = b".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=") for part in (header, payload))
+    return (parts + b"." + base64.urlsafe_b64encode(hmac.digest(public, parts, hashlib.sha256)).rstrip(b"=")).decode()
+
+
+def stranger(issuer: Issuer) -> str:
+    claims = {"iss": issuer.url, "aud": AUDIENCE, "sub": "a", "org": "o", "exp": time.time() + 600}
+    return jwt.encode(claims, rsa.generate_private_key(65537, 2048), "RS256", headers={"kid": "one"})
+
+
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda one: one.token(exp=time.time() - 5), "expired"),
+    (lambda one: one.token(exp=None), "no claim 'exp'"),
+    (lambda one: one.token(aud="another"), "not made for this service"),
+    (lambda one: one.token(aud=None), "no claim 'aud'"),
+    (lambda one: one.token(iss="http://elsewhere"), "another issuer"),
+    (lambda one: one.token(nbf=time.time() + 500), "not valid"),
+    (lambda one: one.token(org=7), "names no tenant"),
+    (lambda one: one.token(org="a\nb"), "names no tenant"),
+    (lambda one: one.token(scope_models=[1]), "no list of models"),
+    (lambda one: one.token()[:-6] + "AAAAAA", "not valid"),
+    (lambda one: jwt.encode({"iss": one.url, "aud": AUDIENCE, "org": "o", "exp": 2e9}, None, "none", headers={"kid": "one"}), "not valid"),
+    (hs256, "not valid"),
+    (stranger, "not valid"),
+    (lambda one: "a.b.c", "not valid"),
+    (lambda one: "tk-0-0", "missing or wrong"),
+])  # fmt: skip
+def test_a_token_that_is_not_good_is_refused_with_the_reason(make: Callable[[Issuer], str], says: str, issuer: Issuer, guarded: Gateway) -> None:
+    until(lambda: asked(guarded, issuer.token(scope_models=["m"])).status_code == 200, "the issuer's keys")
+    answer = asked(guarded, make(issuer))
+    assert answer.status_code == 401 and says in answer.json()["error"]["message"], answer.text
+
+
+def test_a_new_key_of_the_issuer_is_taken_and_a_withdrawn_one_is_not(issuer: Issuer, guarded: Gateway) -> None:
+    claims = {"scope_models": ["m"]}
+    issuer.keys["three"] = ec.generate_private_key(ec.SECP256R1())
+    assert asked(guarded, issuer.token("three", **claims)).status_code == 401
+    issuer.listed = ["one", "three"]
+    until(lambda: asked(guarded, issuer.token("three", **claims)).status_code == 200, "the new key")
+    withdrawn = issuer.token("two", **claims)
+    until(lambda: asked(guarded, withdrawn).status_code == 401, "the withdrawn key to be refused")
+
+
+def test_an_issuer_that_is_away_is_said_and_tokens_are_taken_when_it_is_back(backends: tuple[FaultBackend, FaultBackend], tmp_path: Path) -> None:
+    one = Issuer()
+    correct, one.configuration = one.configuration, {"issuer": "http://elsewhere", "jwks_uri": "x"}
+    with gateway(tmp_path, backends, oidc={"issuer": one.url, "audience": AUDIENCE, "refresh_s": 0.2}) as running:
+        answer = asked(running, one.token())
+        assert answer.status_code == 503 and "cannot be read now" in answer.json()["error"]["message"] and answer.headers["Retry-After"]
+        until(lambda: "names the issuer 'http://elsewhere'" in running.log.read_text(), "the reason in the log")
+        one.configuration = correct
+        until(lambda: asked(running, one.token()).status_code == 200, "the issuer to be back")
+        one.server.shutdown()
+        one.server.server_close()
+        assert asked(running, one.token()).status_code == 200, "the keys that are known are used while the issuer is away"
+
+
+def test_the_audit_log_has_a_line_for_each_request_and_neither_prompt_nor_key(
+    issuer: Issuer, backends: tuple[FaultBackend, FaultBackend], tmp_path: Path
+) -> None:
+    log, moved = tmp_path / "audit.jsonl", tmp_path / "audit.1"
+    oidc = {"issuer": issuer.url, "audience": AUDIENCE}
+    with gateway(tmp_path, backends, audit_log=str(log), oidc=oidc) as running:
+        token = issuer.token()
+        until(lambda: asked(running, token).status_code == 200, "the issuer's keys")
+        until(lambda: '"status": 200' in log.read_text(), "the line of the first request")
+        log.rename(moved)
+        assert running.post("/v1/completions", {"model": "m", "prompt": "SECRET"}, headers={"Authorization": f"Bearer {token}"}).status_code == 200
+        assert asked(running, "wrong").status_code == 401
+        assert asked(running, token, "nobody's").status_code == 404
+        assert running.stop() == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["tenant"], line["key"], line["model"], line["status"]) for line in lines] == [
+        ("alice", "token alice", "m", 200), (None, None, None, 401), ("alice", "token alice", "nobody's", 404)
+    ]
+    assert (lines[0]["prompt_tokens"], lines[0]["completion_tokens"], lines[0]["path"]) == (3, 16, "/v1/completions")
+    assert "SECRET" not in log.read_text() and token not in log.read_text() and log.stat().st_mode & 0o077 == 0
+    assert datetime.datetime.fromisoformat(lines[0]["time"]).tzinfo is not None and moved.read_text().count("\n") >= 1
+
+
+def certificate(folder: Path, name: str, signer: "tuple[x509.Certificate, Any] | None" = None) -> tuple[x509.Certificate, Any]:
+    """Writes ``NAME.crt`` and ``NAME.key``, signed by ``signer`` or by itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(subject_name=subject, issuer_name=subject if signer is None else signer[0].subject, public_key=key.public_key())
+    day = datetime.timedelta(days=1)
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - day).not_valid_after(now + day)
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
+    made = builder.sign(key if signer is None else signer[1], hashes.SHA256())
+    (folder / f"{name}.crt").write_bytes(made.public_bytes(PEM))
+    (folder / f"{name}.key").write_bytes(key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+    return made, key
+
+
+@contextlib.contextmanager
+def tls_backend(folder: Path, authority: str) -> Iterator[str]:
+    """A server that takes only clients with a certificate of ``authority``."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = json.dumps({"data": [{"id": "m"}], "choices": [{"text": "hello"}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = answer  # noqa: N815
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=folder / f"{authority}.crt")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(folder / "server.crt", folder / "server.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    yield f"https://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_backend_is_reached_by_mutual_tls_and_neither_side_takes_a_stranger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority = certificate(tmp_path, "authority")
+    certificate(tmp_path, "stranger")
+    for name in ("server", "client"):
+        certificate(tmp_path, name, authority)
+    with tls_backend(tmp_path, "authority") as url:
+        good = {"ca_file": "authority.crt", "cert_file": "client.crt", "cert_key_file": "client.key"}
+        cases = {
+            "good": good, "no client": {"ca_file": "authority.crt"}, "wrong client": {**good, "cert_file": "stranger.crt", "cert_key_file": "stranger.key"},
+            "wrong server": {**good, "ca_file": "stranger.crt"}, "unknown server": {},
+        }  # fmt: skip
+        found = {}
+        for name, files in cases.items():
+            (tmp_path / "gateway.yaml").write_text(json.dumps({"backends": [{"url": url, **files}]}))
+            found[name] = main(["gateway", str(tmp_path / "gateway.yaml"), "--check"]), capsys.readouterr().out
+        assert {name: code for name, (code, _) in found.items()} == {"good": 0, "no client": 1, "wrong client": 1, "wrong server": 1, "unknown server": 1}
+        assert "ready, serves m" in found["good"][1] and "certificate" in found["wrong server"][1].lower()
+        with gateway(tmp_path, (), backends=[{"url": url, **{k: str(tmp_path / v) for k, v in good.items()}}]) as running:
+            assert running.complete().json()["choices"][0]["text"] == "hello"
+
+
+@pytest.mark.parametrize(("settings", "line"), [
+    ({"oidc": {"issuer": "https://a"}}, "'oidc.audience' is empty"),
+    ({"oidc": {"audience": "a"}}, "'oidc.issuer' is empty"),
+    ({"oidc": {"issuer": "a", "audience": "b"}}, "write https://HOST/PATH"),
+    ({"oidc": {"issuer": "https://a", "audience": "b", "algorithms": ["HS256"]}}, "'oidc.algorithms' has HS256"),
+    ({"oidc": {"issuer": "https://a", "audience": "b", "leeway_s": -1}}, "'oidc.leeway_s' is -1"),
+    ({"audit_log": "/dev/null/x"}, "cannot be written"),
+    ({"backends": [{"url": "http://a", "ca_file": "x"}]}, "write https://"),
+    ({"backends": [{"url": "https://a", "cert_file": "x"}]}, "only one of 'cert_file' and 'cert_key_file'"),
+    ({"backends": [{"url": "https://a", "ca_file": "missing.pem"}]}, "does not exist"),
+])  # fmt: skip
+def test_settings_of_tokens_certificates_and_audit_that_cannot_work_are_one_line(
+    settings: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gateway.yaml").write_text(json.dumps({"backends": ["http://127.0.0.1:9"], "port": 0, **settings}))
+    assert main(["gateway", str(tmp_path / "gateway.yaml")]) == 2
+    message = capsys.readouterr().err
+    assert line in message and message.count("\n") == 1
