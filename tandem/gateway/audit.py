@@ -7,6 +7,7 @@ import os
 import queue
 import time
 from dataclasses import dataclass
+from io import TextIOWrapper
 from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,21 @@ class Entry:
     stream: bool | None = None
 
 
+class _OwnersFile(WatchedFileHandler):
+    """Only the owner may read who asked for what, also after the file was moved."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=lambda path, flags: os.open(path, flags, 0o600))
+
+
 class AuditFile:
     """Adds lines to ``path`` in a thread, and opens the file anew when it was moved. Raises ``UserError`` if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         try:
-            # Only the owner may read who asked for what.
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+            file = _OwnersFile(path, encoding="utf-8")
         except OSError as error:
             raise UserError(f"the audit log '{path}' cannot be written: {error.strerror}; correct 'audit_log'") from None
-        file = WatchedFileHandler(path, encoding="utf-8", delay=True)
         file.setFormatter(logging.Formatter("%(message)s"))
         lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._handler, self._listener = QueueHandler(lines), QueueListener(lines, file)
