@@ -7,7 +7,6 @@ import os
 import queue
 import time
 from dataclasses import dataclass
-from io import TextIOWrapper
 from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ class Entry:
 class _OwnersFile(WatchedFileHandler):
     """Only the owner may read who asked for what, also after the file was moved."""
 
-    def _open(self) -> TextIOWrapper:
+    def _open(self) -> Any:
         return open(self.baseFilename, self.mode, encoding=self.encoding, opener=lambda path, flags: os.open(path, flags, 0o600))
 
 
