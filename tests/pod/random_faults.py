@@ -167,15 +167,16 @@ KINDS: dict[str, Fault] = {
 }
 
 
-def faulty_run(quiet: PodRun, folder: Path, seed: int, steps: int = STEPS, count: int = EACH) -> FaultyRun:
-    """Makes ``count`` faults that ``seed`` draws in a run of four pods in ``folder``, which is removed if nothing is wrong. ``quiet``: the undisturbed run."""
+def faulty_run(quiet: PodRun, folder: Path, seed: int, steps: int = STEPS, count: int = EACH, settings: Sequence[str] = ()) -> FaultyRun:
+    """Makes ``count`` faults that ``seed`` draws in a run of four pods with ``settings`` in ``folder``, which is removed if nothing is wrong. ``quiet``: the
+    undisturbed run."""
     rng, began, faults, wrong = random.Random(f"pod faults {seed}"), time.monotonic(), list[PodFault](), list[str]()
     names = list(KINDS)
     # Every kind is struck about equally often, whatever the seeds are.
     kinds = [names[(seed * count + place) % len(names)] for place in range(count)]
     rng.shuffle(kinds)
     at_steps = sorted(rng.sample(range(steps - 2), count))
-    four = FourPods(folder, steps)
+    four = FourPods(folder, steps, settings)
     try:
         four.start()
         for kind, at_step, after in zip(kinds, at_steps, [*at_steps[1:], steps], strict=True):

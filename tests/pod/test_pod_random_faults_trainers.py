@@ -1,0 +1,17 @@
+"""Random faults of every kind in a run of four pods of which two train, on machines of their own: the bits of two ranks in one pod."""
+
+from pathlib import Path
+
+import pytest
+from pod_runs import PodRun
+from random_faults import faulty_run
+
+pytestmark = pytest.mark.full
+STEPS = 16
+SETTINGS = ("--parallel.data=2",)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_faults_while_ranks_are_on_two_machines_change_no_bit(seed: int, quiet: PodRun, tmp_path: Path) -> None:
+    run = faulty_run(quiet, tmp_path / "run", seed, STEPS, settings=(*SETTINGS, "--pods.trainer_count=2"))
+    assert run.wrong == () and len(run.faults) == 5
