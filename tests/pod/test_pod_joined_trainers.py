@@ -71,6 +71,16 @@ def test_a_run_is_killed_and_resumed_while_ranks_are_elsewhere(trained_by_two: F
     check_undisturbed(four, quiet)
 
 
+def test_a_trainer_pod_that_leaves_costs_a_restart_and_no_bit(trained_by_two: FourPods, quiet: PodRun) -> None:
+    four = trained_by_two
+    four.start()
+    four.wait_for_step(2)
+    name, _ = rank_of_joined(four)
+    four.commands[name].terminate()
+    check_undisturbed(four, quiet)
+    assert {"left", "joined"} <= {key for event in four.run.events("membership") for key in event.detail}
+
+
 def test_a_pod_without_the_folder_of_the_run_does_not_train_and_the_run_says_so(trained_by_two: FourPods) -> None:
     four = trained_by_two
     # Its own file system hides the run's from the pods.

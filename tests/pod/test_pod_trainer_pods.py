@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import xxhash
 import yaml
+from damaged_memory import children, flip_pattern
 from pod_runs import RECIPE, PodRun, difference, finish
 
 from tandem.config.load import to_mapping
@@ -319,7 +320,7 @@ def sidecars(tmp_path: Path) -> Iterator[tuple[TrainerSidecar, TrainerPods, Path
     channel.close()
 
 
-def test_each_of_two_pods_holds_the_whole_model_in_its_own_memory_also_after_a_rank_was_killed(
+def test_each_of_two_pods_holds_the_whole_model_in_its_own_memory_and_a_bit_that_flips_in_one_is_found_before_an_engine_has_it(
     sidecars: tuple[TrainerSidecar, TrainerPods, Path],
 ) -> None:
     trainer, pods, model = sidecars
@@ -342,21 +343,20 @@ def test_each_of_two_pods_holds_the_whole_model_in_its_own_memory_also_after_a_r
         assert len(segments) == 2
 
     publish(1)
-    ranks = [pid for pid, line in children(pods.pods[1].channel) if "rank_process" in line]
-    assert len(ranks) == 1
-    os.kill(ranks[0], signal.SIGKILL)
-    with pytest.raises(SidecarDied, match=r"pod 1: .*died.*SIGKILL"):
-        trainer.convert(0)
+    channel = pods.pods[1].channel
+    assert isinstance(channel, RemoteChannel) and channel.shim is not None
+    (rank,) = [pid for pid in children(str(channel.shim.pid)) if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    embedding = dict(read_tensors(model))["model.embed_tokens.weight"].numpy().tobytes()
+    assert flip_pattern(rank, embedding[256:352])
+    with pytest.raises(SidecarDied, match=r"the weights of pod 1 have digest \w+ and those of pod 0 \w+, after the same steps"):
+        trainer.register(WeightVersion(2, 0), trainer.channel.allocate(1))
     trainer.channel.discard()
     trainer.channel.start()
-    publish(2)
-
-
-def children(channel: RemoteChannel) -> list[tuple[int, str]]:
-    """Returns the process ids and command lines of what the shim of ``channel`` has started."""
-    assert channel.shim is not None
-    pids = [int(pid) for thread in Path(f"/proc/{channel.shim.pid}/task").iterdir() for pid in (thread / "children").read_text().split()]
-    return [(pid, Path(f"/proc/{pid}/cmdline").read_text()) for pid in pids]
+    publish(3)
+    (rank,) = [pid for pid in children(str(channel.shim.pid)) if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(int(rank), signal.SIGKILL)
+    with pytest.raises(SidecarDied, match=r"pod 1: .*died.*SIGKILL"):
+        trainer.convert(0)
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------------------
