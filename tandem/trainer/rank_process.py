@@ -28,7 +28,7 @@ from tandem.runtime.process.worker import end_of_imports, serve
 from tandem.runtime.records.logs import log_uncaught, setup
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.parallel.ranks import Ranks, alone
-from tandem.types import UserError
+from tandem.types import CollectiveError, UserError
 
 logger = logging.getLogger(__name__)
 SUPERVISED_S = 1e8
@@ -88,19 +88,25 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
     if mesh.shape.world == 1:
         single = alone(device)
         return Rank(single, directory, single.world, heartbeat, fault_point, settings.threads)
-    store = _rendezvous(settings, mesh.shape.world)
-    groups = join(mesh, store, device, SUPERVISED_S, heartbeat, settings.host, nccl_deadline_s=settings.hang_timeout_s)
-
-    def among(ranks: Sequence[int], name: str) -> Communicator:
-        if len(ranks) == 1:
-            return Communicator(name, 0, 1, None, SUPERVISED_S)
-        own = dist.PrefixStore(f"{name}/{ranks[0]}/", store)
-        return connect(name, ranks.index(mesh.rank), len(ranks), own, torch.device("cpu"), SUPERVISED_S, hostname=settings.host)
-
     timeout_s = settings.hang_timeout_s if device.type == "cuda" else SUPERVISED_S
-    ranks, saving = Ranks(mesh, groups, deterministic, sequence, device), among(range(mesh.shape.world), "checkpoints")
-    here = among(settings.here, "here") if settings.here else None
-    return Rank(ranks, directory, saving, heartbeat, fault_point, settings.threads, store, timeout_s, here)
+    try:
+        store = _rendezvous(settings, mesh.shape.world)
+        groups = join(mesh, store, device, SUPERVISED_S, heartbeat, settings.host, nccl_deadline_s=settings.hang_timeout_s)
+        saving = _among(range(mesh.shape.world), "checkpoints", store, settings)
+        here = _among(settings.here, "here", store, settings) if settings.here else None
+    except RuntimeError as error:
+        # A rank has died meanwhile.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CollectiveError(f"rank {mesh.rank} of {mesh.shape.world} did not find the others: {reason}") from None
+    return Rank(Ranks(mesh, groups, deterministic, sequence, device), directory, saving, heartbeat, fault_point, settings.threads, store, timeout_s, here)
+
+
+def _among(ranks: Sequence[int], name: str, store: dist.Store, settings: RankSettings) -> Communicator:
+    """Connects ``ranks``, of which this is one, over gloo."""
+    if len(ranks) == 1:
+        return Communicator(name, 0, 1, None, SUPERVISED_S)
+    own = dist.PrefixStore(f"{name}/{ranks[0]}/", store)
+    return connect(name, ranks.index(settings.rank), len(ranks), own, torch.device("cpu"), SUPERVISED_S, hostname=settings.host)
 
 
 def _rendezvous(settings: RankSettings, world: int) -> dist.Store:

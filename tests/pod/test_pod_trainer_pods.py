@@ -1,14 +1,18 @@
 """The trainer's ranks in several pods: the bits of as many ranks in one, whatever dies."""
 
+import gc
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import xxhash
 import yaml
 from damaged_memory import children, flip_pattern
@@ -36,6 +40,7 @@ from tandem.pod.trainer_pods import TrainerPod, TrainerPods
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.coordination.membership import join, leave
 from tandem.runtime.coordination.session import Session
+from tandem.runtime.process.worker_group import GroupSettings, RanksLost, Share, WorkerGroup
 from tandem.runtime.rpc.calls import Blobs, Meta
 from tandem.types import RunError, UserError, WeightVersion
 from tandem.types.wire import Frame
@@ -299,6 +304,25 @@ def test_trainer_pods_that_cannot_be_are_refused_in_one_line(settings: list[str]
     with pytest.raises(UserError, match=line) as refused:
         load_config("sort", settings)
     assert "\n" not in str(refused.value)
+
+
+def test_ranks_whose_meeting_place_goes_away_are_lost_and_the_run_is_not_wrong(tmp_path: Path) -> None:
+    """As where rank 0 is killed while the others look for it: the trainer is replaced, and the run goes on."""
+    place: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    share = Share((1,), "127.0.0.1", f"127.0.0.1:{place.port}")
+    (tmp_path / "logs").mkdir()
+    settings = GroupSettings("the trainer worker", "tandem.pod.trainer_worker", tmp_path, tmp_path / "group", 1, share=share)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_mapping(load_config(str(RECIPE), ["--parallel.data=2"]))))
+    with closing(WorkerGroup(settings, MeshShape(2))) as group, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(group.call, "load", {}, deadline_s=120.0)
+        ends = time.monotonic() + 100
+        # The rank has said where it is, and waits for rank 0 to do so.
+        while place.num_keys() < 2 and time.monotonic() < ends:
+            time.sleep(0.05)
+        del place
+        gc.collect()
+        with pytest.raises(RanksLost, match="rank 1 of 2 did not find the others"):
+            call.result()
 
 
 # -- two trainer sidecars ------------------------------------------------------------------------------------------------------
