@@ -331,7 +331,8 @@ def test_ranks_whose_meeting_place_goes_away_are_lost_and_the_run_is_not_wrong(t
 @pytest.fixture
 def sidecars(tmp_path: Path) -> Iterator[tuple[TrainerSidecar, TrainerPods, Path]]:
     """The trainer of two pods, with a rank each, and the folder of the model that it has made."""
-    recipe = load_config(str(RECIPE), [*BOTH_TRAIN_KEYS, "--parallel.data=2"])
+    # Weights that are copied are published in rows, as the model's files have them.
+    recipe = load_config(str(RECIPE), [*BOTH_TRAIN_KEYS, "--parallel.data=2", "--rollout.weights=copied"])
     assert isinstance(recipe, Recipe)
     (tmp_path / "logs").mkdir()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_mapping(recipe)))
