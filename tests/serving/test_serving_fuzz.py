@@ -20,11 +20,22 @@ SAMPLING = (
     "truncate_prompt_tokens", "structured_outputs", "skip_special_tokens", "max_tokens", "logprobs",
 )  # fmt: skip
 OPENAI = (*SAMPLING, "model", "stream", "stream_options", "priority", "request_id", "cache_salt", "num_draft_tokens", "return_token_ids",
-          "add_special_tokens", "user", "metadata", "suffix", "tools", "tool_choice", "guided_json", "echo")  # fmt: skip
+          "add_special_tokens", "user", "metadata", "suffix", "tools", "tool_choice", "guided_json", "guided_choice", "echo")  # fmt: skip
 ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "/v1/completions": ({"prompt": "x", "max_tokens": 2}, (*OPENAI, "prompt")),
     "/v1/chat/completions": (
-        {"messages": CHAT, "max_tokens": 2}, (*OPENAI, "messages", "max_completion_tokens", "top_logprobs", "response_format", "chat_template_kwargs"),
+        {"messages": CHAT, "max_tokens": 2}, (*OPENAI, "messages", "max_completion_tokens", "top_logprobs", "response_format", "chat_template_kwargs",
+         "parallel_tool_calls", "include_reasoning", "reasoning_effort"),
+    ),
+    "/v1/responses": (
+        {"input": "x", "max_output_tokens": 2},
+        ("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "text", "stream", "store", "metadata", "reasoning", "reasoning.effort",
+         "parallel_tool_calls", "structured_outputs", "temperature", "stop", "n", "seed", "cache_salt", "chat_template_kwargs"),
+    ),
+    "/v1/messages": (
+        {"messages": CHAT, "max_tokens": 2},
+        ("model", "messages", "system", "tools", "tool_choice", "tool_choice.type", "stop_sequences", "stream", "thinking", "thinking.type", "max_tokens",
+         "structured_outputs", "top_k", "n", "chat_template_kwargs"),
     ),
     "/generate": (
         {"prompt": "x", "sampling_params": {"max_tokens": 2}},
@@ -43,6 +54,9 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "/v1/unload_lora_adapter": ({"lora_name": "a"}, ("lora_name",)),
 }  # fmt: skip
 TARGETS = [(route, field) for route, (_, fields) in ROUTES.items() for field in fields]
+
+
+PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "qwen3_xml", "--reasoning-parser", "deepseek_r1")
 
 
 def nested(depth: int, leaf: Any = 1) -> Any:
@@ -64,7 +78,11 @@ SPECIAL = st.sampled_from(
      {"type": "json_schema", "json_schema": {"name": "n", "schema": nested(90)}},
      {"type": "json_schema", "json_schema": {"schema": {"enum": ["\ud800"]}}},
      {"json": nested(100)}, {"regex": "(a{1,1000}){1,1000}"}, {"regex": "\ud800"}, {"choice": ["\udfff"]}, {"choice": ["a"] * 5000},
-     {"grammar": "start: start"}, {"json": {"type": "string", "maxLength": 10**18}}, {"messages": []}, {"max_tokens": 1e18}]
+     {"grammar": "start: start"}, {"json": {"type": "string", "maxLength": 10**18}}, {"messages": []}, {"max_tokens": 1e18}, [{"type": "function", "name": "f", "parameters": {"$ref": "#/x"}}], {"type": "function", "name": "f"},
+     [{"name": "f", "input_schema": nested(90)}], {"type": "tool", "name": "f"}, {"type": "function", "function": {"name": "f"}}, "required", "auto",
+     [{"type": "function_call", "name": 5, "arguments": {}}, {"type": "function_call_output", "output": [5]}], [{"type": "reasoning", "content": 5}],
+     [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], {"format": {"type": "json_schema"}},
+     [{"role": "user", "content": [{"type": "tool_result", "content": {"a": 1}}]}], [{"role": "assistant", "content": [{"type": "tool_use", "input": 5}]}]]
 )  # fmt: skip
 VALUES = st.one_of(
     LEAVES, SPECIAL,
@@ -111,7 +129,7 @@ def fuzz(running: Server, examples: int) -> None:
 
 @pytest.fixture(scope="module")
 def fuzzed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with server(model, tmp_path_factory.mktemp("fuzz"), "--max-num-seqs", "32", "--enable-lora") as running:
+    with server(model, tmp_path_factory.mktemp("fuzz"), "--max-num-seqs", "32", "--enable-lora", *PARSERS) as running:
         yield running
         running.wait_idle()
         assert running.complete("x", max_tokens=1)["choices"]
