@@ -29,8 +29,8 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "/v1/responses": (
         {"input": "x", "max_output_tokens": 2},
-        ("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "text", "stream", "store", "metadata", "reasoning", "reasoning.effort",
-         "parallel_tool_calls", "structured_outputs", "temperature", "stop", "n", "seed", "cache_salt", "chat_template_kwargs"),
+        ("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "text", "stream", "store", "metadata", "reasoning",
+         "reasoning.effort", "parallel_tool_calls", "structured_outputs", "temperature", "stop", "n", "seed", "cache_salt", "chat_template_kwargs"),
     ),
     "/v1/messages": (
         {"messages": CHAT, "max_tokens": 2},
@@ -78,7 +78,8 @@ SPECIAL = st.sampled_from(
      {"type": "json_schema", "json_schema": {"name": "n", "schema": nested(90)}},
      {"type": "json_schema", "json_schema": {"schema": {"enum": ["\ud800"]}}},
      {"json": nested(100)}, {"regex": "(a{1,1000}){1,1000}"}, {"regex": "\ud800"}, {"choice": ["\udfff"]}, {"choice": ["a"] * 5000},
-     {"grammar": "start: start"}, {"json": {"type": "string", "maxLength": 10**18}}, {"messages": []}, {"max_tokens": 1e18}, [{"type": "function", "name": "f", "parameters": {"$ref": "#/x"}}], {"type": "function", "name": "f"},
+     {"grammar": "start: start"}, {"json": {"type": "string", "maxLength": 10**18}}, {"messages": []}, {"max_tokens": 1e18},
+     [{"type": "function", "name": "f", "parameters": {"$ref": "#/x"}}], {"type": "function", "name": "f"},
      [{"name": "f", "input_schema": nested(90)}], {"type": "tool", "name": "f"}, {"type": "function", "function": {"name": "f"}}, "required", "auto",
      [{"type": "function_call", "name": 5, "arguments": {}}, {"type": "function_call_output", "output": [5]}], [{"type": "reasoning", "content": 5}],
      [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], {"format": {"type": "json_schema"}},
