@@ -1,6 +1,7 @@
 """The format that an answer is forced to have: calls of tools, where a request asks for them, and any format behind the reasoning."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,9 +44,9 @@ def after_reasoning(wanted: Mapping[str, Any], end: str) -> dict[str, Any]:
         case {"json_object": _}:
             answer = '%json {"type": "object"}'
         case {"choice": [*choices]}:
-            answer = " | ".join(json.dumps(str(each)) for each in choices)
+            answer = " | ".join(json.dumps(str(each), ensure_ascii=False) for each in choices)
         case {"regex": str(pattern)}:
-            answer = "/" + pattern.replace("/", "\\/") + "/"
+            answer = "/" + re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", pattern, flags=re.DOTALL) + "/"
         case _:
             raise invalid("a grammar cannot follow reasoning; turn reasoning off, or give a JSON schema, a choice or a regex", "structured_outputs")
     return {"grammar": _REASONING % (json.dumps(end), answer)}

@@ -135,7 +135,7 @@ def test_reasoning_is_a_field_of_its_own(client: openai.OpenAI) -> None:
     ("wanted", "good", "bad"),
     [
         ({"json": ADD}, '{"a": 1, "b": 2}', '{"a": 1}'), ({"choice": ["yes", "no"]}, "no", "nay"), ({"regex": "[0-9]+/[a-z]"}, "12/x", "12x"),
-        ({"json_object": True}, "{}", "[]"),
+        ({"json_object": True}, "{}", "[]"), ({"regex": r"a\/b/[\\]"}, "a/b/\\", "a/b"),
     ],
 )  # fmt: skip
 def test_a_format_behind_reasoning_leaves_the_reasoning_free(tokenizer_folder: Path, wanted: dict[str, Any], good: str, bad: str) -> None:

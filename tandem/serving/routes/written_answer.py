@@ -1,5 +1,6 @@
 """One answer to a conversation, in the form that a writer gives it, whole or as a stream of named events."""
 
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from tandem.serving.sessions import answers, begin, each, sse, submitted, while_
 from tandem.serving.state import ServerState
 from tandem.serving.weight_versions import WeightVersions
 from tandem.text.answer_events import Event
+from tandem.types import UserError
 
 
 class Writer(Protocol):
@@ -63,7 +65,9 @@ class WrittenAnswer:
         if output.finished:
             self.answer.cached = self.usage.cached = output.num_cached_tokens
             if self.answer.reasoning_parts:
-                self.answer.thought = len(self.state.tokenizer.encode(self.answer.reasoning))
+                # A character that is cut in two cannot be encoded by every tokenizer.
+                with contextlib.suppress(UserError):
+                    self.answer.thought = len(self.state.tokenizer.encode(self.answer.reasoning))
             yield from self.writer.finish(self.answer)
             self.done(self.answer)
 
