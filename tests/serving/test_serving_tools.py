@@ -134,7 +134,7 @@ def test_reasoning_is_a_field_of_its_own(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("wanted", "good", "bad"),
     [
-        ({"json": ADD}, '{"a": 1, "b": 2}', '{"a": 1}'), ({"choice": ["yes", "no"]}, "no", "nay"), ({"regex": "[0-9]+/[a-z]"}, "12/x", "12x"),
+        ({"json": ADD}, '{"a": 1, "b": 2}', '{"a": 1}'), ({"choice": ['"é" 😀', "no"]}, '"é" 😀', "nay"), ({"regex": "[0-9]+/[a-z]"}, "12/x", "12x"),
         ({"json_object": True}, "{}", "[]"), ({"regex": r"a\/b/[\\]"}, "a/b/\\", "a/b"),
     ],
 )  # fmt: skip
