@@ -219,7 +219,9 @@ class Engine:
             self._shared = shared
             return Updated(version, shared.size_bytes, shared.rereads, shared.revision)
         weights = self._weights.read(version)
-        self.update_weights(weights.tensors, called)
+        changes = self._weights.changes()
+        self.weight_digests = replace_weights(self._components, weights.tensors, called, None, self._digest_weights, changes)
+        self._weights.was_applied()
         return Updated(version, weights.size_bytes, weights.rereads, weights.revision)
 
     @property

@@ -123,6 +123,10 @@ class Kernels(Protocol):
         ``IndexError`` for a row that it does not have. No gradient."""
         ...
 
+    def pack_elements(self, weight: PackedWeight, rows: Tensor, columns: Tensor, values: Tensor) -> bool:
+        """Replaces the elements ``[rows, columns]`` (int64 [C]) of a packed weight by ``values`` [C], as packing the whole again would; returns ``False``,
+        and changes nothing, where that would change other elements too."""
+
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
         """Converts a quantized weight to the kernel's own layout, for ``linear_packed``."""
         ...

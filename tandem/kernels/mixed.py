@@ -110,6 +110,10 @@ class MixedKernels:
         """Does ``inner.pack`` with the rounded weight."""
         return self.inner.pack(self._packed(weight))
 
+    def pack_elements(self, weight: PackedWeight, rows: Tensor, columns: Tensor, values: Tensor) -> bool:
+        """Does ``inner.pack_elements`` with the rounded values; not in fp8, whose scale is the whole weight's."""
+        return self.precision != "fp8" and self.inner.pack_elements(weight, rows, columns, self._packed(values))
+
     def linear_packed(self, x: Tensor, weight: PackedWeight | PackedQuantized | PackedParts, bias: Tensor | None) -> Tensor:
         """Does ``linear`` with its bits. No gradient."""
         with torch.no_grad():

@@ -35,6 +35,11 @@ class PlainPacking:
     def packed_rows(self, rows: Tensor, weight: PackedWeight) -> Tensor:
         return weight.data[rows]
 
+    def pack_elements(self, weight: PackedWeight, rows: Tensor, columns: Tensor, values: Tensor) -> bool:
+        """See ``Kernels.pack_elements``."""
+        weight.data.view(-1)[rows * weight.columns + columns] = values
+        return True
+
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
         return keep_codes(weight)
 

@@ -270,6 +270,26 @@ class Decoder(nn.Module):
         names = ("qkv", "output", "gate_up", "down", "experts")
         return [*({name: getattr(step, name) for name in names} for step in self._packed), {"head": self._packed_head}]
 
+    def matrix(self, index: int, place: int) -> Any:
+        """Returns the packed matrix ``place`` of ``Layer.linears`` of layer ``index``."""
+        return self._packed_matrices[self.layer_numbers.index(index)][place]
+
+    @property
+    def packed_head(self) -> Any:
+        return self._packed_head
+
+    def replace_packed(self, matrices: Mapping[tuple[int, int], Any], head: Any) -> None:
+        """Puts packed ``matrices`` in the places of those of the same layer and place of ``Layer.linears``, and ``head`` if it is not ``None``."""
+        assert self._packed is not None
+        if matrices:
+            numbers = self.layer_numbers
+            self._packed_matrices = [
+                tuple(matrices.get((index, place), own) for place, own in enumerate(kept)) for index, kept in zip(numbers, self._packed_matrices, strict=True)
+            ]
+            self._packed = self._steps(self._adapted(self._packed_matrices), [step.experts for step in self._packed])
+        if head is not None:
+            self._packed_head = head
+
     @torch.no_grad()
     def pack(self, fill: Callable[[int], None] | None = None) -> None:
         """Packs every matrix and the head for inference, and drops the plain matrices one by one (the embedding table stays).
@@ -294,9 +314,9 @@ class Decoder(nn.Module):
             self._packed_matrices = matrices
             self._packed = self._steps(self._adapted(matrices), experts)
         if self.lm_head is None:
-            self._packed_head = pack_weight(self.kernels, self.embed_tokens, self._head_quantization)
+            self._packed_head = pack_weight(self.kernels, self.embed_tokens, self.head_quantization)
         elif was_plain:
-            self._packed_head = self._pack_linear(self.lm_head, self._head_quantization)
+            self._packed_head = self._pack_linear(self.lm_head, self.head_quantization)
 
     @torch.no_grad()
     def adopt(self, own: Mapping[str, Tensor], matrices: list[tuple[PackedWeight, ...]], embedding: PackedWeight | None, head: PackedWeight) -> None:
@@ -384,7 +404,7 @@ class Decoder(nn.Module):
         ]
 
     @property
-    def _head_quantization(self) -> Scheme | None:
+    def head_quantization(self) -> Scheme | None:
         return self.quantization if self.quantization is not None and self.quantization.head else None
 
     def _pack_linear(self, linear: Linear, scheme: Scheme | None) -> Any:

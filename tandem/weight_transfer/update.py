@@ -3,8 +3,8 @@
 import logging
 import math
 import mmap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import TensorEntry, Updated, WeightManifest
+from tandem.weight_transfer import elementwise
 from tandem.weight_transfer.copying import Threads, address_of
+from tandem.weight_transfer.delta import Delta, ReadDeltas
 from tandem.weight_transfer.manifest import aligned, offsets_of, place
 from tandem.weight_transfer.parts import PartCopy, Wanted, part_copies, wants_all
 from tandem.weight_transfer.publication import current, describe
@@ -30,7 +32,9 @@ Apply = Callable[[Sequence[tuple[str, Tensor]], WeightVersion], object]
 @dataclass(frozen=True, slots=True)
 class Weights:
     """One version, verified by ``read``. ``tensors`` are views of the reader's own memory, valid until its next ``read``, or after ``view`` of the shared one;
-    each contains what the reader needs of it. ``rereads`` and ``revision``: as in ``Updated``."""
+    each contains what the reader needs of it. ``rereads`` and ``revision``: as in ``Updated``. ``changes``: the tensors that are not as they were when the
+    reader was last told that its tensors were applied, by name, with the indices of the elements that may differ (int64, of the flat tensor); ``None`` for
+    those: any."""
 
     version: WeightVersion
     digest: str
@@ -38,6 +42,7 @@ class Weights:
     tensors: list[tuple[str, Tensor]]
     rereads: tuple[str, ...] = ()
     revision: int = 0
+    changes: Mapping[str, Tensor | None] = field(default_factory=dict)
 
 
 class WeightReader:
@@ -51,6 +56,13 @@ class WeightReader:
         # The digests of the verified parts that the private memory holds, as long as its tensors and their parts stay the same.
         self._layout: list[tuple[str, str, ShardOffsets, tuple[ShardOffsets, ...]]] = []
         self._held: dict[tuple[str, ShardOffsets], str] = {}
+        self._deltas = ReadDeltas(store)
+        # Of what ``Weights.changes`` is made.
+        self._changes: dict[str, list[Tensor] | None] = {}
+
+    def was_applied(self) -> None:
+        """Called when the tensors of the last ``read`` were applied."""
+        self._changes.clear()
 
     def update(self, apply: Apply, version: WeightVersion | None = None) -> Updated:
         """Reads ``version`` (``None``: the current one) and calls ``apply(tensors, version)`` once with all of it."""
@@ -60,7 +72,8 @@ class WeightReader:
 
     def read(self, version: WeightVersion | None = None) -> Weights:
         """Copies every tensor and verifies the digest of the copy; after a mismatch everything is read once more, from the manifest on. Parts that the
-        version read before had too, by their digests, are here already, and are not copied.
+        version read before had too, by their digests, are here already, and are not copied. Those that an element-wise delta makes of such parts are made in
+        their place, and compared with their digests all the same.
 
         Raises ``DamagedWeights`` if a tensor does not match its manifest twice; ``RunError`` if nothing, or another version than
         ``version``, is published; ``PeerDied`` if the segments were removed with the trainer's shim. Nothing has been applied then.
@@ -72,7 +85,7 @@ class WeightReader:
             tensors, damaged = self._copy(manifest, chosen)
             if not damaged:
                 size_bytes = sum(tensor.nbytes for _, tensor in tensors)
-                return Weights(manifest.version, manifest.digest, size_bytes, tensors, before, revision)
+                return Weights(manifest.version, manifest.digest, size_bytes, tensors, before, revision, self._together())
             logger.warning("tensor '%s' %s does not have its digest", damaged[0], describe(manifest.version))
         digests = next([part.digest for part in entry.parts] for entry in manifest.tensors if entry.name == damaged[0])
         raise DamagedWeights(
@@ -115,6 +128,7 @@ class WeightReader:
         """Releases the segments and the private memory."""
         self._threads.close()
         self._segments.close()
+        self._deltas.close()
         self._staging = None
 
     def _manifest(self, version: WeightVersion | None) -> tuple[WeightManifest, int]:
@@ -141,12 +155,33 @@ class WeightReader:
             return copy.read(shared[copy.entry.segment], tensors[i][1])
 
         missing = [(i, copy) for i, copy in copies if self._held.get(_key(copy)) != copy.part.digest]
-        for _, copy in missing:
-            self._held.pop(_key(copy), None)
+        held = {_key(copy): self._held.pop(_key(copy), "") for _, copy in missing}
+        delta = self._deltas.to(manifest) if any(held.values()) else None
+        if delta is not None:
+            made = self._threads.map(lambda at: _make(delta, at[1], held[_key(at[1])], tensors[at[0]][1]), missing, [copy.size_bytes for _, copy in missing])
+            for (_, copy), where in zip(missing, made, strict=True):
+                self._note(copy, where)
+                if where is not None:
+                    self._held[_key(copy)] = copy.part.digest
+            missing = [at for at, where in zip(missing, made, strict=True) if where is None]
+        else:
+            for _, copy in missing:
+                self._note(copy, None)
         right = self._threads.map(read, missing, [copy.size_bytes for _, copy in missing])
         self._held |= {_key(copy): copy.part.digest for (_, copy), good in zip(missing, right, strict=True) if good}
         wrong = dict.fromkeys(copy.entry.name for (_, copy), good in zip(missing, right, strict=True) if not good)
         return tensors, tuple(wrong)
+
+    def _note(self, copy: PartCopy, where: Tensor | None) -> None:
+        """Notes the elements of a tensor that have changed with the part of ``copy``; ``None``: any of it."""
+        noted = self._changes.setdefault(copy.entry.name, [])
+        if where is None or noted is None:
+            self._changes[copy.entry.name] = None
+        else:
+            noted.append(where)
+
+    def _together(self) -> dict[str, Tensor | None]:
+        return {name: None if found is None else torch.cat(found).unique() if len(found) > 1 else found[0] for name, found in self._changes.items()}
 
     def _tensors(self, chosen: Sequence[tuple[TensorEntry, ShardOffsets]]) -> list[tuple[str, Tensor]]:
         """Returns views of the private memory with the names and shapes of ``chosen``."""
@@ -172,6 +207,22 @@ class WeightReader:
             self._staging, self._held = mmap.mmap(-1, size_bytes), {}
             populate(self._staging)
         return self._staging
+
+
+def _make(delta: Delta, copy: PartCopy, held: str, out: Tensor) -> Tensor | None:
+    """Makes the part of ``copy`` from the one with the digest ``held`` in its place of ``out``; returns the indices of its elements in the flat tensor that
+    may have changed. ``None``: the delta does not, and the part must be copied."""
+    part = delta.parts.get((copy.part.digest, copy.size_bytes))
+    if part is None or part.base != held or copy.to is None:
+        return None
+    at = out.data_ptr() + copy.to * out.element_size()
+    try:
+        delta.apply(part, at, at)
+        positions = elementwise.changed_positions(delta.encoding(part), part.part_bytes, part.item_bytes)
+    except ValueError as error:
+        logger.warning("tensor '%s' is read whole: %s", copy.entry.name, error)
+        return None
+    return torch.from_numpy(positions) + copy.to
 
 
 def _key(copy: PartCopy) -> tuple[str, ShardOffsets]:

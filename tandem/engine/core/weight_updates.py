@@ -1,6 +1,6 @@
 """Replaces the whole set of weights between two steps."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Series
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from tandem.engine.executor.rank_weights import StagedWeights
 from tandem.engine.spec_decode.draft_model import DraftModel
 from tandem.engine.spec_decode.proposers import new_draft
 from tandem.model.adopted import SharedTensors, adopt
+from tandem.model.changed_weights import load_changes
 from tandem.model.huggingface.model_folder import load_tensors
 from tandem.model.weight_digests import weight_digests
 from tandem.types import WeightVersion
@@ -22,9 +23,10 @@ from tandem.types import WeightVersion
 
 def replace_weights(
     components: EngineComponents, tensors: Iterable[tuple[str, Tensor]] | StagedWeights | SharedTensors, version: WeightVersion,
-    draft_tensors: Iterable[tuple[str, Tensor]] | None, with_digests: bool,
+    draft_tensors: Iterable[tuple[str, Tensor]] | None, with_digests: bool, changes: Mapping[str, Tensor | None] | None = None,
 ) -> dict[str, str]:
-    """As ``Engine.update_weights``, while no step is in flight. Returns the digests of the plain weights ``with_digests``, else none."""
+    """As ``Engine.update_weights``, while no step is in flight. Returns the digests of the plain weights ``with_digests``, else none. ``changes``: where
+    ``tensors`` differ from what the decoder holds, as ``load_changes``; ``None``: not known."""
     scheduler, runner = components.scheduler, components.runner
     draft = None if draft_tensors is None else new_draft(runner.proposer, draft_tensors)
     is_kept = scheduler.pause is PauseMode.KEEP
@@ -34,7 +36,7 @@ def replace_weights(
     else:
         scheduler.preemption.preempt_all(Transition.UPDATE)
     try:
-        digests = _load(runner, tensors, with_digests)
+        digests = _load(runner, tensors, with_digests, changes)
     finally:
         if is_kept:
             _keep(scheduler, runner.batch, decoding)
@@ -46,7 +48,10 @@ def replace_weights(
     return digests
 
 
-def _load(runner: ModelRunner, tensors: Iterable[tuple[str, Tensor]] | StagedWeights | SharedTensors, with_digests: bool) -> dict[str, str]:
+def _load(
+    runner: ModelRunner, tensors: Iterable[tuple[str, Tensor]] | StagedWeights | SharedTensors, with_digests: bool,
+    changes: Mapping[str, Tensor | None] | None,
+) -> dict[str, str]:  # fmt: skip
     if isinstance(tensors, SharedTensors):
         adopt(runner.decoder, tensors)
         return {}
@@ -54,6 +59,8 @@ def _load(runner: ModelRunner, tensors: Iterable[tuple[str, Tensor]] | StagedWei
         runner.ranks.update_weights(tensors)
         return {}
     assert not isinstance(tensors, StagedWeights)
+    if changes is not None and not with_digests and load_changes(runner.decoder, dict(tensors), changes):
+        return {}
     # Digests are of plain weights, so packing waits until all of them are loaded.
     load_tensors(runner.decoder, tensors, pack=not with_digests)
     if not with_digests:

@@ -1,6 +1,9 @@
 """Reads a rank's slices of published weights from shared memory."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from tandem.layout.shapes import published_parameters
 from tandem.layout.sharding import local_parameters
@@ -36,6 +39,7 @@ class RankWeights:
         threads = max(1, source.threads // decoder.shard_spec.size)
         self._reader = WeightReader(self._store, threads, wanted_by(decoder.shapes, decoder.shard_spec))
         self._staged: Weights | None = None
+        self._applied: tuple[object, ...] | None = None
 
     def share(self, version: WeightVersion) -> "SharedWeights | None":
         """Returns ``version`` where it was published, verified if the source says so; ``None`` if the engine must copy it. Raises the errors of
@@ -70,6 +74,18 @@ class RankWeights:
         assert self._staged is not None
         load_parts(self.decoder, dict(self._staged.tensors), pack=True)
         self._staged = None
+
+    def changes(self) -> "Mapping[str, Tensor | None] | None":
+        """Returns what differs between the staged weights and those that the decoder holds, as ``Weights.changes``; ``None`` if it does not hold those that
+        were applied last, packed as they were."""
+        assert self._staged is not None
+        is_held = self._applied is not None and all(one is other for one, other in zip(self._applied, self.decoder.packed, strict=True))
+        return self._staged.changes if is_held and self.source.verifies else None
+
+    def was_applied(self) -> None:
+        """Called when the decoder holds the staged weights."""
+        self._reader.was_applied()
+        self._staged, self._applied = None, self.decoder.packed if self.source.verifies and self.decoder.is_packed else None
 
     def close(self) -> None:
         self._reader.close()

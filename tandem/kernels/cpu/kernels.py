@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
 from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
-from tandem.kernels.cpu.calls import Calls, dense
+from tandem.kernels.cpu.calls import Calls, dense, packed_positions
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, with_parts
@@ -45,6 +45,10 @@ class CpuKernels:
     def stream(self, to: int, source: int, size_bytes: int) -> None:
         """Copies like ``memmove`` between addresses that do not overlap, past the cache: for a destination that is not read soon."""
         self._calls.stream(to, source, size_bytes)
+
+    def pack_elements(self, weight: PackedWeight, rows: Tensor, columns: Tensor, values: Tensor) -> bool:
+        weight.data[packed_positions(weight, rows, columns)] = values
+        return True
 
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
         return self._quantized.pack(weight)
