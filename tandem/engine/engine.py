@@ -222,6 +222,7 @@ class Engine:
         changes = self._weights.changes()
         self.weight_digests = replace_weights(self._components, weights.tensors, called, None, self._digest_weights, changes)
         self._weights.was_applied()
+        self._shared = None
         return Updated(version, weights.size_bytes, weights.rereads, weights.revision)
 
     @property

@@ -213,7 +213,8 @@ def _make(delta: Delta, copy: PartCopy, held: str, out: Tensor) -> Tensor | None
     """Makes the part of ``copy`` from the one with the digest ``held`` in its place of ``out``; returns the indices of its elements in the flat tensor that
     may have changed. ``None``: the delta does not, and the part must be copied."""
     part = delta.parts.get((copy.part.digest, copy.size_bytes))
-    if part is None or part.base != held or copy.to is None:
+    # What is published in panels is not in the private memory as it was published.
+    if part is None or part.base != held or copy.to is None or copy.entry.layout == "panels":
         return None
     at = out.data_ptr() + copy.to * out.element_size()
     try:
