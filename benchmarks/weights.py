@@ -1,6 +1,7 @@
 """Weights in a pod beside a plain copy, and between two pods beside a raw socket, every byte verified.
 
     python benchmarks/weights.py [--repeat 7] [--threads 2] [--model "500 MB"]
+    python benchmarks/weights.py --elementwise 25M      element-wise deltas (weights_elementwise.py)
 
 In every round, one after the other, so that all see the same machine. In the pod: ``register`` and ``update`` as in ``weight_update.py``, and both together,
 beside a copy between two warm private buffers on as many threads. Between two processes over TCP loopback: a raw socket (``sendall`` from a warm
@@ -22,6 +23,8 @@ from options import parser as shared_parser
 from weight_update import MODELS, measure
 from weights_broadcast import broadcast
 from weights_deltas import Model, deltas
+from weights_elementwise import MODELS as TRAINED
+from weights_elementwise import elementwise
 
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.deadline import Deadline
@@ -188,7 +191,14 @@ def main() -> None:
     parser = shared_parser(__doc__ or "", threads=2)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--model", choices=tuple(MODELS), default="500 MB")
+    parser.add_argument("--elementwise", choices=tuple(TRAINED), help="only element-wise deltas, of a model of this size that is trained")
     options = parser.parse_args()
+    if options.elementwise:
+        tables = [elementwise(options.elementwise, options.repeat, 3e-6, "bfloat16"), elementwise(options.elementwise, options.repeat, 1e-6, "bfloat16")]
+        text = "\n\n".join(["# Element-wise deltas", machine(), *tables])
+        print(text)
+        print(f"wrote {write_report('weights-elementwise', text, options.out)}")
+        return
     described, size = machine(), segment_bytes(MODELS[options.model], "float32")
     text = (
         f"# Weights in a pod and between pods\n\n{described}\n\nBest of {options.repeat} interleaved rounds; a model of {size / 1e6:.0f} MB in fp32 "

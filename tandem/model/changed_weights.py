@@ -19,9 +19,10 @@ Changes = Mapping[str, Tensor | None]
 @torch.no_grad()
 def load_changes(decoder: Decoder, tensors: Mapping[str, Tensor], changes: Changes) -> bool:
     """Makes a packed ``decoder``, which holds ``tensors`` as they were before ``changes``, hold them as they are, with the bits of ``load_tensors`` and
-    ``pack``. Returns ``False``, and changes nothing, for one that is a shard, has experts or an adapter, or is not packed."""
+    ``pack``. Returns ``False``, and changes nothing, for one that is a shard, has experts, an adapter or a value head, or is not packed."""
     shapes = decoder.shapes
-    if not decoder.is_packed or decoder.shard_spec.size > 1 or shapes.lora is not None or any(_layer(each).experts is not None for each in decoder.layers):
+    is_plain = shapes.lora is None and shapes.experts is None and shapes.value_head == "none"
+    if not (is_plain and decoder.is_packed and decoder.shard_spec.size == 1):
         return False
     plain = dict(_plain_parameters(decoder))
     for name in changes.keys() & plain.keys():

@@ -1,0 +1,185 @@
+"""Element-wise deltas of a model that is really trained in bf16: bytes on the wire, and what an update costs another pod and its engine, beside whole weights.
+
+A process trains a Qwen3 on the bytes of this repository's documents: some steps of AdamW at 1e-3 in fp32, then steps at the measured learning rate on bf16
+weights, each of which it publishes with a delta. This process receives every version twice, by a mirror that reads deltas and by one that does not, one after
+the other, and gives each to an engine's reader and decoder of its own. Everything is compared bit for bit.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from weight_update import shapes
+
+from tandem.engine.executor.rank_weights import RankWeights
+from tandem.kernels import select
+from tandem.layout.shard_offsets import whole_offsets
+from tandem.model.changed_weights import load_changes
+from tandem.model.decoder import Decoder
+from tandem.model.huggingface.model_folder import load_parts
+from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.process.deadline import Deadline
+from tandem.trainer.checkpoint.replica_state import WeightShard
+from tandem.trainer.parallel.ranks import alone
+from tandem.types import WeightSource, WeightVersion
+from tandem.weight_transfer.convert import place_shards
+from tandem.weight_transfer.delta import DeltaMemory, DeltaWriter, publish_reference
+from tandem.weight_transfer.manifest import segment_bytes
+from tandem.weight_transfer.register import WeightWriter
+from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
+from tandem.weight_transfer.transport.endpoints import Endpoint, Offer
+from tandem.weight_transfer.transport.mirror import WeightMirror
+from tandem.weight_transfer.transport.service import WeightService
+from tandem.weight_transfer.transport.tcp_source import TcpSource
+
+CREDENTIAL = "a credential of the benchmark"
+MODELS = {"25M": shapes(8000, 512, 7, 1536, 8), "140M": replace(shapes(32000, 1024, 8, 2816, 16), rms_norm_eps=1e-6)}
+WARM_STEPS, TOKENS = 12, 256
+
+
+def trained(name: str, learning_rate: float, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+    """Yields the weights by name after each step at ``learning_rate``, the first time before any."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    size = MODELS[name]
+    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].glob("docs/*.md")))
+    config = Qwen3Config(
+        vocab_size=size.vocab_size, hidden_size=size.hidden_size, num_hidden_layers=size.num_hidden_layers, num_attention_heads=size.num_attention_heads,
+        num_key_value_heads=size.num_key_value_heads, head_dim=size.head_dim, intermediate_size=size.intermediate_size, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    draw = torch.Generator().manual_seed(1)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        start = int(torch.randint(0, len(text) - TOKENS, (1,), generator=draw))
+        tokens = torch.tensor(list(text[start : start + TOKENS]))[None]
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    warm = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for _ in range(WARM_STEPS):
+        step(warm)
+    del warm
+    model.to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    while True:
+        yield {parameter: tensor.detach() for parameter, tensor in model.named_parameters()}
+        step(optimizer)
+
+
+def delta_memory(pod: str) -> DeltaMemory:
+    return DeltaMemory(lambda number, size_bytes: Segment.create(pod, f"delta-{number}", size_bytes))
+
+
+def serve(name: str, folder: Path, learning_rate: float, dtype: str) -> None:
+    """The trainer's pod: a version for each line on its standard input."""
+    pod, store = "bench" + uuid.uuid4().hex[:8], EmbeddedStore(folder / "shared.sqlite")
+    buffers = WeightBuffers.create(pod, segment_bytes(MODELS[name], dtype))
+    writer, deltas = WeightWriter(buffers, store, 2), DeltaWriter(buffers.segments, delta_memory(pod), 2, lambda step: False)
+    service = WeightService("first", buffers.segments, store, CREDENTIAL, ("tcp",))
+    before: dict[str, Tensor] = {}
+    for number, (_, weights) in enumerate(zip(sys.stdin, trained(name, learning_rate, getattr(torch, dtype)), strict=False), 1):
+        changed = sum(int((before[key] != value).sum()) for key, value in weights.items()) if before else 0
+        before = {key: value.clone() for key, value in weights.items()}
+        shards = [WeightShard(key, tuple(t.shape), whole_offsets(tuple(t.shape)), t.dtype, lambda t=t: t) for key, t in weights.items()]  # type: ignore[misc]
+        manifest = writer.publish(place_shards(alone().world, shards), WeightVersion(1, number))
+        began = time.perf_counter()
+        written = deltas.write(manifest)
+        seconds = time.perf_counter() - began
+        if written is not None:
+            service.serve_too(written[1])
+        publish_reference(store, None if written is None else written[0])
+        share, size_bytes = changed / sum(value.numel() for value in weights.values()), 0 if written is None else written[0].size_bytes
+        print(json.dumps({"changed": share, "seconds": seconds, "bytes": size_bytes}), flush=True)
+
+
+class Receiver:
+    """Another pod with an engine: its mirror, and a decoder that takes what the mirror has brought."""
+
+    def __init__(self, name: str, folder: Path, dtype: str, *, reads_deltas: bool) -> None:
+        kind = "deltas" if reads_deltas else "whole"
+        store, pod = folder / f"{kind}.sqlite", "bench" + uuid.uuid4().hex[:8]
+        self.reads_deltas = reads_deltas
+        self.mirror = WeightMirror(
+            EmbeddedStore(folder / "shared.sqlite"), EmbeddedStore(store), lambda size: WeightBuffers.create(pod, size), self._open, threads=2,
+            delta_memory=delta_memory(pod) if reads_deltas else None,
+        )  # fmt: skip
+        self.decoder = Decoder(MODELS[name], select("auto", getattr(torch, dtype)), dtype=getattr(torch, dtype))
+        self.weights = RankWeights(self.decoder, WeightSource(str(store)))
+
+    def _open(self, endpoint: Endpoint, offer: Offer) -> TcpSource:
+        return TcpSource("pod first", offer.host, offer.port, CREDENTIAL)
+
+    def take(self, number: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Seconds of each part and the bytes from the other pod; the weights."""
+        version, clock = WeightVersion(1, number), time.perf_counter
+        at = clock()
+        got = self.mirror.bring(version, ("tcp",), Deadline(600.0))
+        received, at = clock() - at, clock()
+        tensors = dict(self.weights.read(version).tensors)
+        read, at = clock() - at, clock()
+        changes = self.weights.changes()
+        if changes is None or not self.reads_deltas or not load_changes(self.decoder, tensors, changes):
+            load_parts(self.decoder, tensors, pack=True)
+        applied = clock() - at
+        self.weights.was_applied()
+        assert got.whole == ()
+        return {"receive": received, "read": read, "apply": applied, "bytes": got.fetched.size_bytes + got.delta_bytes}, tensors
+
+
+def elementwise(name: str, repeat: int, learning_rate: float, dtype: str) -> str:
+    """The table. Medians of ``repeat`` versions, after two that warm the buffers."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, name, folder, str(learning_rate), dtype]
+        first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert first.stdin is not None and first.stdout is not None
+        rows: dict[str, list[dict[str, float]]] = {"whole": [], "deltas": [], "made": []}
+        receivers: dict[str, Receiver] = {}
+        for number in range(1, repeat + 4):
+            first.stdin.write("next\n")
+            first.stdin.flush()
+            facts = json.loads(first.stdout.readline())
+            receivers = receivers or {kind: Receiver(name, Path(folder), dtype, reads_deltas=kind == "deltas") for kind in ("whole", "deltas")}
+            found = {kind: receiver.take(number) for kind, receiver in receivers.items()}
+            assert all(torch.equal(tensor, found["deltas"][1][key]) for key, tensor in found["whole"][1].items())
+            print(number, facts, {kind: each for kind, (each, _) in found.items()}, file=sys.stderr)
+            if number > 3:
+                rows["made"].append(facts)
+                for kind, (each, _) in found.items():
+                    rows[kind].append(each)
+        first.kill()
+        first.wait()
+        for receiver in receivers.values():
+            receiver.weights.close()
+            receiver.mirror.close()
+
+    def median(kind: str, key: str) -> float:
+        return statistics.median(each[key] for each in rows[kind])
+
+    lines = [f"| {name} parameters, {dtype}, learning rate {learning_rate:g} | whole | delta | share |", "| --- | --- | --- | --- |"]
+    whole_bytes, delta_bytes = median("whole", "bytes"), median("deltas", "bytes")
+    lines.append(f"| bytes on the wire | {whole_bytes:,.0f} | {delta_bytes:,.0f} | {delta_bytes / whole_bytes:.2%} |")
+    titles = {"receive": "the other pod receives and verifies", "read": "its engine reads and verifies", "apply": "its engine applies (does not draw)"}
+    for key, title in titles.items():
+        whole, delta = median("whole", key), median("deltas", key)
+        lines.append(f"| {title}, ms | {whole * 1e3:.1f} | {delta * 1e3:.1f} | {delta / whole:.1%} |")
+    return "\n".join(lines) + (
+        f"\n\n{median('made', 'changed'):.2%} of the elements changed in a step; the trainer's shim made the delta in {median('made', 'seconds') * 1e3:.0f} ms. "
+        f"Medians of {repeat} versions."
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    serve(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4])
