@@ -68,6 +68,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, default=1, help="number of engines, each in a process of its own")
     parser.add_argument("--threads", type=int, help="threads of each engine with all its processes (default: the cores, divided by the instances)")
     parser.add_argument("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help="LoRA adapters, each served as a model")
+    parser.add_argument("--kv-events", action="store_true", help="publish at /kv_cache what enters and leaves the prefix cache, for routers")
     parser.add_argument("--max-waiting", type=int, default=1024, help="maximum number of waiting requests; more get status 429")
     parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="time for in-flight requests after SIGTERM")
     parser.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a client to send its request")
@@ -133,6 +134,7 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
         heartbeat_s=options.heartbeat_timeout, step_s=options.step_timeout, max_connections_per_client=options.max_connections_per_client,
         max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib), follows=follows,
+        kv_events=options.kv_events,
     )  # fmt: skip
     return run_server(settings)
 

@@ -25,6 +25,7 @@ INSTEAD = {
     "--code-revision": f"no code of a model is run; {_LEAVE}",
     "--load-format": f"weights are read from safetensors; {_LEAVE}",
     "--prefix-caching-hash-algo": f"blocks are found by BLAKE2b; {_LEAVE}",
+    "--kv-events-config": "use --kv-events",
     "--max-num-partial-prefills": f"prompts share the token budget of a step; {_LEAVE}",
     "--max-long-partial-prefills": f"prompts share the token budget of a step; {_LEAVE}",
     "--long-prefill-token-threshold": "lower --max-num-batched-tokens",

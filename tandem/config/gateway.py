@@ -99,12 +99,14 @@ class ProbeConfig:
     """Time between two probes of a backend."""
     timeout_s: float = 2.0
     """Time for its answer."""
+    state_s: float = 0.5
+    """Time between two looks at the KV cache and the queue of a Tandem server."""
     failures: int = 3
     """Probes in a row that are not answered until a backend is down: requests that wait for its first byte are then given to others. One that
     answers that it is not ready is given no new requests and finishes those that it has."""
 
     def check(self) -> None:
-        check_seconds("probes", self, "interval_s", "timeout_s")
+        check_seconds("probes", self, "interval_s", "timeout_s", "state_s")
         check_at_least_one("probes", self, "failures")
 
 
@@ -162,15 +164,17 @@ class RetryConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
-    """The requests that wait because their backends have `max_requests`. The next one is that of the tenant that has received the least service."""
+    """The requests that wait because their backends have `max_requests`, or no room in their KV caches. The next one is that of the tenant that has received
+    the least service."""
 
     max_waiting: int = 1024
     """Requests that wait at most; more are refused with 429."""
     max_waiting_per_tenant: int = 256
     """Requests of one tenant that wait at most."""
     max_wait_s: float = 60.0
-    """Time that a request waits at most. One that would wait longer, as far as can be seen, is refused at once. `X-Request-Timeout` (seconds) of a
-    request shortens it."""
+    """Time that a request waits at most. One that would wait longer, as far as can be seen, is refused at once."""
+    follow_cache: bool = True
+    """Whether requests wait here, where they are served fairly, for room in the KV caches of Tandem's servers."""
 
     def check(self) -> None:
         check_at_least_one("queue", self, "max_waiting", "max_waiting_per_tenant")
@@ -226,6 +230,8 @@ class TenantConfig:
 
     weight: float = 1.0
     """Its share of the service beside other tenants that wait: with 2 twice as much."""
+    priority: int = 0
+    """Its class: requests of tenants with a lower number are served first, whatever else waits."""
     limits: LimitConfig = field(default_factory=LimitConfig)
     """Its limits, over all its keys."""
     models: Mapping[str, LimitConfig] = field(default_factory=dict)
@@ -234,6 +240,8 @@ class TenantConfig:
     def check(self) -> None:
         if not 0 < self.weight <= 1000:
             raise UserError(f"the 'weight' of a tenant is {self.weight:g}; it must be above 0 and at most 1000")
+        if not -1000 <= self.priority <= 1000:
+            raise UserError(f"the 'priority' of a tenant is {self.priority}; it must be from -1000 to 1000")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from tandem.engine.core.scheduler import PauseMode
 from tandem.engine.core.weight_updates import replace_weights
 from tandem.engine.executor.rank_weights import RankWeights, StagedWeights
 from tandem.engine.executor.ranks import Ranks
+from tandem.engine.kv_cache.block_events import BlockEvents
 from tandem.engine.kv_cache.kv_cache_manager import DUMMY_VERSION, FIRST_VERSION
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.metrics.stats import CumulativeStats, EngineStats
@@ -303,6 +304,10 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. In-flight requests keep their blocks."""
         self._scheduler.kv_cache.reset_prefix_cache()
+
+    def record_block_events(self) -> BlockEvents:
+        """Returns where changes of the prefix cache are recorded from now on."""
+        return self._scheduler.kv_cache.record_block_events()
 
     def sleep(self, level: int = 1) -> None:
         """Frees the memory of the KV cache, and at ``level`` 2 that of the weights too, which have to be updated before ``wake_up`` (the levels of

@@ -5,10 +5,10 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from tandem.config.gateway import QueueConfig
+from tandem.config.gateway import GatewayConfig
 from tandem.gateway.fair_queue import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
 from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.pool import Pool
@@ -22,6 +22,7 @@ _RATE_WINDOW_S = 10.0
 class _Waiter:
     turn: "asyncio.Future[None]"
     since: float
+    request: InferenceRequest
 
 
 @dataclass
@@ -29,7 +30,7 @@ class _Line:
     """The requests for one model. ``granted``: those that have their turn and have not taken it yet. ``ended``: when the last ones ended, for the rate."""
 
     queue: FairQueue[_Waiter]
-    granted: int = 0
+    granted: list[InferenceRequest] = field(default_factory=list)
     ended: "deque[float]" = field(default_factory=lambda: deque(maxlen=1000))
 
 
@@ -38,18 +39,22 @@ class Admission:
 
     ``clock``: monotonic seconds."""
 
-    def __init__(
-        self, config: QueueConfig, pool: Pool, weights: Mapping[str, float], other_weight: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._config, self._pool, self._clock = config, pool, clock
-        self._weights, self._other_weight = weights, other_weight
+    def __init__(self, config: GatewayConfig, pool: Pool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._pool, self._clock = config.queue, pool, clock
+        self._weights = {name: tenant.weight for name, tenant in config.tenants.items()}
+        self._classes = {name: tenant.priority for name, tenant in config.tenants.items()}
+        self._others = config.other_tenants
         self._lines: dict[str | None, _Line] = {}
 
     @property
     def waiting(self) -> dict[str, int]:
         """How many requests wait for each model."""
         return {model or "-": len(line.queue) for model, line in self._lines.items()}
+
+    @property
+    def waiting_tokens(self) -> dict[str, int]:
+        """How many tokens the prompts have that wait for each model."""
+        return {model or "-": sum(waiter.request.prompt_tokens for waiter in line.queue) for model, line in self._lines.items()}
 
     @property
     def oldest_s(self) -> float:
@@ -59,56 +64,67 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def __call__(self, request: InferenceRequest) -> AsyncIterator["Charge"]:
-        """Waits for the request's turn, and counts its end. Raises ``ApiError`` if the queue is full, or the turn would not come in time."""
+        """Waits for the request's turn, and counts its end. Raises ``ApiError`` if the queue is full, or the answer would not begin in time."""
         line = self._lines.get(request.model)
         if line is None:
-            line = self._lines[request.model] = _Line(FairQueue(self._weights, self._other_weight))
-        room = self._pool.room(request.model)
+            queue: FairQueue[_Waiter] = FairQueue(self._weights, self._others.weight, self._classes, self._others.priority)
+            line = self._lines[request.model] = _Line(queue)
+        room = self._room(line, request)
         # With no backend that works there is nothing to wait for: the request is refused where it asks for one.
-        if room is not None and (len(line.queue) or room - line.granted <= 0):
+        if room is not None and (len(line.queue) or room <= 0):
             await self._wait(line, request)
+        else:
+            _check_time(0.0, self._pool.first_byte_s(request), math.inf, request.timeout_s)
         charge = Charge(line.queue, request.tenant)
         charge.prompt(request.prompt_tokens)
         try:
             yield charge
         finally:
             line.ended.append(self._clock())
-            self._dispatch(request.model, line)
+            self._dispatch(line)
 
     def wake(self) -> None:
         """Gives turns where there is room, as after a backend has become ready."""
-        for model, line in self._lines.items():
-            self._dispatch(model, line)
+        for line in self._lines.values():
+            self._dispatch(line)
 
     async def _wait(self, line: _Line, request: InferenceRequest) -> None:
         config, tenant = self._config, request.tenant
         expected_s = self._expected_s(line, tenant)
         total = sum(len(each.queue) for each in self._lines.values())
         if total >= config.max_waiting or line.queue.length(tenant) >= config.max_waiting_per_tenant:
-            raise _full("too many requests wait", expected_s)
+            raise _refused("too many requests wait", expected_s)
+        _check_time(expected_s, self._pool.first_byte_s(request), config.max_wait_s, request.timeout_s)
         limit_s = config.max_wait_s if request.timeout_s is None else min(config.max_wait_s, request.timeout_s)
-        if expected_s > limit_s:
-            raise _full(f"the request would wait about {expected_s:.0f} s, more than {limit_s:g} s", expected_s - limit_s)
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), self._clock())
-        line.queue.push(tenant, waiter)
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), self._clock(), request)
+        line.queue.push(tenant, waiter, request.priority)
         try:
             async with asyncio.timeout(limit_s):
                 await waiter.turn
         except TimeoutError:
-            raise _full(f"the request has waited {limit_s:g} s", self._expected_s(line, tenant)) from None
+            raise _refused(f"the request has waited {limit_s:g} s", self._expected_s(line, tenant)) from None
         finally:
             line.queue.remove(tenant, waiter)
             if waiter.turn.done() and not waiter.turn.cancelled():
-                line.granted -= 1
+                line.granted.remove(request)
                 # Its turn may come together with its end; then it is the next one's.
-                asyncio.get_running_loop().call_soon(self._dispatch, request.model, line)
+                asyncio.get_running_loop().call_soon(self._dispatch, line)
 
-    def _dispatch(self, model: str | None, line: _Line) -> None:
-        while len(line.queue) and (self._pool.room(model) or 0) - line.granted > 0:
-            _, waiter = line.queue.pop()
+    def _dispatch(self, line: _Line) -> None:
+        while len(line.queue):
+            _, waiter = line.queue.next()
+            # Nobody overtakes a long prompt for which there is no room yet: it would wait for ever.
+            if (self._room(line, waiter.request) or 0) <= 0:
+                return
+            line.queue.pop()
             if not waiter.turn.done():
                 waiter.turn.set_result(None)
-                line.granted += 1
+                line.granted.append(waiter.request)
+
+    def _room(self, line: _Line, request: InferenceRequest) -> int | None:
+        """Returns how many requests like ``request`` can go beside those that have their turn; ``None`` if no backend takes any."""
+        room = self._pool.room(request, sum(each.prompt_tokens for each in line.granted))
+        return None if room is None else room - len(line.granted)
 
     def _expected_s(self, line: _Line, tenant: str) -> float:
         """Returns about how long a request of ``tenant`` would wait now, by how many requests ended of late; 0 while nothing is known."""
@@ -135,6 +151,16 @@ class Charge:
         self.queue.charge(self.tenant, OUTPUT_WEIGHT * tokens)
 
 
-def _full(message: str, seconds: float) -> ApiError:
+def _check_time(turn_s: float, first_byte_s: float, most_s: float, timeout_s: float | None) -> None:
+    """Raises ``ApiError`` for a request whose turn would come in ``turn_s``, later than ``most_s``, or whose answer would begin ``first_byte_s`` after that,
+    later than its client waits (``timeout_s``)."""
+    if turn_s > most_s:
+        raise _refused(f"the request would wait about {turn_s:.0f} s, more than {most_s:g} s", turn_s - most_s)
+    if timeout_s is not None and turn_s + first_byte_s > timeout_s:
+        raise _refused(f"the answer would begin in about {turn_s + first_byte_s:.1f} s, later than X-Request-Timeout ({timeout_s:g} s)",
+                       turn_s + first_byte_s - timeout_s, "deadline_exceeded")  # fmt: skip
+
+
+def _refused(message: str, seconds: float, code: str = "queue_full") -> ApiError:
     after = min(_MOST_RETRY_AFTER_S, max(1, math.ceil(seconds)))
-    return ApiError(429, f"{message}; try again in {after} s", kind="rate_limit_error", code="queue_full", retry_after_s=after)
+    return ApiError(429, f"{message}; try again in {after} s", kind="rate_limit_error", code=code, retry_after_s=after)

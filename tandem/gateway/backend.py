@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from tandem.config.gateway import BackendConfig, BreakerConfig
 from tandem.gateway.breaker import Breaker, Outcome, Pass
+from tandem.gateway.speed import Speed
 
 _order = itertools.count(1)
 _LEAST_SHARE = 0.1
@@ -28,6 +29,17 @@ class Health(enum.Enum):
     """It does not answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What a Tandem server said of its engines, in tokens. ``free_tokens``: room of the KV cache that no request holds. ``waiting``: requests that have no
+    place in a step. ``waiting_tokens``: of the prompts without a token of their answer."""
+
+    cache_tokens: int
+    free_tokens: int
+    waiting: int
+    waiting_tokens: int
+
+
 @dataclass(eq=False)
 class Backend:
     """A backend and its load. ``models``: those that it serves. ``weights``: the version of its weights (``INCARNATION.STEP``) if it is Tandem's server, whose
@@ -43,6 +55,12 @@ class Backend:
     weights: str | None = None
     restarts: int = 0
     outstanding_tokens: int = 0
+    engine: EngineState | None = None
+    """What it said last, if it is a Tandem server that answers."""
+    looks: int = 0
+    """How often it has said so."""
+    unseen_tokens: int = 0
+    """Tokens of the attempts that were begun since, and still run."""
     last_taken: int = 0
     attempts: "set[Attempt]" = field(default_factory=set)
     is_drained: bool = False
@@ -50,6 +68,7 @@ class Backend:
     slow_start_s: float = 0.0
     tls: ssl.SSLContext | bool = True
     clock: Callable[[], float] = time.monotonic
+    speed: Speed = field(default_factory=Speed)
     _came_back_s: float | None = None
 
     @classmethod
@@ -96,6 +115,23 @@ class Backend:
         """How many more requests it can have at once; below 0 where retries have found no other place."""
         return self.config.max_requests - len(self.attempts)
 
+    def said(self, state: EngineState) -> None:
+        """Notes what it says of its engines."""
+        self.engine, self.unseen_tokens = state, 0
+        self.looks += 1
+
+    def has_cache_for(self, tokens: int) -> bool:
+        """Returns whether its KV cache has room for ``tokens`` more tokens, beside all that waits for room there. A request for which it never has room
+        is for its engine to refuse, so one goes there while nothing else does."""
+        state = self.engine
+        if state is None or not self.attempts:
+            return True
+        return state.free_tokens - (state.waiting_tokens if state.waiting else 0) - self.unseen_tokens >= tokens
+
+    def first_byte_s(self, tokens: int) -> float:
+        """Returns about how long a request of ``tokens`` tokens would wait for the first byte of its answer; 0 while nothing is known."""
+        return self.speed.seconds(self.outstanding_tokens + tokens)
+
     def take(self, tokens: int) -> "Attempt":
         """Begins an attempt that costs about ``tokens`` tokens. Its breaker must allow one."""
         return Attempt(self, self.breaker.take(), tokens)
@@ -111,13 +147,26 @@ class Attempt:
         self.backend, self.tokens = backend, tokens
         self.waiting_since: float | None = None
         self.has_begun = False
+        self.deadline: float | None = None
+        """Event-loop time until which the answer must have begun."""
         self.given_up: str | None = None
         """Why the gateway no longer waits for the backend."""
+        self.is_late = False
+        """The deadline has passed."""
         self._pass = given
         self._task = asyncio.current_task()
         backend.outstanding_tokens += tokens
+        self._size, self._look = tokens, backend.looks
+        self._ahead, self._began_s = backend.outstanding_tokens, backend.clock()
+        backend.unseen_tokens += tokens
         backend.last_taken = next(_order)
         backend.attempts.add(self)
+
+    def answered(self, *, is_success: bool = True) -> None:
+        """Notes that the answer has begun."""
+        if not self.has_begun and is_success:
+            self.backend.speed.note(self._ahead, self.backend.clock() - self._began_s)
+        self.has_begun = True
 
     def done(self, tokens: int) -> None:
         """Takes ``tokens`` of the work that is done off the load."""
@@ -125,10 +174,11 @@ class Attempt:
         self.tokens -= tokens
         self.backend.outstanding_tokens -= tokens
 
-    def give_up(self, why: str) -> None:
-        """Ends the wait for the backend: the task that made the attempt is cancelled, and finds the reason in ``given_up``."""
+    def give_up(self, why: str, *, is_late: bool = False) -> None:
+        """Ends the wait for the backend: the task that made the attempt is cancelled, and finds the reason in ``given_up``. ``is_late``: it is the client's
+        deadline, and not the backend's fault."""
         if self.given_up is None and self._task is not None:
-            self.given_up = why
+            self.given_up, self.is_late = why, is_late
             self._task.cancel()
 
     def release(self) -> None:
@@ -136,6 +186,8 @@ class Attempt:
         if self in self.backend.attempts:
             self.backend.attempts.remove(self)
             self.done(self.tokens)
+            if self._look == self.backend.looks:
+                self.backend.unseen_tokens -= self._size
 
     def report(self, outcome: Outcome) -> None:
         """Tells the breaker, once, what the attempt says about the backend."""

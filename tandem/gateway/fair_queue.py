@@ -5,7 +5,8 @@ always have requests waiting receive the same service, whatever they send: in an
 ``2 * max(prompt_weight * longest prompt, output_weight * tokens in flight)`` (theorem 4.4).
 """
 
-from collections import OrderedDict, deque
+import bisect
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -22,11 +23,14 @@ _MOST_IDLE = 4096
 @dataclass
 class FairQueue(Generic[Item]):
     """Waiting items by tenant. ``weights``: a tenant with weight 2 receives twice the service of one with 1.
-    ``other_weight``: of those that are not in it."""
+    ``other_weight``: of those that are not in it. ``classes``: tenants of a lower class (by default 0) are served first, and fairly among themselves."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
     other_weight: float = 1.0
-    _waiting: dict[str, deque[Item]] = field(default_factory=dict)
+    classes: Mapping[str, int] = field(default_factory=dict)
+    other_class: int = 0
+    _waiting: dict[str, list[tuple[int, int, Item]]] = field(default_factory=dict)
+    _pushed: int = 0
     _counters: "OrderedDict[str, float]" = field(default_factory=OrderedDict)
     _last_left: str | None = None
 
@@ -34,43 +38,54 @@ class FairQueue(Generic[Item]):
         return sum(map(len, self._waiting.values()))
 
     def __iter__(self) -> Iterator[Item]:
-        return (item for items in self._waiting.values() for item in items)
+        return (item for items in self._waiting.values() for _, _, item in items)
 
     def length(self, tenant: str) -> int:
         """Returns how many requests of ``tenant`` wait."""
         return len(self._waiting.get(tenant, ()))
 
     def ahead(self, tenant: str) -> int:
-        """Returns about how many requests are served before one that ``tenant`` adds now: its own, and as many of each other tenant."""
-        own = self.length(tenant)
-        return own + sum(min(len(items), own + 1) for other, items in self._waiting.items() if other != tenant)
+        """Returns about how many requests are served before one that ``tenant`` adds now: its own, as many of each other tenant of its class, and all of lower
+        classes."""
+        own, level = self.length(tenant), self._class(tenant)
+        others = [(self._class(other), len(items)) for other, items in self._waiting.items() if other != tenant]
+        return own + sum(count if other < level else min(count, own + 1) for other, count in others if other <= level)
 
-    def push(self, tenant: str, item: Item) -> None:
-        """Adds a request. The counter of a tenant that had none waiting is lifted to the others': time in which it asked for nothing is no credit."""
+    def push(self, tenant: str, item: Item, priority: int = 0) -> None:
+        """Adds a request. Those of one tenant are served by ``priority``, the lowest first. The counter of a tenant that had none waiting is lifted to the
+        others': time in which it asked for nothing is no credit."""
         if tenant not in self._waiting:
             counter = self._counters.get(tenant, 0.0)
-            if self._waiting:
-                counter = max(counter, min(self._counters[other] for other in self._waiting))
+            beside = [other for other in self._waiting if self._class(other) == self._class(tenant)]
+            if beside:
+                counter = max(counter, min(self._counters[other] for other in beside))
             elif self._last_left is not None:
                 counter = max(counter, self._counters.get(self._last_left, 0.0))
             self._counters[tenant] = counter
             self._counters.move_to_end(tenant)
-            self._waiting[tenant] = deque()
-        self._waiting[tenant].append(item)
+            self._waiting[tenant] = []
+        self._pushed += 1
+        bisect.insort(self._waiting[tenant], (priority, self._pushed, item))
         self._forget_idle()
+
+    def next(self) -> tuple[str, Item]:
+        """Returns the next request and its tenant. The queue must not be empty."""
+        tenant = min(self._waiting, key=lambda each: (self._class(each), self._counters[each]))
+        return tenant, self._waiting[tenant][0][2]
 
     def pop(self) -> tuple[str, Item]:
         """Removes and returns the next request and its tenant. The queue must not be empty."""
-        tenant = min(self._waiting, key=lambda each: self._counters[each])
-        item = self._waiting[tenant].popleft()
+        tenant, item = self.next()
+        del self._waiting[tenant][0]
         self._left(tenant)
         return tenant, item
 
     def remove(self, tenant: str, item: Item) -> None:
         """Removes a request whose client has left, if it is there."""
-        items = self._waiting.get(tenant)
-        if items is not None and item in items:
-            items.remove(item)
+        items = self._waiting.get(tenant, [])
+        place = next((place for place, each in enumerate(items) if each[2] == item), None)
+        if place is not None:
+            del items[place]
             self._left(tenant)
 
     def charge(self, tenant: str, service: float) -> None:
@@ -79,6 +94,9 @@ class FairQueue(Generic[Item]):
 
     def counter(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
+
+    def _class(self, tenant: str) -> int:
+        return self.classes.get(tenant, self.other_class)
 
     def _left(self, tenant: str) -> None:
         if not self._waiting[tenant]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.gateway.headers import Headers
-from tandem.gateway.routing.prefix_index import Prefix, prefix_of
+from tandem.gateway.routing.prefix_index import Prefix, read_prefix
 from tandem.serving.errors import invalid
 
 INFERENCE_PATHS = (
@@ -23,6 +23,7 @@ OTHER_MAX_TOKENS = 256
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 """Fields that are equal in the requests of one conversation: ours, and two of OpenAI's."""
 _LONGEST_SESSION = 256
+_MOST_PRIORITY = 2**31
 _NO_GENERATION = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/tokenize", "/detokenize")
 
 
@@ -45,15 +46,24 @@ class InferenceRequest:
     """Whether the client has chosen the seed of its random numbers."""
     tenant: str = ""
     timeout_s: float | None = None
-    """How long the client waits for its turn, as it says."""
+    """How long the client waits for the beginning of its answer, as it says."""
+    priority: int = 0
+    """Among the requests of its tenant, the lowest first."""
     prefix: Prefix = ()
     """The blocks of its prompt, if backends are chosen by them."""
+    block_share: float = 0.0
+    """The part of the prompt that is in each of these blocks."""
     session: str = ""
     """The conversation that it belongs to, if it says so."""
     asked_model: str | None = None
     """The name that the client asked for; limits and keys go by it."""
     shadows: "tuple[InferenceRequest, ...]" = ()
     """Its copies for models in the shadow."""
+
+    @property
+    def tokens(self) -> int:
+        """All its work, estimated."""
+        return self.prompt_tokens + self.max_tokens
 
 
 def read_request(
@@ -70,9 +80,10 @@ def read_request(
         raise invalid("'stream' is neither true nor false", "stream")
     prompts, tokens = _prompt(content, len(body))
     longest = prompts * _generated(path, content)
+    prefix, share = read_prefix(content) if by_prefix else ((), 0.0)
     return InferenceRequest(
         id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(headers),
-        prefix_of(content) if by_prefix else (), session_of(headers, content, tenant), model,
+        _priority(content), prefix, share, session_of(headers, content, tenant), model,
     )  # fmt: skip
 
 
@@ -82,7 +93,7 @@ def for_model(request: InferenceRequest, content: dict[str, Any], model: str | N
         return request
     content = {**content, "model": model}
     body = json.dumps(content, separators=(",", ":")).encode()
-    return replace(request, model=model, body=body, prefix=prefix_of(content) if by_prefix else ())
+    return replace(request, model=model, body=body, prefix=read_prefix(content)[0] if by_prefix else ())
 
 
 def session_of(headers: Headers, content: dict[str, Any], tenant: str) -> str:
@@ -104,6 +115,12 @@ def _timeout_s(headers: Headers) -> float | None:
     if not 0 < seconds < math.inf:
         raise invalid(f"the header X-Request-Timeout is '{given.decode('latin-1')[:40]}'; give a number of seconds above 0")
     return seconds
+
+
+def _priority(content: dict[str, Any]) -> int:
+    """Returns the field ``priority``, vLLM's, which the backend checks."""
+    given = content.get("priority")
+    return max(-_MOST_PRIORITY, min(_MOST_PRIORITY, given)) if type(given) is int else 0
 
 
 def _prompt(content: dict[str, Any], body_bytes: int) -> tuple[int, int]:

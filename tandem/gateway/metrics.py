@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from tandem.gateway.admission import Admission
 from tandem.gateway.backend import Backend
+from tandem.gateway.routing.prefix_index import PrefixIndex
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600)
 
@@ -13,9 +14,9 @@ _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 class Metrics:
     """Counters and histograms of requests; the state of backends is read when the figures are asked for."""
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
+    def __init__(self, backends: Sequence[Backend], index: PrefixIndex | None) -> None:
         self.registry = CollectorRegistry()
-        self._backends = backends
+        self._backends, self._index = backends, index
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"tandem_gateway_{name}", text, labels, registry=self.registry)
@@ -37,10 +38,19 @@ class Metrics:
             "tandem_gateway_request_seconds", "From the complete request to the end of its answer.", ("model",), registry=self.registry, buckets=_SECONDS
         )
         self.limited = Counter("tandem_gateway_limited", "Requests refused by a limit of their key or tenant.", ("limit",), registry=self.registry)
+        self.queue_wait = Histogram(
+            "tandem_gateway_queue_wait_seconds", "From the complete request to its turn.", ("model",), registry=self.registry, buckets=_SECONDS
+        )
+        self.refused = Counter("tandem_gateway_refused", "Requests that were refused or ended for their time or the queue's length.", ("reason",),
+                               registry=self.registry)  # fmt: skip
+        self._waiting_tokens = gauge("waiting_tokens", "Tokens of the prompts that wait for their turn.", "model")
         self._waiting = gauge("waiting_requests", "Requests that wait for their turn.", "model")
         self._oldest = gauge("oldest_waiting_seconds", "How long the one that waits longest has waited.")
         self._in_flight = gauge("in_flight_requests", "Requests at the backend.", "backend")
         self._outstanding = gauge("outstanding_tokens", "Tokens that the backend has still to compute, estimated.", "backend")
+        self._free = gauge("free_cache_tokens", "Room of the KV cache, as a Tandem server says.", "backend")
+        self._engine_waiting = gauge("backend_waiting_tokens", "Tokens of prompts that wait in the backend, as a Tandem server says.", "backend")
+        self._cached = gauge("prefix_blocks", "Blocks of prompts that the backend probably has in its prefix cache.", "backend")
         self._ready = gauge("backend_ready", "1 if the backend is ready by its probes and not drained by an administrator.", "backend")
         self._breaker = gauge("backend_breaker_open", "0 closed, 0.5 half-open, 1 open.", "backend")
 
@@ -48,10 +58,16 @@ class Metrics:
         """Returns all figures."""
         for model, count in admission.waiting.items():
             self._waiting.labels(model).set(count)
+            self._waiting_tokens.labels(model).set(admission.waiting_tokens[model])
         self._oldest.set(admission.oldest_s)
         for backend in self._backends:
             self._in_flight.labels(backend.name).set(len(backend.attempts))
             self._outstanding.labels(backend.name).set(backend.outstanding_tokens)
+            if backend.engine is not None:
+                self._free.labels(backend.name).set(backend.engine.free_tokens)
+                self._engine_waiting.labels(backend.name).set(backend.engine.waiting_tokens)
+            if self._index is not None:
+                self._cached.labels(backend.name).set(self._index.size(backend))
             self._ready.labels(backend.name).set(backend.is_ready)
             self._breaker.labels(backend.name).set({"closed": 0, "half_open": 0.5, "open": 1}[backend.breaker.state])
         return generate_latest(self.registry)

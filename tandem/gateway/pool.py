@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.backend import Backend
 from tandem.gateway.inference_request import InferenceRequest
+from tandem.gateway.routing.prefix_index import PrefixIndex
 from tandem.gateway.routing.router import Router
 from tandem.serving.errors import ApiError, invalid, unavailable
 
@@ -16,6 +17,7 @@ class Pool:
     def __init__(self, config: GatewayConfig, backends: Sequence[Backend]) -> None:
         self.backends = list(backends)
         self._router = Router(config)
+        self._follows_cache = config.queue.follow_cache
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -57,14 +59,26 @@ class Pool:
         """Returns whether a backend that is not one of ``tried`` can take ``request``."""
         return any(backend not in tried for backend in self._able(request.model))
 
+    @property
+    def index(self) -> PrefixIndex | None:
+        """What backends have in their prefix caches, if it is asked for."""
+        return self._router.index
+
     def sent(self, request: InferenceRequest, backend: Backend) -> int:
         """Notes that ``request`` goes to ``backend``; returns how many tokens of its prompt are probably computed there already."""
         return self._router.sent(request, backend)
 
-    def room(self, model: str | None) -> int | None:
-        """Returns how many more requests for ``model`` its backends can have at once, ``None`` if no backend takes any."""
-        able = self._able(model)
-        return sum(max(0, backend.room) for backend in able) if able else None
+    def room(self, request: InferenceRequest, tokens_before: int = 0) -> int | None:
+        """Returns how many more requests those backends of the model of ``request`` can have at once whose KV cache has room for its prompt, after
+        ``tokens_before``; ``None`` if no backend takes any."""
+        able = self._able(request.model)
+        new = self._router.new_tokens
+        fitting = [each for each in able if not self._follows_cache or each.has_cache_for(tokens_before + new(request, each))]
+        return sum(max(0, each.room) for each in fitting) if able else None
+
+    def first_byte_s(self, request: InferenceRequest) -> float:
+        """Returns about how long a request that is sent now waits for the first byte of its answer; 0 while nothing is known."""
+        return min((backend.first_byte_s(request.tokens) for backend in self._able(request.model)), default=0.0)
 
     def refusal(self, model: str | None) -> ApiError:
         """Returns the error of a request for ``model`` that no backend can take, with the time until one may."""

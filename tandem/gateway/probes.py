@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -10,6 +10,7 @@ import aiohttp
 
 from tandem.config.gateway import ProbeConfig
 from tandem.gateway.backend import Backend, Health
+from tandem.gateway.bounded_body import read_bounded
 
 _PATHS = ("/readiness", "/health", "/v1/models")
 _MODELS_EVERY = 5
@@ -107,7 +108,7 @@ class Probes:
                 if backend.config.models:
                     return
                 raise ValueError(f"/v1/models answers {response.status}")
-            text = b"".join([part async for part in _bounded(response)])
+            text = await read_bounded(response, _MOST_BYTES)
         try:
             entries = [entry for entry in json.loads(text)["data"][:_MOST_MODELS] if isinstance(entry["id"], str)]
             backend.weights = next((_version(entry.get("weight_version")) for entry in entries if entry.get("owned_by") == "tandem"), None)
@@ -122,16 +123,6 @@ def _served(configured: tuple[str, ...], entries: list[dict[str, Any]]) -> tuple
     if not configured:
         return tuple(entry["id"] for entry in entries)
     return tuple(dict.fromkeys([*configured, *(entry["id"] for entry in entries if entry.get("parent") in configured)]))
-
-
-async def _bounded(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yields the parts of a body. Raises ``ValueError`` for one that is larger than any list of models."""
-    size = 0
-    async for part in response.content.iter_any():
-        size += len(part)
-        if size > _MOST_BYTES:
-            raise ValueError(f"/v1/models has more than {_MOST_BYTES} bytes")
-        yield part
 
 
 def _version(given: Any) -> str:

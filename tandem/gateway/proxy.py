@@ -43,6 +43,7 @@ class Proxy:
         exchange = Exchange(request, send, meter, self._metrics, headers, self._upstream.repeatable_body(request))
         try:
             async with while_client_waits(receive) as client, self._admission(request) as exchange.charge:
+                self._metrics.queue_wait.labels(request.model or "-").observe(time.monotonic() - exchange.began)
                 self._shadows.start(request)
                 await self._attempts(exchange)
             if client.has_left:
@@ -50,6 +51,8 @@ class Proxy:
                 exchange.status = CLIENT_LEFT
         except ApiError as error:
             exchange.status = error.status
+            if error.code in ("queue_full", "deadline_exceeded"):
+                self._metrics.refused.labels(error.code).inc()
             raise
         finally:
             model = request.model or "-"
@@ -99,6 +102,8 @@ class Proxy:
         outcome = Outcome.UNKNOWN
         try:
             attempt.waiting_since = asyncio.get_running_loop().time()
+            if request.timeout_s is not None:
+                attempt.deadline = attempt.waiting_since + request.timeout_s - (time.monotonic() - exchange.began)
             async with self._upstream.post(backend, request, exchange.body) as response:
                 outcome = await self._answered(exchange, attempt, response, is_last=is_last)
         except StatusRetried as error:
@@ -110,6 +115,8 @@ class Proxy:
             task = asyncio.current_task()
             if task is not None and task.uncancel() > 0:
                 raise  # The client has left too.
+            if attempt.is_late:
+                raise _too_late(request) from None
             outcome = Outcome.FAILURE
             await _broken(exchange, BackendFailed(attempt.given_up))
         except Diverged as error:
@@ -155,6 +162,11 @@ class Proxy:
         exchange.repetition = exchange.delivered.repetition()
         self._metrics.resumed.inc()
         await relay(exchange, attempt, response, [])
+
+
+def _too_late(request: InferenceRequest) -> ApiError:
+    message = f"the answer has not begun within X-Request-Timeout ({request.timeout_s:g} s)"
+    return ApiError(504, message, kind="timeout_error", code="deadline_exceeded")
 
 
 async def _broken(exchange: Exchange, failure: BackendFailed) -> None:

@@ -27,7 +27,7 @@ async def _whole(exchange: Exchange, attempt: Attempt, response: aiohttp.ClientR
     parts: list[bytes] = []
     size = 0
     async for part in response.content.iter_any():
-        attempt.has_begun = True
+        attempt.answered(is_success=response.status < 400)
         attempt.waiting_since = None
         parts.append(part)
         size += len(part)
@@ -52,7 +52,7 @@ async def _stream(exchange: Exchange, attempt: Attempt, response: aiohttp.Client
         attempt.waiting_since = None
         whole, held = whole_events(held + part)
         if whole and not attempt.has_begun:
-            attempt.has_begun = True
+            attempt.answered()
             attempt.done(exchange.prompt_tokens)
             await exchange.start(response.status, headers)
         if whole and exchange.repetition is not None:

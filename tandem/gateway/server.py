@@ -21,6 +21,7 @@ from tandem.gateway.auth import Auth
 from tandem.gateway.backend import Backend
 from tandem.gateway.credentials import backend_key, backend_tls
 from tandem.gateway.ejection import bound_ejections
+from tandem.gateway.engine_states import EngineStates
 from tandem.gateway.keys import KeyFile
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
@@ -110,9 +111,9 @@ async def _serve(
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, skip_auto_headers=skipped, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
-        pool, metrics = Pool(config, backends), Metrics(backends)
-        weights = {name: tenant.weight for name, tenant in config.tenants.items()}
-        admission = Admission(config.queue, pool, weights, config.other_tenants.weight)
+        pool = Pool(config, backends)
+        metrics = Metrics(backends, pool.index)
+        admission = Admission(config, pool)
         largest = int(config.max_body_mib * 2**20)
         bodies = UnfinishedBodies(largest * _MOST_UNFINISHED_BODIES, largest * _MOST_UNFINISHED_BODIES)
         shared = None
@@ -134,6 +135,7 @@ async def _serve(
         waits = asyncio.create_task(watch_waits(config.timeouts, backends, admission.wake))
         beside = [waits, asyncio.create_task(_refresh(keys)), *([asyncio.create_task(shared.keep())] if shared is not None else [])]
         beside += [asyncio.create_task(tokens.keep(session))] if tokens is not None else []
+        beside.append(asyncio.create_task(EngineStates(config.probes.state_s, backends, session, pool.index, admission.wake).keep()))
         beside += [asyncio.create_task(follow_stages(Path(config.registry), stages, say))] if config.registry else []
         try:
             await probes.start()

@@ -10,8 +10,8 @@ _PERIOD_S = 0.1
 
 
 async def watch_waits(config: TimeoutConfig, backends: list[Backend], wake: Callable[[], None]) -> None:
-    """Gives up, for ever, the attempts that wait longer than ``first_byte_s`` or ``idle_s``, and calls ``wake`` for requests in the queue. One task looks at
-    all of them: a timer for each part of each answer would cost more than passing the part on."""
+    """Gives up, for ever, the attempts that wait longer than ``first_byte_s``, ``idle_s`` or their client, and calls ``wake`` for requests in the queue. One
+    task looks at all of them: a timer for each part of each answer would cost more than passing the part on."""
     loop = asyncio.get_running_loop()
     period = min(_PERIOD_S, config.first_byte_s / 2, config.idle_s / 2)
     while True:
@@ -21,5 +21,7 @@ async def watch_waits(config: TimeoutConfig, backends: list[Backend], wake: Call
         for backend in backends:
             for attempt in list(backend.attempts):
                 since, limit = attempt.waiting_since, config.idle_s if attempt.has_begun else config.first_byte_s
-                if since is not None and now - since > limit:
+                if attempt.deadline is not None and not attempt.has_begun and now > attempt.deadline:
+                    attempt.give_up("it did not answer in the client's time", is_late=True)
+                elif since is not None and now - since > limit:
                     attempt.give_up(f"it did not {'go on' if attempt.has_begun else 'answer'} within {limit:g} s")

@@ -5,6 +5,7 @@ import hmac
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.serving.bodies import read_body
+from tandem.serving.engines.block_events import CLIENT_REQUEST_ID
 from tandem.serving.errors import ApiError, unauthorised, unavailable
 from tandem.serving.json_body import PARSED
 from tandem.serving.limits import BEFORE_LOAD_BYTES
@@ -14,6 +15,8 @@ from tandem.serving.state import ServerState
 
 CONTROL = frozenset((*control.PATHS, *adapters.PATHS))
 PUBLIC = ("/health", "/liveness", "/readiness", "/startup", "/metrics", "/version", "/openapi.json", "/docs")
+
+_LONGEST_ID = 128
 
 
 class Guard:
@@ -55,6 +58,7 @@ class Guard:
         async def replay() -> Message:
             return first.pop() if first else await receive()
 
+        CLIENT_REQUEST_ID.set(next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")[:_LONGEST_ID])
         state.open_requests += is_inference
         try:
             await self._app(scope, replay, send)

@@ -51,6 +51,7 @@ class ServerSettings:
         request_s: how long a client may take to send a request.
         stall_s: how long a reader may take no byte of its answer.
         drain_s: how long in-flight requests may continue after SIGTERM.
+        kv_events: publish what enters and leaves the prefix cache (``GET /kv_cache``).
         follows: the run whose published weights are served.
     """
 
@@ -82,6 +83,7 @@ class ServerSettings:
     request_s: float = 30.0
     stall_s: float = 300.0
     drain_s: float = 600.0
+    kv_events: bool = False
     follows: FollowedRun | None = None
 
     @property

@@ -115,7 +115,7 @@ def with_prompt(kv_cache: KVCacheManager, length: int, num_computed: int) -> lis
     """Allocates the blocks of a prompt whose first ``num_computed`` tokens are computed."""
     prefill = prefill_of(list(range(length)))
     assert kv_cache.get_computed_blocks(prefill) == [] and kv_cache.allocate_prompt(prefill, [])
-    kv_cache.cache_blocks(prefill.block_hashes, prefill.blocks, num_computed)
+    kv_cache.cache_blocks(prefill.sequences[0].request, prefill.block_hashes, prefill.blocks, num_computed)
     return prefill.blocks
 
 
@@ -146,3 +146,38 @@ def test_a_prompt_gets_all_its_blocks_or_none_and_a_reserve_stays_free() -> None
     assert prefill.blocks == [] and kv_cache.num_free_blocks == 6
     assert kv_cache.allocate_prompt(prefill, kv_cache.get_computed_blocks(prefill), num_reserved=1)
     assert prefill.blocks[:2] == table[:2] and prefill.num_computed_tokens == prefill.num_cached_tokens == 32 and len(set(prefill.blocks)) == 5
+
+
+def test_events_say_what_is_in_the_prefix_cache() -> None:
+    """Replayed, the events give the blocks that are in the cache, after any operations."""
+    draw = random.Random(5)
+    kv_cache, cached, held, said = KVCacheManager(24), set[str](), list[list[int]](), 0
+    events = kv_cache.record_block_events()
+    assert kv_cache.record_block_events() is events
+    for step in range(400):
+        if draw.random() < 0.02:
+            kv_cache.reset_prefix_cache()
+        elif held and draw.random() < 0.5:
+            kv_cache.free(held.pop(draw.randrange(len(held))))
+        else:
+            tokens = [draw.randrange(2) for _ in range(draw.randrange(1, 4))] * 40
+            prefill = prefill_of(tokens[: draw.randrange(20, 100)], step)
+            if kv_cache.allocate_prompt(prefill, kv_cache.get_computed_blocks(prefill)):
+                request = prefill.sequences[0].request
+                kv_cache.cache_blocks(request, prefill.block_hashes, prefill.blocks, len(prefill.tokens) // 2)
+                kv_cache.cache_blocks(request, prefill.block_hashes, prefill.blocks, len(prefill.tokens))
+                held.append(prefill.blocks)
+        for kind, *fields in events.take():
+            said += 1
+            if kind == "stored":
+                name, first, prompt_tokens, hashes = fields
+                assert name == "a" and hashes == [each[:8].hex() for each in prefill.block_hashes[first : first + len(hashes)]]
+                assert not cached & set(hashes) and prompt_tokens == len(prefill.tokens)
+                cached |= set(hashes)
+            elif kind == "removed":
+                assert set(fields[0]) <= cached
+                cached -= set(fields[0])
+            else:
+                cached.clear()
+        assert cached == {each[:8].hex() for each in kv_cache.block_pool._by_hash}
+    assert said > 150 and events.take() == []

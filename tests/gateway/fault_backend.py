@@ -3,7 +3,7 @@
     python fault_backend.py NAME MODEL[,MODEL] [WEIGHTS]      prints its port; with WEIGHTS it says that it is Tandem's server
 
 ``POST /mode`` with ``{"mode": ..., "delay_s": ...}`` sets what it does with the next requests; ``GET /stats`` says what it has seen. ``adapters`` of a mode:
-adapters that it has loaded, with their models.
+adapters that it has loaded, with their models. ``kv_cache``: what it says of its KV cache.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ class Backend:
         self.seen: Counter[str] = Counter()
         self.last: dict[str, Any] = {}
         self.adapters: dict[str, str] = {}
+        self.kv_cache: dict[str, Any] | None = None
         self.running = 0
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -45,12 +46,15 @@ class Backend:
             given = json.loads(body)
             self.mode, self.delay_s, self.is_ready = given.get("mode", "ok"), given.get("delay_s", 0.0), given.get("ready", True)
             self.word, self.adapters = given.get("word", "w"), given.get("adapters", {})
+            self.kv_cache = given.get("kv_cache")
             return self.json(writer, {})
         if path == "/stats":
             return self.json(writer, {"seen": self.seen, "last": self.last, "running": self.running})
         if method == "GET":
             if self.mode in ("hang", "dead"):
                 await asyncio.sleep(3600)
+            if path.startswith("/kv_cache"):
+                return self.json(writer, self.kv_cache or {}, 404 if self.kv_cache is None else 200)
             if path == "/readiness":
                 return self.json(writer, {}, 200 if self.is_ready else 503)
             adapters = [{"id": name, "object": "model", "parent": model} for name, model in self.adapters.items()]

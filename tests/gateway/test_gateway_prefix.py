@@ -11,7 +11,7 @@ from tandem.config.gateway import GatewayConfig
 from tandem.config.routing import RouterConfig
 from tandem.gateway.backend import Backend
 from tandem.gateway.pool import Pool
-from tandem.gateway.routing.prefix_index import BLOCK_TOKENS, MOST_BLOCKS, PrefixIndex, prefix_of
+from tandem.gateway.routing.prefix_index import BLOCK_TOKENS, MOST_BLOCKS, PrefixIndex, read_prefix
 from tandem.gateway.routing.router import Router
 
 
@@ -19,9 +19,13 @@ def settings(made: list[Backend], **fields: Any) -> GatewayConfig:
     return GatewayConfig(tuple(each.config for each in made), **fields)
 
 
+def blocks_of(content: dict[str, Any]) -> tuple[int, ...]:
+    return read_prefix(content)[0]
+
+
 def common(one: dict[str, Any], other: dict[str, Any]) -> int:
     """Returns how many blocks two prompts share."""
-    pairs = list(zip(prefix_of(one), prefix_of(other), strict=False))
+    pairs = list(zip(blocks_of(one), blocks_of(other), strict=False))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
@@ -37,13 +41,13 @@ def test_prompts_share_blocks_as_far_as_they_begin_alike() -> None:
     assert common({"messages": turns}, {"messages": [*turns, {"role": "user", "content": "c" * 300}]}) >= 17
     for other in ({"model": "b"}, {"cache_salt": "s"}):
         assert common({"prompt": text, "model": "a"}, {"prompt": text, "model": "a", **other}) == 0
-    assert prefix_of({"prompt": ["a" * 999]}) == prefix_of({"messages": 3}) == prefix_of({}) == ()
-    assert len(prefix_of({"prompt": "x" * 10**6})) == MOST_BLOCKS
+    assert blocks_of({"prompt": ["a" * 999]}) == blocks_of({"messages": 3}) == blocks_of({}) == ()
+    assert len(blocks_of({"prompt": "x" * 10**6})) == MOST_BLOCKS
 
 
 def test_a_backend_keeps_its_blocks_until_its_weights_change_or_it_restarts() -> None:
     index, (one, two) = PrefixIndex(), backends(1, 1)
-    prefix = prefix_of({"prompt": list(range(256))})
+    prefix = blocks_of({"prompt": list(range(256))})
     index.add(prefix[:3], one)
     assert index.cached_tokens(prefix, one) == 3 * BLOCK_TOKENS and index.cached_tokens(prefix, two) == 0
     one.weights = "[0, 2]"
@@ -56,12 +60,12 @@ def test_a_backend_keeps_its_blocks_until_its_weights_change_or_it_restarts() ->
 
 def test_the_index_is_bounded_and_forgets_what_was_not_used_longest() -> None:
     index, (one,) = PrefixIndex(), backends(1, cache_tokens=100 * BLOCK_TOKENS)
-    hot = prefix_of({"prompt": [9] * 640})
+    hot = blocks_of({"prompt": [9] * 640})
     for number in range(500):
         index.add(hot, one)
-        index.add(prefix_of({"prompt": [number] * 640}), one)
-    assert len(index._seen[one.name]) == 100 and index.cached_tokens(hot, one) == 640
-    assert index.cached_tokens(prefix_of({"prompt": [3] * 640}), one) == 0
+        index.add(blocks_of({"prompt": [number] * 640}), one)
+    assert index.size(one) == 100 and index.cached_tokens(hot, one) == 640
+    assert index.cached_tokens(blocks_of({"prompt": [3] * 640}), one) == 0
 
 
 def test_a_prefix_is_worth_its_tokens_and_never_leads_into_overload() -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -187,7 +186,6 @@ def test_a_stream_goes_on_at_the_other_backend(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_streams_of_killed_servers_go_on_with_the_same_tokens(tmp_path: Path) -> None:
     """Real servers and engines: of two, one is killed while it streams, sampled at temperature 1 without a seed of the client's."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
     from server_process import server
     from tiny_model import make_model, make_tokenizer
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 import torch
 import yaml
-from conftest import make_model
 from server_process import Server, server, until
+from tiny_model import make_model
 
 sys.path.append(str(Path(__file__).parents[1] / "weight_transfer"))
 from whole_tensors import converted

@@ -266,7 +266,7 @@ class Scheduler:
         self.kv_cache.remove_skipped_blocks(prefill.blocks, start)
         tokens = tuple(prefill.tokens[start : start + budget])
         prefill.num_computed_tokens += len(tokens)
-        self.kv_cache.cache_blocks(prefill.block_hashes, prefill.blocks, prefill.num_computed_tokens)
         request = prefill.sequences[0].request
+        self.kv_cache.cache_blocks(request, prefill.block_hashes, prefill.blocks, prefill.num_computed_tokens)
         rows = tuple(prefill.rows) if prefill.num_computed_tokens == len(prefill.tokens) else ()
         return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), rows, request.adapter)

@@ -14,6 +14,7 @@ from array import array
 from collections import OrderedDict
 from typing import NamedTuple
 
+from tandem.engine.kv_cache.block_events import BlockEvents
 from tandem.kernels.api import BLOCK_TOKENS
 from tandem.types import WeightVersion
 
@@ -71,6 +72,8 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self.events: BlockEvents | None = None
+        """Where evictions are recorded, if anybody asks."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -129,12 +132,14 @@ class BlockPool:
             if block >= 0:
                 self.free_block(block)
 
-    def cache_block(self, block: int, block_hash: bytes) -> None:
-        """Sets the hash of a held block, unless another block has that hash already."""
+    def cache_block(self, block: int, block_hash: bytes) -> bool:
+        """Sets the hash of a held block, unless another block has that hash already. Returns whether it was set."""
         assert self._ref_counts[block] > 0, block
-        if block_hash not in self._by_hash and self._hashes[block] is None:
-            self._by_hash[block_hash] = block
-            self._hashes[block] = block_hash
+        if block_hash in self._by_hash or self._hashes[block] is not None:
+            return False
+        self._by_hash[block_hash] = block
+        self._hashes[block] = block_hash
+        return True
 
     def get_cached_block(self, block_hash: bytes) -> int | None:
         """Returns the block with ``block_hash``, with one more reference, or ``None``."""
@@ -151,6 +156,8 @@ class BlockPool:
         self._hashes = [None] * self.num_blocks
         self._free.extend(self._cached)
         self._cached.clear()
+        if self.events is not None:
+            self.events.cleared()
 
     def _take(self, block: int) -> None:
         """Allocates one given block. O(1) for a cached one, O(num_blocks) for a free one."""
@@ -166,6 +173,8 @@ class BlockPool:
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hashes[block] = None
+            if self.events is not None:
+                self.events.removed(block_hash)
 
     def check_integrity(self, held: dict[int, int] | None = None) -> None:
         """Raises ``AssertionError`` unless every block is in exactly one state and hashes agree in both directions. ``held``: the

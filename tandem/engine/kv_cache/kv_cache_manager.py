@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from tandem.engine.core.request import Prefill, Request, Sequence
+from tandem.engine.kv_cache.block_events import BlockEvents
 from tandem.engine.kv_cache.block_pool import NULL_BLOCK, BlockCopy, BlockPool, block_hashes, blocks_for, root_hash
 from tandem.kernels.api import BLOCK_TOKENS
 from tandem.types import WeightVersion
@@ -161,18 +162,28 @@ class KVCacheManager:
 
     # -- the prefix cache ----------------------------------------------------------------------------------------------
 
-    def cache_blocks(self, hashes: list[bytes], table: list[int], num_tokens: int) -> None:
-        """Adds the blocks of ``table`` that are full after ``num_tokens`` tokens to the prefix cache."""
-        if self.enable_prefix_caching:
-            for block_hash, block in zip(hashes[: num_tokens // BLOCK_TOKENS], table, strict=False):
-                if block >= 0:
-                    self.block_pool.cache_block(block, block_hash)
+    def cache_blocks(self, request: Request, hashes: list[bytes], table: list[int], num_tokens: int) -> None:
+        """Adds the blocks of ``table``, a table of ``request``, that are full after ``num_tokens`` tokens to the prefix cache."""
+        if not self.enable_prefix_caching:
+            return
+        full = list(zip(hashes[: num_tokens // BLOCK_TOKENS], table, strict=False))
+        entered = [index for index, (block_hash, block) in enumerate(full) if block >= 0 and self.block_pool.cache_block(block, block_hash)]
+        if entered and self.block_pool.events is not None:
+            for first, last in _runs(entered):
+                stored = [block_hash for block_hash, _ in full[first : last + 1]]
+                self.block_pool.events.stored(request.id, first, len(request.prompt_token_ids), stored)
 
     def cache_sequence(self, sequence: Sequence, num_tokens: int) -> None:
         """As ``cache_blocks``, for a ``sequence`` whose later blocks have no hashes yet."""
         if self.enable_prefix_caching and not sequence.is_mixed and num_tokens // BLOCK_TOKENS > len(sequence.block_hashes):
             hashes = block_hashes(self._root(sequence.request), sequence.known_tokens[:num_tokens], sequence.block_hashes)
-            self.cache_blocks(hashes, sequence.blocks, num_tokens)
+            self.cache_blocks(sequence.request, hashes, sequence.blocks, num_tokens)
+
+    def record_block_events(self) -> BlockEvents:
+        """Returns where changes of the prefix cache are recorded from now on."""
+        if self.block_pool.events is None:
+            self.block_pool.events = BlockEvents()
+        return self.block_pool.events
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. Block tables keep their blocks."""
@@ -202,6 +213,17 @@ class KVCacheManager:
         """Frees the swapped-out keys and values of ``prefill``."""
         self.host_pool.free_blocks(prefill.host_blocks)
         prefill.host_blocks = []
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Returns the first and the last of each run of ascending ``numbers`` that follow each other."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
 
 
 def _known_columns(prefill: Prefill, computed: list[int]) -> list[int]:

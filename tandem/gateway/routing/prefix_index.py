@@ -1,10 +1,14 @@
 """Which backend has probably which beginnings of prompts in its prefix cache: those that it was sent.
 
-An estimate: backends evict what they need not, and do not say so. It is bounded, and forgets what a backend had when its weights change or it restarts.
+An estimate, which backends correct that say what they evict (``tandem serve --kv-events``). It is bounded, and forgets what a backend had when its weights
+change or it restarts.
 """
 
+import itertools
+import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -16,74 +20,114 @@ BLOCK_BYTES = 256
 BLOCK_TOKENS = BLOCK_BYTES // 4
 MOST_BLOCKS = 1024
 """Blocks of a prompt that are looked at."""
+_MOST_SENT = 4096
+"""Requests of each backend whose blocks are known by their ids, until events name them."""
 _MOST_BLOCKS = 50_000
 """Of each backend, about 5 MB: 3 million tokens."""
 
 Prefix = tuple[int, ...]
+"""Chained hashes of the blocks of a prompt: equal as far as two prompts begin alike."""
 
 
-def prefix_of(content: dict[str, Any]) -> Prefix:
-    """Returns the chained hashes of the blocks of a request's prompt: equal as far as two prompts begin alike. Empty for requests of several prompts."""
+def read_prefix(content: dict[str, Any]) -> tuple[Prefix, float]:
+    """Returns the blocks of a request's prompt, and the part of the prompt that each of them is. No blocks for requests of several prompts."""
     hashes: list[int] = []
+    blocks, share = _blocks(content)
     before = b""
-    for block in _blocks(content):
+    for block in itertools.islice(blocks, MOST_BLOCKS):
         before = xxhash.xxh3_64_digest(before + block)
         hashes.append(int.from_bytes(before, "big"))
-        if len(hashes) == MOST_BLOCKS:
-            break
-    return tuple(hashes)
+    return tuple(hashes), share
 
 
-def _blocks(content: dict[str, Any]) -> Iterator[bytes]:
-    """Yields the whole blocks of the prompt, which begin with the adapter or model and the salt: other keys and values."""
+def _blocks(content: dict[str, Any]) -> tuple[Iterator[bytes], float]:
+    """Returns the whole blocks of the prompt, which begin with the adapter or model and the salt: other keys and values; and the share of each."""
     own = f"{content.get('model')}\0{content.get('cache_salt')}\0"
     given = content.get("prompt", content.get("prompt_token_ids"))
     if isinstance(given, list) and given and isinstance(given[0], int):
-        size = BLOCK_TOKENS
-        for start in range(0, len(given) - size + 1, size):
-            yield f"{own}{given[start : start + size]}".encode()
-        return
+        size, tokens = BLOCK_TOKENS, given
+        return (f"{own}{tokens[start : start + size]}".encode() for start in range(0, len(tokens) - size + 1, size)), size / len(tokens)
     messages = content.get("messages")
     if isinstance(messages, list):
         # A conversation that goes on begins with the same messages.
         given = "\0".join(f"{each.get('role')}\0{each.get('content')}" for each in messages if isinstance(each, dict))
-    if isinstance(given, str):
-        data = (own + given).encode("utf-8", "surrogatepass")
-        for start in range(0, len(data) - BLOCK_BYTES + 1, BLOCK_BYTES):
-            yield data[start : start + BLOCK_BYTES]
+    data = (own + given).encode("utf-8", "surrogatepass") if isinstance(given, str) else b""
+    size = BLOCK_BYTES
+    return (data[start : start + size] for start in range(0, len(data) - size + 1, size)), size / max(1, len(data))
+
+
+@dataclass
+class _Cache:
+    """What one backend has, as long as its ``state`` is the same. ``seen``: blocks, the one that was used longest ago first. ``sent``: the newest requests.
+    ``behind``: the blocks whose last token is in an engine's block, by the name of that."""
+
+    state: tuple[str | None, int]
+    seen: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
+    sent: "OrderedDict[str, tuple[Prefix, float]]" = field(default_factory=OrderedDict)
+    behind: dict[str, set[int]] = field(default_factory=dict)
+
+    def use(self, block: int) -> None:
+        self.seen[block] = None
+        self.seen.move_to_end(block)
 
 
 class PrefixIndex:
-    """The blocks that each backend was sent last, as many as its cache holds. ``most``: blocks that are kept of a backend at most."""
+    """The blocks that each backend was sent last, as many as its cache holds. ``most``: blocks that are kept of a backend at most.
+
+    A backend that publishes what enters and leaves its cache corrects it: blocks that it has evicted are forgotten at once."""
 
     def __init__(self, most: int = _MOST_BLOCKS) -> None:
         self._most = most
-        self._seen: dict[str, OrderedDict[int, None]] = {}
-        self._states: dict[str, tuple[str | None, int]] = {}
+        self._caches: dict[str, _Cache] = {}
 
-    def add(self, prefix: Prefix, backend: Backend) -> None:
-        """Notes that ``backend`` is sent a prompt with ``prefix``."""
-        seen = self._blocks_of(backend)
+    def add(self, prefix: Prefix, backend: Backend, request_id: str = "", share: float = 0.0) -> None:
+        """Notes that ``backend`` is sent a prompt with ``prefix``. ``request_id`` and ``share`` (of the prompt in a block): as they come back in events."""
+        cache = self._cache(backend)
         # The beginning is used last, so that a block is never kept without those before it.
         for block in reversed(prefix):
-            seen[block] = None
-            seen.move_to_end(block)
+            cache.use(block)
         held = backend.config.cache_tokens // BLOCK_TOKENS
-        while len(seen) > (min(held, self._most) if held else self._most):
-            seen.popitem(last=False)
+        while len(cache.seen) > (min(held, self._most) if held else self._most):
+            cache.seen.popitem(last=False)
+        if request_id:
+            cache.sent[request_id] = (prefix, share)
+            if len(cache.sent) > _MOST_SENT:
+                cache.sent.popitem(last=False)
 
     def cached_tokens(self, prefix: Prefix, backend: Backend) -> int:
         """Returns about how many tokens of a prompt with ``prefix`` the backend has computed before and still holds."""
-        seen = self._blocks_of(backend)
+        seen = self._cache(backend).seen
         return next((count for count, block in enumerate(prefix) if block not in seen), len(prefix)) * BLOCK_TOKENS
 
-    def _blocks_of(self, backend: Backend) -> "OrderedDict[int, None]":
-        state = _state(backend)
-        if self._states.get(backend.name) != state:
-            self._states[backend.name], self._seen[backend.name] = state, OrderedDict()
-        return self._seen[backend.name]
+    def size(self, backend: Backend) -> int:
+        """Returns how many blocks the backend probably has."""
+        return len(self._cache(backend).seen)
 
+    def stored(self, backend: Backend, request_id: str, first: int, prompt_tokens: int, names: Sequence[str], *, block_size: int) -> None:
+        """Notes that the engine's blocks ``names`` of ``block_size`` tokens, from number ``first`` of the prompt of a request, entered the cache."""
+        cache = self._cache(backend)
+        prefix, share = cache.sent.get(request_id, ((), 0.0))
+        for number in range(len(prefix) - 1, -1, -1):
+            # A text's bytes are divided among its tokens evenly: exact for token ids, near enough for a text.
+            last = math.ceil((number + 1) * share * prompt_tokens / block_size - 1e-6) - 1
+            if first <= last < first + len(names):
+                cache.behind.setdefault(names[last - first], set()).add(prefix[number])
+                cache.use(prefix[number])
 
-def _state(backend: Backend) -> tuple[str | None, int]:
-    """Returns what a backend's cache belongs to: the version of its weights, and how often it was away."""
-    return backend.weights, backend.restarts
+    def removed(self, backend: Backend, names: Sequence[str]) -> None:
+        """Forgets the blocks that are behind the engine's blocks ``names``, which it has evicted."""
+        cache = self._cache(backend)
+        for name in names:
+            for block in cache.behind.pop(name, ()):
+                cache.seen.pop(block, None)
+
+    def forget(self, backend: Backend) -> None:
+        """Forgets everything about a backend, as after events that were missed."""
+        self._caches.pop(backend.name, None)
+
+    def _cache(self, backend: Backend) -> _Cache:
+        state = (backend.weights, backend.restarts)
+        cache = self._caches.get(backend.name)
+        if cache is None or cache.state != state:
+            cache = self._caches[backend.name] = _Cache(state)
+        return cache

@@ -7,7 +7,7 @@ from tandem.config.gateway import GatewayConfig
 from tandem.gateway.backend import Backend
 from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.routing import pickers, scores
-from tandem.gateway.routing.filters import Filter, with_room
+from tandem.gateway.routing.filters import Filter, in_time, with_cache, with_room
 from tandem.gateway.routing.prefix_index import PrefixIndex
 
 
@@ -17,7 +17,7 @@ class Router:
     def __init__(self, config: GatewayConfig) -> None:
         settings = config.router
         self.index = PrefixIndex() if settings.prefix else None
-        self._filters: tuple[Filter, ...] = (with_room,)
+        self._filters: tuple[Filter, ...] = (with_room, in_time, *((with_cache(self.new_tokens),) if config.queue.follow_cache else ()))
         costs = [scores.load, *([scores.away_from(config.zone, settings.zone_tokens)] if settings.zone_tokens else [])]
         savings = [(settings.prefix, scores.cached_prefix(self.index))] if self.index is not None else []
         savings += [(settings.session, scores.session)] if settings.session else []
@@ -32,13 +32,18 @@ class Router:
             backends = narrow(request, backends)
         return self._pick(request, backends, self._score(request, backends))
 
+    def new_tokens(self, request: InferenceRequest, backend: Backend) -> int:
+        """Returns how many tokens of the prompt ``backend`` probably does not have in its KV cache yet."""
+        cached = self.index.cached_tokens(request.prefix, backend) if self.index is not None and request.prefix else 0
+        return max(0, request.prompt_tokens - cached)
+
     def sent(self, request: InferenceRequest, backend: Backend) -> int:
         """Notes that ``backend`` computes the prompt of ``request``, so that the next one that begins alike finds it there; returns how many of its tokens
         are probably there already, and are no work."""
         if self.index is None or not request.prefix:
             return 0
         cached = self.index.cached_tokens(request.prefix, backend)
-        self.index.add(request.prefix, backend)
+        self.index.add(request.prefix, backend, request.id, request.block_share)
         return cached
 
 

@@ -4,11 +4,13 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from tandem.config.repetition_detection import RepetitionDetectionParams
+from tandem.engine.kv_cache.block_events import BlockEvents
 from tandem.engine.llm import LLM
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
@@ -16,7 +18,7 @@ from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.runtime.rpc.calls import PeerDied, error_meta, message_from
 from tandem.runtime.rpc.channel import Channel
-from tandem.serving.engines.messages import Abort, EngineRequest, step_meta
+from tandem.serving.engines.messages import Abort, EngineRequest, Step, step_meta
 from tandem.types import RunError, UserError, WeightSource, WeightVersion
 from tandem.types.wire import Frame
 
@@ -42,11 +44,13 @@ class EngineLoop:
         self._refused: dict[str, str] = {}
         self._failed: dict[str, str] = {}
         self._working_since: float | None = None
+        self._block_events: BlockEvents | None = None
         self._calls: dict[str, Callable[..., dict[str, Any]]] = {
             "pause": self._pause, "resume": self._resume, "abort_requests": self._abort_requests, "sleep": self._sleep,
             "wake_up": self._wake_up, "reset_prefix_cache": self._reset_prefix_cache, "start_weight_update": self._start_weight_update,
             "update_weights": self._update_weights, "finish_weight_update": self._finish_weight_update, "read_published": self._read_published,
             "weight_info": self._weight_info, "weight_checker": self._weight_checker, "add_lora": self._add_lora, "remove_lora": self._remove_lora,
+            "record_block_events": self._record_block_events,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -99,11 +103,11 @@ class EngineLoop:
 
     def _send_outputs(self, outputs: list[Any]) -> None:
         stats = self._engine.stats()
+        stats = replace(stats, num_requests_waiting=stats.num_requests_waiting + len(self._held))
         refused, self._refused = self._refused, {}
         failed, self._failed = self._failed, {}
-        meta = step_meta(outputs, stats, refused, failed)
-        meta["stats"]["num_requests_waiting"] += len(self._held)
-        self._server.send(meta, kind="event", method="step")
+        events = [] if self._block_events is None else self._block_events.take()
+        self._server.send(step_meta(Step(outputs, stats, refused, failed, events)), kind="event", method="step")
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -194,6 +198,10 @@ class EngineLoop:
 
     def _reset_prefix_cache(self) -> dict[str, Any]:
         self._engine.reset_prefix_cache()
+        return {}
+
+    def _record_block_events(self) -> dict[str, Any]:
+        self._block_events = self._engine.record_block_events()
         return {}
 
     # -- adapters ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ that has outputs; the event ``pong`` (``working_s``: seconds spent on the presen
 ``error`` of each call under its number. Imports no torch.
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -58,21 +57,23 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a step made known. ``refused``: requests that cannot be served, each with why. ``failed``: requests that a
-    defect of the engine ended."""
+    defect of the engine ended. ``block_events``: changes of the prefix cache, if they are recorded."""
 
     outputs: list[RequestOutput]
     stats: EngineStats
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    block_events: list[list[Any]] = field(default_factory=list)
 
 
-def step_meta(outputs: Iterable[RequestOutput], stats: EngineStats, refused: dict[str, str], failed: dict[str, str]) -> dict[str, Any]:
-    return {"outputs": [_output_meta(output) for output in outputs], "stats": asdict(stats), "refused": refused, "failed": failed}
+def step_meta(step: Step) -> dict[str, Any]:
+    meta = {"outputs": [_output_meta(output) for output in step.outputs], "stats": asdict(step.stats), "refused": step.refused, "failed": step.failed}
+    return meta | ({"block_events": step.block_events} if step.block_events else {})
 
 
 def step_of(meta: dict[str, Any]) -> Step:
     outputs = [_output_of(output) for output in meta["outputs"]]
-    return Step(outputs, EngineStats(**meta["stats"]), meta["refused"], meta["failed"])
+    return Step(outputs, EngineStats(**meta["stats"]), meta["refused"], meta["failed"], meta.get("block_events", []))
 
 
 # A prompt's text and tokens are known to the server and do not travel back.

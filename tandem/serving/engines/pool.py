@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import kill
+from tandem.serving.engines.block_events import ServedBlockEvents
 from tandem.serving.engines.instance import Instance, InstanceDied
 from tandem.serving.engines.messages import EngineInfo, EngineRequest, Step
 from tandem.serving.engines.slot import Slot, Weights
@@ -38,6 +39,7 @@ class Pool:
         self.is_paused = False
         self.is_sleeping = False
         self.slots = [Slot(i) for i in range(settings.instances)]
+        self.block_events = ServedBlockEvents() if settings.kv_events else None
         self._say = say or (lambda text: print(f"tandem: {text}", file=sys.stderr, flush=True))
         self._unassigned: dict[str, Stream] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -123,6 +125,8 @@ class Pool:
             if self.weights.folders or self.weights.source:
                 name, arguments = self.weights.call
                 await instance.call(name, **arguments)
+            if self.block_events is not None:
+                await instance.call("record_block_events")
             if self.is_paused:
                 await instance.call("pause", mode="recompute")
             if self.is_sleeping:
@@ -138,6 +142,8 @@ class Pool:
             await instance.died.wait()
             slot.instance = slot.hung = None
             self._say(f"{instance.how}; it is started again")
+            if self.block_events is not None:
+                self.block_events.lost(slot.index)
             self.metrics.restarted(slot.index)
             self._move(slot, instance.how)
             while slot.instance is None:
@@ -258,6 +264,8 @@ class Pool:
         slot.stats = step.stats
         slot.failures = 0
         self.metrics.stepped(slot.index, step.stats)
+        if self.block_events is not None and step.block_events:
+            self.block_events.take(slot.index, step.block_events, lambda id: stream.client_id if (stream := slot.streams.get(id)) is not None else "")
         for output in step.outputs:
             stream = slot.streams.get(output.request_id)
             if stream is None:

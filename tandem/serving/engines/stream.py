@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
+from tandem.serving.engines.block_events import CLIENT_REQUEST_ID
 from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.errors import ApiError
 from tandem.types import WeightVersion
@@ -36,6 +37,8 @@ class Stream:
     attempts: int = 1
     versions: set[WeightVersion] = field(default_factory=set)
     """The weights that drew what was handed out."""
+    client_id: str = field(default_factory=CLIENT_REQUEST_ID.get)
+    """The id that the client gave its request; empty if it gave none."""
     last_output_s: float = 0.0
     generated: int = 0
     """Tokens that its client got, or may get."""
