@@ -39,7 +39,7 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig
     mixture: dict[str, Any] = {} if experts is None else {
         "num_moe_experts": experts.num_experts, "moe_router_topk": experts.num_experts_per_tok, "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_router_pre_softmax": not experts.normalised, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": dispatcher(ranks), "moe_grouped_gemm": False, "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": False, "moe_router_dtype": "fp32",
         "expert_model_parallel_size": shape.expert,
         "moe_layer_freq": [int(shapes.experts_of(layer) is not None) for layer in range(shapes.num_hidden_layers)],
     }  # fmt: skip
@@ -55,6 +55,8 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig
         tensor_model_parallel_size=shape.tensor, sequence_parallel=shape.tensor > 1 and parallel.sequence_parallel,
         pipeline_model_parallel_size=shape.pipeline, pipeline_dtype=dtype, params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        # The stages of a pipeline tell each other the shapes of activations; with experts they have one.
+        variable_seq_lengths=shape.pipeline > 1 and experts is None, moe_token_dispatcher_type="alltoall" if experts is None else dispatcher(ranks),
         use_cpu_initialization=ranks.device.type == "cpu", calculate_per_token_loss=True, bias_activation_fusion=False,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, **mixture, **windows,
     )  # fmt: skip

@@ -48,13 +48,13 @@ def as_rows(micro_batch: MicroBatch, shape: RowShape) -> Rows:
     return Rows(tokens.view(shape.rows, shape.length), positions, places[micro_batch.rows])
 
 
-def shapes_of(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> list[RowShape]:
-    """Returns the shape of each micro-batch's rows: its own, or one for all where ranks exchange activations of one shape: the stages of a pipeline, and the
-    ranks that gather the tokens of experts (``dispatcher``). Lengths are multiples of the tensor ranks, over which sequence parallelism divides them. Every
-    rank calls it."""
+def shapes_of(micro_batches: Sequence[MicroBatch], ranks: Ranks, varies: bool) -> list[RowShape]:
+    """Returns the shape of each micro-batch's rows: its own, or one for all where ranks exchange activations of one shape: the stages of a pipeline unless the
+    shape ``varies``, and the ranks that gather the tokens of experts (``dispatcher``). Lengths are multiples of the tensor ranks, over which sequence
+    parallelism divides them. Every rank calls it."""
     tensor, gathers = ranks.groups["tensor"].size, ranks.groups["expert"].size > 1 and dispatcher(ranks) == "allgather"
     own = [RowShape(rows, -(-length // tensor) * tensor) for rows, length in map(row_shape, micro_batches)]
-    if ranks.groups["pipeline"].size == 1 and not gathers:
+    if (varies or ranks.groups["pipeline"].size == 1) and not gathers:
         return own
     most = RowShape(max(rows for rows, _ in own), max(length for _, length in own))
     if gathers:
@@ -134,7 +134,7 @@ def run_schedule(network: Any, forward_step: Any, micro_batches: Sequence[MicroB
     the mesh: 1F1B over the stages of a pipeline."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    shapes = shapes_of(micro_batches, ranks)
+    shapes = shapes_of(micro_batches, ranks, network.config.variable_seq_lengths)
     get_forward_backward_func()(
         forward_step_func=forward_step, data_iterator=numbered(micro_batches, shapes), model=[network], num_microbatches=len(micro_batches),
         seq_length=shapes[0].length, micro_batch_size=shapes[0].rows, forward_only=forward_only,
