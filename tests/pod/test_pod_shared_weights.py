@@ -32,7 +32,10 @@ def test_samples_losses_and_weights_are_those_of_a_run_that_copies(undisturbed: 
     "settings",
     [
         ("--rollout.max_staleness=1",), ("--rollout.budget_tokens=4",), ("--rollout.workers=2",), ("--parallel.data=2", "--parallel.zero=3"),
-        ("--residents.plan=sleep",), ("--residents.plan=figure",), ("--parallel.tensor=2",),
+        ("--residents.plan=sleep",), ("--residents.plan=figure",),
+        # Each rank has whole panels.
+        ("--parallel.tensor=2", "--model.create.hidden_size=128", "--model.create.head_dim=64", "--model.create.num_key_value_heads=2",
+         "--model.create.intermediate_size=128"),
     ],
     ids=lambda settings: settings[0][2:],
 )  # fmt: skip
