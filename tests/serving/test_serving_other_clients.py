@@ -13,8 +13,8 @@ from server_process import Server, server
 from tool_server import CALLS, FLAGS
 
 PROGRAMS = Path(__file__).parent / "client_programs"
-PACKAGES = ["langchain-openai", "litellm", "mcp", "llama-index-llms-openai-like"]
-"""``mcp``: LiteLLM imports it and does not ask for it."""
+PACKAGES = (["langchain-openai", "litellm", "llama-index-llms-openai-like"], ["mcp"])
+"""Installed one after the other: LiteLLM imports ``mcp`` and does not ask for it, and asks for other versions of what it needs."""
 ENVIRONMENT = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 """LiteLLM asks the network for prices otherwise."""
 ARGUMENTS: list[dict[str, int]] = [{"a": 1, "b": 2}, {}]
@@ -27,9 +27,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with the clients."""
     folder = tmp_path_factory.mktemp("clients")
     venv.create(folder, with_pip=True)
-    done = subprocess.run([folder / "bin" / "pip", "install", "--quiet", *PACKAGES], capture_output=True, text=True, timeout=500)
-    if done.returncode:
-        pytest.skip(f"{', '.join(PACKAGES)} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
+    for names in PACKAGES:
+        done = subprocess.run([folder / "bin" / "pip", "install", "--quiet", *names], capture_output=True, text=True, timeout=400)
+        if done.returncode:
+            pytest.skip(f"{', '.join(names)} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
     return folder / "bin" / "python"
 
 
