@@ -29,7 +29,8 @@ SIDECARS = {
         ("tandem/backends/vllm", "tandem/backends/requirements.py", "tandem/pod/vllm_worker.py", "tandem/rl/rollout/vllm_groups.py"),
     ),
     "megatron": (
-        ("tests/backends/test_backends_megatron.py", "tests/pod/test_pod_megatron.py"), ("tandem/backends/megatron", "tandem/backends/requirements.py"),
+        ("tests/backends/test_backends_megatron.py", "tests/backends/test_backends_megatron_dist.py", "tests/pod/test_pod_megatron.py"),
+        ("tandem/backends/megatron", "tandem/backends/requirements.py"),
     ),
     "deepspeed": (
         ("tests/backends/test_backends_deepspeed_training.py", "tests/pod/test_pod_deepspeed.py"),

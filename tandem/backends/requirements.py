@@ -42,7 +42,8 @@ def install_megatron(environment: NewEnvironment) -> None:
     """Megatron-Core beside our torch, without Transformer Engine: the layers of its local specification. Of the versions from 0.17 on, which need Python
     3.12, none was driven yet."""
     environment.install(torch_requirement(), *tandem_requirements())
-    environment.install("megatron-core>=0.16,<0.17", constraints=[torch_requirement()])
+    # Its distributed checkpoints are written with psutil, which it does not ask for.
+    environment.install("megatron-core>=0.16,<0.17", "psutil", constraints=[torch_requirement()])
 
 
 def install_deepspeed(environment: NewEnvironment) -> None:

@@ -5,6 +5,9 @@ or a Megatron checkpoint; its files show which. DST is a new folder. --tensor, -
 Megatron mesh; the config and the tokenizer, which Megatron checkpoints do not contain, are written to DST/huggingface. Without
 that folder, the config of a Megatron SRC is read from its args or from --config.
 
+"megatron-dist" is Megatron's distributed format (torch_dist), which any of its meshes loads; Megatron-Core itself writes and reads it,
+in the environment that 'tandem sidecar install megatron' makes, and it needs CUDA.
+
 examples:
   tandem convert runs/pretrain/checkpoints/step-300 models/small
   tandem convert models/small models/small-megatron --to megatron --tensor 2 --pipeline 2
@@ -15,14 +18,14 @@ import argparse
 import json
 from pathlib import Path
 
-LAYOUTS = ("huggingface", "megatron", "tandem")
+LAYOUTS = ("huggingface", "megatron", "megatron-dist", "tandem")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a model or a checkpoint")
     parser.add_argument("target", metavar="DST", help="the folder to write; must not exist")
     parser.add_argument("--from", dest="of", choices=LAYOUTS, help="the format of SRC (default: detected from its files)")
-    parser.add_argument("--to", choices=LAYOUTS[:2], default="huggingface", help="the format of DST (default: huggingface)")
+    parser.add_argument("--to", choices=LAYOUTS[:3], default="huggingface", help="the format of DST (default: huggingface)")
     for axis, what in (("tensor", "tensor-parallel ranks"), ("pipeline", "pipeline stages"), ("expert", "expert-parallel ranks")):
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"{what} of a Megatron DST")
     parser.add_argument("--spelling", choices=("transformer_engine", "local"), default="transformer_engine", help="the tensor names in a Megatron DST")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tandem.backends.megatron.dist_process import Task, run_task
 from tandem.layout.shapes import ModelShapes, is_of_adapter, parameters
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.huggingface.model_config import config_json, read_json, read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.huggingface.safetensors_file import write_file
 from tandem.model.megatron.arguments import shapes_of
-from tandem.model.megatron.files import TRACKER, open_megatron, read_megatron, write_megatron
+from tandem.model.megatron.dist_files import is_dist_checkpoint, open_dist_checkpoint
+from tandem.model.megatron.files import TRACKER, iteration_name, open_megatron, read_megatron, write_megatron
 from tandem.model.megatron.layout import MegatronMesh, Spelling
 from tandem.storage.folder_manifest import write_manifest
 from tandem.text.tokenizer import TOKENIZER_FILES
@@ -27,7 +30,7 @@ from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.read import Contents
 from tandem.types import RunError, UserError
 
-Layout = Literal["huggingface", "megatron", "tandem"]
+Layout = Literal["huggingface", "megatron", "megatron-dist", "tandem"]
 COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 INSIDE = "huggingface"
 """The folder in a Megatron checkpoint for ``config.json`` and the tokenizer, which the format does not hold."""
@@ -59,6 +62,8 @@ def layout_of(folder: Path) -> Layout:
         raise UserError(f"'{folder}' is not a folder; give a model or a checkpoint")
     if (folder / MANIFEST).is_file():
         return "tandem"
+    if is_dist_checkpoint(folder):
+        return "megatron-dist"
     if (folder / TRACKER).is_file() or any(folder.glob("mp_rank_*")):
         return "megatron"
     if (folder / "config.json").is_file():
@@ -92,9 +97,10 @@ def convert(
         if to == "megatron":
             write_megatron(fresh, model.shapes, model.weights, mesh, spelling, model.step)
             _companions(model, fresh / INSIDE)
+        elif to == "megatron-dist":
+            _write_dist(model, fresh)
         else:
-            write_file(fresh / "model.safetensors", ((name, model.weights[name]) for name, _ in parameters(model.shapes)))
-            _companions(model, fresh)
+            _write_huggingface(model, fresh)
             write_manifest(fresh)
         fresh.rename(target)
     except OSError as error:
@@ -102,6 +108,22 @@ def convert(
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return Converted(of, to, len(model.weights), sum(tensor.numel() for tensor in model.weights.values()))
+
+
+def _write_huggingface(model: Source, folder: Path) -> None:
+    write_file(folder / "model.safetensors", ((name, model.weights[name]) for name, _ in parameters(model.shapes)))
+    _companions(model, folder)
+
+
+def _write_dist(model: Source, folder: Path) -> None:
+    """Fills ``folder`` with a distributed checkpoint, which the Megatron sidecar writes from a Hugging Face folder in a temporary place."""
+    with tempfile.TemporaryDirectory() as scratch:
+        given = Path(scratch) / "model"
+        given.mkdir()
+        _write_huggingface(model, given)
+        run_task(Task("write", str(given), str((folder / iteration_name(model.step)).absolute()), model.step), Path(scratch))
+    _companions(model, folder / INSIDE)
+    (folder / TRACKER).write_text(f"{model.step or 'release'}\n", encoding="ascii")
 
 
 def _of_older_version(folder: Path) -> str:
@@ -144,6 +166,20 @@ def _from_megatron(folder: Path, config: Path | None) -> Source:
     return Source(shapes, read_megatron(checkpoint, shapes), _files(known) if known is not None else (), checkpoint.iteration)
 
 
+def _from_megatron_dist(folder: Path, config: Path | None) -> Source:
+    checkpoint = open_dist_checkpoint(folder)
+    inside = checkpoint.folder.parent / INSIDE
+    known = config or (inside if (inside / "config.json").is_file() else None)
+    shapes = read_shapes(known) if known is not None else shapes_of(checkpoint.arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        read = Path(scratch) / "model"
+        read.mkdir()
+        (read / "config.json").write_text(json.dumps(config_json(shapes)), encoding="utf-8")
+        run_task(Task("read", str(read), str(checkpoint.folder.absolute())), Path(scratch))
+        weights = {name: tensor.clone() for name, tensor in read_tensors(read)}
+    return Source(shapes, _checked(folder, shapes, weights), _files(known) if known is not None else (), checkpoint.iteration)
+
+
 def _from_tandem(folder: Path, config: Path | None) -> Source:
     try:
         manifest, _ = verify(folder)
@@ -172,4 +208,4 @@ def _checked(folder: Path, shapes: ModelShapes, given: dict[str, Tensor]) -> dic
     return {name: given[name] for name in wanted}
 
 
-_READERS = {"huggingface": _from_huggingface, "megatron": _from_megatron, "tandem": _from_tandem}
+_READERS = {"huggingface": _from_huggingface, "megatron": _from_megatron, "megatron-dist": _from_megatron_dist, "tandem": _from_tandem}

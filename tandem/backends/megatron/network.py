@@ -28,20 +28,20 @@ COMPUTED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16}
 and softmax, routers and losses are computed in it."""
 
 
-def transformer_config(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig, parallel: ParallelConfig) -> Any:
-    """Returns Megatron's ``TransformerConfig`` of ``shapes`` on the mesh of ``ranks``.
+def transformer_config(shapes: ModelShapes, ranks: Ranks, dtype: torch.dtype, parallel: ParallelConfig) -> Any:
+    """Returns Megatron's ``TransformerConfig`` of ``shapes`` on the mesh of ``ranks``, with parameters and activations of ``dtype``.
 
     No fused kernel is switched on, and no dropout. Losses and gradients are summed over tokens, micro-batches and ranks as they are, because the loss has
     the counts of the global batch in it (``calculate_per_token_loss``)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    shape, experts, dtype = ranks.mesh.shape, shapes.experts, COMPUTED_IN[trainer.precision]
+    shape, experts = ranks.mesh.shape, shapes.experts
     mixture: dict[str, Any] = {} if experts is None else {
         "num_moe_experts": experts.num_experts, "moe_router_topk": experts.num_experts_per_tok, "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_router_pre_softmax": not experts.normalised, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False, "moe_router_dtype": "fp32",
         "expert_model_parallel_size": shape.expert,
-        "moe_layer_freq": [int(shapes.experts_of(layer) is not None) for layer in range(shapes.num_hidden_layers)],
+        "moe_layer_freq": [int(shapes.experts_of(layer) is not None) for layer in range(shapes.num_hidden_layers)] if experts.dense_layers else 1,
     }  # fmt: skip
     windows: dict[str, Any] = {
         # Megatron counts the tokens before the token itself.
@@ -76,24 +76,30 @@ def layer_specs(config: Any) -> Any:
     return block
 
 
-def build_network(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig, parallel: ParallelConfig) -> Any:
-    """Returns this rank's part of the GPT in Megatron's ``DistributedDataParallel``; its weights are not filled."""
+def build_gpt(shapes: ModelShapes, config: Any) -> Any:
+    """Returns this rank's part of the ``GPTModel``; its weights are not filled."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe import moe_utils
 
     if shapes.experts is not None and not hasattr(moe_utils, "te_general_gemm"):
         # 0.16 reads the name also where Transformer Engine, which defines it, is not installed.
         moe_utils.te_general_gemm = None
-    config = transformer_config(shapes, ranks, trainer, parallel)
-    network = GPTModel(
-        config, layer_specs(config), padded_vocabulary(shapes, ranks.mesh.shape.tensor), shapes.max_position_embeddings,
+    return GPTModel(
+        config, layer_specs(config), padded_vocabulary(shapes, config.tensor_model_parallel_size), shapes.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=shapes.tie_word_embeddings, position_embedding_type="rope", rotary_base=shapes.rope_theta,
         rope_scaling=shapes.rope_scaling.kind == "llama3", rope_scaling_factor=shapes.rope_scaling.factor,
-    ).to(ranks.device)  # fmt: skip
+    )  # fmt: skip
+
+
+def build_network(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig, parallel: ParallelConfig) -> Any:
+    """Returns this rank's part of the GPT in Megatron's ``DistributedDataParallel``; its weights are not filled."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.transformer.module import Float16Module
+
+    config = transformer_config(shapes, ranks, COMPUTED_IN[trainer.precision], parallel)
+    network = build_gpt(shapes, config).to(ranks.device)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=parallel.zero == 1, grad_reduce_in_fp32=True)
     data_parallel = DistributedDataParallel(config, settings, Float16Module(config, network) if config.bf16 else network)
 

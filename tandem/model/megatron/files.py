@@ -30,7 +30,7 @@ def write_megatron(
 ) -> None:
     """Fills ``folder`` with a checkpoint of ``weights`` (whole, by Hugging Face name); ``iteration`` 0 is a release."""
     mesh.check(shapes)
-    name = f"iter_{iteration:07d}" if iteration else "release"
+    name = iteration_name(iteration)
     dtype = weights["model.embed_tokens.weight"].dtype
     arguments = arguments_of(shapes, mesh, dtype, iteration)
     sums = []
@@ -61,18 +61,28 @@ class MegatronCheckpoint(NamedTuple):
     iteration: int
 
 
+def iteration_name(iteration: int) -> str:
+    """Returns the name of the folder of a checkpoint; ``iteration`` 0 is a release."""
+    return f"iter_{iteration:07d}" if iteration else "release"
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """Returns the checkpoint that the tracker in ``folder`` names, or ``folder`` itself."""
+    if not (folder / TRACKER).is_file():
+        return folder
+    named = (folder / TRACKER).read_text(encoding="ascii", errors="replace").strip()
+    return folder / (iteration_name(int(named)) if named.isdigit() and int(named) else named)
+
+
 def open_megatron(folder: Path) -> MegatronCheckpoint:
     """Returns the checkpoint in ``folder`` (the one that its tracker names, or ``folder`` itself). Raises ``UserError`` if there is none or
     a rank's file is missing."""
-    inner = folder
-    if (folder / TRACKER).is_file():
-        named = (folder / TRACKER).read_text(encoding="ascii", errors="replace").strip()
-        inner = folder / ("release" if named == "release" else f"iter_{int(named):07d}" if named.isdigit() else named)
+    inner = checkpoint_folder(folder)
     ranks = {m[0]: m for path in inner.glob("mp_rank_*") if (m := re.fullmatch(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?", path.name))}
     if not ranks:
         raise UserError(f"'{inner}' contains no mp_rank_* folders; give a Megatron checkpoint")
     first = inner / min(ranks) / FILE
-    content = _load(first)
+    content = load_file(first)
     arguments = content.get("args")
     if isinstance(arguments, Namespace):
         mesh = mesh_of(arguments)
@@ -154,7 +164,7 @@ def _keep(weights: dict[str, Tensor], name: str, tensor: Tensor, wanted: Mapping
 
 def _model(checkpoint: MegatronCheckpoint, rank: MegatronRank) -> dict[str, Tensor]:
     path = checkpoint.folder / checkpoint.mesh.folder(rank) / FILE
-    content = _load(path)
+    content = load_file(path)
     if RANK in content and tuple(content[RANK]) != tuple(rank):
         raise UserError(f"'{path}' is the file of rank {tuple(content[RANK])} (tensor, pipeline, expert); the files are mixed up")
     if int(content.get("iteration") or 0) != checkpoint.iteration:
@@ -179,7 +189,8 @@ class _Placeholder:
     def __setstate__(self, state: object) -> None: ...
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_file(path: Path) -> dict[str, Any]:
+    """Returns the content of a file of ``torch.save``, with which nothing is executed. Raises ``UserError`` in one line for a file that is damaged."""
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         foreign = [name for name in unknown if name != "argparse.Namespace"]
