@@ -50,7 +50,10 @@ def run(options: argparse.Namespace) -> int:
     from tandem.config.gateway import GatewayConfig
     from tandem.config.load import build
 
-    config = build(GatewayConfig, _settings(options))
+    def read() -> GatewayConfig:
+        return build(GatewayConfig, _settings(options))
+
+    config = read()
     if (options.emit is None) != (options.gateways is None):
         needs = "--emit needs --gateways URL,URL, the gateways behind the load balancer"
         raise UserError(needs if options.emit else "--gateways is for --emit envoy|haproxy|nginx")
@@ -63,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         return check_gateway(config)
     from tandem.gateway.server import run_gateway
 
-    return run_gateway(config)
+    return run_gateway(config, read=read if options.file is not None else None)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -15,12 +15,13 @@ from tandem.gateway.keys import KeyRecord
 from tandem.gateway.rate_limit import EmbeddedLimits, shares_of
 from tandem.serving.bodies import read_body
 from tandem.serving.errors import ApiError, invalid
+from tandem.types import UserError
 
 if TYPE_CHECKING:
     from tandem.gateway.app import GatewayState
 
 ADMIN = "/admin/api/"
-"""The beginning of its paths: GET ``state``, POST ``drain`` and ``undrain``."""
+"""The beginning of its paths: GET ``state``, POST ``drain``, ``undrain`` and ``reload``."""
 _MOST_BYTES = 2**16
 _BODY_S = 10.0
 
@@ -48,7 +49,14 @@ async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict
         state.admission.wake()
         state.lines.add(f"{who} {action}s backend {backend.name}")
         return _backend_state(backend)
-    known = "GET state, POST drain, POST undrain"
+    if (method, action) == ("POST", "reload"):
+        await _body(state, receive, client)
+        state.lines.add(f"{who} has the settings read again")
+        try:
+            return {"changed": await state.reload()}
+        except UserError as error:
+            raise invalid(str(error)) from None
+    known = "GET state, POST drain, POST undrain, POST reload"
     raise ApiError(404, f"{method} {action[:100]} is not answered by the administration; there is {known}", code="not_found")
 
 
@@ -58,7 +66,7 @@ async def _body(state: "GatewayState", receive: Receive, client: str) -> Any:
     try:
         return json.loads(body or b"")
     except (ValueError, RecursionError):
-        raise invalid('the body is not JSON; send {"backend": NAME}') from None
+        raise invalid('the body is not JSON; send {"backend": NAME}, or {} to read the settings again') from None
 
 
 def _backend(state: "GatewayState", body: Any) -> Backend:

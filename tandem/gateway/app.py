@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +38,10 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _JSON_HEADER = (b"content-type", b"application/json")
 
 
+async def _nothing_to_reload() -> list[str]:
+    return []
+
+
 @dataclass
 class GatewayState:
     """What the requests of one gateway share. ``is_draining``: nothing new is taken."""
@@ -52,6 +57,8 @@ class GatewayState:
     limits: Limits = field(default_factory=EmbeddedLimits)
     lines: LogLines = field(default_factory=LogLines)
     parser: BodyParser = field(default_factory=BodyParser)
+    reload: Callable[[], Awaitable[list[str]]] = _nothing_to_reload
+    """Follows a change of the file of settings; returns the keys that have changed. Raises ``UserError``."""
     is_draining: bool = False
     open_requests: int = 0
     created: int = field(default_factory=lambda: int(time.time()))

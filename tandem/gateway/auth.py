@@ -51,6 +51,10 @@ class Auth:
     def __init__(self, config: GatewayConfig, keys: KeyFile | None, tokens: "Tokens | None" = None) -> None:
         self._config, self._keys, self._tokens = config, keys, tokens
 
+    def follow(self, config: GatewayConfig) -> None:
+        """Takes other limits of tenants and models."""
+        self._config = config
+
     def caller(self, headers: Headers, client: str) -> Caller:
         """Returns the caller of a request with ``headers`` from the address ``client``. Raises ``ApiError`` for a key that is missing, wrong or expired."""
         if self._keys is None and self._tokens is None:

@@ -56,6 +56,11 @@ class Breaker:
         self._failures_in_a_row = 0
         self._newest: deque[bool] = deque(maxlen=config.window)
 
+    def follow(self, config: BreakerConfig) -> None:
+        """Takes other settings; its state stays."""
+        self._config = config
+        self._newest = deque(self._newest, maxlen=config.window)
+
     @property
     def state(self) -> str:
         """``closed``, ``open`` or ``half_open``."""

@@ -65,12 +65,14 @@ def find_demo_model(given: str) -> Path:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Lets SIGTERM end the start of the demo as Ctrl-C does, so that what was started is ended. The gateway has its own handlers while it serves."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Lets SIGTERM, and a terminal that is closed, end the demo as Ctrl-C does, so that what was started is ended. While it serves, the gateway has a handler
+    of its own for SIGTERM."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The gateway's figures in Prometheus' text format; their names begin with ``tandem_gateway_``."""
 
+import contextlib
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -53,6 +54,12 @@ class Metrics:
         self._cached = gauge("prefix_blocks", "Blocks of prompts that the backend probably has in its prefix cache.", "backend")
         self._ready = gauge("backend_ready", "1 if the backend is ready by its probes and not drained by an administrator.", "backend")
         self._breaker = gauge("backend_breaker_open", "0 closed, 0.5 half-open, 1 open.", "backend")
+
+    def forget(self, backend: Backend) -> None:
+        """Takes out the state of a backend that is gone; its counters stay."""
+        for gauge in (self._in_flight, self._outstanding, self._ready, self._breaker):
+            with contextlib.suppress(KeyError):  # Nobody has asked for it yet.
+                gauge.remove(backend.name)
 
     def text(self, admission: Admission) -> bytes:
         """Returns all figures."""

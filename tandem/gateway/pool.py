@@ -14,10 +14,16 @@ from tandem.serving.errors import ApiError, invalid, unavailable
 class Pool:
     """The backends of a gateway, in the order of its file."""
 
-    def __init__(self, config: GatewayConfig, backends: Sequence[Backend]) -> None:
-        self.backends = list(backends)
-        self._router = Router(config)
+    def __init__(self, config: GatewayConfig, backends: list[Backend]) -> None:
+        self.backends = backends
+        self._config, self._router = config, Router(config)
         self._follows_cache = config.queue.follow_cache
+
+    def follow(self, config: GatewayConfig) -> None:
+        """Takes other settings; ``backends`` has changed where it is. What is known of prefixes stays."""
+        if (config.balance, config.zone) != (self._config.balance, self._config.zone):
+            self._router = Router(config, self._router.index)
+        self._config = config
 
     @property
     def models(self) -> tuple[str, ...]:

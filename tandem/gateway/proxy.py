@@ -37,6 +37,12 @@ class Proxy:
         self._config, self._pool, self._upstream, self._metrics, self._admission, self._shadows = config, pool, upstream, metrics, admission, shadows
         self._budget = RetryBudget(config.retry)
 
+    def follow(self, config: GatewayConfig) -> None:
+        """Takes other settings."""
+        if config.retry != self._config.retry:
+            self._budget = RetryBudget(config.retry)
+        self._config = config
+
     async def answer(self, request: InferenceRequest, receive: Receive, send: Send, meter: Meter, headers: Headers) -> None:
         """Answers ``request``. ``receive`` has nothing but the client's end left. ``meter`` counts what it costs. ``headers`` are added to the answer's.
         Raises ``ApiError`` for what is answered with an error."""

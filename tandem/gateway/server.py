@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.util
 import ipaddress
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +26,13 @@ from tandem.gateway.engine_states import EngineStates
 from tandem.gateway.keys import KeyFile
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
-from tandem.gateway.probes import Probes
 from tandem.gateway.proxy import Proxy
 from tandem.gateway.rate_limit import EmbeddedLimits, Limits
+from tandem.gateway.reload import Reload
 from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.stages import follow_stages, read_stages
 from tandem.gateway.shadow import Shadows
 from tandem.gateway.upstream import Upstream
-from tandem.gateway.waits import watch_waits
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.serving.bodies import UnfinishedBodies
@@ -51,8 +51,9 @@ _KEYS_S = 1.0
 """How often the key file is looked at: a revoked key ends within this time."""
 
 
-def run_gateway(config: GatewayConfig, ready: Callable[[str], None] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit status. ``ready`` is called with the gateway's address when it serves. Raises ``UserError`` if the
+def run_gateway(config: GatewayConfig, ready: Callable[[str], None] | None = None, read: Callable[[], GatewayConfig] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status. ``ready`` is called with the gateway's address when it serves; ``read`` reads the settings
+    again after SIGHUP. Raises ``UserError`` if the
     port or a key file cannot be used."""
     backends = make_backends(config)
     if config.redis.url and importlib.util.find_spec("redis") is None:
@@ -69,7 +70,7 @@ def run_gateway(config: GatewayConfig, ready: Callable[[str], None] | None = Non
         if audit is not None:
             stack.callback(audit.close)
         runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
-        return runner.run(_serve(config, backends, keys, stages, audit, listener, ready))
+        return runner.run(_serve(config, backends, keys, stages, audit, listener, ready, read))
 
 
 def make_backends(config: GatewayConfig) -> list[Backend]:
@@ -103,7 +104,7 @@ async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def _serve(
     config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, stages: dict[str, str], audit: AuditFile | None, listener: socket.socket,
-    ready: Callable[[str], None] | None,
+    ready: Callable[[str], None] | None, read: Callable[[], GatewayConfig] | None,
 ) -> int:  # fmt: skip
     connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
@@ -131,19 +132,21 @@ async def _serve(
         shadows = Shadows(pool, upstream, metrics)
         proxy = Proxy(config, pool, upstream, metrics, admission, shadows)
         state = GatewayState(config, pool, ModelRoutes(config.routes, pool, stages), proxy, admission, metrics, bodies, Auth(config, keys, tokens), limits)
-        probes = Probes(config.probes, backends, session, say)
-        waits = asyncio.create_task(watch_waits(config.timeouts, backends, admission.wake))
-        beside = [waits, asyncio.create_task(_refresh(keys)), *([asyncio.create_task(shared.keep())] if shared is not None else [])]
+        reload = Reload(state, session, stages, backends, read, make_backends)
+        state.reload = reload.reload
+        if read is not None:
+            _reload_on_hangup(state)
+        beside = [asyncio.create_task(_refresh(keys)), *([asyncio.create_task(shared.keep())] if shared is not None else [])]
         beside += [asyncio.create_task(tokens.keep(session))] if tokens is not None else []
         beside.append(asyncio.create_task(EngineStates(config.probes.state_s, backends, session, pool.index, admission.wake).keep()))
         beside += [asyncio.create_task(follow_stages(Path(config.registry), stages, say))] if config.registry else []
         try:
-            await probes.start()
+            await reload.start()
             return await _until_stopped(state, listener, audit, ready)
         finally:
             for task in beside:
                 task.cancel()
-            await asyncio.gather(*beside, probes.stop(), shadows.close(), return_exceptions=True)
+            await asyncio.gather(*beside, reload.stop(), shadows.close(), return_exceptions=True)
             if shared is not None:
                 await shared.close()
 
@@ -189,6 +192,24 @@ async def _until_stopped(state: GatewayState, listener: socket.socket, audit: Au
         await asyncio.gather(drained, hurry, return_exceptions=True)
         server.should_exit, server.force_exit = True, state.open_requests > 0
         await serving
+
+
+def _reload_on_hangup(state: GatewayState) -> None:
+    """Reads the settings again after SIGHUP."""
+    running: set[asyncio.Task[None]] = set()
+
+    async def again() -> None:
+        try:
+            await state.reload()
+        except UserError as error:
+            say(f"the settings stay as they were: {error}")
+
+    def on_signal() -> None:
+        task = asyncio.create_task(again(), name="reload")
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_signal)
 
 
 def _announce(state: GatewayState, listener: socket.socket) -> str:

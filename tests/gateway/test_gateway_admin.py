@@ -1,13 +1,16 @@
 """The administration: who may open it, what it says, and what it changes."""
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from browser import browser, tab
 from gateway_process import FaultBackend, Gateway, fault_backend, gateway
-from http_processes import until
+from http_processes import serving_command, until
 
 from tandem.config.gateway import LimitConfig
 from tandem.gateway.headers import Headers
@@ -85,6 +88,57 @@ def test_a_drained_backend_finishes_its_streams_and_gets_nothing_new(pair: tuple
     assert "an administrator at 127.0.0.1 drains backend first" in running.log.read_text()
 
 
+def test_the_file_is_followed_without_a_dropped_stream(tmp_path: Path) -> None:
+    with fault_backend("first") as first, fault_backend("second", "m,other") as second, gateway(tmp_path, [first]) as running:
+        file = running.log.with_suffix(".yaml")
+        settings = json.loads(file.read_text())
+
+        def reload(**changes: Any) -> httpx.Response:
+            file.write_text(json.dumps({**settings, **changes}))
+            return running.post("/admin/api/reload", {})
+
+        first.mode("ok", delay_s=0.03)
+        one, two = settings["backends"][0], {"url": second.url, "name": "second"}
+        with running.client.stream("POST", running.url + "/v1/completions", json={"model": "m", "prompt": "x", "stream": True, "max_tokens": 60}) as response:
+            parts = response.iter_text()
+            text = next(parts)
+            assert reload(backends=[{**one, "weight": 3}, two]).json() == {"changed": ["backends"]}
+            state = running.get("/admin/api/state").json()["backends"]
+            assert [(each["name"], each["weight"], each["in_flight"]) for each in state] == [("first", 3, 1), ("second", 1, 0)], "what stays keeps its load"
+            assert running.complete("other").status_code == 200
+            # What needs a restart, or is not right, changes nothing.
+            for changes, says in (
+                ({"backends": [two], "port": 1}, "'port' cannot change while the gateway runs"), ({"backends": [two], "blance": "x"}, "blance"),
+                ({"backends": []}, "no backends"), ({"timeouts": {"connect_s": 1}}, "'timeouts.connect_s'"),
+                ({"tenants": {"a": {"weight": 2}}}, "'tenants.a'"), ({"backends": [{**two, "api_key_file": "nothing.txt"}]}, "nothing.txt"),
+            ):  # fmt: skip
+                refused = reload(**changes)
+                assert refused.status_code == 400 and says in refused.json()["error"]["message"], refused.text
+            assert [each["name"] for each in running.get("/admin/api/state").json()["backends"]] == ["first", "second"]
+            assert reload(backends=[two], balance="round_robin", tenants={"127.0.0.1": {"limits": {"requests_per_day": 3}}}).status_code == 200
+            before = first.seen()
+            assert [running.complete().status_code for _ in range(4)] == [200, 200, 200, 429] and first.seen() == before
+            assert 'backend="first"' not in "".join(line for line in running.get("/metrics").text.splitlines() if "_total" not in line)
+            text += "".join(parts)
+        assert text.count("data: {") == 60 and text.endswith("data: [DONE]\n\n"), "the stream of a backend that is gone from the file"
+        file.write_text(json.dumps({**settings, "backends": [two]}))
+        running.process.send_signal(signal.SIGHUP)
+        until(lambda: "the settings were read again; balance, tenants changed" in running.log.read_text(), "SIGHUP")
+        assert running.complete().status_code == 200
+        file.write_text("backends: [")
+        running.process.send_signal(signal.SIGHUP)
+        until(lambda: "the settings stay as they were: " in running.log.read_text(), "SIGHUP")
+        assert running.complete().status_code == 200 and running.stop() == 0
+
+
+@pytest.mark.full
+def test_a_gateway_without_a_file_has_nothing_to_read_again(tmp_path: Path) -> None:
+    with fault_backend("only") as only, serving_command(["gateway", "--backends", only.url, "--port", "0"], tmp_path / "log", "gateway at ") as running:
+        _, url, client = running
+        refused = client.post(f"{url}/admin/api/reload", json={})
+        assert refused.status_code == 400 and "without a file of settings" in refused.json()["error"]["message"]
+
+
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, dict[str, str]]]:
     """A gateway with keys: `admin`, `user`, and `old`, an administrator's that has expired."""
@@ -157,4 +211,7 @@ def test_the_page_shows_the_gateway_and_drains_a_backend(guarded: tuple[Gateway,
         assert opened.violations() == [] and opened.page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
         opened.page.keyboard.press("Enter")
         opened.page.wait_for_function("() => document.querySelector('#backends .state').textContent === 'ready'")
+        opened.page.get_by_role("button", name="Read the settings again").click()
+        opened.page.wait_for_function("() => document.querySelector('#notice').textContent === 'Nothing has changed.'")
+        assert opened.violations() == []
         assert len(opened.problems) == 2 and all(address.startswith(running.url) for address in opened.addresses)

@@ -131,6 +131,16 @@ def test_the_servers_of_a_demo_that_is_killed_die_with_it(demo: tuple[Any, str, 
 
 
 @pytest.mark.full
+def test_a_closed_terminal_ends_the_demo(demo: tuple[Any, str, Path]) -> None:
+    process, _, temporary = demo
+    children = servers(process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) != 0
+    until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), "the servers to end")
+    assert list(temporary.glob("tandem-demo-*")) == []
+
+
+@pytest.mark.full
 def test_sigterm_while_the_servers_load_leaves_nothing(run: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [COMMAND, "gateway", "--demo", "--port", "0", "--no-browser"]

@@ -5,6 +5,9 @@ import { announce, applyTheme, button, byId, make } from "./dom.js";
 import { settings } from "./settings.js";
 
 const EVERY_MS = 2000;
+/** How long a notice stays at least. */
+const READ_MS = 8000;
+let shown = -READ_MS;
 /** The key is kept as long as the tab; without one, that of the chat page is tried. */
 const KEPT = "tandem.admin";
 const key = () => sessionStorage.getItem(KEPT) ?? settings.key;
@@ -74,7 +77,8 @@ async function load() {
     draw(await (await call("admin/api/state", key())).json());
     byId("state").hidden = false;
     byId("key-form").hidden = true;
-    byId("notice").hidden = true;
+    byId("reload").hidden = false;
+    if (performance.now() - shown > READ_MS) byId("notice").hidden = true;
   } catch (error) {
     byId("key-form").hidden = error.status !== 401 && !(error.status === 403 && key());
     byId("state").hidden = error.status !== 0;
@@ -83,8 +87,9 @@ async function load() {
   document.body.dataset.ready = "true";
 }
 
-function notice(text) {
-  byId("notice").className = "notice bad";
+function notice(text, kind = "notice bad") {
+  shown = performance.now();
+  byId("notice").className = kind;
   byId("notice").textContent = text;
   byId("notice").hidden = false;
 }
@@ -99,6 +104,21 @@ async function change(action, backend) {
   }
 }
 
+/** Has the gateway read its file again, and says what has changed. */
+async function reload() {
+  const button = byId("reload");
+  button.disabled = true;
+  try {
+    const { changed } = await (await call("admin/api/reload", key(), { method: "POST", body: {} })).json();
+    await load();
+    notice(changed.length ? `Changed: ${changed.join(", ")}.` : "Nothing has changed.", "notice");
+  } catch (error) {
+    notice(error.message);
+  }
+  button.disabled = false;
+}
+
+byId("reload").addEventListener("click", reload);
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem(KEPT, byId("key").value.trim());

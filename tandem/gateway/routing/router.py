@@ -12,11 +12,11 @@ from tandem.gateway.routing.prefix_index import PrefixIndex
 
 
 class Router:
-    """The pipeline of a gateway's settings. ``index``: what backends have cached, if it is asked for."""
+    """The pipeline of a gateway's settings. ``index``: what backends have cached, if it is asked for; given, it is that of a router before."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, index: PrefixIndex | None = None) -> None:
         settings = config.router
-        self.index = PrefixIndex() if settings.prefix else None
+        self.index = (PrefixIndex() if index is None else index) if settings.prefix else None
         self._filters: tuple[Filter, ...] = (with_room, in_time, *((with_cache(self.new_tokens),) if config.queue.follow_cache else ()))
         costs = [scores.load, *([scores.away_from(config.zone, settings.zone_tokens)] if settings.zone_tokens else [])]
         savings = [(settings.prefix, scores.cached_prefix(self.index))] if self.index is not None else []
