@@ -83,6 +83,7 @@ class RolloutConfig:
         "engine.device": "trainer and rollout share machine.device",
         "engine.seed": "run.seed is the seed of every request",
         "engine.max_model_len": "model.max_length is the context of trainer and rollout",
+        "engine.max_prefill_slowdown": "nobody waits for the tokens of a rollout one by one, and without a limit it is faster",
         "engine.kernels": "trainer and rollout both use machine.kernels, because their bits must agree",
         "engine.attention": "trainer and rollout both use machine.attention, because their bits must agree",
         "engine.threads": "trainer and rollout take turns and both use machine.threads",
