@@ -55,7 +55,22 @@ class Exchange:
     @property
     def can_go_on(self) -> bool:
         """Whether another backend can go on with the stream that the client receives."""
-        return self.is_stream and self.weights is not None and self.delivered.is_whole
+        return self.is_stream and self.weights is not None and (self.delivered.is_whole or self.repetition is not None)
+
+    @property
+    def needed_weights(self) -> str | None:
+        """The version of the weights that the next backend must have, because the client has a part of the stream; ``None`` if it has none."""
+        if self.has_begun:
+            return self.weights
+        return self.repetition.weights if self.repetition is not None and self.request.last_event_id else None
+
+    def begin_stream(self, weights: str | None) -> None:
+        """Notes the version of the weights with which the stream begins. ``None``: the backend promises no same tokens, so that its events have no ids."""
+        self.weights = weights
+        if weights is None:
+            self.repetition = None
+        elif self.repetition is not None:
+            self.repetition.begin(weights)
 
     async def start(self, status: int, headers: Headers) -> None:
         """Sends status and headers, once."""

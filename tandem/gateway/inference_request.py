@@ -53,6 +53,10 @@ class InferenceRequest:
     """The blocks of its prompt, if backends are chosen by them."""
     block_share: float = 0.0
     """The part of the prompt that is in each of these blocks."""
+    idempotency_key: str = ""
+    """Requests of a tenant with the same one give the same tokens, at any gateway and at any of Tandem's servers with the same weights."""
+    last_event_id: bytes = b""
+    """The last event that the client has of an answer to the same request."""
     session: str = ""
     """The conversation that it belongs to, if it says so."""
     asked_model: str | None = None
@@ -83,7 +87,8 @@ def read_request(
     prefix, share = read_prefix(content) if by_prefix else ((), 0.0)
     return InferenceRequest(
         id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(headers),
-        _priority(content), prefix, share, session_of(headers, content, tenant), model,
+        _priority(content), prefix, share, _idempotency_key(headers, tenant), _last_event_id(headers, stream=bool(stream)),
+        session_of(headers, content, tenant), model,
     )  # fmt: skip
 
 
@@ -94,6 +99,24 @@ def for_model(request: InferenceRequest, content: dict[str, Any], model: str | N
     content = {**content, "model": model}
     body = json.dumps(content, separators=(",", ":")).encode()
     return replace(request, model=model, body=body, prefix=read_prefix(content)[0] if by_prefix else ())
+
+
+def _idempotency_key(headers: Headers, tenant: str) -> str:
+    """Returns the header ``Idempotency-Key``, within its tenant; empty if there is none. Raises ``ApiError`` for one that is too long."""
+    given = next((value for name, value in headers if name == b"idempotency-key"), b"").decode("latin-1")
+    if len(given) > _LONGEST_SESSION:
+        raise invalid(f"the header Idempotency-Key has {len(given)} characters; give at most {_LONGEST_SESSION}")
+    return f"{tenant}\0{given}" if given else ""
+
+
+def _last_event_id(headers: Headers, *, stream: bool) -> bytes:
+    """Returns the header ``Last-Event-ID``; empty if there is none. Raises ``ApiError`` if the request is not one that can go on."""
+    given = next((value for name, value in headers if name == b"last-event-id"), b"")
+    if given and not stream:
+        raise invalid("the header Last-Event-ID goes on with a stream; set 'stream' to true, or leave it out")
+    if given and not any(name == b"idempotency-key" and value for name, value in headers):
+        raise invalid("the header Last-Event-ID needs the Idempotency-Key that the request had before")
+    return given
 
 
 def session_of(headers: Headers, content: dict[str, Any], tenant: str) -> str:

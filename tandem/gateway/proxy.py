@@ -19,9 +19,10 @@ from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
 from tandem.gateway.relay import relay
-from tandem.gateway.resume import Diverged, can_resume
+from tandem.gateway.resume import can_resume, repetition_of
 from tandem.gateway.retry_budget import RetryBudget
 from tandem.gateway.shadow import Shadows
+from tandem.gateway.stream_events import Diverged
 from tandem.gateway.upstream import Upstream
 from tandem.gateway.usage import Meter
 from tandem.serving.errors import ApiError
@@ -46,7 +47,8 @@ class Proxy:
     async def answer(self, request: InferenceRequest, receive: Receive, send: Send, meter: Meter, headers: Headers) -> None:
         """Answers ``request``. ``receive`` has nothing but the client's end left. ``meter`` counts what it costs. ``headers`` are added to the answer's.
         Raises ``ApiError`` for what is answered with an error."""
-        exchange = Exchange(request, send, meter, self._metrics, headers, self._upstream.repeatable_body(request))
+        body, repetition = self._upstream.repeatable_body(request), repetition_of(request)
+        exchange = Exchange(request, send, meter, self._metrics, headers, body, repetition=repetition)
         try:
             async with while_client_waits(receive) as client, self._admission(request) as exchange.charge:
                 self._metrics.queue_wait.labels(request.model or "-").observe(time.monotonic() - exchange.began)
@@ -88,7 +90,7 @@ class Proxy:
         finally:
             _settle_blamed(exchange, Outcome.FAILURE)
         if not exchange.tried:
-            raise self._pool.refusal(exchange.request.model)
+            raise _cannot_go_on() if exchange.request.last_event_id else self._pool.refusal(exchange.request.model)
         if exchange.has_begun:
             await exchange.end_broken(str(failure))
             return
@@ -96,9 +98,9 @@ class Proxy:
 
     def _next_backend(self, exchange: Exchange, failure: BackendFailed) -> Backend | None:
         """Returns the backend of the next attempt, after the last one's ``failure``; ``None`` if none can take it."""
-        weights = exchange.weights if exchange.has_begun else None
+        weights = exchange.needed_weights
         backend = self._pool.choose(exchange.request, exchange.tried, weights)
-        return self._pool.choose(exchange.request) if backend is None and failure.is_lost and not exchange.has_begun else backend
+        return self._pool.choose(exchange.request, weights=weights) if backend is None and failure.is_lost and not exchange.has_begun else backend
 
     async def _attempt(self, exchange: Exchange, backend: Backend, *, is_last: bool) -> None:
         """Makes one attempt. Raises ``BackendFailed`` if another one may be made."""
@@ -155,8 +157,10 @@ class Proxy:
             outcome = Outcome.UNKNOWN
         _settle_blamed(exchange, Outcome.UNKNOWN if outcome is Outcome.UNKNOWN else Outcome.FAILURE)
         if response.content_type == "text/event-stream" and can_resume(exchange.request):
-            exchange.weights = backend.weights
+            exchange.begin_stream(backend.weights)
         headers = [(name, value) for name, value in end_to_end(response.raw_headers) if name != b"x-request-id"]
+        if exchange.request.idempotency_key:
+            headers.append((b"x-tandem-repeatable", b"true" if backend.is_tandem else b"false"))
         await relay(exchange, attempt, response, [*headers, (b"x-request-id", exchange.request.id.encode()), *exchange.headers])
         return outcome
 
@@ -165,9 +169,14 @@ class Proxy:
         if response.status != 200 or response.content_type != "text/event-stream":
             said = Outcome.of_status(response.status)
             raise StatusRetried(f"it answers {response.status}", Outcome.FAILURE if said is Outcome.SUCCESS else said, is_paid=False)
-        exchange.repetition = exchange.delivered.repetition()
+        exchange.repetition = exchange.delivered.repetition() if exchange.repetition is None else exchange.repetition.again()
         self._metrics.resumed.inc()
         await relay(exchange, attempt, response, [])
+
+
+def _cannot_go_on() -> ApiError:
+    return ApiError(409, "no backend can go on with the stream of Last-Event-ID: that takes a Tandem server with the same weights; leave the header out to "
+                    "begin anew", kind="conflict_error", code="cannot_resume")  # fmt: skip
 
 
 def _too_late(request: InferenceRequest) -> ApiError:

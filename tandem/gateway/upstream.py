@@ -10,7 +10,7 @@ from yarl import URL
 from tandem.gateway.backend import Backend
 from tandem.gateway.headers import to_backend
 from tandem.gateway.inference_request import InferenceRequest
-from tandem.gateway.resume import can_resume, seeded
+from tandem.gateway.resume import REPEATABLE_PATHS, can_resume, seed_of, seeded
 
 
 class Upstream:
@@ -28,9 +28,10 @@ class Upstream:
 
     def repeatable_body(self, request: InferenceRequest) -> bytes:
         """Returns the body of a request with a seed, if its answer may have to be repeated at another of Tandem's servers, else its body."""
-        if not can_resume(request) or request.has_seed or not any(backend.is_tandem for backend in self._backends):
+        is_repeated = bool(request.idempotency_key) and request.path in REPEATABLE_PATHS
+        if not (can_resume(request) or is_repeated) or request.has_seed or not any(backend.is_tandem for backend in self._backends):
             return request.body
-        return seeded(request.body, random.getrandbits(62))
+        return seeded(request.body, seed_of(request.idempotency_key) if request.idempotency_key else random.getrandbits(62))
 
     def _headers(self, backend: Backend, request: InferenceRequest) -> list[tuple[str, str]]:
         authorization = f"Bearer {backend.api_key}" if backend.api_key else None if self._passes_keys else ""

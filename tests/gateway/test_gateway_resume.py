@@ -12,7 +12,8 @@ import httpx
 import pytest
 from gateway_process import fault_backend, gateway, until
 
-from tandem.gateway.resume import MOST_BYTES, Delivered, Diverged, seeded
+from tandem.gateway.resume import MOST_BYTES, Delivered, seeded
+from tandem.gateway.stream_events import Diverged
 
 Token = tuple[str, float]
 
