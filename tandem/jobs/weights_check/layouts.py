@@ -41,7 +41,7 @@ def recipe_of_pair(pair: LayoutPair, model: Path, seed: int, threads: int = 0) -
     data: dict[str, Any] = {
         "model": {"path": str(model)},
         "task": {"name": "sort"},
-        "rollout": {"prompts_per_step": GROUP_SIZE, "max_tokens": 2, "engine": {"max_num_seqs": GROUP_SIZE}},
+        "rollout": {"prompts_per_step": GROUP_SIZE, "max_tokens": 2, "weights": "copied", "engine": {"max_num_seqs": GROUP_SIZE}},
         # An engine that quantizes draws from another distribution than the trainer's, which a recipe has to correct.
         "algorithm": {"group_size": GROUP_SIZE, "kl_coef": 0.0, "old_logprobs": "recompute", "tis_cap": 2.0},
         # Far more than anybody trains with, so that a step changes codes of 4 bits too.
