@@ -16,11 +16,6 @@ def in_time(request: InferenceRequest, backends: Sequence[Backend]) -> Sequence[
     return [backend for backend in backends if backend.first_byte_s(request.tokens) <= limit_s] or backends
 
 
-def with_cache(new_tokens: Callable[[InferenceRequest, Backend], int]) -> Filter:
-    """Returns the filter that leaves the backends whose KV cache has room for what a prompt adds to it (``new_tokens``); all if none has."""
-    return lambda request, backends: [each for each in backends if each.has_cache_for(new_tokens(request, each))] or backends
-
-
 def with_room(request: InferenceRequest, backends: Sequence[Backend]) -> Sequence[Backend]:
     """Returns the backends that have less than ``max_requests``. If there is none, it is a retry, which finds a place beside those that have theirs."""
     return [backend for backend in backends if backend.room > 0] or backends

@@ -7,7 +7,7 @@ from tandem.config.gateway import GatewayConfig
 from tandem.gateway.backend import Backend
 from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.routing import pickers, scores
-from tandem.gateway.routing.filters import Filter, in_time, with_cache, with_room
+from tandem.gateway.routing.filters import Filter, in_time, with_room
 from tandem.gateway.routing.prefix_index import PrefixIndex
 
 
@@ -17,7 +17,7 @@ class Router:
     def __init__(self, config: GatewayConfig, index: PrefixIndex | None = None) -> None:
         settings = config.router
         self.index = (PrefixIndex() if index is None else index) if settings.prefix else None
-        self._filters: tuple[Filter, ...] = (with_room, in_time, *((with_cache(self.new_tokens),) if config.queue.follow_cache else ()))
+        self._filters: tuple[Filter, ...] = (with_room, in_time)
         costs = [scores.load, *([scores.away_from(config.zone, settings.zone_tokens)] if settings.zone_tokens else [])]
         savings = [(settings.prefix, scores.cached_prefix(self.index))] if self.index is not None else []
         savings += [(settings.session, scores.session)] if settings.session else []
