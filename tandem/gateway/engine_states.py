@@ -35,10 +35,20 @@ class EngineStates:
         self._interval_s, self._backends, self._session, self._index, self._wake = interval_s, backends, session, index, wake
 
     async def keep(self) -> None:
-        """Looks at all backends for ever, each in a task of its own, so that one that hangs delays no other."""
-        async with asyncio.TaskGroup() as group:
-            for backend in self._backends:
-                group.create_task(self._repeat(backend), name=f"engine state {backend.name}")
+        """Looks at all backends for ever, each in a task of its own, so that one that hangs delays no other. Follows ``backends`` when it changes."""
+        tasks: dict[Backend, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for backend in self._backends:
+                    if backend not in tasks:
+                        tasks[backend] = asyncio.create_task(self._repeat(backend), name=f"engine state {backend.name}")
+                for backend in [each for each in tasks if each not in self._backends]:
+                    tasks.pop(backend).cancel()
+                await asyncio.sleep(self._interval_s)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _repeat(self, backend: Backend) -> None:
         read = _Events()

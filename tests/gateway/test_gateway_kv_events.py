@@ -1,16 +1,26 @@
 """Events of engines correct what the router believes that their prefix caches hold."""
 
+import asyncio
+import http.server
+import json
 import random
+import threading
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 from gateway_process import gateway, until
 from routing_cases import backends
 
+from tandem.config.gateway import BackendConfig, BreakerConfig
 from tandem.engine.core.request import Prefill, Request, Sequence
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.gateway.backend import Backend, Health
+from tandem.gateway.engine_states import EngineStates
 from tandem.gateway.routing.prefix_index import PrefixIndex, read_prefix
 from tandem.kernels.api import BLOCK_TOKENS
 from tandem.serving.engines.block_events import ServedBlockEvents
@@ -126,3 +136,53 @@ def test_after_an_eviction_the_router_no_longer_counts_on_the_prefix(tmp_path: P
                 response = servers[home].post("/v1/completions", {"prompt": [100 + number] * 400, "max_tokens": 1})
                 assert response.status_code == 200
             until(lambda: running.metric("prefix_blocks") == 0, "the eviction to be known")
+
+
+def test_backends_that_come_are_asked_for_their_state_and_those_that_go_no_more() -> None:
+    """As after the file was read again: the list is changed in place."""
+    asked: Counter[int] = Counter()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked[self.server.server_address[1]] += 1
+            body = json.dumps({"block_size": 16, "blocks": 10, "free_blocks": 4, "waiting": 0, "waiting_tokens": 0}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    made = [Backend.make(BackendConfig(url=f"http://127.0.0.1:{server.server_port}"), BreakerConfig()) for server in servers]
+    for each in made:
+        each.health, each.weights = Health.READY, "0.1"
+    first, second = (server.server_port for server in servers)
+
+    async def seen(port: int, more: int = 1) -> None:
+        wanted = asked[port] + more
+        async with asyncio.timeout(60):
+            while asked[port] < wanted:
+                await asyncio.sleep(0.01)
+
+    async def follow() -> None:
+        listed = [made[0]]
+        async with aiohttp.ClientSession() as session:
+            keeping = asyncio.create_task(EngineStates(0.02, listed, session, None, lambda: None).keep())
+            await seen(first)
+            assert not asked[second]
+            listed[:] = [made[1]]
+            await seen(second, 5)
+            before = asked[first]
+            await seen(second, 5)
+            assert asked[first] == before and made[1].engine is not None
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+    asyncio.run(follow())
+    for server in servers:
+        server.shutdown()
+        server.server_close()
