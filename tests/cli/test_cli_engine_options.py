@@ -23,6 +23,7 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "max_model_len": ("--max-model-len", "77"),
     "max_num_seqs": ("--max-num-seqs", "7"),
     "max_num_batched_tokens": ("--max-num-batched-tokens", "99"),
+    "max_prefill_slowdown": ("--max-prefill-slowdown", "3.5"),
     "batching": ("--batching", "dynamic"),
     "enable_chunked_prefill": ("--no-enable-chunked-prefill",),
     "enable_prefix_caching": ("--no-enable-prefix-caching",),
@@ -49,7 +50,7 @@ GIVEN: dict[str, tuple[Any, ...]] = {
 OWN: dict[str, set[str]] = {"serve": set(), "generate": {"enable_lora", "max_loras", "max_lora_rank"}}
 EXPECTED = EngineArgs(
     model="m", verify=True, download_dir="cache", weight_cache_gib=0.5, dtype="bfloat16", quantization="int8+head", device="cuda:1", kernels="reference",
-    attention="flash3", deterministic=False, max_model_len=77, max_num_seqs=7, max_num_batched_tokens=99, batching="dynamic",
+    attention="flash3", deterministic=False, max_model_len=77, max_num_seqs=7, max_num_batched_tokens=99, max_prefill_slowdown=3.5, batching="dynamic",
     enable_chunked_prefill=False, enable_prefix_caching=False, cache_implementation="static", kv_cache_tokens=1024, kv_cache_dtype="int8",
     preemption_mode="swap", swap_space=2.0, watermark=0.25, tensor_parallel_size=2, rank_timeout_s=9.5, enable_lora=True, max_loras=3, max_lora_rank=5,
     speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3), async_scheduling=False, enforce_eager=True, seed=8, tokenizer="folder",
