@@ -23,7 +23,6 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "max_model_len": ("--max-model-len", "77"),
     "max_num_seqs": ("--max-num-seqs", "7"),
     "max_num_batched_tokens": ("--max-num-batched-tokens", "99"),
-    "max_prefill_slowdown": ("--max-prefill-slowdown", "3.5"),
     "batching": ("--batching", "dynamic"),
     "enable_chunked_prefill": ("--no-enable-chunked-prefill",),
     "enable_prefix_caching": ("--no-enable-prefix-caching",),
@@ -50,7 +49,7 @@ GIVEN: dict[str, tuple[Any, ...]] = {
 OWN: dict[str, set[str]] = {"serve": set(), "generate": {"enable_lora", "max_loras", "max_lora_rank"}}
 EXPECTED = EngineArgs(
     model="m", verify=True, download_dir="cache", weight_cache_gib=0.5, dtype="bfloat16", quantization="int8+head", device="cuda:1", kernels="reference",
-    attention="flash3", deterministic=False, max_model_len=77, max_num_seqs=7, max_num_batched_tokens=99, max_prefill_slowdown=3.5, batching="dynamic",
+    attention="flash3", deterministic=False, max_model_len=77, max_num_seqs=7, max_num_batched_tokens=99, batching="dynamic",
     enable_chunked_prefill=False, enable_prefix_caching=False, cache_implementation="static", kv_cache_tokens=1024, kv_cache_dtype="int8",
     preemption_mode="swap", swap_space=2.0, watermark=0.25, tensor_parallel_size=2, rank_timeout_s=9.5, enable_lora=True, max_loras=3, max_lora_rank=5,
     speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3), async_scheduling=False, enforce_eager=True, seed=8, tokenizer="folder",
@@ -60,8 +59,10 @@ EXPECTED = EngineArgs(
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_every_field_is_an_option(command: str) -> None:
-    # gpu_memory_utilization is instead of kv_cache_tokens.
-    assert GIVEN.keys() | {"model", "load_format", "skip_tokenizer_init", "gpu_memory_utilization"} == {field.name for field in dataclasses.fields(EngineArgs)}
+    # gpu_memory_utilization is instead of kv_cache_tokens, and max_prefill_slowdown goes with chunked prefill.
+    others = {"model", "load_format", "skip_tokenizer_init", "gpu_memory_utilization", "max_prefill_slowdown"}
+    assert GIVEN.keys() | others == {field.name for field in dataclasses.fields(EngineArgs)}
+    assert engine_args(parser().parse_args([command, "m", "--max-prefill-slowdown", "3.5"]), model="m").max_prefill_slowdown == 3.5
     words = [word for name, given in GIVEN.items() if name not in OWN[command] for word in given]
     args = engine_args(parser().parse_args([command, "m", *words]), model="m")
     defaults = EngineArgs()
