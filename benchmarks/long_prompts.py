@@ -2,7 +2,7 @@
 
 16 streams of `tandem serve` with one thread, a model of random parameters; the client has the other core. The time between two tokens of a stream, first while
 nothing else runs, then while prompts of 4,096 tokens (none seen before) are computed one after another, each answered with one token. Servers: as it is by
-default, which limits the prompt tokens of a step from measured times (`--max-prefill-slowdown 2`), and with fixed token budgets only. The ratio is the p99
+default, which limits the prompt tokens of a step from measured times (`--max-prefill-slowdown 1.7`), and with fixed token budgets only. The ratio is the p99
 beside prompts over the p99 alone, of one server.
 
     python benchmarks/long_prompts.py [--prompts 3] [--out benchmarks/results]
@@ -34,8 +34,8 @@ MODEL = NewModelConfig(
     max_position_embeddings=16384
 )  # fmt: skip
 SERVERS = {
-    "default (slowdown 2)": [],
-    "slowdown 4": ["--max-prefill-slowdown", "4"],
+    "default (slowdown 1.7)": [],
+    "slowdown 3": ["--max-prefill-slowdown", "3"],
     "512 tokens a step": ["--max-prefill-slowdown", "1000", "--max-num-batched-tokens", "512"],
     "4,096 tokens a step": ["--max-prefill-slowdown", "1000"],
 }

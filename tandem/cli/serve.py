@@ -35,7 +35,7 @@ MOST_KEY_BYTES = 2**16
 """Of a file with a key in its first line. An HTTP header is no longer."""
 LEFT_OUT = ("skip_tokenizer_init", "load_format")
 """Options that a server does not have: it needs a tokenizer and the weights of the model."""
-MAX_PREFILL_SLOWDOWN = 2.0
+MAX_PREFILL_SLOWDOWN = 1.7
 """What a server allows by default, since clients wait for each token."""
 
 

@@ -162,8 +162,8 @@ class EngineArgs:
     """Maximum number of tokens computed in one step."""
     max_prefill_slowdown: float | None = None
     """With chunked prefill: how many times as long a step may take with tokens of prompts as its decoding sequences take alone. The engine measures
-    both and limits the chunks. With 2, running sequences keep at least half of their speed while a long prompt is computed. Empty: only
-    `max_num_batched_tokens` limits them, which is best for throughput. `tandem serve` sets it to 2."""
+    both and limits the chunks. With 2, running sequences keep half of their speed while a long prompt is computed. Empty: only
+    `max_num_batched_tokens` limits them, which is best for throughput. `tandem serve` sets it to 1.7."""
     batching: Literal["static", "dynamic", "continuous"] = "continuous"
     """Which sequences may join a running batch. `static`: none, and a batch keeps its rows and blocks until its last sequence ends;
     `dynamic`: none, but a sequence that ends frees them; `continuous`: any, as soon as there is room."""

@@ -3,7 +3,9 @@
 from tandem.kernels.api import BLOCK_TOKENS
 
 _FASTER, _SLOWER = 0.5, 0.1
-"""The weight of a measurement below the estimate, and of one above it: what other programs take is not the step's."""
+"""The weight of a step without prompt tokens below the estimate, and of one above it: what other programs take is not the step's."""
+_OF_TOKENS = 0.2
+"""The weight of a measurement of prompt tokens, the same on both sides: an estimate that is too low makes steps too long."""
 _MOST_RISE = 3.0
 """The most by which one measurement counts as above the estimate of a prompt token's seconds."""
 _MEASURED_AGAIN = 64
@@ -30,7 +32,8 @@ class PrefillBudget:
         if not num_prompt_tokens:
             if num_decoded:
                 size = num_decoded.bit_length()
-                self._decode_s[size] = _moved(self._decode_s.get(size, seconds), seconds)
+                known = self._decode_s.get(size, seconds)
+                self._decode_s[size] = known + (_FASTER if seconds < known else _SLOWER) * (seconds - known)
                 self._since_decode = 0
             return
         self._since_decode += 1
@@ -38,7 +41,7 @@ class PrefillBudget:
         if before is not None:
             found = max(0.0, seconds - before) / num_prompt_tokens
             known = found if self._token_s is None else self._token_s
-            self._token_s = _moved(known, min(found, _MOST_RISE * known) if known else found)
+            self._token_s = known + _OF_TOKENS * ((min(found, _MOST_RISE * known) if known else found) - known)
 
     def limit(self, num_decoding: int) -> int | None:
         """Returns how many prompt tokens the next step may compute beside ``num_decoding`` sequences: at least a block's; 0 where a step
@@ -57,7 +60,3 @@ class PrefillBudget:
         size = num_decoding.bit_length()
         nearest = min(self._decode_s, key=lambda known: abs(known - size), default=None)
         return None if nearest is None else self._decode_s[nearest]
-
-
-def _moved(known: float, found: float) -> float:
-    return known + (_FASTER if found < known else _SLOWER) * (found - known)
