@@ -44,6 +44,8 @@ class Tab:
         )
 
     def texts(self, selector: str) -> list[str]:
+        """Returns what is seen. Answers that come onto the page have no text before the next frame, which finds out which of them are on the screen."""
+        self.page.evaluate("() => new Promise((seen) => requestAnimationFrame(() => requestAnimationFrame(seen)))")
         return list(self.page.locator(selector).all_inner_texts())
 
     def violations(self) -> list[str]:
