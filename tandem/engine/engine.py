@@ -16,6 +16,7 @@ from tandem.engine.core.weight_updates import replace_weights
 from tandem.engine.executor.rank_weights import RankWeights, StagedWeights
 from tandem.engine.executor.ranks import Ranks
 from tandem.engine.kv_cache.block_events import BlockEvents
+from tandem.engine.kv_cache.block_exchange import BlockExchange, kv_layout
 from tandem.engine.kv_cache.kv_cache_manager import DUMMY_VERSION, FIRST_VERSION
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.metrics.stats import CumulativeStats, EngineStats
@@ -308,6 +309,11 @@ class Engine:
     def record_block_events(self) -> BlockEvents:
         """Returns where changes of the prefix cache are recorded from now on."""
         return self._scheduler.kv_cache.record_block_events()
+
+    def block_exchange(self) -> BlockExchange:
+        """Returns what copies blocks of the prefix cache to and from other engines. Raises ``UserError`` for an engine whose blocks no other one can use."""
+        layout = kv_layout(self.decoder, self.settings, self._components, self.weight_digests)
+        return BlockExchange(layout, self._scheduler.kv_cache, self._runner, self._core.synchronize)
 
     def sleep(self, level: int = 1) -> None:
         """Frees the memory of the KV cache, and at ``level`` 2 that of the weights too, which have to be updated before ``wake_up`` (the levels of

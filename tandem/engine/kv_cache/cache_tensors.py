@@ -3,7 +3,7 @@
 The first axis of each tensor of a ``KVLayer`` is the block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +61,34 @@ def _copy_blocks(sources: Sequence[KVLayer], targets: Sequence[KVLayer], copies:
             old_codes, new_codes = _plain(from_tensor), _plain(to_tensor)
             staging = old_codes.index_select(0, source.to(old_codes.device))
             new_codes.index_copy_(0, target.to(new_codes.device), staging.to(new_codes.device))
+
+
+def block_bytes(caches: Sequence[KVLayer]) -> int:
+    """Returns the bytes of one block in all layers of ``caches``."""
+    return sum(tensor[0].nbytes for layer in caches for tensor in layer.tensors())
+
+
+def read_blocks(caches: Sequence[KVLayer], blocks: Sequence[int], rows: Tensor) -> None:
+    """Copies each of ``blocks`` to a row of ``rows[len(blocks), block_bytes]`` (uint8, on the CPU): its part of every tensor of every layer, in order."""
+    index, at = torch.tensor(blocks), 0
+    for tensor in _byte_tensors(caches):
+        rows[:, at : at + tensor.shape[1]] = tensor.index_select(0, index.to(tensor.device)).to("cpu")
+        at += tensor.shape[1]
+
+
+def write_blocks(caches: Sequence[KVLayer], blocks: Sequence[int], rows: Tensor) -> None:
+    """Copies the rows that ``read_blocks`` has made to ``blocks``."""
+    index, at = torch.tensor(blocks), 0
+    for tensor in _byte_tensors(caches):
+        tensor.index_copy_(0, index.to(tensor.device), rows[:, at : at + tensor.shape[1]].to(tensor.device))
+        at += tensor.shape[1]
+
+
+def _byte_tensors(caches: Sequence[KVLayer]) -> Iterator[Tensor]:
+    """Yields every tensor of ``caches`` as bytes ``[N, bytes of a block]`` over the same memory."""
+    for layer in caches:
+        for tensor in layer.tensors():
+            yield tensor.view(tensor.shape[0], -1).view(torch.uint8)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -167,11 +167,15 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         full = list(zip(hashes[: num_tokens // BLOCK_TOKENS], table, strict=False))
-        entered = [index for index, (block_hash, block) in enumerate(full) if block >= 0 and self.block_pool.cache_block(block, block_hash)]
+        self.cache_prompt_blocks(request.id, len(request.prompt_token_ids), 0, [block_hash for block_hash, _ in full], [block for _, block in full])
+
+    def cache_prompt_blocks(self, request_id: str, prompt_tokens: int, first: int, hashes: list[bytes], blocks: list[int]) -> None:
+        """Adds ``blocks``, those of a prompt from number ``first`` on, to the prefix cache under ``hashes``."""
+        pairs = enumerate(zip(hashes, blocks, strict=True))
+        entered = [index for index, (block_hash, block) in pairs if block >= 0 and self.block_pool.cache_block(block, block_hash)]
         if entered and self.block_pool.events is not None:
-            for first, last in _runs(entered):
-                stored = [block_hash for block_hash, _ in full[first : last + 1]]
-                self.block_pool.events.stored(request.id, first, len(request.prompt_token_ids), stored)
+            for start, last in _runs(entered):
+                self.block_pool.events.stored(request_id, first + start, prompt_tokens, hashes[start : last + 1])
 
     def cache_sequence(self, sequence: Sequence, num_tokens: int) -> None:
         """As ``cache_blocks``, for a ``sequence`` whose later blocks have no hashes yet."""
@@ -188,6 +192,11 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. Block tables keep their blocks."""
         self.block_pool.reset_prefix_cache()
+
+    def prompt_hashes(self, prompt_token_ids: list[int], adapter: str = "", cache_salt: str = "") -> list[bytes]:
+        """Returns the hashes of the blocks that a request with this prompt looks for in the prefix cache: all full ones but for that of its last token."""
+        looked_for = (len(prompt_token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        return block_hashes(root_hash(self.weight_version, self._adapter_key(adapter), cache_salt), prompt_token_ids[:looked_for])
 
     def _root(self, request: Request) -> bytes:
         return root_hash(self.weight_version, self._adapter_key(request.adapter), request.cache_salt)
