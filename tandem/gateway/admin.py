@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 import tandem
 from tandem.config.gateway import LimitConfig
+from tandem.gateway.audit import AUDIT, Entry
 from tandem.gateway.backend import Backend
 from tandem.gateway.keys import KeyRecord
 from tandem.gateway.rate_limit import EmbeddedLimits, shares_of
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 ADMIN = "/admin/api/"
 """The beginning of its paths: GET ``state``, POST ``drain``, ``undrain`` and ``reload``."""
 _MOST_BYTES = 2**16
+_LONGEST = 100
 _BODY_S = 10.0
 
 
@@ -39,13 +41,17 @@ async def answer_admin(state: "GatewayState", scope: Scope, receive: Receive, se
 async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict[str, Any]:
     """Raises ``ApiError``."""
     client = scope["client"][0] if scope.get("client") else ""
-    who = state.auth.administrator(scope["headers"], client, changes=scope["method"] != "GET")
     action, method = scope["path"].removeprefix(ADMIN), scope["method"]
+    entry: Entry | None = scope.get(AUDIT)
+    noted = {} if entry is None else entry.administration
+    if method != "GET":
+        noted["action"] = action[:_LONGEST]
+    who = state.auth.administrator(scope["headers"], client, entry, changes=method != "GET")
     if (method, action) == ("GET", "state"):
         return state_of(state, time.time())
     if method == "POST" and action in ("drain", "undrain"):
         backend = _backend(state, await _body(state, receive, client))
-        backend.is_drained = action == "drain"
+        backend.is_drained, noted["backend"] = action == "drain", backend.name
         state.admission.wake()
         state.lines.add(f"{who} {action}s backend {backend.name}")
         return _backend_state(backend)
@@ -53,11 +59,12 @@ async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict
         await _body(state, receive, client)
         state.lines.add(f"{who} has the settings read again")
         try:
-            return {"changed": await state.reload()}
+            noted["changed"] = await state.reload()
         except UserError as error:
             raise invalid(str(error)) from None
+        return {"changed": noted["changed"]}
     known = "GET state, POST drain, POST undrain, POST reload"
-    raise ApiError(404, f"{method} {action[:100]} is not answered by the administration; there is {known}", code="not_found")
+    raise ApiError(404, f"{method} {action[:_LONGEST]} is not answered by the administration; there is {known}", code="not_found")
 
 
 async def _body(state: "GatewayState", receive: Receive, client: str) -> Any:
@@ -75,7 +82,7 @@ def _backend(state: "GatewayState", body: Any) -> Backend:
     backend = next((backend for backend in state.pool.backends if backend.name == name), None)
     if backend is None:
         names = ", ".join(backend.name for backend in state.pool.backends)
-        raise ApiError(404, f"there is no backend {json.dumps(name)[:100]}; there is {names}", param="backend", code="backend_not_found")
+        raise ApiError(404, f"there is no backend {json.dumps(name)[:_LONGEST]}; there is {names}", param="backend", code="backend_not_found")
     return backend
 
 

@@ -40,11 +40,17 @@ class Admission:
     ``clock``: monotonic seconds."""
 
     def __init__(self, config: GatewayConfig, pool: Pool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config, self._pool, self._clock = config.queue, pool, clock
+        self._pool, self._clock = pool, clock
+        self._lines: dict[str | None, _Line] = {}
+        self.follow(config)
+
+    def follow(self, config: GatewayConfig) -> None:
+        """Takes other settings of the queue and of tenants. Requests that wait keep their places, and the service that tenants have received counts."""
+        self._config, self._others = config.queue, config.other_tenants
         self._weights = {name: tenant.weight for name, tenant in config.tenants.items()}
         self._classes = {name: tenant.priority for name, tenant in config.tenants.items()}
-        self._others = config.other_tenants
-        self._lines: dict[str | None, _Line] = {}
+        for line in self._lines.values():
+            line.queue.follow(self._weights, self._others.weight, self._classes, self._others.priority)
 
     @property
     def waiting(self) -> dict[str, int]:

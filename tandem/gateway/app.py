@@ -16,7 +16,7 @@ import tandem
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.admin import ADMIN, answer_admin
 from tandem.gateway.admission import Admission
-from tandem.gateway.audit import AUDIT, Entry
+from tandem.gateway.audit import AUDIT, AuditFile, Entry
 from tandem.gateway.auth import Auth, Caller
 from tandem.gateway.headers import Headers
 from tandem.gateway.inference_request import INFERENCE_PATHS, InferenceRequest, for_model, read_request
@@ -57,6 +57,7 @@ class GatewayState:
     limits: Limits = field(default_factory=EmbeddedLimits)
     lines: LogLines = field(default_factory=LogLines)
     parser: BodyParser = field(default_factory=BodyParser)
+    audit: AuditFile | None = None
     reload: Callable[[], Awaitable[list[str]]] = _nothing_to_reload
     """Follows a change of the file of settings; returns the keys that have changed. Raises ``UserError``."""
     is_draining: bool = False

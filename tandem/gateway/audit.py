@@ -6,7 +6,8 @@ import logging
 import os
 import queue
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class Entry:
     key: str | None = None
     model: str | None = None
     stream: bool | None = None
+    administration: dict[str, Any] = field(default_factory=dict)
+    """What an administrator does: ``action``, and to what."""
 
 
 class _OwnersFile(WatchedFileHandler):
@@ -49,8 +52,12 @@ class AuditFile:
             raise UserError(f"the audit log '{path}' cannot be written: {error.strerror}; correct 'audit_log'") from None
         file.setFormatter(logging.Formatter("%(message)s"))
         lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._handler, self._listener = QueueHandler(lines), QueueListener(lines, file)
+        self._file, self._handler, self._listener = file, QueueHandler(lines), QueueListener(lines, file)
         self._listener.start()
+
+    def act(self, action: str, by: str, **more: Any) -> None:
+        """Adds a line for what an administrator did, ``by`` other means than a request."""
+        self.add({"time": _time(datetime.datetime.now(datetime.UTC)), "action": action, "by": by, **more})
 
     def add(self, line: dict[str, Any]) -> None:
         self._handler.emit(logging.LogRecord("audit", logging.INFO, "", 0, json.dumps(line), None, None))
@@ -58,16 +65,17 @@ class AuditFile:
     def close(self) -> None:
         """Waits until every line is written."""
         self._listener.stop()
+        self._file.close()
 
 
 class AuditLog:
-    """ASGI middleware that adds a line to ``file`` when a request has ended, however it did."""
+    """ASGI middleware that adds a line to the ``current`` file, if there is one, when a request has ended, however it did."""
 
-    def __init__(self, app: ASGIApp, file: AuditFile) -> None:
-        self._app, self._file = app, file
+    def __init__(self, app: ASGIApp, current: Callable[[], AuditFile | None]) -> None:
+        self._app, self._current = app, current
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in QUIET:
+        if scope["path"] in QUIET or self._current() is None:
             await self._app(scope, receive, send)
             return
         began, at, status = time.monotonic(), datetime.datetime.now(datetime.UTC), 499
@@ -83,10 +91,16 @@ class AuditLog:
         try:
             await self._app(scope, receive, noted)
         finally:
-            self._file.add({
-                "time": at.isoformat(timespec="milliseconds"), "request_id": entry.request_id, "client": scope["client"][0] if scope.get("client") else None,
-                "tenant": entry.tenant, "key": entry.key, "method": scope["method"], "path": scope["path"][:_LONGEST],
-                "model": entry.model and entry.model[:_LONGEST],
-                "stream": entry.stream, "status": status, "prompt_tokens": usage.prompt, "completion_tokens": usage.completion,
-                "seconds": round(time.monotonic() - began, 3),
-            })  # fmt: skip
+            file = self._current()
+            if file is not None:
+                file.add({
+                    "time": _time(at), "request_id": entry.request_id, "client": scope["client"][0] if scope.get("client") else None,
+                    "tenant": entry.tenant, "key": entry.key, "method": scope["method"], "path": scope["path"][:_LONGEST],
+                    "model": entry.model and entry.model[:_LONGEST],
+                    "stream": entry.stream, "status": status, "prompt_tokens": usage.prompt, "completion_tokens": usage.completion,
+                    "seconds": round(time.monotonic() - began, 3), **entry.administration,
+                })  # fmt: skip
+
+
+def _time(at: datetime.datetime) -> str:
+    return at.isoformat(timespec="milliseconds")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tandem.config.gateway import GatewayConfig, LimitConfig, TenantConfig
+from tandem.gateway.audit import Entry
 from tandem.gateway.headers import Headers
 from tandem.gateway.keys import KeyFile, KeyRecord, find_key
 from tandem.gateway.local_admin import check_local
@@ -49,25 +50,32 @@ class Auth:
     """Finds the caller of each request. ``keys`` and ``tokens``: ``None`` if there are none; without both no key is needed."""
 
     def __init__(self, config: GatewayConfig, keys: KeyFile | None, tokens: "Tokens | None" = None) -> None:
-        self._config, self._keys, self._tokens = config, keys, tokens
+        self._config, self.keys, self.tokens = config, keys, tokens
 
-    def follow(self, config: GatewayConfig) -> None:
-        """Takes other limits of tenants and models."""
-        self._config = config
+    def follow(self, config: GatewayConfig, keys: KeyFile | None, tokens: "Tokens | None") -> None:
+        """Takes other limits of tenants and models, and other keys and tokens."""
+        self._config, self.keys, self.tokens = config, keys, tokens
+
+    @property
+    def needs_key(self) -> bool:
+        return self.keys is not None or self.tokens is not None
 
     def caller(self, headers: Headers, client: str) -> Caller:
         """Returns the caller of a request with ``headers`` from the address ``client``. Raises ``ApiError`` for a key that is missing, wrong or expired."""
-        if self._keys is None and self._tokens is None:
+        if not self.needs_key:
             return Caller(client, None, self._tenant(client), self._config.model_limits)
         record = self._record(headers)
         return Caller(record.tenant, record, self._tenant(record.tenant), self._config.model_limits)
 
-    def administrator(self, headers: Headers, client: str, *, changes: bool) -> str:
-        """Returns words for the administrator who sends a request, which ``changes`` something or only looks. Raises ``ApiError`` for anybody else."""
-        if self._keys is None and self._tokens is None:
+    def administrator(self, headers: Headers, client: str, entry: Entry | None, *, changes: bool) -> str:
+        """Returns words for the administrator who sends a request, which ``changes`` something or only looks; ``entry`` is told whose key it has. Raises
+        ``ApiError`` for anybody else."""
+        if not self.needs_key:
             check_local(headers, client, changes=changes)
             return f"an administrator at {client}"
         record = self._record(headers)
+        if entry is not None:
+            entry.tenant, entry.key = record.tenant, record.id
         if record.role != "admin":
             raise ApiError(403, f"the key {record.id} is not an administrator's; 'tandem keys create --role admin' makes one", kind="permission_error",
                            code="not_an_administrator")  # fmt: skip
@@ -76,7 +84,7 @@ class Auth:
     @property
     def records(self) -> Mapping[str, KeyRecord] | None:
         """The keys by their ids, ``None`` if no key is needed."""
-        return None if self._keys is None else self._keys.records
+        return None if self.keys is None else self.keys.records
 
     def _tenant(self, name: str) -> TenantConfig:
         return self._config.tenants.get(name, self._config.other_tenants)
@@ -84,9 +92,9 @@ class Auth:
     def _record(self, headers: Headers) -> KeyRecord:
         """Returns the key of a request, or that which its token stands for. Raises ``ApiError`` for one that is missing, wrong or expired."""
         given = next((value[7:] for name, value in headers if name == b"authorization" and value[:7].lower() == b"bearer "), b"").decode("latin-1")
-        if self._tokens is not None and given.count(".") == 2:
-            return self._tokens.record(given)
-        record = None if self._keys is None else find_key(self._keys.records, given)
+        if self.tokens is not None and given.count(".") == 2:
+            return self.tokens.record(given)
+        record = None if self.keys is None else find_key(self.keys.records, given)
         if record is None:
             raise unauthorised("a key is missing or wrong: 'Authorization: Bearer KEY'")
         if record.is_expired(time.time()):

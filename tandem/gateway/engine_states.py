@@ -27,10 +27,10 @@ class _Events:
 
 
 class EngineStates:
-    """Looks at each backend every ``interval_s``. ``index``: what is corrected by the events, if anything. ``wake``: called when something is known anew."""
+    """Looks at each backend every ``interval_s``. ``index``: returns what is corrected by the events. ``wake``: called when something is known anew."""
 
     def __init__(
-        self, interval_s: float, backends: Sequence[Backend], session: aiohttp.ClientSession, index: PrefixIndex | None, wake: Callable[[], None]
+        self, interval_s: float, backends: Sequence[Backend], session: aiohttp.ClientSession, index: Callable[[], PrefixIndex | None], wake: Callable[[], None],
     ) -> None:
         self._interval_s, self._backends, self._session, self._index, self._wake = interval_s, backends, session, index, wake
 
@@ -80,11 +80,12 @@ class EngineStates:
         size = int(content["block_size"])
         tokens = int(content["blocks"]) * size, int(content["free_blocks"]) * size
         backend.said(EngineState(*tokens, int(content["waiting"]), int(content["waiting_tokens"])))
-        if self._index is not None and "events" in content:
+        index = self._index()
+        if index is not None and "events" in content:
             if content["is_reset"]:
-                self._index.forget(backend)
+                index.forget(backend)
             for event in content["events"]:
-                self._apply(self._index, backend, event, size)
+                self._apply(index, backend, event, size)
             read.stream, read.after = str(content["stream"]), int(content["last"])
 
     def _apply(self, index: PrefixIndex, backend: Backend, event: list[Any], block_size: int) -> None:

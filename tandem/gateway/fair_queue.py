@@ -34,6 +34,10 @@ class FairQueue(Generic[Item]):
     _counters: "OrderedDict[str, float]" = field(default_factory=OrderedDict)
     _last_left: str | None = None
 
+    def follow(self, weights: Mapping[str, float], other_weight: float, classes: Mapping[str, int], other_class: int) -> None:
+        """Takes other weights and classes, for the service from now on."""
+        self.weights, self.other_weight, self.classes, self.other_class = weights, other_weight, classes, other_class
+
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 

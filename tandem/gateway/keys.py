@@ -110,16 +110,24 @@ class KeyFile:
         self.records = read_keys(path)
         self.problem: str | None = None
 
-    def refresh(self) -> None:
-        """Reads the file again if it has changed. One that cannot be read changes nothing; ``problem`` says why."""
+    def refresh(self) -> dict[str, list[str]]:
+        """Reads the file again if it has changed; returns the ids of the keys that were ``added``, ``removed`` or ``changed``. One that cannot be read changes
+        nothing; ``problem`` says why."""
         stamp = self._stamp_now()
         if stamp == self._stamp:
-            return
+            return {}
+        before = self.records
         try:
             self.records, self.problem = read_keys(self._path), None
             self._stamp = stamp
         except UserError as error:
             self.problem = str(error)
+        now = self.records
+        ids = {
+            "added": [id for id in now if id not in before], "removed": [id for id in before if id not in now],
+            "changed": [id for id in now if id in before and now[id] != before[id]],
+        }  # fmt: skip
+        return {how: which for how, which in ids.items() if which}
 
     def _stamp_now(self) -> tuple[int, int] | None:
         try:

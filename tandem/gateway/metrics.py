@@ -1,7 +1,7 @@
 """The gateway's figures in Prometheus' text format; their names begin with ``tandem_gateway_``."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -13,9 +13,10 @@ _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 
 
 class Metrics:
-    """Counters and histograms of requests; the state of backends is read when the figures are asked for."""
+    """Counters and histograms of requests; the state of backends is read when the figures are asked for. ``index``: returns what they have cached, if that is
+    followed now."""
 
-    def __init__(self, backends: Sequence[Backend], index: PrefixIndex | None) -> None:
+    def __init__(self, backends: Sequence[Backend], index: Callable[[], PrefixIndex | None]) -> None:
         self.registry = CollectorRegistry()
         self._backends, self._index = backends, index
 
@@ -57,7 +58,7 @@ class Metrics:
 
     def forget(self, backend: Backend) -> None:
         """Takes out the state of a backend that is gone; its counters stay."""
-        for gauge in (self._in_flight, self._outstanding, self._ready, self._breaker):
+        for gauge in (self._in_flight, self._outstanding, self._free, self._engine_waiting, self._cached, self._ready, self._breaker):
             with contextlib.suppress(KeyError):  # Nobody has asked for it yet.
                 gauge.remove(backend.name)
 
@@ -67,14 +68,17 @@ class Metrics:
             self._waiting.labels(model).set(count)
             self._waiting_tokens.labels(model).set(admission.waiting_tokens[model])
         self._oldest.set(admission.oldest_s)
+        index = self._index()
+        if index is None:
+            self._cached.clear()
         for backend in self._backends:
             self._in_flight.labels(backend.name).set(len(backend.attempts))
             self._outstanding.labels(backend.name).set(backend.outstanding_tokens)
             if backend.engine is not None:
                 self._free.labels(backend.name).set(backend.engine.free_tokens)
                 self._engine_waiting.labels(backend.name).set(backend.engine.waiting_tokens)
-            if self._index is not None:
-                self._cached.labels(backend.name).set(self._index.size(backend))
+            if index is not None:
+                self._cached.labels(backend.name).set(index.size(backend))
             self._ready.labels(backend.name).set(backend.is_ready)
             self._breaker.labels(backend.name).set({"closed": 0, "half_open": 0.5, "open": 1}[backend.breaker.state])
         return generate_latest(self.registry)

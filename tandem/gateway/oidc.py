@@ -31,16 +31,20 @@ class Tokens:
         self._checked: dict[str, tuple[KeyRecord, float]] = {}
         """Records of good tokens and when they expire; the signature of each is checked once."""
 
+    async def read(self, session: aiohttp.ClientSession) -> str:
+        """Reads the issuer's keys; returns why they cannot be read, empty if they were."""
+        try:
+            self._keys = await self._read(session)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, TypeError, KeyError, jwt.PyJWTError) as error:
+            return f"{type(error).__name__}: {error}"[:200]
+        self._checked.clear()
+        return ""
+
     async def keep(self, session: aiohttp.ClientSession) -> None:
         """Reads the issuer's keys, again and again, until it is cancelled."""
         trouble = ""
         while True:
-            try:
-                self._keys = await self._read(session)
-                self._checked.clear()
-                found = ""
-            except (TimeoutError, aiohttp.ClientError, OSError, ValueError, TypeError, KeyError, jwt.PyJWTError) as error:
-                found = f"{type(error).__name__}: {error}"[:200]
+            found = await self.read(session)
             if found != trouble:
                 self._say(f"the keys of {self._config.issuer} cannot be read: {found}" if found else f"the keys of {self._config.issuer} can be read again")
             trouble = found

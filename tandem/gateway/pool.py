@@ -21,9 +21,9 @@ class Pool:
 
     def follow(self, config: GatewayConfig) -> None:
         """Takes other settings; ``backends`` has changed where it is. What is known of prefixes stays."""
-        if (config.balance, config.zone) != (self._config.balance, self._config.zone):
+        if (config.balance, config.zone, config.router) != (self._config.balance, self._config.zone, self._config.router):
             self._router = Router(config, self._router.index)
-        self._config = config
+        self._config, self._follows_cache = config, config.queue.follow_cache
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -2,24 +2,45 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 
-from tandem.config.gateway import GatewayConfig, LimitConfig, TenantConfig
+from tandem.config.gateway import GatewayConfig
 from tandem.gateway.app import GatewayState
+from tandem.gateway.audit import AuditFile
 from tandem.gateway.backend import Backend
 from tandem.gateway.ejection import bound_ejections
+from tandem.gateway.extras import check_extras, make_tokens
+from tandem.gateway.keys import KeyFile
 from tandem.gateway.probes import Probes
 from tandem.gateway.routing.model_routes import ModelRoutes
+from tandem.gateway.upstream import Upstream
 from tandem.gateway.waits import watch_waits
 from tandem.serving.http_process import say
 from tandem.types import UserError
 
-_FOLLOWED = (
-    "backends", "balance", "zone", "routes", "timeouts", "probes", "breaker", "retry", "tenants", "other_tenants", "model_limits", "drain_s",
+if TYPE_CHECKING:
+    from tandem.gateway.oidc import Tokens
+
+NEEDS_RESTART = (
+    "host", "port", "trusted_proxies", "registry", "max_body_mib", "request_s", "stall_s", "max_connections_per_client", "log_requests", "redis",
 )  # fmt: skip
-"""The keys whose change is followed. Of ``timeouts`` all but ``connect_s``, of tenants their limits."""
+"""The keys whose change is not followed: those of the address and of connections, and where limits are counted. Also ``timeouts.connect_s``."""
+_KEYS_S = 1.0
+"""How often the key file is looked at: a revoked key ends within this time."""
+
+
+@dataclass(frozen=True)
+class _Fresh:
+    """What a change of settings needs, made before anything is changed."""
+
+    backends: list[Backend]
+    keys: KeyFile | None
+    tokens: "Tokens | None"
+    audit: AuditFile | None
 
 
 @dataclass
@@ -29,6 +50,7 @@ class Reload:
 
     state: GatewayState
     session: aiohttp.ClientSession
+    upstream: Upstream
     stages: Mapping[str, str]
     backends: list[Backend]
     read: Callable[[], GatewayConfig] | None
@@ -36,40 +58,66 @@ class Reload:
     probes: Probes = field(init=False)
     _retired: list[Backend] = field(default_factory=list)
     _waits: "asyncio.Task[None]" = field(init=False)
+    _keys: "asyncio.Task[None]" = field(init=False)
+    _tokens: "asyncio.Task[None] | None" = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start(self) -> None:
-        """Begins to probe the backends and to watch what they owe."""
+        """Begins to probe the backends, to watch what they owe, and to follow the key file and the keys of the tokens' issuer."""
         self.probes = Probes(self.state.config.probes, self.backends, self.session, say)
         self._watch()
+        self._keys = asyncio.create_task(self._refresh_keys())
+        self._follow_issuer()
         await self.probes.start()
 
     async def stop(self) -> None:
-        self._waits.cancel()
-        await asyncio.gather(self._waits, self.probes.stop(), return_exceptions=True)
+        tasks = [self._waits, self._keys, *([self._tokens] if self._tokens is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, self.probes.stop(), return_exceptions=True)
+        if self.state.audit is not None:
+            self.state.audit.close()
 
     async def reload(self) -> list[str]:
         """Reads the file again and follows it; returns the keys that have changed. Raises ``UserError``, after which nothing has, for a file that is not
-        right or a change that needs a restart."""
+        right, an issuer of tokens that does not answer, or a change that needs a restart."""
         if self.read is None:
             raise UserError("the gateway was started without a file of settings; there is nothing to read again")
         async with self._lock:
             before, config = self.state.config, self.read()
             changed = [each.name for each in fields(GatewayConfig) if getattr(before, each.name) != getattr(config, each.name)]
             _check_followed(before, config, changed)
+            check_extras(config)
             made = self.make(config)
             known = {(backend.name, backend.config.url): backend for backend in self.backends}
             fresh = [backend for backend in made if (backend.name, backend.config.url) not in known]
             # The new ones are ready, or known not to be, when they get their first request.
             first = Probes(config.probes, fresh, self.session, say)
             await asyncio.gather(*map(first.probe, fresh))
+            keys, tokens, audit = await self._made(config)
             kept = [_follow(known[key], backend, config) if (key := (backend.name, backend.config.url)) in known else backend for backend in made]
-            await self._replace(config, kept)
+            await self._replace(config, _Fresh(kept, keys, tokens, audit))
         say(f"the settings were read again; {', '.join(changed) or 'nothing'} changed")
         return changed
 
-    async def _replace(self, config: GatewayConfig, backends: list[Backend]) -> None:
-        state = self.state
+    async def _made(self, config: GatewayConfig) -> "tuple[KeyFile | None, Tokens | None, AuditFile | None]":
+        """Returns key file, tokens and audit log of ``config``: those in use where it names the same. Raises ``UserError``."""
+        state, before = self.state, self.state.config
+        keys, tokens, audit = state.auth.keys, state.auth.tokens, state.audit
+        if config.keys_file != before.keys_file:
+            keys = KeyFile(Path(config.keys_file)) if config.keys_file else None
+        if config.oidc != before.oidc:
+            tokens = make_tokens(config, say)
+            problem = "" if tokens is None else await tokens.read(self.session)
+            if problem:
+                raise UserError(f"the keys of {config.oidc.issuer} cannot be read: {problem}; correct 'oidc'")
+        if config.audit_log != before.audit_log:
+            # Last: nothing that is refused leaves a file open.
+            audit = AuditFile(Path(config.audit_log)) if config.audit_log else None
+        return keys, tokens, audit
+
+    async def _replace(self, config: GatewayConfig, fresh: _Fresh) -> None:
+        state, backends = self.state, fresh.backends
         gone = [backend for backend in self.backends if backend not in backends]
         # What is in flight at a backend that is gone is watched to its end.
         self._retired = [backend for backend in [*self._retired, *gone] if backend.attempts]
@@ -78,16 +126,43 @@ class Reload:
         state.pool.follow(config)
         state.proxy.follow(config)
         state.routes = ModelRoutes(config.routes, state.pool, self.stages)
-        state.auth.follow(config)
+        state.admission.follow(config)
+        state.auth.follow(config, fresh.keys, fresh.tokens)
+        self.upstream.passes_keys = not state.auth.needs_key
+        ended, state.audit = state.audit, fresh.audit
+        if config.oidc != state.config.oidc:
+            self._follow_issuer()
         state.config = config
         for backend in gone:
             state.metrics.forget(backend)
         old, self.probes = self.probes, Probes(config.probes, self.backends, self.session, say)
         self._waits.cancel()
         self._watch()
+        if ended is not None and ended is not fresh.audit:
+            await asyncio.to_thread(ended.close)
         await old.stop()
         await self.probes.start()
         state.admission.wake()
+
+    def _follow_issuer(self) -> None:
+        if self._tokens is not None:
+            self._tokens.cancel()
+        tokens = self.state.auth.tokens
+        self._tokens = None if tokens is None else asyncio.create_task(tokens.keep(self.session))
+
+    async def _refresh_keys(self) -> None:
+        """Reads the key file again whenever it has changed, for ever."""
+        said = None
+        while True:
+            await asyncio.sleep(_KEYS_S)
+            keys = self.state.auth.keys
+            changes = {} if keys is None else keys.refresh()
+            if changes and self.state.audit is not None:
+                self.state.audit.act("keys", "the key file", **changes)
+            problem = None if keys is None else keys.problem
+            if problem != said:
+                said = problem
+                say(f"the keys stay as they were: {said}" if said else "the key file can be read again")
 
     def _watch(self) -> None:
         watched = [*self.backends, *self._retired]
@@ -96,20 +171,11 @@ class Reload:
 
 def _check_followed(before: GatewayConfig, config: GatewayConfig, changed: list[str]) -> None:
     """Raises ``UserError`` for a change that needs a restart."""
-    wanted = next((f"'{name}'" for name in changed if name not in _FOLLOWED), None)
+    wanted = next((name for name in changed if name in NEEDS_RESTART), None)
     if before.timeouts.connect_s != config.timeouts.connect_s:
-        wanted = "'timeouts.connect_s'"
-    for name in sorted({*before.tenants, *config.tenants}):
-        if _but_limits(before.tenants.get(name, before.other_tenants)) != _but_limits(config.tenants.get(name, config.other_tenants)):
-            wanted = f"what is not a limit in 'tenants.{name}'"
-    if _but_limits(before.other_tenants) != _but_limits(config.other_tenants):
-        wanted = "what is not a limit in 'other_tenants'"
+        wanted = "timeouts.connect_s"
     if wanted:
-        raise UserError(f"{wanted} cannot change while the gateway runs; restart it, or put back what was there")
-
-
-def _but_limits(tenant: TenantConfig) -> TenantConfig:
-    return replace(tenant, limits=LimitConfig(), models={})
+        raise UserError(f"'{wanted}' cannot change while the gateway runs; restart it, or put back what was there")
 
 
 def _follow(backend: Backend, made: Backend, config: GatewayConfig) -> Backend:

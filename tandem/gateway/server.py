@@ -23,6 +23,7 @@ from tandem.gateway.backend import Backend
 from tandem.gateway.credentials import backend_key, backend_tls
 from tandem.gateway.ejection import bound_ejections
 from tandem.gateway.engine_states import EngineStates
+from tandem.gateway.extras import check_extras, make_shared_limits, make_tokens
 from tandem.gateway.keys import KeyFile
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
@@ -47,19 +48,13 @@ _KEEP_ALIVE_S = 4.0
 a request is sent."""
 _DNS_S = 5.0
 _MOST_UNFINISHED_BODIES = 4
-_KEYS_S = 1.0
-"""How often the key file is looked at: a revoked key ends within this time."""
 
 
 def run_gateway(config: GatewayConfig, ready: Callable[[str], None] | None = None, read: Callable[[], GatewayConfig] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. ``ready`` is called with the gateway's address when it serves; ``read`` reads the settings
-    again after SIGHUP. Raises ``UserError`` if the
-    port or a key file cannot be used."""
+    again after SIGHUP. Raises ``UserError`` if the port or a file cannot be used."""
     backends = make_backends(config)
-    if config.redis.url and importlib.util.find_spec("redis") is None:
-        raise UserError("'redis.url' is given, and the package redis is not installed; pip install 'tandem-rl[redis]'")
-    if config.oidc.issuer and importlib.util.find_spec("jwt") is None:
-        raise UserError("'oidc.issuer' is given, and the package pyjwt is not installed; pip install 'tandem-rl[oidc]'")
+    check_extras(config)
     keys = KeyFile(Path(config.keys_file)) if config.keys_file else None
     stages = read_stages(Path(config.registry)) if config.registry else {}
     listener = listen(config.host, config.port, backlog=BACKLOG)
@@ -67,8 +62,6 @@ def run_gateway(config: GatewayConfig, ready: Callable[[str], None] | None = Non
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         audit = AuditFile(Path(config.audit_log)) if config.audit_log else None
-        if audit is not None:
-            stack.callback(audit.close)
         runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
         return runner.run(_serve(config, backends, keys, stages, audit, listener, ready, read))
 
@@ -113,36 +106,28 @@ async def _serve(
         connector=connector, timeout=timeout, skip_auto_headers=skipped, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
         pool = Pool(config, backends)
-        metrics = Metrics(backends, pool.index)
+        metrics = Metrics(backends, lambda: pool.index)
         admission = Admission(config, pool)
         largest = int(config.max_body_mib * 2**20)
         bodies = UnfinishedBodies(largest * _MOST_UNFINISHED_BODIES, largest * _MOST_UNFINISHED_BODIES)
-        shared = None
-        if config.redis.url:
-            from tandem.gateway.redis_limits import RedisLimits
-
-            shared = RedisLimits(config.redis.url, config.redis.prefix, config.redis.timeout_s, say)
+        shared = make_shared_limits(config, say)
         limits: Limits = shared or EmbeddedLimits()
-        tokens = None
-        if config.oidc.issuer:
-            from tandem.gateway.oidc import Tokens
-
-            tokens = Tokens(config.oidc, say)
-        upstream = Upstream(session, backends, passes_keys=keys is None and tokens is None)
+        auth = Auth(config, keys, make_tokens(config, say))
+        upstream = Upstream(session, backends, passes_keys=not auth.needs_key)
         shadows = Shadows(pool, upstream, metrics)
         proxy = Proxy(config, pool, upstream, metrics, admission, shadows)
-        state = GatewayState(config, pool, ModelRoutes(config.routes, pool, stages), proxy, admission, metrics, bodies, Auth(config, keys, tokens), limits)
-        reload = Reload(state, session, stages, backends, read, make_backends)
+        state = GatewayState(config, pool, ModelRoutes(config.routes, pool, stages), proxy, admission, metrics, bodies, auth, limits)
+        state.audit = audit
+        reload = Reload(state, session, upstream, stages, backends, read, make_backends)
         state.reload = reload.reload
         if read is not None:
             _reload_on_hangup(state)
-        beside = [asyncio.create_task(_refresh(keys)), *([asyncio.create_task(shared.keep())] if shared is not None else [])]
-        beside += [asyncio.create_task(tokens.keep(session))] if tokens is not None else []
-        beside.append(asyncio.create_task(EngineStates(config.probes.state_s, backends, session, pool.index, admission.wake).keep()))
+        beside = [asyncio.create_task(shared.keep())] if shared is not None else []
+        beside.append(asyncio.create_task(EngineStates(config.probes.state_s, backends, session, lambda: pool.index, admission.wake).keep()))
         beside += [asyncio.create_task(follow_stages(Path(config.registry), stages, say))] if config.registry else []
         try:
             await reload.start()
-            return await _until_stopped(state, listener, audit, ready)
+            return await _until_stopped(state, listener, ready)
         finally:
             for task in beside:
                 task.cancel()
@@ -151,22 +136,9 @@ async def _serve(
                 await shared.close()
 
 
-async def _refresh(keys: KeyFile | None) -> None:
-    """Reads the key file again whenever it has changed."""
-    said = None
-    while keys is not None:
-        await asyncio.sleep(_KEYS_S)
-        keys.refresh()
-        if keys.problem != said:
-            said = keys.problem
-            say(f"the keys stay as they were: {said}" if said else "the key file can be read again")
-
-
-async def _until_stopped(state: GatewayState, listener: socket.socket, audit: AuditFile | None, ready: Callable[[str], None] | None) -> int:
+async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Callable[[str], None] | None) -> int:
     config = state.config
-    app: Any = GatewayApp(state)
-    if audit is not None:
-        app = AuditLog(app, audit)
+    app: Any = AuditLog(GatewayApp(state), lambda: state.audit)
     server = HttpServer(uvicorn.Config(
         RequestLog(app, state.lines) if config.log_requests else app, http=_protocol(config), log_level="critical", access_log=False, lifespan="off",
         loop="asyncio", backlog=BACKLOG, timeout_graceful_shutdown=5, server_header=False, date_header=False, timeout_keep_alive=75, ws="none",
@@ -199,10 +171,14 @@ def _reload_on_hangup(state: GatewayState) -> None:
     running: set[asyncio.Task[None]] = set()
 
     async def again() -> None:
+        outcome: dict[str, Any] = {}
         try:
-            await state.reload()
+            outcome["changed"] = await state.reload()
         except UserError as error:
+            outcome["refused"] = str(error)
             say(f"the settings stay as they were: {error}")
+        if state.audit is not None:
+            state.audit.act("reload", "SIGHUP", **outcome)
 
     def on_signal() -> None:
         task = asyncio.create_task(again(), name="reload")

@@ -17,7 +17,7 @@ class Upstream:
     """Sends requests to backends. ``passes_keys``: a backend without a key of its own is sent the client's."""
 
     def __init__(self, session: aiohttp.ClientSession, backends: Sequence[Backend], *, passes_keys: bool) -> None:
-        self._session, self._backends, self._passes_keys = session, backends, passes_keys
+        self._session, self._backends, self.passes_keys = session, backends, passes_keys
 
     def post(self, backend: Backend, request: InferenceRequest, body: bytes) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Sends ``request`` to ``backend``. ``body``: sent instead of the client's bytes where the backend is Tandem's server."""
@@ -34,7 +34,7 @@ class Upstream:
         return seeded(request.body, seed_of(request.idempotency_key) if request.idempotency_key else random.getrandbits(62))
 
     def _headers(self, backend: Backend, request: InferenceRequest) -> list[tuple[str, str]]:
-        authorization = f"Bearer {backend.api_key}" if backend.api_key else None if self._passes_keys else ""
+        authorization = f"Bearer {backend.api_key}" if backend.api_key else None if self.passes_keys else ""
         headers = to_backend(request.headers, authorization=authorization, client=request.client)
         plain = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name != b"x-request-id"]
         return [*plain, ("x-request-id", request.id)]

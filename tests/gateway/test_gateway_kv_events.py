@@ -171,7 +171,7 @@ def test_backends_that_come_are_asked_for_their_state_and_those_that_go_no_more(
     async def follow() -> None:
         listed = [made[0]]
         async with aiohttp.ClientSession() as session:
-            keeping = asyncio.create_task(EngineStates(0.02, listed, session, None, lambda: None).keep())
+            keeping = asyncio.create_task(EngineStates(0.02, listed, session, lambda: None, lambda: None).keep())
             await seen(first)
             assert not asked[second]
             listed[:] = [made[1]]

@@ -6,7 +6,6 @@ import datetime
 import hashlib
 import hmac
 import http.server
-import ipaddress
 import json
 import ssl
 import threading
@@ -18,51 +17,15 @@ from typing import Any
 import httpx
 import jwt
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from certificates import certificate
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from gateway_process import FaultBackend, Gateway, gateway, until
+from token_issuer import AUDIENCE, Issuer
 
 from tandem.cli.main import main
 
-AUDIENCE = "tandem"
 PEM = serialization.Encoding.PEM
-
-
-class Issuer:
-    """An OpenID Connect issuer on this machine: its configuration and its keys over HTTP."""
-
-    def __init__(self) -> None:
-        self.keys: dict[str, Any] = {"one": rsa.generate_private_key(65537, 2048), "two": ec.generate_private_key(ec.SECP256R1())}
-        self.listed = ["one", "two"]
-        issuer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                content = issuer.configuration if self.path.endswith("/openid-configuration") else {"keys": [issuer.public(id) for id in issuer.listed]}
-                body = json.dumps(content).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/realm"
-        self.configuration = {"issuer": self.url, "jwks_uri": f"{self.url}/keys"}
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    def public(self, id: str) -> dict[str, Any]:
-        key = self.keys[id].public_key()
-        algorithm = jwt.algorithms.RSAAlgorithm if isinstance(self.keys[id], rsa.RSAPrivateKey) else jwt.algorithms.ECAlgorithm
-        return {**json.loads(algorithm.to_jwk(key)), "kid": id, "use": "sig"}
-
-    def token(self, id: str = "one", **claims: Any) -> str:
-        algorithm = "RS256" if isinstance(self.keys[id], rsa.RSAPrivateKey) else "ES256"
-        content = {"iss": self.url, "aud": AUDIENCE, "sub": "alice", "org": "research", "exp": time.time() + 600, **claims}
-        return jwt.encode({name: value for name, value in content.items() if value is not None}, self.keys[id], algorithm, headers={"kid": id})
 
 
 @pytest.fixture(scope="module")
@@ -177,22 +140,6 @@ def test_the_audit_log_has_a_line_for_each_request_and_neither_prompt_nor_key(
     assert (lines[0]["prompt_tokens"], lines[0]["completion_tokens"], lines[0]["path"]) == (3, 16, "/v1/completions")
     assert "SECRET" not in log.read_text() and token not in log.read_text() and log.stat().st_mode & 0o077 == 0
     assert datetime.datetime.fromisoformat(lines[0]["time"]).tzinfo is not None and moved.read_text().count("\n") >= 1
-
-
-def certificate(folder: Path, name: str, signer: "tuple[x509.Certificate, Any] | None" = None) -> tuple[x509.Certificate, Any]:
-    """Writes ``NAME.crt`` and ``NAME.key``, signed by ``signer`` or by itself."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    builder = x509.CertificateBuilder(subject_name=subject, issuer_name=subject if signer is None else signer[0].subject, public_key=key.public_key())
-    day = datetime.timedelta(days=1)
-    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - day).not_valid_after(now + day)
-    builder = builder.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-    builder = builder.add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
-    made = builder.sign(key if signer is None else signer[1], hashes.SHA256())
-    (folder / f"{name}.crt").write_bytes(made.public_bytes(PEM))
-    (folder / f"{name}.key").write_bytes(key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
-    return made, key
 
 
 @contextlib.contextmanager
