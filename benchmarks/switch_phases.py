@@ -1,13 +1,13 @@
 """The switch train -> rollout -> train of a whole pod: seconds of each phase, beside the plain copies and ``dd`` for the same bytes.
 
-    python benchmarks/switch_phases.py [--hidden 768] [--layers 8] [--steps 6] [--to disk]
+    python benchmarks/switch_phases.py [--hidden 768] [--layers 8] [--steps 6] [--to disk] [--weights auto]
 
 ``tandem train`` runs with the residents plan ``figure``: the optimizer and the reference leave memory for a rollout. The journal has the seconds of every
 transition and the bytes of every move; the first step is left out, because it touches each page of memory for the first time. *Plain* is, for the bytes of
-the same phase, a warm copy in memory (numpy, one thread) or ``dd`` with fsync and ``dd`` from the cache to memory, in rounds between which the sides take
-turns: the register and the update copy each weight once, the engine packs it once more (to memory that is new to a process that was just started), and moves to
-disk write and read. Starting the engine, rollout,
-passes and update are work and no copies; they are listed, and not part of the ratio.
+the same phase, a warm copy in memory (numpy, one thread), a read of warm memory or ``dd`` with fsync and ``dd`` from the cache to memory. The register copies
+each weight once. An update of an engine that shares the published weights reads each once and copies none; one of an engine that copies them (``--weights
+copied``) copies each once and packs it once more, to memory that is new to a process that was just started. Moves to disk write and read. Starting the engine,
+rollout, passes and the optimizer's step are work and no copies; they are listed, and not part of the ratio.
 """
 
 import statistics
@@ -22,10 +22,17 @@ import numpy as np
 import yaml
 from machine import ROOT, machine, write_ratios, write_report
 from options import parser as shared_parser
+from weights_shared import PlainRead
 
+from tandem.config.load import build
 from tandem.config.model import NewModelConfig
+from tandem.config.recipe import Recipe
+from tandem.kernels import select
+from tandem.kernels.cpu.kernels import CpuKernels
 from tandem.model.create_model import create_model
+from tandem.model.huggingface.model_config import read_shapes
 from tandem.runtime.records.journal import Journal
+from tandem.weight_transfer.sharing import can_share
 
 TARGET = 1.3
 COPIES = ("offload", "convert", "register", "update_weight", "onload")
@@ -42,6 +49,18 @@ def memory_copy(size: int, *, is_new: bool = False) -> list[float]:
     """Seconds of copies of ``size`` bytes to memory that was written before, or that ``is_new`` to the process, whose pages the system clears first."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     return [timed(source.copy if is_new else lambda: np.copyto(target, source)) for _ in range(ROUNDS)]
+
+
+def memory_read(size: int) -> list[float]:
+    """Seconds in which one thread reads ``size`` bytes that were written before."""
+    read = PlainRead(size, 1)
+    return [timed(read) for _ in range(ROUNDS)]
+
+
+def shares(recipe: dict[str, object], model: Path) -> bool:
+    """Whether the engines of a run of ``recipe`` compute with the published weights where they are."""
+    built = build(Recipe, recipe)
+    return built.shares_weights and can_share(read_shapes(model), built.rollout.weights) and isinstance(select(built.machine.kernels), CpuKernels)
 
 
 def dd(folder: Path, size: int) -> tuple[list[float], list[float]]:
@@ -61,6 +80,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--to", choices=("memory", "disk"), default="disk")
+    parser.add_argument("--weights", choices=("auto", "shared", "copied"), default="auto")
     parser.add_argument("--plan", choices=("keep", "offload", "figure", "terminate"), default="figure")
     options = parser.parse_args()
     began = machine()
@@ -76,7 +96,7 @@ def main() -> None:
     name = f"switch-{int(time.time())}"
     recipe = {
         "model": {"path": str(model)}, "task": {"name": "sort", "min_digits": 2, "max_digits": 3},
-        "rollout": {"prompts_per_step": 2, "max_tokens": 8}, "algorithm": {"group_size": 2, "kl_coef": 0.01},
+        "rollout": {"prompts_per_step": 2, "max_tokens": 8, "weights": options.weights}, "algorithm": {"group_size": 2, "kl_coef": 0.01},
         "trainer": {"learning_rate": 1e-5}, "evaluation": {"every_steps": 1000, "prompts": 2, "final_prompts": 2},
         "checkpoint": {"every_steps": 1000}, "run": {"max_steps": options.steps, "directory": str(work), "name": name},
         "residents": {"plan": options.plan, **({"to": options.to} if options.plan != "keep" else {})},
@@ -105,13 +125,20 @@ def main() -> None:
     count = options.steps - 1
     out = sum(sum(values) for (move, _), values in moved.items() if move == "offload") / count
     back = sum(sum(values) for (move, _), values in moved.items() if move == "reload") / count
-    copy, new, ends = memory_copy(weights), memory_copy(weights, is_new=True), options.plan in ("figure", "terminate")
+    is_shared, ends = shares(recipe, model), options.plan in ("figure", "terminate")
+    copy = memory_copy(weights)
+    if is_shared:
+        update = memory_read(weights)
+    else:
+        update = [2 * each for each in (memory_copy(weights, is_new=True) if ends else copy)]
     write, read = dd(work, int(out)) if options.to == "disk" and out else ([0.0], [0.0])
-    plain = {"offload": write, "convert": [0.0], "register": copy, "update_weight": [2 * each for each in (new if ends else copy)], "onload": read}
+    plain = {"offload": write, "convert": [0.0], "register": copy, "update_weight": update, "onload": read}
     lines = [
         "# The switch of a pod, by phase", "", f"{began}", "",
         f"Qwen3 with hidden {options.hidden} and {options.layers} layers, weights of {weights / 2**20:,.0f} MiB, plan `{options.plan}` to {options.to}; "
-        f"{out / 2**20:,.0f} MiB leave memory and {back / 2**20:,.0f} MiB come back in a step. Seconds, median of {count} steps.", "",
+        f"{out / 2**20:,.0f} MiB leave memory and {back / 2**20:,.0f} MiB come back in a step. Engines "
+        f"{'compute with the published weights: an update reads them once' if is_shared else 'copy the weights and pack the copy'}. "
+        f"Seconds, median of {count} steps.", "",
         "| phase | seconds, median (best) | plain copies, median (best) |", "|---|---|---|",
     ]  # fmt: skip
     for phase, values in sorted(seconds.items(), key=lambda item: (item[0] not in COPIES, item[0])):

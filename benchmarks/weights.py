@@ -3,13 +3,15 @@
     python benchmarks/weights.py [--repeat 7] [--threads 2] [--model "500 MB"]
     python benchmarks/weights.py --elementwise 25M      element-wise deltas (weights_elementwise.py)
 
-In every round, one after the other, so that all see the same machine. In the pod: ``register`` and ``update`` as in ``weight_update.py``, and both together,
-beside a copy between two warm private buffers on as many threads. Between two processes over TCP loopback: a raw socket (``sendall`` from a warm
+In every round, one after the other, so that all see the same machine. In the pod, beside a copy between two warm private buffers on as many threads: the
+update of an engine that computes with the published weights where they are (the default, ``rollout.weights: auto``; ``weights_shared.py``: the bytes are moved
+once), and the one of an engine that copies them (``weight_update.py``). Between two processes over TCP loopback: a raw socket (``sendall`` from a warm
 buffer, ``recv_into`` a warm segment, nothing verified), a whole transfer over plain TCP (manifest from the store, connections, handshakes, every part's
 xxh3-128 compared, publication in the second pod) and, where it is installed, the same over Mooncake's TCP. The best of the rounds counts.
 """
 
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from weights_broadcast import broadcast
 from weights_deltas import Model, deltas
 from weights_elementwise import MODELS as TRAINED
 from weights_elementwise import elementwise
+from weights_shared import measure as measure_shared
 
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.deadline import Deadline
@@ -169,17 +172,26 @@ def between_pods_deltas(name: str, repeat: int, threads: int) -> str:
 
 def in_pod(name: str, repeat: int, threads: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        _, size, rounds = measure(name, repeat, threads, 1, Path(folder))
-    both = min(a + b for a, b in zip(rounds["register"].wall_s, rounds["update"].wall_s, strict=True))
-    copy = size / min(rounds["copy"].wall_s) / 1e9
-    lines = [f"| in the pod, {threads} threads | GB/s | share of the copy | verified |", "| --- | --- | --- | --- |"]
-    lines.append(f"| plain copy between warm buffers | {copy:.1f} | 100% | no |")
-    titled = (
-        ("register: to shared memory, digests written", min(rounds["register"].wall_s)),
-        ("update: out of shared memory, digests verified", min(rounds["update"].wall_s)),
-        ("both, one after the other", both),
-    )
-    lines += [f"| {title} | {size / wall_s / 1e9:.1f} | {size / wall_s / 1e9 / copy:.0%} | yes |" for title, wall_s in titled]
+        _, size, shared = measure_shared(name, repeat, threads, Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        _, _, rounds = measure(name, repeat, threads, 1, Path(folder))
+    sides = {
+        "shared": (shared["copy"], shared["register"], [verify + swap for verify, swap in zip(shared["verify"], shared["swap"], strict=True)]),
+        "copied": (rounds["copy"].wall_s, rounds["register"].wall_s, rounds["update"].wall_s),
+    }
+    titles = {
+        "shared": (
+            "the default (`rollout.weights: auto`), register: in the engine's layout, digests written", "update: digests verified, memory taken", "both",
+        ),
+        "copied": ("`rollout.weights: copied`, register: digests written", "update: a verified private copy, not packed yet", "both"),
+    }  # fmt: skip
+    lines = [f"| in the pod, {threads} threads | GB/s | share of the copy, best rounds | medians | verified |", "| --- | --- | --- | --- | --- |"]
+    for side, (copy, register, update) in sides.items():
+        lines.append(f"| plain copy between warm buffers | {size / min(copy) / 1e9:.1f} | 100% | 100% | no |")
+        both = [one + other for one, other in zip(register, update, strict=True)]
+        for title, values in zip(titles[side], (register, update, both), strict=True):
+            shares = f"{min(copy) / min(values):.0%} | {statistics.median(copy) / statistics.median(values):.0%}"
+            lines.append(f"| {title} | {size / min(values) / 1e9:.1f} | {shares} | yes |")
     return "\n".join(lines)
 
 
