@@ -57,17 +57,17 @@ class LoggedProcess(HttpProcess):
 
 
 @contextlib.contextmanager
-def serving_command(arguments: Sequence[str], log: Path, says: str) -> Iterator[tuple["subprocess.Popen[bytes]", str, httpx.Client]]:
+def serving_command(arguments: Sequence[str], log: Path, says: str, scheme: str = "http") -> Iterator[tuple["subprocess.Popen[bytes]", str, httpx.Client]]:
     """Runs ``tandem ARGUMENTS`` until it writes ``says`` and its address; gives the process, its URL and a client. Kills it at the end if it still runs."""
     with contextlib.ExitStack() as stack:
         sink = stack.enter_context(log.open("wb"))
         process = subprocess.Popen([COMMAND, *arguments], stdout=sink, stderr=sink, env={**os.environ, "OMP_NUM_THREADS": "1"})
         stack.callback(end, process)
-        until(lambda: f"{says}http://".encode() in log.read_bytes() or process.poll() is not None, "the first line")
+        until(lambda: f"{says}{scheme}://".encode() in log.read_bytes() or process.poll() is not None, "the first line")
         assert process.poll() is None, log.read_text()
-        address = log.read_text().split(f"{says}http://")[1].split()[0]
+        address = log.read_text().split(f"{says}{scheme}://")[1].split()[0]
         client = stack.enter_context(httpx.Client(timeout=LIMIT_S, limits=httpx.Limits(max_connections=None)))
-        yield process, f"http://{address}", client
+        yield process, f"{scheme}://{address}", client
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _MOST_BYTES = 2**20
 _FILES = ("api_key_file", "ca_file", "cert_file", "cert_key_file")
 """Files of a backend."""
+_TLS_FILES = ("cert_file", "key_file", "client_ca_file")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +120,9 @@ def _with_paths(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     for name in ("keys_file", "audit_log", "registry"):
         if isinstance(settings.get(name), str) and settings[name]:
             settings[name] = str(folder / settings[name])
+    tls = settings.get("tls")
+    if isinstance(tls, dict):
+        settings["tls"] = {**tls, **{name: str(folder / tls[name]) for name in _TLS_FILES if isinstance(tls.get(name), str) and tls[name]}}
     backends = settings.get("backends")
     if isinstance(backends, list):
         settings["backends"] = [

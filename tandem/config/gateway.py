@@ -10,6 +10,7 @@ from tandem.config.addresses import check_no_secret
 from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.oidc import OidcConfig
 from tandem.config.routing import RouteConfig, RouterConfig, check_routes
+from tandem.config.tls import TlsConfig
 from tandem.types.errors import UserError
 
 MOST_BACKENDS = 1024
@@ -254,6 +255,8 @@ class GatewayConfig:
     """Address that it listens on."""
     port: int = 8080
     """Port that it listens on; 0 takes a free one."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """TLS of that address."""
     trusted_proxies: tuple[str, ...] = ()
     """Addresses or networks of load balancers in front, for example `10.0.0.0/8`. The client of a request from one of them is the one that it names in
     `X-Forwarded-For`. Without keys a client's address is its tenant."""

@@ -27,6 +27,7 @@ from tandem.gateway.proxy import Proxy
 from tandem.gateway.rate_limit import EmbeddedLimits, Limits, Refusal, limit_headers, refused
 from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.router import reads_prefix
+from tandem.gateway.tls import ServerTls
 from tandem.gateway.usage import Meter
 from tandem.serving.bodies import Share, UnfinishedBodies, read_body
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
@@ -58,6 +59,7 @@ class GatewayState:
     lines: LogLines = field(default_factory=LogLines)
     parser: BodyParser = field(default_factory=BodyParser)
     audit: AuditFile | None = None
+    tls: ServerTls | None = None
     reload: Callable[[], Awaitable[list[str]]] = _nothing_to_reload
     """Follows a change of the file of settings; returns the keys that have changed. Raises ``UserError``."""
     is_draining: bool = False

@@ -10,6 +10,7 @@ from tandem.gateway.backend import Health
 from tandem.gateway.probes import Probes
 from tandem.gateway.routing.stages import read_stages
 from tandem.gateway.server import make_backends
+from tandem.gateway.tls import check_tls
 from tandem.runtime.rpc.listener import listen
 
 
@@ -20,6 +21,7 @@ def check_gateway(config: GatewayConfig) -> int:
     listen(config.host, 0).close()
     if config.registry:
         read_stages(Path(config.registry))
+    check_tls(config.tls)
     backends = make_backends(config)
     told: list[str] = []
 

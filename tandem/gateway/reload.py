@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from ssl import SSLContext
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 NEEDS_RESTART = (
     "host", "port", "trusted_proxies", "registry", "max_body_mib", "request_s", "stall_s", "max_connections_per_client", "log_requests", "redis",
 )  # fmt: skip
-"""The keys whose change is not followed: those of the address and of connections, and where limits are counted. Also ``timeouts.connect_s``."""
+"""The keys whose change is not followed: those of the address and of connections, and where limits are counted. Also ``timeouts.connect_s``, and whether there
+is ``tls`` and clients need certificates."""
 _KEYS_S = 1.0
 """How often the key file is looked at: a revoked key ends within this time."""
 
@@ -40,6 +42,8 @@ class _Fresh:
     backends: list[Backend]
     keys: KeyFile | None
     tokens: "Tokens | None"
+    tls: tuple[SSLContext, str] | None
+    """For ``ServerTls.follow``; ``None`` if certificate and key are those in use."""
     audit: AuditFile | None
 
 
@@ -94,9 +98,11 @@ class Reload:
             # The new ones are ready, or known not to be, when they get their first request.
             first = Probes(config.probes, fresh, self.session, say)
             await asyncio.gather(*map(first.probe, fresh))
+            tls = None if self.state.tls is None else self.state.tls.fresh(config.tls)
             keys, tokens, audit = await self._made(config)
             kept = [_follow(known[key], backend, config) if (key := (backend.name, backend.config.url)) in known else backend for backend in made]
-            await self._replace(config, _Fresh(kept, keys, tokens, audit))
+            await self._replace(config, _Fresh(kept, keys, tokens, tls, audit))
+            changed += ["tls"] if tls is not None and "tls" not in changed else []
         say(f"the settings were read again; {', '.join(changed) or 'nothing'} changed")
         return changed
 
@@ -129,6 +135,8 @@ class Reload:
         state.admission.follow(config)
         state.auth.follow(config, fresh.keys, fresh.tokens)
         self.upstream.passes_keys = not state.auth.needs_key
+        if state.tls is not None and fresh.tls is not None:
+            state.tls.follow(fresh.tls)
         ended, state.audit = state.audit, fresh.audit
         if config.oidc != state.config.oidc:
             self._follow_issuer()
@@ -174,6 +182,10 @@ def _check_followed(before: GatewayConfig, config: GatewayConfig, changed: list[
     wanted = next((name for name in changed if name in NEEDS_RESTART), None)
     if before.timeouts.connect_s != config.timeouts.connect_s:
         wanted = "timeouts.connect_s"
+    if before.tls.is_on != config.tls.is_on:
+        wanted = "tls"
+    elif bool(before.tls.client_ca_file) != bool(config.tls.client_ca_file):
+        wanted = "tls.client_ca_file"
     if wanted:
         raise UserError(f"'{wanted}' cannot change while the gateway runs; restart it, or put back what was there")
 

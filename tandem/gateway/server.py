@@ -33,6 +33,7 @@ from tandem.gateway.reload import Reload
 from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.stages import follow_stages, read_stages
 from tandem.gateway.shadow import Shadows
+from tandem.gateway.tls import ServerTls, expiry_warning
 from tandem.gateway.upstream import Upstream
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
@@ -57,13 +58,14 @@ def run_gateway(config: GatewayConfig, ready: Callable[[str], None] | None = Non
     check_extras(config)
     keys = KeyFile(Path(config.keys_file)) if config.keys_file else None
     stages = read_stages(Path(config.registry)) if config.registry else {}
+    tls = ServerTls(config.tls) if config.tls.is_on else None
     listener = listen(config.host, config.port, backlog=BACKLOG)
     raise_file_limit()
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         audit = AuditFile(Path(config.audit_log)) if config.audit_log else None
         runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
-        return runner.run(_serve(config, backends, keys, stages, audit, listener, ready, read))
+        return runner.run(_serve(config, backends, keys, stages, audit, tls, listener, ready, read))
 
 
 def make_backends(config: GatewayConfig) -> list[Backend]:
@@ -96,8 +98,8 @@ async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _serve(
-    config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, stages: dict[str, str], audit: AuditFile | None, listener: socket.socket,
-    ready: Callable[[str], None] | None, read: Callable[[], GatewayConfig] | None,
+    config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, stages: dict[str, str], audit: AuditFile | None, tls: ServerTls | None,
+    listener: socket.socket, ready: Callable[[str], None] | None, read: Callable[[], GatewayConfig] | None,
 ) -> int:  # fmt: skip
     connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
@@ -117,7 +119,7 @@ async def _serve(
         shadows = Shadows(pool, upstream, metrics)
         proxy = Proxy(config, pool, upstream, metrics, admission, shadows)
         state = GatewayState(config, pool, ModelRoutes(config.routes, pool, stages), proxy, admission, metrics, bodies, auth, limits)
-        state.audit = audit
+        state.audit, state.tls = audit, tls
         reload = Reload(state, session, upstream, stages, backends, read, make_backends)
         state.reload = reload.reload
         if read is not None:
@@ -139,11 +141,14 @@ async def _serve(
 async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Callable[[str], None] | None) -> int:
     config = state.config
     app: Any = AuditLog(GatewayApp(state), lambda: state.audit)
-    server = HttpServer(uvicorn.Config(
+    settings = uvicorn.Config(
         RequestLog(app, state.lines) if config.log_requests else app, http=_protocol(config), log_level="critical", access_log=False, lifespan="off",
         loop="asyncio", backlog=BACKLOG, timeout_graceful_shutdown=5, server_header=False, date_header=False, timeout_keep_alive=75, ws="none",
         proxy_headers=bool(config.trusted_proxies), forwarded_allow_ips=list(config.trusted_proxies),
-    ))  # fmt: skip
+    )  # fmt: skip
+    settings.load()
+    settings.ssl = None if state.tls is None else state.tls.context
+    server = HttpServer(settings)
     stop, stop_now = stop_events()
     serving = asyncio.create_task(server.serve([listener]))
     hurry = asyncio.create_task(stop_now.wait())
@@ -196,8 +201,11 @@ def _announce(state: GatewayState, listener: socket.socket) -> str:
         say(f"warning: anyone who reaches {host} may use this gateway; set keys_file or oidc, or leave out --host")
     ready = sum(backend.is_ready for backend in state.pool.backends)
     models = ", ".join(state.routes.models) or "no model yet"
-    say(f"gateway at http://{host}:{address[1]} ({ready} of {len(state.pool.backends)} backends ready: {models}); Ctrl-C stops it")
-    return f"http://{host}:{address[1]}"
+    scheme = "http" if state.tls is None else "https"
+    if state.tls is not None and (warning := expiry_warning(state.config.tls)):
+        say(f"warning: {warning}")
+    say(f"gateway at {scheme}://{host}:{address[1]} ({ready} of {len(state.pool.backends)} backends ready: {models}); Ctrl-C stops it")
+    return f"{scheme}://{host}:{address[1]}"
 
 
 async def _drain(state: GatewayState, stop: asyncio.Event) -> bool:

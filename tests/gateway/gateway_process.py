@@ -70,6 +70,6 @@ def gateway(folder: Path, servers: Sequence[HttpProcess], **settings: Any) -> It
     log, file = folder / f"gateway-{number}.log", folder / f"gateway-{number}.yaml"
     listed = [{"url": each.url, **({"name": each.name} if isinstance(each, FaultBackend) else {})} for each in servers]
     file.write_text(json.dumps({"backends": listed, "port": 0, **QUICK, **settings}))
-    with serving_command(["gateway", str(file)], log, "gateway at ") as (process, url, client):
+    with serving_command(["gateway", str(file)], log, "gateway at ", "https" if "tls" in settings else "http") as (process, url, client):
         yield Gateway(process, url, client, log)
         assert "Traceback" not in log.read_text() and "failed in the gateway" not in log.read_text(), log.read_text()
