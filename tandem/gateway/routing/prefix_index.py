@@ -58,16 +58,17 @@ def _blocks(content: dict[str, Any]) -> tuple[Iterator[bytes], float]:
 
 @dataclass
 class _Cache:
-    """What one backend has, as long as its ``state`` is the same. ``seen``: blocks, the one that was used longest ago first. ``sent``: the newest requests.
+    """What one backend has, as long as its ``state`` is the same. ``seen``: blocks, the one that was used longest ago first, and how many
+    requests have used each. ``sent``: the newest requests.
     ``behind``: the blocks whose last token is in an engine's block, by the name of that."""
 
     state: tuple[str | None, int]
-    seen: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
+    seen: "OrderedDict[int, int]" = field(default_factory=OrderedDict)
     sent: "OrderedDict[str, tuple[Prefix, float]]" = field(default_factory=OrderedDict)
     behind: dict[str, set[int]] = field(default_factory=dict)
 
-    def use(self, block: int) -> None:
-        self.seen[block] = None
+    def use(self, block: int, requests: int = 0) -> None:
+        self.seen[block] = self.seen.get(block, 0) + requests
         self.seen.move_to_end(block)
 
 
@@ -85,9 +86,9 @@ class PrefixIndex:
         cache = self._cache(backend)
         # The beginning is used last, so that a block is never kept without those before it.
         for block in reversed(prefix):
-            cache.use(block)
-        held = backend.config.cache_tokens // BLOCK_TOKENS
-        while len(cache.seen) > (min(held, self._most) if held else self._most):
+            cache.use(block, 1)
+        most = self._capacity(backend) or self._most
+        while len(cache.seen) > most:
             cache.seen.popitem(last=False)
         if request_id:
             cache.sent[request_id] = (prefix, share)
@@ -98,6 +99,23 @@ class PrefixIndex:
         """Returns about how many tokens of a prompt with ``prefix`` the backend has computed before and still holds."""
         seen = self._cache(backend).seen
         return next((count for count, block in enumerate(prefix) if block not in seen), len(prefix)) * BLOCK_TOKENS
+
+    def displaced_tokens(self, prefix: Prefix, backend: Backend) -> int:
+        """Returns about how many tokens that several requests have used the backend evicts to make room for a prompt with ``prefix``; 0 if the size of its
+        cache is not known."""
+        seen, capacity = self._cache(backend).seen, self._capacity(backend)
+        missing = sum(block not in seen for block in prefix)
+        over = len(seen) + missing - capacity
+        if not capacity or not missing or over <= 0:
+            return 0
+        own = set(prefix)
+        oldest = itertools.islice(((block, uses) for block, uses in seen.items() if block not in own), over)
+        return sum(uses > 1 for _, uses in oldest) * BLOCK_TOKENS
+
+    def _capacity(self, backend: Backend) -> int:
+        """Returns how many blocks the backend holds, as far as it or its settings say; 0 if nobody does."""
+        said = backend.config.cache_tokens or (0 if backend.engine is None else backend.engine.cache_tokens)
+        return min(said // BLOCK_TOKENS, self._most)
 
     def size(self, backend: Backend) -> int:
         """Returns how many blocks the backend probably has."""

@@ -19,6 +19,7 @@ class Router:
         self.index = (PrefixIndex() if index is None else index) if settings.prefix else None
         self._filters: tuple[Filter, ...] = (with_room, in_time)
         costs = [scores.load, *([scores.away_from(config.zone, settings.zone_tokens)] if settings.zone_tokens else [])]
+        costs += [scores.displaced_prefix(self.index, settings.prefix)] if self.index is not None else []
         savings = [(settings.prefix, scores.cached_prefix(self.index))] if self.index is not None else []
         savings += [(settings.session, scores.session)] if settings.session else []
         self._score = scores.work_before(costs, savings)

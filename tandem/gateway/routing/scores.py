@@ -28,6 +28,14 @@ def cached_prefix(index: PrefixIndex) -> Score:
     return lambda request, backends: [index.cached_tokens(request.prefix, backend) if request.prefix else 0 for backend in backends]
 
 
+def displaced_prefix(index: PrefixIndex, weight: float) -> Score:
+    """Returns the score of what a backend evicts for a request's prompt, though several requests have used it: who comes next computes it again. Preble
+    (Srivatsa et al., 2024) counts it in the same way."""
+    return lambda request, backends: [
+        weight * index.displaced_tokens(request.prefix, backend) / backend.capacity if request.prefix else 0.0 for backend in backends
+    ]
+
+
 def session(request: InferenceRequest, backends: Sequence[Backend]) -> list[float]:
     """Returns the tokens of the prompt for the backend of the request's session: what was said before is in its cache."""
     home = home_of(request.session, backends) if request.session else None
