@@ -29,7 +29,8 @@ from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.router import reads_prefix
 from tandem.gateway.tls import ServerTls
 from tandem.gateway.usage import Meter
-from tandem.serving.bodies import Share, UnfinishedBodies, read_body
+from tandem.runtime.rpc.client_connections import ClientConnections
+from tandem.serving.bodies import Share, UnfinishedBodies, read_body, too_large
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
 from tandem.serving.json_body import PARSED, BodyParser
 from tandem.serving.log_lines import USAGE, LogLines
@@ -55,6 +56,7 @@ class GatewayState:
     metrics: Metrics
     bodies: UnfinishedBodies
     auth: Auth
+    connections: ClientConnections
     limits: Limits = field(default_factory=EmbeddedLimits)
     lines: LogLines = field(default_factory=LogLines)
     parser: BodyParser = field(default_factory=BodyParser)
@@ -182,7 +184,11 @@ class GatewayApp:
             raise ApiError(405, f"{scope['path']} is answered to POST", code="method_not_allowed")
         if state.is_draining:
             raise unavailable("the gateway is shutting down", retry_after_s=1)
-        body = await read_body(receive, share, int(state.config.max_body_mib * 2**20), state.config.request_s)
+        most = int(state.config.max_body_mib * 2**20)
+        if int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0")) > most:
+            # It says so itself: nothing of it is received.
+            raise too_large(most)
+        body = await read_body(receive, share, most, state.config.request_s)
         if body is None:
             return None
         if not body:

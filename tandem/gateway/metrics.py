@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from tandem.gateway.admission import Admission
 from tandem.gateway.backend import Backend
@@ -18,6 +18,7 @@ class Metrics:
 
     def __init__(self, backends: Sequence[Backend], index: Callable[[], PrefixIndex | None]) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self._backends, self._index = backends, index
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:

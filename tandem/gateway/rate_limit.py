@@ -35,6 +35,10 @@ class Refusal:
 class Limits(Protocol):
     """Where the use of limits is counted."""
 
+    @property
+    def reservations(self) -> int:
+        """How many requests have a reservation that is not settled."""
+
     async def reserve(self, id: str, shares: Sequence[Share]) -> "list[int] | Refusal":
         """Reserves all ``shares`` under ``id`` and returns what is left of each limit, or reserves none of them and returns the first that does not fit."""
 
@@ -64,6 +68,10 @@ class EmbeddedLimits(Limits):
         self._clock = clock
         self._counters: dict[str, _Counter] = {}
         self._purge_at = _MOST_COUNTERS
+
+    @property
+    def reservations(self) -> int:
+        return len({id for counter in self._counters.values() for id in counter.held})
 
     async def reserve(self, id: str, shares: Sequence[Share]) -> list[int] | Refusal:
         now = self._clock()

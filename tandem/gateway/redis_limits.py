@@ -96,6 +96,10 @@ class RedisLimits(Limits):
         self._held: dict[str, tuple[Share, ...]] = {}
         self._unsettled: deque[tuple[str, tuple[Share, ...], int, int]] = deque(maxlen=_MOST_UNSETTLED)
 
+    @property
+    def reservations(self) -> int:
+        return len(self._held) + len(self._unsettled) + self._alone.reservations
+
     async def reserve(self, id: str, shares: Sequence[Share]) -> list[int] | Refusal:
         if not shares:
             return []

@@ -11,6 +11,8 @@ from tandem.gateway.server_sent_events import whole_events
 
 WHOLE_BYTES = 2**22
 """An answer that is not streamed is received up to this size before any of it is sent, so that one that breaks off can be repeated."""
+_MOST_EVENT_BYTES = 2**24
+"""Of one event: what is kept of a stream whose backend ends no line. A long prompt with its log-probabilities is one event."""
 _ENDED_BY_DONE = ("/v1/completions", "/v1/chat/completions", "/generate")
 """Paths whose streams end with ``[DONE]``. A connection that closes without it was cut, even if HTTP calls that an end."""
 
@@ -51,6 +53,8 @@ async def _stream(exchange: Exchange, attempt: Attempt, response: aiohttp.Client
     async for part in response.content.iter_any():
         attempt.waiting_since = None
         whole, held = whole_events(held + part)
+        if len(held) > _MOST_EVENT_BYTES:
+            raise aiohttp.ClientPayloadError("an event of the stream has no end")
         if whole and not attempt.has_begun:
             attempt.answered()
             attempt.done(exchange.prompt_tokens)

@@ -20,12 +20,14 @@ from tandem.gateway.app import GatewayApp, GatewayState
 from tandem.gateway.audit import AuditFile, AuditLog
 from tandem.gateway.auth import Auth
 from tandem.gateway.backend import Backend
+from tandem.gateway.connector import SilentConnector
 from tandem.gateway.credentials import backend_key, backend_tls
 from tandem.gateway.ejection import bound_ejections
 from tandem.gateway.engine_states import EngineStates
 from tandem.gateway.extras import check_extras, make_shared_limits, make_tokens
 from tandem.gateway.keys import KeyFile
 from tandem.gateway.metrics import Metrics
+from tandem.gateway.occupancy import Occupancy
 from tandem.gateway.pool import Pool
 from tandem.gateway.proxy import Proxy
 from tandem.gateway.rate_limit import EmbeddedLimits, Limits
@@ -83,12 +85,11 @@ def _loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
-def _protocol(config: GatewayConfig) -> type:
+def _protocol(config: GatewayConfig, connections: ClientConnections) -> type:
     if importlib.util.find_spec("httptools") is None:
         from tandem.runtime.rpc.patient_protocol import PatientProtocol as Base
     else:
         from tandem.runtime.rpc.fast_protocol import FastProtocol as Base  # type: ignore[assignment]
-    connections = ClientConnections(max_connections(), config.max_connections_per_client)
     values = {"request_s": config.request_s, "stall_s": config.stall_s, "connections_of_clients": connections, "refusal": staticmethod(_too_many)}
     return type("Protocol", (Base,), values)
 
@@ -101,7 +102,7 @@ async def _serve(
     config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, stages: dict[str, str], audit: AuditFile | None, tls: ServerTls | None,
     listener: socket.socket, ready: Callable[[str], None] | None, read: Callable[[], GatewayConfig] | None,
 ) -> int:  # fmt: skip
-    connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
+    connector = SilentConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
     skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
     async with aiohttp.ClientSession(
@@ -118,8 +119,11 @@ async def _serve(
         upstream = Upstream(session, backends, passes_keys=not auth.needs_key)
         shadows = Shadows(pool, upstream, metrics)
         proxy = Proxy(config, pool, upstream, metrics, admission, shadows)
-        state = GatewayState(config, pool, ModelRoutes(config.routes, pool, stages), proxy, admission, metrics, bodies, auth, limits)
+        connections = ClientConnections(max_connections(), config.max_connections_per_client)
+        routes = ModelRoutes(config.routes, pool, stages)
+        state = GatewayState(config, pool, routes, proxy, admission, metrics, bodies, auth, connections, limits)
         state.audit, state.tls = audit, tls
+        metrics.registry.register(Occupancy(state, connector))
         reload = Reload(state, session, upstream, stages, backends, read, make_backends)
         state.reload = reload.reload
         if read is not None:
@@ -142,8 +146,8 @@ async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Ca
     config = state.config
     app: Any = AuditLog(GatewayApp(state), lambda: state.audit)
     settings = uvicorn.Config(
-        RequestLog(app, state.lines) if config.log_requests else app, http=_protocol(config), log_level="critical", access_log=False, lifespan="off",
-        loop="asyncio", backlog=BACKLOG, timeout_graceful_shutdown=5, server_header=False, date_header=False, timeout_keep_alive=75, ws="none",
+        RequestLog(app, state.lines) if config.log_requests else app, http=_protocol(config, state.connections), log_level="critical", access_log=False,
+        lifespan="off", loop="asyncio", backlog=BACKLOG, timeout_graceful_shutdown=5, server_header=False, date_header=False, timeout_keep_alive=75, ws="none",
         proxy_headers=bool(config.trusted_proxies), forwarded_allow_ips=list(config.trusted_proxies),
     )  # fmt: skip
     settings.load()

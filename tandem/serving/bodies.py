@@ -67,6 +67,11 @@ class Share:
             self.held_bytes += more
 
 
+def too_large(limit_bytes: int) -> ApiError:
+    """Returns the error for a body of more than ``limit_bytes``."""
+    return ApiError(413, f"the request's body is larger than {limit_bytes} bytes", code="request_too_large")
+
+
 async def read_body(receive: Receive, share: Share, limit_bytes: int, limit_s: float) -> bytes | None:
     """Returns a request's body, ``None`` if the client left.
 
@@ -83,7 +88,7 @@ async def read_body(receive: Receive, share: Share, limit_bytes: int, limit_s: f
                 part = message.get("body", b"")
                 if share.size + len(part) > limit_bytes:
                     parts.clear()
-                    raise ApiError(413, f"the request's body is larger than {limit_bytes} bytes", code="request_too_large")
+                    raise too_large(limit_bytes)
                 share.take(len(part))
                 parts.append(part)
                 share.is_complete = not message.get("more_body", False)

@@ -1,11 +1,13 @@
-"""uvicorn's HTTP/1.1 with deadlines of its own for slow clients. Needs the extra ``serve``."""
+"""uvicorn's HTTP/1.1 with deadlines of its own for slow clients, and no request whose end could be read in two ways. Needs the extra ``serve``."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tandem.runtime.rpc.client_connections import ClientConnections
+from tandem.runtime.rpc.strict_connection import StrictConnection
 
 _REFUSED_S = 1.0
 """How long a refused connection may take to send the request that is answered with the refusal."""
@@ -95,6 +97,10 @@ class Patience(_Http):
 
 class PatientProtocol(Patience, H11Protocol):
     """The same in pure Python, by h11."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.conn = StrictConnection(h11.SERVER)
 
     @property
     def next_has_begun(self) -> bool:
