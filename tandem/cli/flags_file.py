@@ -29,10 +29,15 @@ def expanded(words: Sequence[str], command: argparse.ArgumentParser) -> list[str
     own = [*plain[:at], *plain[at + (1 if equals else 2) :]]
     content = _read(path)
     model = [str(value) for key, value in content.items() if _flag(key)[2:] in MODEL_KEYS]
-    flags = [word for key, value in content.items() if _flag(key)[2:] not in MODEL_KEYS for word in _words(path, key, value, command)]
+    flags = flag_words(path, {key: value for key, value in content.items() if _flag(key)[2:] not in MODEL_KEYS}, command)
     if own and not own[0].startswith("-"):
         model, own = own[:1], own[1:]
     return [*model, *flags, *own]
+
+
+def flag_words(where: str, flags: Mapping[Any, Any], command: argparse.ArgumentParser) -> list[str]:
+    """Returns the arguments of ``command`` that are ``flags`` with their values. ``where``: they were read, for messages. Raises ``UserError``."""
+    return [word for key, value in flags.items() for word in _words(where, key, value, command)]
 
 
 def _words(path: str, key: Any, value: Any, command: argparse.ArgumentParser) -> list[str]:

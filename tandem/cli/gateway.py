@@ -19,6 +19,7 @@ from tandem.types import UserError
 
 if TYPE_CHECKING:
     from tandem.config.gateway import GatewayConfig
+    from tandem.config.servers import ServersConfig
 
 _MOST_BYTES = 2**20
 _FILES = ("api_key_file", "ca_file", "cert_file", "cert_key_file")
@@ -55,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
         return build(GatewayConfig, _settings(options))
 
     config = read()
+    for name, servers in config.servers.items():
+        _check_flags(name, servers)
     if (options.emit is None) != (options.gateways is None):
         needs = "--emit needs --gateways URL,URL, the gateways behind the load balancer"
         raise UserError(needs if options.emit else "--gateways is for --emit envoy|haproxy|nginx")
@@ -68,6 +71,24 @@ def run(options: argparse.Namespace) -> int:
     from tandem.gateway.server import run_gateway
 
     return run_gateway(config, read=read if options.file is not None else None)
+
+
+def _check_flags(name: str, servers: "ServersConfig") -> None:
+    """Raises ``UserError`` for flags that ``tandem serve`` would refuse."""
+    from tandem.cli.engine_options import engine_args
+    from tandem.cli.flags_file import flag_words
+    from tandem.cli.main import parser
+    from tandem.cli.vllm_flags import check_flags
+
+    if importlib.util.find_spec("fastapi") is None:
+        raise UserError("'servers' needs fastapi, which is not installed; pip install 'tandem-rl[serve,gateway]'")
+    command = parser().commands["serve"]
+    try:
+        words = flag_words("flags", servers.flags, command)
+        check_flags(words, command._option_string_actions)
+        engine_args(command.parse_args([servers.model, *words]))
+    except UserError as error:
+        raise UserError(f"'servers.{name}.flags': {error}") from None
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -98,8 +119,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {} if options.file is None else _read(options.file)
     if options.backends is not None:
         settings["backends"] = [{"url": url.strip()} for url in options.backends.split(",") if url.strip()]
-    if not settings.get("backends"):
-        raise UserError("no backends; give their addresses with --backends URL,URL or the key 'backends' of a file")
+    if not settings.get("backends") and not settings.get("servers"):
+        raise UserError("no backends; give their addresses with --backends URL,URL or the key 'backends' of a file, or servers to start with 'servers'")
     settings |= {name: getattr(options, name) for name in ("host", "port") if getattr(options, name) is not None}
     return settings
 
@@ -123,6 +144,9 @@ def _with_paths(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     tls = settings.get("tls")
     if isinstance(tls, dict):
         settings["tls"] = {**tls, **{name: str(folder / tls[name]) for name in _TLS_FILES if isinstance(tls.get(name), str) and tls[name]}}
+    servers = settings.get("servers")
+    if isinstance(servers, dict):
+        settings["servers"] = {name: _with_folders(each, folder) if isinstance(each, dict) else each for name, each in servers.items()}
     backends = settings.get("backends")
     if isinstance(backends, list):
         settings["backends"] = [
@@ -131,3 +155,10 @@ def _with_paths(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
             for each in backends
         ]  # fmt: skip
     return settings
+
+
+def _with_folders(servers: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns a section of ``servers`` with its folders named from the folder of the settings. A model that is no folder there is the name of one."""
+    model, logs = servers.get("model"), servers.get("log_folder")
+    here = {"model": str(folder / model)} if isinstance(model, str) and model and (folder / model).is_dir() else {}
+    return {**servers, **here, **({"log_folder": str(folder / logs)} if isinstance(logs, str) and logs else {})}

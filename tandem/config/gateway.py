@@ -10,6 +10,7 @@ from tandem.config.addresses import check_no_secret
 from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.oidc import OidcConfig
 from tandem.config.routing import RouteConfig, RouterConfig, check_routes
+from tandem.config.servers import ServersConfig, check_servers
 from tandem.config.tls import TlsConfig
 from tandem.types.errors import UserError
 
@@ -249,8 +250,10 @@ class TenantConfig:
 class GatewayConfig:
     """The file of ``tandem gateway``."""
 
-    backends: tuple[BackendConfig, ...]
-    """The servers behind the gateway."""
+    backends: tuple[BackendConfig, ...] = ()
+    """The servers behind the gateway that others have started."""
+    servers: Mapping[str, ServersConfig] = field(default_factory=dict)
+    """Servers that the gateway starts itself, by the name of their model for clients."""
     host: str = "127.0.0.1"
     """Address that it listens on."""
     port: int = 8080
@@ -312,12 +315,13 @@ class GatewayConfig:
 
     def check(self) -> None:
         """Raises ``UserError`` for values that cannot work."""
-        if not 1 <= len(self.backends) <= MOST_BACKENDS:
+        if len(self.backends) > MOST_BACKENDS or not (self.backends or self.servers):
             raise UserError(f"'backends' has {len(self.backends)} entries; give 1 to {MOST_BACKENDS}, each with a url")
         labels = [backend.label for backend in self.backends]
         for label in labels:
             if labels.count(label) > 1:
                 raise UserError(f"two backends have the name '{label}'; give each a name of its own ('name')")
+        check_servers(self.servers, labels)
         self.router.check_read(self.balance, self.zone)
         check_routes(self.routes)
         if not 0 <= self.port <= 65535:

@@ -27,6 +27,7 @@ from tandem.gateway.proxy import Proxy
 from tandem.gateway.rate_limit import EmbeddedLimits, Limits, Refusal, limit_headers, refused
 from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.router import reads_prefix
+from tandem.gateway.servers.servers import Servers
 from tandem.gateway.tls import ServerTls
 from tandem.gateway.usage import Meter
 from tandem.runtime.rpc.client_connections import ClientConnections
@@ -64,6 +65,8 @@ class GatewayState:
     tls: ServerTls | None = None
     reload: Callable[[], Awaitable[list[str]]] = _nothing_to_reload
     """Follows a change of the file of settings; returns the keys that have changed. Raises ``UserError``."""
+    servers: Servers = field(default_factory=Servers)
+    """Those that it has started."""
     is_draining: bool = False
     open_requests: int = 0
     created: int = field(default_factory=lambda: int(time.time()))

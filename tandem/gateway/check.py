@@ -10,6 +10,7 @@ from tandem.gateway.backend import Health
 from tandem.gateway.probes import Probes
 from tandem.gateway.routing.stages import read_stages
 from tandem.gateway.server import make_backends
+from tandem.gateway.servers.places import find_machine
 from tandem.gateway.tls import check_tls
 from tandem.runtime.rpc.listener import listen
 
@@ -22,6 +23,9 @@ def check_gateway(config: GatewayConfig) -> int:
     if config.registry:
         read_stages(Path(config.registry))
     check_tls(config.tls)
+    find_machine(config.servers)
+    for name, servers in config.servers.items():
+        print(f"{name}: {servers.count} server{'s' * (servers.count > 1)} of '{servers.model}' will be started")
     backends = make_backends(config)
     told: list[str] = []
 

@@ -2,12 +2,8 @@
 
 import contextlib
 import os
-import re
 import signal
-import subprocess
 import sys
-import tempfile
-import time
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,16 +12,13 @@ from tandem.config.gateway import GatewayConfig
 from tandem.config.load import build
 from tandem.gateway.keys import new_key, write_keys
 from tandem.gateway.server import run_gateway
-from tandem.runtime.process.processes import Threads, available_cores, describe_exit, spawn, terminate
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.serving.http_process import say
 from tandem.types import UserError
 
 DEFAULT_MODEL = "runs/sort/model"
 """What ``make run`` writes."""
-_INSTANCES = 2
-_ADDRESS = re.compile(r" at (http://\S+) \(")
-_POLL_S = 0.1
-_GRACE_S = 10.0
+_COUNT = 2
 
 
 def run_demo(given: str, host: str | None, port: int | None, *, opens_browser: bool) -> int:
@@ -33,16 +26,13 @@ def run_demo(given: str, host: str | None, port: int | None, *, opens_browser: b
     cannot be served."""
     model = find_demo_model(given)
     name = model.parent.name if model.name == "model" else model.name
-    with _interruptible(), tempfile.TemporaryDirectory(prefix="tandem-demo-") as folder, contextlib.ExitStack() as stack:
-        logs = [Path(folder) / f"instance-{number}.log" for number in range(_INSTANCES)]
-        say(f"loading '{model}' in {_INSTANCES} servers")
-        instances = [stack.enter_context(_instance(model, name, log)) for log in logs]
-        backends = [{"url": _address(process, log), "name": f"instance-{number}"} for number, (process, log) in enumerate(zip(instances, logs, strict=True))]
+    with _interruptible(), temporary_folder() as folder:
         key, record = new_key("demo", role="admin")
-        keys = Path(folder) / "keys.json"
+        keys = folder / "keys.json"
         write_keys(keys, {record.id: record})
         placed = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-        config = build(GatewayConfig, {"backends": backends, "keys_file": str(keys), "probes": {"interval_s": 0.5}, **placed})
+        servers = {name.replace(" ", "-"): {"model": str(model), "count": _COUNT}}
+        config = build(GatewayConfig, {"servers": servers, "keys_file": str(keys), "probes": {"interval_s": 0.5}, **placed})
 
         def show(address: str) -> None:
             page = f"{address}/#key={key}"
@@ -65,40 +55,12 @@ def find_demo_model(given: str) -> Path:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Lets SIGTERM, and a terminal that is closed, end the demo as Ctrl-C does, so that what was started is ended. While it serves, the gateway has a handler
-    of its own for SIGTERM."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    """Lets a terminal that is closed end the demo as Ctrl-C does, so that no file is left."""
+    before = signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _instance(model: Path, name: str, log: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """Runs ``tandem serve``. It ends with this process, whatever ends that; Ctrl-C of the terminal reaches the gateway alone, which ends it last."""
-    threads = max(1, available_cores() // _INSTANCES)
-    quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
-    arguments = ["serve", str(model), "--port", "0", "--served-model-name", name, "--threads", str(threads), *quiet]
-    process = spawn("tandem", arguments, threads=Threads(threads), output=log, new_session=True)
-    try:
-        yield process
-    finally:
-        terminate(process, _GRACE_S)
-
-
-def _address(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    """Returns the address of an instance as soon as it serves. Raises ``UserError`` if it ends instead."""
-    while True:
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        serving = [line for line in text.splitlines() if line.startswith("tandem: serving ")]
-        if serving and (found := _ADDRESS.search(serving[-1])):
-            return found.group(1)
-        if process.poll() is not None:
-            last = next((line for line in reversed(text.splitlines()) if line.strip()), describe_exit(process.returncode))
-            raise UserError(f"the demo's server ended at its start: {last.removeprefix('tandem: ')[:400]}")
-        time.sleep(_POLL_S)
+        signal.signal(signal.SIGHUP, before)
 
 
 def _has_screen() -> bool:

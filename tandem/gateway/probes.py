@@ -28,22 +28,37 @@ class Probes:
         self._failures = dict.fromkeys(self._paths, 0)
         self._count = dict.fromkeys(self._paths, 0)
         self._failing_since = dict.fromkeys(self._paths, 0.0)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Backend, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Probes all once, then goes on in the background until ``stop``."""
         await asyncio.gather(*(self.probe(backend) for backend in self._backends))
-        self._tasks = [asyncio.create_task(self._repeat(backend), name=f"probe {backend.name}") for backend in self._backends]
+        for backend in self._backends:
+            if backend not in self._tasks:
+                self._tasks[backend] = asyncio.create_task(self._repeat(backend, self._config.interval_s), name=f"probe {backend.name}")
+
+    def add(self, backend: Backend) -> None:
+        """Begins to probe one more, at once."""
+        self._paths[backend.name] = backend.config.probe
+        self._failures[backend.name] = self._count[backend.name] = 0
+        self._failing_since[backend.name] = 0.0
+        self._tasks[backend] = asyncio.create_task(self._repeat(backend, 0.0), name=f"probe {backend.name}")
+
+    def remove(self, backend: Backend) -> None:
+        """Probes it no longer."""
+        if backend in self._tasks:
+            self._tasks.pop(backend).cancel()
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _repeat(self, backend: Backend) -> None:
+    async def _repeat(self, backend: Backend, first_s: float) -> None:
+        await asyncio.sleep(first_s)
         while True:
-            await asyncio.sleep(self._config.interval_s)
             await self.probe(backend)
+            await asyncio.sleep(self._config.interval_s)
 
     async def probe(self, backend: Backend) -> None:
         """Asks ``backend`` once and notes its health and models."""

@@ -59,6 +59,8 @@ class Reload:
     backends: list[Backend]
     read: Callable[[], GatewayConfig] | None
     make: Callable[[GatewayConfig], list[Backend]]
+    joined: list[Backend] = field(default_factory=list)
+    """Those that are not in the file: servers that the gateway has started."""
     probes: Probes = field(init=False)
     _retired: list[Backend] = field(default_factory=list)
     _waits: "asyncio.Task[None]" = field(init=False)
@@ -82,6 +84,24 @@ class Reload:
         if self.state.audit is not None:
             self.state.audit.close()
 
+    def join(self, backend: Backend) -> None:
+        """Makes ``backend``, which is not in the file, one of the gateway's."""
+        backend.breaker.follow(self.state.config.breaker)
+        self.joined.append(backend)
+        self.backends.append(backend)
+        bound_ejections(self.backends, self.state.config.breaker.max_share)
+        self.probes.add(backend)
+        self._watch_again()
+
+    def leave(self, backend: Backend) -> None:
+        """Takes out a backend that has joined; what it has in flight ends there."""
+        self.joined.remove(backend)
+        self.backends.remove(backend)
+        bound_ejections(self.backends, self.state.config.breaker.max_share)
+        self._retire([backend])
+        self.probes.remove(backend)
+        self._watch_again()
+
     async def reload(self) -> list[str]:
         """Reads the file again and follows it; returns the keys that have changed. Raises ``UserError``, after which nothing has, for a file that is not
         right, an issuer of tokens that does not answer, or a change that needs a restart."""
@@ -93,7 +113,7 @@ class Reload:
             _check_followed(before, config, changed)
             check_extras(config)
             made = self.make(config)
-            known = {(backend.name, backend.config.url): backend for backend in self.backends}
+            known = {(backend.name, backend.config.url): backend for backend in self.backends if backend not in self.joined}
             fresh = [backend for backend in made if (backend.name, backend.config.url) not in known]
             # The new ones are ready, or known not to be, when they get their first request.
             first = Probes(config.probes, fresh, self.session, say)
@@ -101,7 +121,7 @@ class Reload:
             tls = None if self.state.tls is None else self.state.tls.fresh(config.tls)
             keys, tokens, audit = await self._made(config)
             kept = [_follow(known[key], backend, config) if (key := (backend.name, backend.config.url)) in known else backend for backend in made]
-            await self._replace(config, _Fresh(kept, keys, tokens, tls, audit))
+            await self._replace(config, _Fresh([*kept, *self.joined], keys, tokens, tls, audit))
             changed += ["tls"] if tls is not None and "tls" not in changed else []
         say(f"the settings were read again; {', '.join(changed) or 'nothing'} changed")
         return changed
@@ -125,10 +145,10 @@ class Reload:
     async def _replace(self, config: GatewayConfig, fresh: _Fresh) -> None:
         state, backends = self.state, fresh.backends
         gone = [backend for backend in self.backends if backend not in backends]
-        # What is in flight at a backend that is gone is watched to its end.
-        self._retired = [backend for backend in [*self._retired, *gone] if backend.attempts]
         self.backends[:] = backends
         bound_ejections(self.backends, config.breaker.max_share)
+        for backend in self.joined:
+            backend.breaker.follow(config.breaker)
         state.pool.follow(config)
         state.proxy.follow(config)
         state.routes = ModelRoutes(config.routes, state.pool, self.stages)
@@ -141,11 +161,9 @@ class Reload:
         if config.oidc != state.config.oidc:
             self._follow_issuer()
         state.config = config
-        for backend in gone:
-            state.metrics.forget(backend)
+        self._retire(gone)
         old, self.probes = self.probes, Probes(config.probes, self.backends, self.session, say)
-        self._waits.cancel()
-        self._watch()
+        self._watch_again()
         if ended is not None and ended is not fresh.audit:
             await asyncio.to_thread(ended.close)
         await old.stop()
@@ -171,6 +189,16 @@ class Reload:
             if problem != said:
                 said = problem
                 say(f"the keys stay as they were: {said}" if said else "the key file can be read again")
+
+    def _retire(self, gone: list[Backend]) -> None:
+        """What is in flight at backends that are gone is watched to its end."""
+        self._retired = [backend for backend in [*self._retired, *gone] if backend.attempts]
+        for backend in gone:
+            self.state.metrics.forget(backend)
+
+    def _watch_again(self) -> None:
+        self._waits.cancel()
+        self._watch()
 
     def _watch(self) -> None:
         watched = [*self.backends, *self._retired]

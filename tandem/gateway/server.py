@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import ipaddress
 import signal
@@ -34,6 +35,7 @@ from tandem.gateway.rate_limit import EmbeddedLimits, Limits
 from tandem.gateway.reload import Reload
 from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.stages import follow_stages, read_stages
+from tandem.gateway.servers.servers import running_servers
 from tandem.gateway.shadow import Shadows
 from tandem.gateway.tls import ServerTls, expiry_warning
 from tandem.gateway.upstream import Upstream
@@ -133,7 +135,8 @@ async def _serve(
         beside += [asyncio.create_task(follow_stages(Path(config.registry), stages, say))] if config.registry else []
         try:
             await reload.start()
-            return await _until_stopped(state, listener, ready)
+            async with running_servers(config, reload, say) as state.servers:
+                return await _until_stopped(state, listener, ready)
         finally:
             for task in beside:
                 task.cancel()
@@ -157,20 +160,21 @@ async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Ca
     serving = asyncio.create_task(server.serve([listener]))
     hurry = asyncio.create_task(stop_now.wait())
     address = _announce(state, listener)
-    if ready is not None:
-        ready(address)
     drained = asyncio.create_task(_drain(state, stop))
+    keeping = asyncio.create_task(state.servers.keep(None if ready is None else functools.partial(ready, address)), name="servers")
     try:
-        await asyncio.wait({drained, hurry, serving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({drained, hurry, serving, keeping}, return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            keeping.result()
         is_drained = drained.done() and drained.result()
         left = state.open_requests
         state.lines.close()
         say("stopped" if is_drained else f"stopped; {left} requests were cut off")
         return 0 if is_drained else 1
     finally:
-        for task in (drained, hurry):
+        for task in (drained, hurry, keeping):
             task.cancel()
-        await asyncio.gather(drained, hurry, return_exceptions=True)
+        await asyncio.gather(drained, hurry, keeping, return_exceptions=True)
         server.should_exit, server.force_exit = True, state.open_requests > 0
         await serving
 

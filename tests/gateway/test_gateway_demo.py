@@ -97,7 +97,7 @@ def test_the_demo_answers_in_the_page_and_ctrl_c_ends_all_of_it(demo: tuple[Any,
     assert httpx.post(f"{url}/v1/completions", json=ask).status_code == 401
     assert httpx.post(f"{url}/v1/completions", json=ask, headers={"Authorization": f"Bearer {key}"}, timeout=60).status_code == 200
     metrics = httpx.get(f"{url}/metrics").text
-    assert all(f'tandem_gateway_backend_ready{{backend="instance-{number}"}} 1.0' in metrics for number in (0, 1))
+    assert all(f'tandem_gateway_backend_ready{{backend="sort-{number}"}} 1.0' in metrics for number in (0, 1))
     with browser() as started, tab(started) as opened:
         opened.open(address)
         assert opened.page.url == f"{url}/" and opened.texts("#model option") == ["sort (weights 0.0)"]
@@ -118,7 +118,7 @@ def test_the_demo_answers_in_the_page_and_ctrl_c_ends_all_of_it(demo: tuple[Any,
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(60) == 0
     until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), "the servers to end")
-    assert list(temporary.glob("tandem-demo-*")) == []
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.full
@@ -137,7 +137,7 @@ def test_a_closed_terminal_ends_the_demo(demo: tuple[Any, str, Path]) -> None:
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) != 0
     until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), "the servers to end")
-    assert list(temporary.glob("tandem-demo-*")) == []
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.full
@@ -148,6 +148,6 @@ def test_sigterm_while_the_servers_load_leaves_nothing(run: Path, tmp_path: Path
         until(lambda: len(servers(process)) >= 2, "both servers to be started")
         children = servers(process)
         process.terminate()
-        assert process.wait(60) != 0
+        assert process.wait(60) in (0, 130), "drained, or interrupted before it served"
         until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), "the servers to end")
-    assert list(tmp_path.glob("tandem-demo-*")) == []
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,89 @@
+"""The settings of the servers that ``tandem gateway`` starts itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.config.limits import check_at_least_one, check_seconds
+from tandem.types.errors import UserError
+
+MOST_SERVERS = 1024
+"""In one gateway."""
+OWN_FLAGS = {
+    "host": "its servers listen on 127.0.0.1", "port": "it gives each a free port", "served_model_name": "a server's name is that of its section",
+    "api_key": "it makes one for each", "control_key": "it makes one for each", "model": "write it as 'model' of the section", "config": "write the flags here",
+    "follow": "its servers take other weights by updates", "follow_mode": "its servers take other weights by updates",
+    "weight_version": "it says which weights they are",
+}  # fmt: skip
+"""Flags of ``tandem serve`` that the gateway gives itself, and why."""
+
+
+def flag_name(key: str) -> str:
+    """Returns the name of a flag as it is written with underscores and without the dashes before it."""
+    return key.lstrip("-").replace("-", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class ServersConfig:
+    """Servers (`tandem serve`) of one model on this machine, which the gateway starts, watches and ends."""
+
+    model: str
+    """What they serve, as `tandem serve` takes it: a folder, a model of the Hub or an address in object storage. A folder is looked for from the folder of the
+    gateway's file."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Flags of `tandem serve` with their values, for example `{max-model-len: 4096, device: cuda, tensor-parallel-size: 2}`."""
+    count: int = 1
+    """How many there are."""
+    gpus: tuple[str, ...] = ()
+    """With `device: cuda`: the GPUs that they may use, as `CUDA_VISIBLE_DEVICES` names them. Empty: all that the gateway may use. Each server has as many of
+    its own as it has ranks."""
+    servers_per_gpu: int = 1
+    """How many servers may share a GPU; with more than 1 give each a part of its memory (`gpu-memory-utilization`)."""
+    max_requests: int = 256
+    """Requests that each has at once; more wait in the gateway."""
+    start_s: float = 600.0
+    """Time for one to load its model; after that it is started again."""
+    log_folder: str = ""
+    """Folder of their logs. Empty: one that is removed when the gateway ends; the last lines of a server that dies are in the gateway's log in any case."""
+
+    @property
+    def gpus_each(self) -> int:
+        """How many GPUs one server takes."""
+        named = {flag_name(key): value for key, value in self.flags.items()}
+        if named.get("device") != "cuda":
+            return 0
+        sizes = [named.get(name, 1) for name in ("tensor_parallel_size", "instances")]
+        return sizes[0] * sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else 1
+
+    def check(self) -> None:
+        """Raises ``UserError`` for values that cannot work."""
+        if not self.model:
+            raise UserError("a section of 'servers' has an empty 'model'; name a folder or a model of the Hub")
+        check_at_least_one("servers", self, "count", "servers_per_gpu", "max_requests")
+        if self.count > MOST_SERVERS:
+            raise UserError(f"'servers.count' is {self.count}; it must be at most {MOST_SERVERS}")
+        check_seconds("servers", self, "start_s")
+        for key in self.flags:
+            why = OWN_FLAGS.get(flag_name(key))
+            if why is not None:
+                raise UserError(f"'servers' has the flag '{key}', which the gateway gives itself: {why}; leave it out")
+        device = {flag_name(key): value for key, value in self.flags.items()}.get("device", "cpu")
+        if device not in ("cpu", "cuda"):
+            raise UserError(f"'servers' has the flag device: {device}; write cuda, and the GPUs in 'gpus'")
+        if device == "cpu" and (self.gpus or self.servers_per_gpu > 1):
+            name = "gpus" if self.gpus else "servers_per_gpu"
+            raise UserError(f"'servers.{name}' is given, and its servers compute on the CPU; add the flag device: cuda")
+        if len(set(self.gpus)) < len(self.gpus):
+            raise UserError(f"'servers.gpus' names a GPU twice: {', '.join(self.gpus)}; name each once")
+
+
+def check_servers(servers: Mapping[str, ServersConfig], names: list[str]) -> None:
+    """Raises ``UserError`` for a name that cannot be one, or that ``names`` of backends have."""
+    for name in servers:
+        if not name or not name.isprintable() or any(letter in name for letter in ' "\\'):
+            raise UserError(f"'servers' has the section {name!r}; its name is the model's name for clients: give it letters, digits and -_./ alone")
+        taken = next((each for each in names if each.rpartition("-")[0] == name and each.rpartition("-")[2].isdigit()), None)
+        if taken is not None:
+            raise UserError(f"'backends' has the name '{taken}', which a server of '{name}' has; give the backend another one")
+    if sum(config.count for config in servers.values()) > MOST_SERVERS:
+        raise UserError(f"'servers' has more than {MOST_SERVERS} servers in all; lower a 'count'")
