@@ -1,6 +1,6 @@
-"""What the command makes of absurd values and files: every key of every recipe, every option that takes a value, and every file that is read.
+"""What commands make of absurd values and files: of each key of a recipe and of a gateway's file, each option that takes a value, each file that is read.
 
-    python benchmarks/absurd_values.py [--every N] [--only recipes options special lines changes]
+    python benchmarks/absurd_values.py [--every N] [--only recipes gateway options special lines changes]
 
 Each case is the command in a process of its own. It must end within 10 s of computing, with less than 1 GiB of resident memory (5 GiB with a line of 1
 GiB), by exit status 0, 1 or 2, and with at most one line on standard error: `tandem: ...`. What ends otherwise is a defect: a traceback, a hang, an
@@ -9,6 +9,8 @@ abort (a signal), memory, several lines.
 Recipes: `tandem train RECIPE --dry-run` with one key of a recipe of reinforcement learning, or of a section that pretraining and fine-tuning check
 otherwise, at each of some 28 numbers (0, -1, 1, 2^31, 2^63, 1e18, 1e308, nan, inf, 400 and 5,000 digits, other types) or 20 texts (empty, 100,000
 characters, NUL, lone surrogates, bytes that are not UTF-8, devices, line breaks, escape sequences). Where another key must be set for it to be read, it is.
+
+Gateway: `tandem gateway FILE --check` before a server that is ready, with one key of the file, or of an entry of a list or mapping in it, at the same values.
 
 Options: each option of each command at the same values. Files: each file that a command reads, replaced by a FIFO, a device, a sparse file of 1 TiB, a
 YAML bomb, 100,000 nested brackets, numbers of 5,000 digits and others, with a line of 1 GiB where lines are read, and changed at random (bits flipped, bytes
@@ -19,6 +21,7 @@ It is the machinery of `tests/cli/test_cli_absurd_values.py` and `test_cli_absur
 
 import importlib
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -33,7 +36,7 @@ from options import parser as shared_parser
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cli"))
 
 # isort: split
-from absurd import Case, Outcome, make_folder, option_cases, recipe_cases, run_forked
+from absurd import FILE_OF_CASE, Case, Outcome, gateway_cases, make_folder, option_cases, recipe_cases, run_forked
 from absurd_files import (
     MOST_BYTES_OF_A_LINE,
     SPECIAL,
@@ -50,6 +53,7 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 
 LOADED = ("tandem.jobs.start", "tandem.jobs.display")
+LOADED_OF_GATEWAY = ("tandem.gateway.check",)
 LOADED_WITH_TORCH = (
     "tandem.engine.llm", "tandem.evaluation.tasks", "tandem.evaluation.perplexity", "tandem.pod.prompts",
     "tandem.data.tokenizing.tokenize", "tandem.data.tokenizing.train_tokenizer", "tandem.model.quantization.quantize", "tandem.jobs.convert",
@@ -60,6 +64,21 @@ OF_DATA = ("algorithm", "data", "demonstrations", "evaluation", "model.path", "m
 """Sections that training on data checks otherwise than reinforcement learning; the others are those of its recipe."""
 CHANGES = 20
 """Random changes of each file."""
+READY_SERVER = """
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b'{"object": "list", "data": [{"id": "m", "object": "model"}]}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_):
+        pass
+server = ThreadingHTTPServer(("127.0.0.1", 0), Ready)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
 VALID = {(f"{command} --port", port) for command in ("serve", "gateway") for port in ("0", "1", "1_0")}
 GOOD, DEFECTS = ("accepted", "refused", "failed"), ("traceback", "hang", "abort", "memory", "lines", "status")
 
@@ -93,6 +112,17 @@ def options(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
     yield from run_all("options of commands", (case for case in cases if (case.name, case.value) not in VALID), scratch, every)
 
 
+def gateway(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
+    # A server that is ready, of its own process, as a fork has no threads.
+    server = subprocess.Popen([sys.executable, "-c", READY_SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield from run_all("files of a gateway", gateway_cases(f"http://127.0.0.1:{int(server.stdout.readline())}"), scratch, every)
+    finally:
+        server.kill()
+        server.wait()
+
+
 def run_all(part: str, cases: Iterable[Case], scratch: Path, every: int) -> Iterator[Done]:
     # Four folders deep, so that "../../.." stays inside.
     work = scratch / "a" / "b" / "c" / "work"
@@ -102,7 +132,10 @@ def run_all(part: str, cases: Iterable[Case], scratch: Path, every: int) -> Iter
         if number % every and case.name in seen:
             continue
         seen.add(case.name)
-        yield Done(part, case.name, case.value, run_forked(case.arguments, cwd=make_folder(work)))
+        folder = make_folder(work)
+        if case.content:
+            (folder / FILE_OF_CASE).write_text(case.content, "utf-8", "surrogateescape")
+        yield Done(part, case.name, case.value, run_forked(case.arguments, cwd=folder))
 
 
 def special(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
@@ -121,7 +154,7 @@ def changes(folder: Path, scratch: Path, every: int) -> Iterator[Done]:
         yield Done("random changes of files", case.place.name, case.kind, case.outcome)
 
 
-PARTS = {"recipes": recipes, "options": options, "special": special, "lines": long_lines, "changes": changes}
+PARTS = {"recipes": recipes, "gateway": gateway, "options": options, "special": special, "lines": long_lines, "changes": changes}
 
 
 def table(done: list[Done]) -> str:
@@ -157,7 +190,7 @@ def report(done: list[Done], every: int) -> str:
 
 def run_part(name: str, files: Path, every: int) -> list[Done]:
     """Returns the cases of part ``name``, in a copy of the folder ``files``; with ``every`` N, one in N of them."""
-    for module in (*LOADED, *(LOADED_WITH_TORCH if name != "recipes" else ())):
+    for module in LOADED_OF_GATEWAY if name == "gateway" else LOADED if name == "recipes" else (*LOADED, *LOADED_WITH_TORCH):
         importlib.import_module(module)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

@@ -64,6 +64,9 @@ class BackendConfig:
             raise UserError(f"'backends' has the URL {self.url!r}; {fix}")
         if parts.path.rstrip("/").endswith("/v1"):
             raise UserError(f"'backends' has the URL {self.url!r}; leave out '/v1', which is the beginning of every path that clients ask for")
+        for key in ("name", "zone"):
+            if not getattr(self, key).isprintable():
+                raise UserError(f"'backends.{key}' is {getattr(self, key)!r}; give a name that can be printed in a line of a log")
         if not 0 < self.weight <= 1000:
             raise UserError(f"'backends.weight' of {self.label} is {self.weight:g}; it must be above 0 and at most 1000")
         if self.cache_tokens < 0:

@@ -14,13 +14,14 @@ import signal
 import sys
 import time
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, NamedTuple
 
 from tandem.cli.main import main, parser
 from tandem.config.document import sections
+from tandem.config.gateway import GatewayConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 
@@ -47,11 +48,16 @@ TEXTS_OF_OPTIONS = (
 
 
 class Case(NamedTuple):
-    """``name``: of the key or option. ``value``: what it is given. ``arguments``: the whole command."""
+    """``name``: of the key or option. ``value``: what it is given. ``arguments``: the whole command. ``content``: of the file ``FILE_OF_CASE`` in the folder
+    that it runs in; empty: it has none."""
 
     name: str
     value: str
     arguments: tuple[str, ...]
+    content: str = ""
+
+
+FILE_OF_CASE = "case.yaml"
 
 
 class Outcome(NamedTuple):
@@ -198,6 +204,33 @@ def _override(section: str, name: str, value: str) -> str | None:
     return f"--{section}.{name}={value}"
 
 
+def gateway_cases(url: str) -> Iterator[Case]:
+    """Yields ``gateway FILE --check`` before a backend at ``url`` with each key of the file, those of entries and sections too, at each absurd value of its
+    type."""
+    needed = {"backends": f"[{{url: '{url}'}}]", "url": f"'{url}'", "model": "m", "targets": "[{model: m}]"}
+    for name, hint, placed in _keys_of(GatewayConfig, "", lambda text: text, needed):
+        for value in values_of(hint):
+            yield Case(name, value, ("gateway", FILE_OF_CASE, "--check"), placed(value or "null"))
+
+
+def _keys_of(kind: type, inside: str, outer: Callable[[str], str], needed: Mapping[str, str]) -> Iterator[tuple[str, Any, Callable[[str], str]]]:
+    """Yields name and type of each key of the class ``kind`` and of those inside it, and the function that puts a value of it into a whole file. ``outer``
+    does so with a mapping of this class; ``needed``: values of keys without a default."""
+    hints = typing.get_type_hints(kind)
+    required = [field.name for field in dataclasses.fields(kind) if field.default is field.default_factory is dataclasses.MISSING]
+    for name, hint in hints.items():
+        others = "".join(f"{other}: {needed[other]}, " for other in required if other != name)
+
+        def placed(text: str, name: str = name, others: str = others) -> str:
+            return outer(f"{{{others}{name}: {text}}}")
+
+        yield f"{inside}{name}", hint, placed
+        origins = _origins(hint)
+        form = "{entry: %s}" if any(isinstance(each, type) and issubclass(each, Mapping) for each in origins) else "[%s]" if tuple in origins else "%s"
+        for inner in filter(dataclasses.is_dataclass, _leaves(hint)):
+            yield from _keys_of(inner, f"{inside}{name}.", lambda text, form=form, placed=placed: placed(form % text), needed)  # type: ignore[misc]
+
+
 def values_of(hint: Any) -> tuple[str, ...]:
     """Returns the absurd values, as written on the command line, for a key of type ``hint``."""
     kinds, origins = set(_leaves(hint)), _origins(hint)
@@ -245,8 +278,6 @@ def option_cases(bases: Mapping[str, tuple[str, ...]]) -> Iterator[Case]:
                 else:
                     arguments = (*base, f"{option}={value}")
                 yield Case(f"{name} {option}", value, arguments)
-
-
 
 
 def _actions(made: argparse.ArgumentParser, command: Sequence[str]) -> list[argparse.Action]:

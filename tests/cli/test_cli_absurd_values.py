@@ -4,11 +4,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from absurd import Outcome, recipe_cases, run_forked
+import yaml
+from absurd import FILE_OF_CASE, Outcome, gateway_cases, recipe_cases, run_forked
 from helpers_cli import ROOT, real
 
+from tandem.config.gateway import GatewayConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.recipe import Recipe
+from tandem.config.yaml_text import parse_yaml
 from tandem.types import UserError
 
 EXTREMES = ("-1", "1e18", "1e308", "nan", "9" * 5000, "9" * 400, '"a\\0b"', '"\\ud800"', "{1: 2}", "[[]]")
@@ -54,6 +57,18 @@ def test_every_key_at_its_extremes_is_built_or_refused_by_the_configuration(reci
             except UserError:
                 kinds["refused"] += 1
     assert kinds["refused"] > 700 and kinds["built"] > 10, kinds
+
+
+def test_every_key_of_a_gateways_file_at_its_extremes_is_built_or_refused() -> None:
+    kinds = {"built": 0, "refused": 0}
+    for case in gateway_cases("http://127.0.0.1:9"):
+        if case.value in EXTREMES:
+            try:
+                build(GatewayConfig, parse_yaml(case.content, FILE_OF_CASE))
+                kinds["built"] += 1
+            except (UserError, yaml.YAMLError):
+                kinds["refused"] += 1
+    assert kinds["refused"] > 500 and kinds["built"], kinds
 
 
 @pytest.mark.parametrize(

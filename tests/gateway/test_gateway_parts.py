@@ -168,6 +168,7 @@ def test_events_are_passed_on_whole() -> None:
     ({"backends": [{"url": "http://a:1/v1"}]}, "leave out '/v1'"),
     ({"backends": [{"url": "http://u:p@a:1"}]}, "password"),
     ({"backends": [{"url": "http://a:1", "weight": 0}]}, "'backends.weight' of a:1 is 0"),
+    ({"backends": [{"url": "http://a:1", "name": "a\nb"}]}, "can be printed"),
     ({"backends": [{"url": "http://a:1", "probe": "health"}]}, "must begin with '/'"),
     ({"backends": [{"url": "http://a:1"}], "timeouts": {"connect_s": 0}}, "'timeouts.connect_s' is 0"),
     ({"backends": [{"url": "http://a:1"}], "breaker": {"successes": 0}}, "'breaker.successes' is 0"),
