@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from tandem.config.recipe import load_config
     from tandem.engine.llm import LLM
     from tandem.engine.lora.request import LoRARequest
+    from tandem.engine.pooling.outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from tandem.engine.pooling.params import PoolingParams
     from tandem.engine.processing.outputs import CompletionOutput, RequestOutput
     from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
     from tandem.engine.structured_output.params import StructuredOutputsParams
@@ -45,14 +52,19 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "Callback",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LoRARequest",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "RunError",
     "RunResult",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "UserError",
     "__version__",
@@ -65,14 +77,19 @@ _MODULES = {
     "LLM": "tandem.engine.llm",
     "AsyncLLM": "tandem.serving.async_llm",
     "Callback": "tandem.runtime.callback",
+    "ClassificationRequestOutput": "tandem.engine.pooling.outputs",
     "CompletionOutput": "tandem.engine.processing.outputs",
+    "EmbeddingRequestOutput": "tandem.engine.pooling.outputs",
     "EngineArgs": "tandem.config.engine",
     "LoRARequest": "tandem.engine.lora.request",
+    "PoolingParams": "tandem.engine.pooling.params",
+    "PoolingRequestOutput": "tandem.engine.pooling.outputs",
     "RequestOutput": "tandem.engine.processing.outputs",
     "RequestOutputKind": "tandem.engine.sample.sampling_params",
     "RunError": "tandem.types.errors",
     "RunResult": "tandem.jobs.result",
     "SamplingParams": "tandem.engine.sample.sampling_params",
+    "ScoringRequestOutput": "tandem.engine.pooling.outputs",
     "StructuredOutputsParams": "tandem.engine.structured_output.params",
     "UserError": "tandem.types.errors",
     "load_config": "tandem.config.recipe",
@@ -86,7 +103,6 @@ _ELSEWHERE = {
     "TextPrompt": "a mapping: {'prompt': ...}",
     "TokensPrompt": "a mapping: {'prompt_token_ids': [...]}",
     "GuidedDecodingParams": "StructuredOutputsParams",
-    "PoolingParams": "SamplingParams; the engine generates text and computes no embeddings",
     "GRPOTrainer": "train(recipe)",
     "GRPOConfig": "a recipe; 'tandem recipes sort' prints one to edit",
     "SFTTrainer": "train(recipe) with 'algorithm: {name: sft}'; 'tandem recipes sft' prints one to edit",

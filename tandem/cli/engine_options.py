@@ -13,6 +13,7 @@ from tandem.cli.number_types import token_count
 from tandem.config.describe import field_descriptions
 from tandem.config.engine import EngineArgs, SpeculativeConfig
 from tandem.config.load import build
+from tandem.config.pooling import PoolerConfig
 from tandem.config.vllm_names import DTYPES, with_method
 from tandem.types import UserError
 from tandem.types.input_file import read_input
@@ -58,7 +59,7 @@ def _kind(name: str, hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(inner) is Literal:
         return {"choices": typing.get_args(inner)}
-    if inner is SpeculativeConfig or typing.get_origin(inner) is Mapping:
+    if inner in (SpeculativeConfig, PoolerConfig) or typing.get_origin(inner) is Mapping:
         return {"type": partial(json_object, "--" + name.replace("_", "-")), "metavar": "JSON"}
     return {"type": inner, "metavar": {int: "N", float: "X", str: "TEXT"}[inner]}
 

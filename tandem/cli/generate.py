@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 BYTES_PER_BYTE = 8
 """Memory for each byte of a file of prompts, at least: its text, its lines and its prompts, with up to 4 bytes a character."""
 DEFAULT_TOKENS = 64
-LEFT_OUT = ("seed", "skip_tokenizer_init", "enable_lora", "max_loras", "max_lora_rank")
+LEFT_OUT = ("seed", "skip_tokenizer_init", "enable_lora", "max_loras", "max_lora_rank", "runner", "convert", "pooler_config", "hf_overrides")
 """What the command's other options decide."""
 
 
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
     adapter, rank = _adapter(options.lora)
     lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": rank}
-    args = engine_args(options, model=options.model, seed=options.seed, **lora)
+    args = engine_args(options, model=options.model, seed=options.seed, runner="generate", **lora)
     with LLM.from_engine_args(args) as llm, _writer(options) as out:
         params = _params(options, llm.sampling_defaults)
         inputs = [_input(llm, entry, options) for entry in asked]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from tandem.config.arguments import explained
 from tandem.config.limits import MOST_GIB, MOST_SECONDS
+from tandem.config.pooling import Convert, PoolerConfig, Runner, check_overrides
 from tandem.config.unread import refuse_unread
 from tandem.config.vllm_names import ENGINE
 from tandem.types.errors import UserError
@@ -131,6 +132,16 @@ class EngineArgs:
     file."""
     override_generation_config: Mapping[str, Any] | None = None
     """Values that replace those of `generation_config.json`: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `max_new_tokens`."""
+    runner: Runner = "auto"
+    """`generate`: the engine generates text; `pooling`: it embeds or scores texts; `auto`: what the model's folder is for."""
+    convert: Convert = "auto"
+    """What an engine that pools makes of a text: `embed` a vector, also of a model that generates text; `classify` a score; `none`: what the class in
+    `config.json` computes; `auto`: what the folder is for."""
+    pooler_config: PoolerConfig | None = None
+    """How it makes them, where the folder does not say it: `pooling_type` (`LAST` or `MEAN`), `use_activation`, `dimensions`."""
+    hf_overrides: Mapping[str, Any] | None = None
+    """Keys of `config.json` on pooling: `classifier_from_token` (the tokens of no and yes by which a model for reranking scores a pair),
+    `is_original_qwen3_reranker`, `is_matryoshka`, `matryoshka_dimensions`, `architectures`."""
     verify: bool = False
     """Compare every byte of the model with the digests in its `manifest.json`, or with those of its download, before it is used."""
     download_dir: str | None = None
@@ -239,6 +250,7 @@ class EngineArgs:
                 "each sequence"
             )
         self._check_slowdown()
+        self._check_pooling()
         if self.speculative_config is not None:
             self.speculative_config.check()
             if self.speculative_config.draft_tokens >= self.max_num_batched_tokens:
@@ -260,6 +272,16 @@ class EngineArgs:
         if self.preemption_mode == "recompute":
             reason = "engine.preemption_mode is 'recompute', which swaps nothing out"
             refuse_unread("engine", self, reason, "swap_space", fix="set engine.preemption_mode to auto or swap")
+
+    def _check_pooling(self) -> None:
+        if self.hf_overrides is not None:
+            check_overrides(self.hf_overrides)
+        if self.runner == "generate":
+            refuse_unread("engine", self, "engine.runner is 'generate'", "convert", "pooler_config", "hf_overrides", fix="set runner to pooling")
+        if self.pooler_config is not None:
+            self.pooler_config.check()
+        if self.runner == "pooling" and self.speculative_config is not None:
+            raise UserError("engine runner is 'pooling', which draws no tokens, and speculative_config is given; leave it out")
 
     def _check_slowdown(self) -> None:
         slowdown = self.max_prefill_slowdown

@@ -21,6 +21,8 @@ from tandem.engine.kv_cache.kv_cache_manager import DUMMY_VERSION, FIRST_VERSION
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.metrics.stats import CumulativeStats, EngineStats
 from tandem.engine.metrics.stats_logger import StatsLogger, counts_of, engine_stats
+from tandem.engine.pooling.params import PoolingParams
+from tandem.engine.pooling.pooler import Pooler
 from tandem.engine.processing.input_processor import InputProcessor
 from tandem.engine.processing.output_processor import OutputProcessor
 from tandem.engine.processing.outputs import CompletionOutput, Continuation, RequestOutput
@@ -29,12 +31,18 @@ from tandem.engine.settings import EngineSettings
 from tandem.layout.shapes import ModelShapes
 from tandem.model.adopted import SharedTensors
 from tandem.model.decoder import Decoder
+from tandem.model.huggingface.pooling_config import ModelPooling
 from tandem.model.weight_digests import weight_digests
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import EngineDied, RunError, Updated, UserError, WeightSource, WeightVersion
 
 if TYPE_CHECKING:
     from tandem.weight_transfer.shared_weights import SharedWeights
+
+
+NO_TOKENS = SamplingParams(temperature=0, max_tokens=1)
+"""The parameters of requests that draw no tokens."""
+GENERATES = "this engine generates text and pools nothing; start it with runner 'pooling', and convert 'embed' for embeddings by a model that generates text"
 
 
 class Engine:
@@ -47,6 +55,7 @@ class Engine:
         digest_weights: Whether each set of weights is digested before it is packed (not with ``ranks``).
         speculative: How draft tokens are proposed; ``None``: not at all.
         draft: The draft model of speculative method ``draft``.
+        model_pooling: How the model embeds or scores texts; ``None``: it generates text.
 
     Raises:
         UserError: Settings that contradict each other or do not fit the model.
@@ -55,7 +64,7 @@ class Engine:
     def __init__(
         self, decoder: Decoder, settings: EngineSettings, tokenizer: Tokenizer | None = None,
         version: WeightVersion = FIRST_VERSION, ranks: Ranks | None = None, digest_weights: bool = False,
-        speculative: SpeculativeConfig | None = None, draft: Decoder | None = None,
+        speculative: SpeculativeConfig | None = None, draft: Decoder | None = None, model_pooling: ModelPooling | None = None,
     ) -> None:
         settings.check(decoder.shapes.max_position_embeddings)
         self.settings = settings
@@ -68,7 +77,8 @@ class Engine:
         self._ranks = ranks
         self._weights: RankWeights | None = None
         self._shared: SharedWeights | None = None
-        self._components = make_components(decoder, settings, version, ranks, speculative, draft)
+        self.pooler = None if model_pooling is None else Pooler(decoder, model_pooling, tokenizer)
+        self._components = make_components(decoder, settings, version, ranks, speculative, draft, self.pooler)
         self._scheduler, self._runner = self._components.scheduler, self._components.runner
         self._adapters = self._runner.adapters
         self._logger = StatsLogger()
@@ -79,7 +89,7 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, prompt: str | None = None,
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | PoolingParams, *, prompt: str | None = None,
         key: int | None = None, first_index: int = 0, priority: int = 0, cache_salt: str = "",
         lora_request: LoRARequest | None = None, num_draft_tokens: int | None = None, continues: Continuation | None = None,
     ) -> None:
@@ -87,6 +97,7 @@ class Engine:
 
         Args:
             request_id: Unique among unfinished requests.
+            params: How tokens are drawn, or, for a model that embeds or scores texts, what is wanted of it.
             key: Key of the request's random numbers; ``None``: the number of requests added before it.
             first_index: Index of its first completion in the random numbers.
             priority: Lower values are scheduled first.
@@ -99,9 +110,12 @@ class Engine:
         Raises:
             UserError: The request cannot be served; nothing is queued.
         """
+        pooling = self._resolved(params)
         request = self._inputs.request(
-            request_id, prompt_token_ids, params, prompt=prompt, key=key, first_index=first_index, priority=priority, cache_salt=cache_salt,
-            adapter=lora_request.lora_name if lora_request is not None else "", num_draft_tokens=num_draft_tokens,
+            request_id, prompt_token_ids, NO_TOKENS if isinstance(params, PoolingParams) else params, prompt=prompt, key=key, first_index=first_index,
+            priority=priority, cache_salt=cache_salt, adapter=lora_request.lora_name if lora_request is not None else "",
+            num_draft_tokens=num_draft_tokens, pooling=pooling,
+            reads_all_states=pooling is not None and self.pooler is not None and self.pooler.reads_all_states(pooling),
         )
         if request_id in self._outputs.request_states:
             raise UserError(f"request id {request_id!r} is in use; give every request an id of its own")
@@ -111,11 +125,26 @@ class Engine:
             self.add_lora(lora_request)
         sequences = self._inputs.start(request, continues)
         self._outputs.add_request(request, sequences)
-        self._scheduler.add_group(sequences, is_scored=params.prompt_logprobs is not None)
+        self._scheduler.add_group(sequences, is_scored=request.params.prompt_logprobs is not None)
 
-    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | PoolingParams) -> None:
         """Raises ``UserError`` for a request that this engine cannot serve."""
-        self._inputs.check(prompt_token_ids, params)
+        self._resolved(params)
+        if isinstance(params, PoolingParams):
+            self._inputs.check(prompt_token_ids, NO_TOKENS, draws=False)
+        else:
+            self._inputs.check(prompt_token_ids, params)
+
+    def _resolved(self, params: SamplingParams | PoolingParams) -> PoolingParams | None:
+        """Returns what a request pools. Raises ``UserError`` for one that this engine's model cannot serve."""
+        if isinstance(params, PoolingParams):
+            if self.pooler is None:
+                raise UserError(GENERATES)
+            return self.pooler.resolve(params)
+        if self.pooler is not None:
+            does = "embeds texts" if self.pooler.model_pooling.scored_by is None else "scores texts"
+            raise UserError(f"this engine {does} and generates none; start it with runner 'generate', if the model has a language-model head")
+        return None
 
     def abort(self, request_id: str) -> bool:
         """Aborts a request. Its output, with the tokens so far, is returned by the next step. Returns False if there is no such unfinished

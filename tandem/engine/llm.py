@@ -20,12 +20,23 @@ from tandem.engine.llm_inputs import PromptInput, check_count, lora_requests_of,
 from tandem.engine.llm_options import EngineOptions, whole_signature
 from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tokenizer_of
 from tandem.engine.lora.request import LoRARequest
+from tandem.engine.pooling.llm_pooling import GivenParams, LoRARequests, Run, as_list, classified, embedded, encoded, params_for, scored
+from tandem.engine.pooling.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import check_completions, resolve
 from tandem.kernels.mixed import Precision
 from tandem.model.huggingface.generation_config import default_sampling
+from tandem.model.huggingface.model_config import Heads
 from tandem.model.huggingface.model_folder import read_shapes
+from tandem.model.huggingface.pooling_config import read_pooling
 from tandem.model.model_source import find_model, hold_model
 from tandem.text.chat import apply_chat_template
 from tandem.text.continuation import cut_at_mark, mark_end
@@ -75,7 +86,11 @@ class LLM:
             args.model, revision=args.revision, download_dir=args.download_dir, weight_cache_gib=args.weight_cache_gib, verify=args.verify
         )
         folder = self._held.path
-        shapes = read_shapes(folder)
+        model_pooling = read_pooling(folder, args)
+        heads: Heads = "language" if model_pooling is None else model_pooling.heads
+        shapes = read_shapes(folder, heads)
+        if model_pooling is not None and args.speculative_config is not None:
+            raise UserError("speculative_config is given and the model embeds or scores texts, which draws no tokens; leave it out")
         check_ranks(shapes, args)
         check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)
         settings = resolve(args, shapes, dtype)
@@ -93,6 +108,7 @@ class LLM:
                 RankSettings(
                     str(folder), args.kernels, str(dtype).removeprefix("torch."), args.device, args.load_format, args.seed, args.tensor_parallel_size,
                     args.deterministic, args.rank_timeout_s, args.quantization, args.attention, precision, trained_lora,
+                    heads,
                 )
             )
             decoder = ranks.decoder
@@ -100,6 +116,7 @@ class LLM:
             decoder = load_decoder(
                 folder, args.kernels, dtype, torch.device(args.device), args.load_format, args.seed, pack=not digest_weights,
                 quantization=args.quantization, deterministic=args.deterministic, attention=args.attention, precision=precision, lora=trained_lora,
+                heads=heads,
             )
         if weight_version is None:
             weight_version = DUMMY_VERSION if args.load_format == "dummy" else FIRST_VERSION
@@ -108,7 +125,7 @@ class LLM:
             draft = load_decoder(
                 find_model(speculative.model), args.kernels, dtype, decoder.embed_tokens.device, "auto", args.seed, deterministic=args.deterministic
             )
-        self._engine: Engine | None = Engine(decoder, settings, own_tokenizer, weight_version, ranks, digest_weights, speculative, draft)
+        self._engine: Engine | None = Engine(decoder, settings, own_tokenizer, weight_version, ranks, digest_weights, speculative, draft, model_pooling)
         self._requests = 0
 
     @classmethod
@@ -205,23 +222,16 @@ class LLM:
             self.engine.check_request(tokens, own)
         check_completions(sum(own.n for own in params))
         adapters = lora_requests_of(lora_request, len(asked), self.engine.settings.max_loras)
-        names = []
-        try:
-            for i, ((text, tokens, salt), own) in enumerate(zip(asked, params, strict=True)):
-                key = i if own.seed is not None else self._requests
-                name = str(self._requests)
-                self._requests += 1
-                self.engine.add_request(
-                    name, tokens, own, prompt=text, key=key if request_keys is None else request_keys[i],
-                    priority=0 if priority is None else priority[i], cache_salt=salt, lora_request=adapters[i],
-                    num_draft_tokens=num_draft_tokens,
-                )
-                names.append(name)
-            return self._run(names, on_progress or (_show if use_tqdm and sys.stderr.isatty() else None))
-        except BaseException:
-            for name in names:
-                self.engine.abort(name)
-            raise
+
+        def add(i: int, name: str) -> None:
+            (text, tokens, salt), own = asked[i], params[i]
+            key = i if own.seed is not None else int(name)
+            self.engine.add_request(
+                name, tokens, own, prompt=text, key=key if request_keys is None else request_keys[i], priority=0 if priority is None else priority[i],
+                cache_salt=salt, lora_request=adapters[i], num_draft_tokens=num_draft_tokens,
+            )
+
+        return self._compute(len(asked), add, on_progress or (_show if use_tqdm and sys.stderr.isatty() else None))
 
     def chat(
         self, messages: Messages | Sequence[Messages],
@@ -267,6 +277,21 @@ class LLM:
         # The template has rendered the special tokens already.
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text)}
 
+    def _compute(self, count: int, add: Callable[[int, str], None], on_progress: Callable[[int, int], None] | None) -> list[RequestOutput]:
+        """Returns the outputs of ``count`` requests, in order; ``add(i, name)`` adds request i. None is left in the engine if it fails."""
+        names = []
+        try:
+            for i in range(count):
+                name = str(self._requests)
+                self._requests += 1
+                add(i, name)
+                names.append(name)
+            return self._run(names, on_progress)
+        except BaseException:
+            for name in names:
+                self.engine.abort(name)
+            raise
+
     def _run(self, names: list[str], on_progress: Callable[[int, int], None] | None) -> list[RequestOutput]:
         answers: dict[str, RequestOutput | None] = dict.fromkeys(names)
         missing = len(names)
@@ -277,6 +302,81 @@ class LLM:
             if outputs and on_progress is not None:
                 on_progress(len(names) - missing, len(names))
         return [output for output in answers.values() if output is not None]
+
+    # -- embeddings and scores -----------------------------------------------------------------------------------------
+
+    def encode(
+        self, prompts: PromptInput | Sequence[PromptInput], pooling_params: GivenParams = None, *, use_tqdm: bool = True,
+        lora_request: LoRARequests = None, pooling_task: PoolingTask | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Returns what a model that embeds or scores texts makes of each prompt, as fp32 tensors in ``outputs.data``: a vector [D], a score [1], or one
+        for each token, [T, D] or [T, 1].
+
+        Args:
+            prompts: As of ``generate``; a text gets the tokenizer's special tokens.
+            pooling_params: The parameters of all prompts, or of each.
+            pooling_task: ``embed``, ``classify``, ``token_embed`` or ``token_classify``; ``None``: what the model does.
+            use_tqdm, lora_request: As of ``generate``.
+
+        Raises:
+            UserError: An argument is invalid, or the model generates text, before anything is computed.
+        """
+        asked = as_list(prompts)
+        return encoded(self._pooled(use_tqdm, lora_request), asked, params_for(pooling_params, len(asked), pooling_task))
+
+    def embed(
+        self, prompts: PromptInput | Sequence[PromptInput], *, use_tqdm: bool = True, pooling_params: GivenParams = None,
+        lora_request: LoRARequests = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns the vector of each prompt, in ``outputs.embedding``. The arguments are those of ``encode``."""
+        asked = as_list(prompts)
+        return embedded(self._pooled(use_tqdm, lora_request), asked, params_for(pooling_params, len(asked), "embed"))
+
+    def classify(
+        self, prompts: PromptInput | Sequence[PromptInput], *, use_tqdm: bool = True, pooling_params: GivenParams = None,
+        lora_request: LoRARequests = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Returns the score of each prompt, in ``outputs.probs``. The arguments are those of ``encode``."""
+        asked = as_list(prompts)
+        return classified(self._pooled(use_tqdm, lora_request), asked, params_for(pooling_params, len(asked), "classify"))
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], /, *, use_tqdm: bool = True, pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequests = None, chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Returns how well texts belong together, in ``outputs.score``: the score of a model that reads both, else the cosine similarity of their vectors.
+
+        Args:
+            data_1: One text, which is paired with each of ``data_2``, or as many as those.
+            data_2: A text or several.
+            chat_template: The template of a pair, whose messages have the roles ``query`` and ``document``.
+            use_tqdm, pooling_params, lora_request: As of ``encode``.
+
+        Raises:
+            UserError: As ``encode``.
+        """
+        run = self._pooled(use_tqdm, lora_request)
+        return scored(run, self.engine, self._tokenizer_folder, as_list(data_1), as_list(data_2), pooling_params, chat_template)
+
+    def _pooled(self, use_tqdm: bool, lora_request: LoRARequests) -> Run:
+        """Returns what computes pooling requests."""
+
+        def run(prompts: Sequence[PromptInput], params: list[PoolingParams]) -> list[RequestOutput]:
+            engine = self.engine
+            asked = prompts_of(prompts, engine.tokenizer, engine.settings.max_model_len)
+            if engine.is_paused:
+                raise UserError("the engine is paused; call engine.resume() first")
+            for (_, tokens, _), own in zip(asked, params, strict=True):
+                engine.check_request(tokens, own)
+            adapters = lora_requests_of(lora_request, len(asked), engine.settings.max_loras)
+
+            def add(i: int, name: str) -> None:
+                text, tokens, salt = asked[i]
+                engine.add_request(name, tokens, params[i], prompt=text, cache_salt=salt, lora_request=adapters[i])
+
+            return self._compute(len(asked), add, _show if use_tqdm and sys.stderr.isatty() else None)
+
+        return run
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

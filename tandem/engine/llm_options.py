@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from tandem.config.engine import AttentionBackend, EngineArgs, ModelDtype, SpeculativeConfig
+from tandem.config.pooling import Convert, PoolerConfig, Runner
 from tandem.types.kv_cache import KVCacheDtype
 
 
@@ -21,6 +22,10 @@ class EngineOptions(TypedDict, total=False):
     generation_config: str
     override_generation_config: Mapping[str, Any] | None
     load_format: Literal["auto", "dummy"]
+    runner: Runner
+    convert: Convert
+    pooler_config: PoolerConfig | Mapping[str, Any] | None
+    hf_overrides: Mapping[str, Any] | None
     verify: bool
     download_dir: str | Path | None
     weight_cache_gib: float

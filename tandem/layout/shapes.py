@@ -75,7 +75,8 @@ class ModelShapes:
 
     ``architecture``: the ``model_type`` of its family, which only reading and writing a folder depend on. ``layer_windows[i]``: layer i's
     sliding window in tokens (``None``: full attention); empty: full attention in every layer. ``experts``: the mixture of experts, ``None``
-    if every layer has a plain MLP. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
+    if every layer has a plain MLP. ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
+    text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
 
     architecture: str
@@ -114,8 +115,6 @@ class ModelShapes:
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even number")
-        if not self.language_head and self.value_head == "none":
-            raise ValueError("model has neither a language-model head nor a value head")
         if not self.language_head and self.tie_word_embeddings:
             raise ValueError("model has no language-model head to tie its embedding to")
         if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:

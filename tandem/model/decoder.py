@@ -314,7 +314,8 @@ class Decoder(nn.Module):
             self._packed_matrices = matrices
             self._packed = self._steps(self._adapted(matrices), experts)
         if self.lm_head is None:
-            self._packed_head = pack_weight(self.kernels, self.embed_tokens, self.head_quantization)
+            if self.shapes.language_head:
+                self._packed_head = pack_weight(self.kernels, self.embed_tokens, self.head_quantization)
         elif was_plain:
             self._packed_head = self._pack_linear(self.lm_head, self.head_quantization)
 

@@ -8,6 +8,7 @@ import pytest
 from tandem.cli.engine_options import engine_args
 from tandem.cli.main import parser
 from tandem.config.engine import EngineArgs, SpeculativeConfig
+from tandem.config.pooling import PoolerConfig
 from tandem.types import UserError
 
 GIVEN: dict[str, tuple[Any, ...]] = {
@@ -41,12 +42,15 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "async_scheduling": ("--no-async-scheduling",),
     "enforce_eager": ("--enforce-eager",),
     "seed": ("--seed", "8"),
+    "convert": ("--convert", "embed"),
+    "pooler_config": ("--pooler-config", '{"pooling_type": "MEAN"}'),
+    "hf_overrides": ("--hf-overrides", '{"is_matryoshka": true}'),
     "tokenizer": ("--tokenizer", "folder"),
     "revision": ("--revision", "v1"),
     "generation_config": ("--generation-config", "vllm"),
     "override_generation_config": ("--override-generation-config", '{"top_k": 3}'),
 }
-OWN: dict[str, set[str]] = {"serve": set(), "generate": {"enable_lora", "max_loras", "max_lora_rank"}}
+OWN: dict[str, set[str]] = {"serve": set(), "generate": {"enable_lora", "max_loras", "max_lora_rank", "convert", "pooler_config", "hf_overrides"}}
 EXPECTED = EngineArgs(
     model="m", verify=True, download_dir="cache", weight_cache_gib=0.5, dtype="bfloat16", quantization="int8+head", device="cuda:1", kernels="reference",
     attention="flash3", deterministic=False, max_model_len=77, max_num_seqs=7, max_num_batched_tokens=99, batching="dynamic",
@@ -54,13 +58,15 @@ EXPECTED = EngineArgs(
     preemption_mode="swap", swap_space=2.0, watermark=0.25, tensor_parallel_size=2, rank_timeout_s=9.5, enable_lora=True, max_loras=3, max_lora_rank=5,
     speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3), async_scheduling=False, enforce_eager=True, seed=8, tokenizer="folder",
     revision="v1", generation_config="vllm", override_generation_config={"top_k": 3},
+    convert="embed", pooler_config=PoolerConfig("MEAN"), hf_overrides={"is_matryoshka": True},
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_every_field_is_an_option(command: str) -> None:
-    # gpu_memory_utilization is instead of kv_cache_tokens, and max_prefill_slowdown goes with chunked prefill.
-    others = {"model", "load_format", "skip_tokenizer_init", "gpu_memory_utilization", "max_prefill_slowdown"}
+    # gpu_memory_utilization is instead of kv_cache_tokens, and max_prefill_slowdown goes with chunked prefill; runner is what the
+    # command is for, or auto.
+    others = {"model", "load_format", "skip_tokenizer_init", "gpu_memory_utilization", "max_prefill_slowdown", "runner"}
     assert GIVEN.keys() | others == {field.name for field in dataclasses.fields(EngineArgs)}
     assert engine_args(parser().parse_args([command, "m", "--max-prefill-slowdown", "3.5"]), model="m").max_prefill_slowdown == 3.5
     words = [word for name, given in GIVEN.items() if name not in OWN[command] for word in given]

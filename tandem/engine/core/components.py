@@ -15,6 +15,7 @@ from tandem.engine.kv_cache.block_pool import blocks_for
 from tandem.engine.kv_cache.cache_tensors import host_pool, make_cache
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.lora.adapters import Adapters
+from tandem.engine.pooling.pooler import Pooler
 from tandem.engine.settings import EngineSettings
 from tandem.engine.spec_decode.proposers import make_proposer
 from tandem.engine.spec_decode.step_costs import StepCosts
@@ -35,7 +36,7 @@ class EngineComponents(NamedTuple):
 
 def make_components(
     decoder: Decoder, settings: EngineSettings, version: WeightVersion, ranks: Ranks | None, speculative: SpeculativeConfig | None,
-    draft: Decoder | None,
+    draft: Decoder | None, pooler: Pooler | None = None,
 ) -> EngineComponents:
     """Returns the components of an engine.
 
@@ -46,6 +47,7 @@ def make_components(
         ranks: The other tensor-parallel ranks, which allocate their caches here.
         speculative: How draft tokens are proposed; ``None``: not at all.
         draft: The draft model of speculative method ``draft``.
+        pooler: Of a model that embeds or scores texts.
 
     Raises:
         UserError: Settings that contradict each other.
@@ -73,7 +75,7 @@ def make_components(
         ranks.run("allocate", sizes, lambda: None)
     caches = allocate_kv_cache(decoder, settings, launches_ahead)
     host = host_pool(caches + (proposer.caches if proposer is not None else []), settings.swap_blocks)
-    runner = ModelRunner(decoder, caches, batch, adapters, ranks, host, proposer)
+    runner = ModelRunner(decoder, caches, batch, adapters, ranks, host, proposer, pooler)
     if launches_ahead and weights.device.type == "cuda" and not settings.enforce_eager:
         runner.make_graphs()
     meter = PreemptionCostMeter(shapes, settings.num_blocks, runner.measure_swap)

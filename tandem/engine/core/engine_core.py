@@ -90,7 +90,7 @@ class EngineCore:
         if num_tokens > 2 * num_decoded:
             self._cost_meter.observe_prefill(num_tokens, seconds)
         self._outputs.record_first_tokens(output.prefills)
-        self._end(ended)
+        self._end([*ended, *output.pooled_rows])
         self._outputs.collect_running()
 
     def _fail(self, ended: list[int]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.engine.core.lifecycle import State, Transition, move
+from tandem.engine.pooling.params import PoolingParams
 from tandem.engine.processing.repetition import RepetitionDetector
 from tandem.engine.processing.stop_checker import StopChecker
 from tandem.engine.sample.logits_processors import LogitsProcessors
@@ -47,11 +48,16 @@ class Request:
     draft_tokens: int = 0
     """Maximum number of draft tokens that a step proposes for each of its sequences (``tandem.engine.spec_decode.speculative``)."""
 
+    pooling: PoolingParams | None = None
+    """What a request asks for that draws no tokens, and of which the hidden states of its prompt are wanted."""
+    reads_all_states: bool = False
+    """Whether it needs the hidden states of all its tokens, so that the prefix cache is not used."""
+
     @property
     def is_synchronous(self) -> bool:
         """Whether the host takes part in each of its steps, so that no step can be launched before the previous one has ended."""
         has_scores = self.params.logprobs is not None or self.params.prompt_logprobs is not None
-        return self.logits_processors is not None or bool(self.adapter) or has_scores
+        return self.logits_processors is not None or bool(self.adapter) or has_scores or self.pooling is not None
 
 
 @dataclass(slots=True, eq=False)

@@ -268,5 +268,7 @@ class Scheduler:
         prefill.num_computed_tokens += len(tokens)
         request = prefill.sequences[0].request
         self.kv_cache.cache_blocks(request, prefill.block_hashes, prefill.blocks, prefill.num_computed_tokens)
-        rows = tuple(prefill.rows) if prefill.num_computed_tokens == len(prefill.tokens) else ()
-        return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), rows, request.adapter)
+        is_last = prefill.num_computed_tokens == len(prefill.tokens)
+        if request.pooling is not None:
+            return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), (), request.adapter, prefill.rows[0] if is_last else -1)
+        return ScheduledPrefill(request.id, start, tokens, tuple(prefill.blocks), tuple(prefill.rows) if is_last else (), request.adapter)

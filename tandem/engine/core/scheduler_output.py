@@ -12,7 +12,8 @@ class ScheduledPrefill(NamedTuple):
     """A chunk of a prefill: tokens ``start`` to ``start + len(tokens) - 1`` of a prompt, or of a preempted sequence.
 
     ``blocks``: the block table. ``rows``: in the last chunk, the rows that draw their next token from it (one for each sequence of a group);
-    empty before. ``adapter``: the name of the request's LoRA adapter, empty for none.
+    empty before. ``pooled_row``: in the last chunk of a pooling request, the row that it leaves after the step without drawing; else -1. ``adapter``: the
+    name of the request's LoRA adapter, empty for none.
     """
 
     request_id: str
@@ -21,6 +22,7 @@ class ScheduledPrefill(NamedTuple):
     blocks: tuple[int, ...]
     rows: tuple[int, ...]
     adapter: str = ""
+    pooled_row: int = -1
 
 
 class SchedulerOutput(NamedTuple):
@@ -50,6 +52,11 @@ class SchedulerOutput(NamedTuple):
     def joined_rows(self) -> tuple[int, ...]:
         """Rows whose last prefill chunk is in this step."""
         return tuple(row for chunk in self.prefills for row in chunk.rows)
+
+    @property
+    def pooled_rows(self) -> tuple[int, ...]:
+        """Rows of the pooling requests that end with this step."""
+        return tuple(chunk.pooled_row for chunk in self.prefills if chunk.pooled_row >= 0)
 
     @property
     def total_num_scheduled_tokens(self) -> int:

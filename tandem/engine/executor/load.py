@@ -11,6 +11,7 @@ from tandem.kernels import KernelChoice, select
 from tandem.kernels.mixed import Precision, in_precision
 from tandem.layout.shapes import adapted_shapes
 from tandem.model.decoder import Decoder
+from tandem.model.huggingface.model_config import Heads
 from tandem.model.huggingface.model_folder import load_model, read_shapes
 from tandem.model.initialise import initialise
 from tandem.model.parallel.tensor_parallel import RankGroup
@@ -38,7 +39,7 @@ def check_quantization(model: str | Path, quantization: str | None, ranks: int =
 def load_decoder(
     model: str | Path, kernels: KernelChoice, dtype: torch.dtype, device: torch.device, load_format: LoadFormat, seed: int,
     group: RankGroup | None = None, pack: bool = False, quantization: str | None = None, deterministic: bool = True,
-    attention: AttentionBackend = "auto", precision: Precision = "fp32", lora: LoraConfig | None = None,
+    attention: AttentionBackend = "auto", precision: Precision = "fp32", lora: LoraConfig | None = None, heads: Heads = "language",
 ) -> Decoder:
     """Returns the model in the folder ``model``.
 
@@ -56,6 +57,7 @@ def load_decoder(
         attention: The attention backend of whole prompts, as in ``EngineArgs``.
         precision: The precision of the trainer whose bits the decoder reproduces.
         lora: The adapter that is trained beside the weights; it begins as a new one.
+        heads: Those that the model may have.
 
     Raises:
         UserError: Options that cannot be combined.
@@ -68,9 +70,11 @@ def load_decoder(
         if stored is not None:
             if lora is not None:
                 raise UserError(f"model '{model}' is quantized, which an adapter in training does not support; use the float checkpoint")
+            if heads != "language":
+                raise UserError(f"model '{model}' is quantized, which engines that embed or score texts do not read; use the float checkpoint")
             return load_quantized(model, stored, chosen, dtype=dtype, device=device, group=group)
-        return load_model(model, chosen, dtype=dtype, device=device, group=group, pack=pack, quantization=scheme, lora=lora, seed=seed)
-    decoder = Decoder(adapted_shapes(read_shapes(model), lora), chosen, dtype=dtype, device=device, group=group)
+        return load_model(model, chosen, dtype=dtype, device=device, group=group, pack=pack, quantization=scheme, heads=heads, lora=lora, seed=seed)
+    decoder = Decoder(adapted_shapes(read_shapes(model, heads), lora), chosen, dtype=dtype, device=device, group=group)
     initialise(decoder, seed)
     decoder.quantization = scheme
     return decoder

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tandem.engine.core.request import Request
 from tandem.engine.core.scheduler_output import SchedulerOutput
 from tandem.engine.executor.cuda_graphs import Bucket, DecodeGraphs, Replay
 from tandem.engine.executor.forward import Computed, forward
@@ -21,6 +22,7 @@ from tandem.engine.executor.step_message import encode_step
 from tandem.engine.kv_cache.block_pool import BlockCopy
 from tandem.engine.kv_cache.cache_tensors import Moves, apply_moves, host_pool
 from tandem.engine.lora.adapters import Adapters
+from tandem.engine.pooling.pooler import PooledStates, Pooler
 from tandem.engine.sample.logprobs import PromptLogprobs
 from tandem.engine.sample.random_numbers import uniforms
 from tandem.engine.sample.sampler import Sampler, SamplingMetadata
@@ -42,12 +44,13 @@ class ModelRunner:
     still holds, and the result is dropped; steps run in launch order, so the next owner of that block writes after it.
 
     While no sequence joins, leaves or enters another block, the input of the last step is kept and advanced by one token. ``host``: the swap
-    space, a layer for each of ``caches`` and of the proposer's. ``graphs``: replays steps in which every row only decodes.
+    space, a layer for each of ``caches`` and of the proposer's. ``pooler``: of a model that embeds or scores texts. ``graphs``:
+    replays steps in which every row only decodes.
     """
 
     def __init__(
         self, decoder: Decoder, caches: list[KVLayer], batch: InputBatch, adapters: Adapters, ranks: Ranks | None = None,
-        host: list[KVLayer] | None = None, proposer: Proposer | None = None,
+        host: list[KVLayer] | None = None, proposer: Proposer | None = None, pooler: Pooler | None = None,
     ) -> None:
         self.decoder = decoder
         self.adapters = adapters
@@ -56,11 +59,14 @@ class ModelRunner:
         self.batch = batch
         self.host = host or []
         self.proposer = proposer
+        self.pooler = pooler
         self.sampler = Sampler(decoder.kernels)
         self.device = decoder.embed_tokens.device
         self.graphs: DecodeGraphs | None = None
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}
         """The prompt log-probabilities that are being collected, by request id."""
+        self.pooled: dict[str, PooledStates] = {}
+        """What pooling requests have so far, by request id."""
         self._selected: SelectedRows | None = None
         self._last: tuple[SelectedRows, ModelInput] | None = None
         self._uniforms: tuple[SelectedRows | None, list[Tensor]] = (None, [])
@@ -84,7 +90,7 @@ class ModelRunner:
             sampled = self.graphs.run(selected.device_index, self.batch.width(output.decode_rows))
             return InFlightStep(output, selected, *to_host(sampled))
         model_input = self._prepare_inputs(output, selected, drafts)
-        scores = any(chunk.request_id in self.prompt_logprobs for chunk in output.prefills)
+        scores = any(chunk.request_id in self.prompt_logprobs or chunk.request_id in self.pooled for chunk in output.prefills)
         hidden, logits = self._forward(moves, model_input, bool(selected.rows), scores)
         if scores:
             self._score_prompts(output, hidden, len(output.decode_rows) + sum(map(len, drafts)))
@@ -307,9 +313,18 @@ class ModelRunner:
         own = partial(self.decoder.logits, hidden[first:last])
         return own() if self.ranks is None else self.ranks.run("logits", {"first": first, "last": last}, own)
 
+    def pool(self, request: Request) -> PooledStates:
+        """Returns what collects the hidden states of a pooling request from now on."""
+        assert self.pooler is not None and request.pooling is not None
+        self.pooled[request.id] = PooledStates(self.pooler, request.pooling, len(request.prompt_token_ids))
+        return self.pooled[request.id]
+
     def _score_prompts(self, output: SchedulerOutput, hidden: Tensor, start: int) -> None:
-        """Collects prompt log-probabilities. ``start``: the row of ``hidden`` at which the first chunk begins."""
+        """Collects prompt log-probabilities, and what is pooled. ``start``: the row of ``hidden`` at which the first chunk begins."""
         for chunk in output.prefills:
+            pooled = self.pooled.get(chunk.request_id)
+            if pooled is not None:
+                pooled.note(hidden, start, len(chunk.tokens), chunk.start, partial(self._logits, hidden))
             scores = self.prompt_logprobs.get(chunk.request_id)
             if scores is not None:
                 scores.note(partial(self._logits, hidden), self.decoder, start, len(chunk.tokens), chunk.start)

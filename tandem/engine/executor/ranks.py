@@ -25,6 +25,7 @@ from tandem.kernels.mixed import Precision
 from tandem.layout.shapes import parameters
 from tandem.layout.sharding import ShardSpec
 from tandem.model.decoder import Decoder
+from tandem.model.huggingface.model_config import Heads
 from tandem.model.huggingface.model_folder import checked_tensors, load_parts, part_of
 from tandem.model.lora import Adapter
 from tandem.model.parallel.tensor_parallel import RankGroup
@@ -59,6 +60,7 @@ class RankSettings:
     attention: AttentionBackend = "auto"
     precision: Precision = "fp32"
     lora: LoraConfig | None = None
+    heads: Heads = "language"
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "RankSettings":
@@ -81,7 +83,7 @@ class RankSettings:
         return load_decoder(
             self.model, self.kernels, getattr(torch, self.dtype), self.device_of(group.shard_spec.rank), self.load_format, self.seed, group, is_quantized,
             quantization=self.quantization, deterministic=self.deterministic, attention=self.attention, precision=self.precision,
-            lora=self.lora,
+            lora=self.lora, heads=self.heads,
         )  # fmt: skip
 
 

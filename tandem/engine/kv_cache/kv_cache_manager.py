@@ -50,7 +50,7 @@ class KVCacheManager:
     def get_computed_blocks(self, prefill: Prefill) -> list[int]:
         """Returns the blocks of the longest cached prefix of ``prefill``, each with one more reference.
 
-        At least one token is left to compute, since its logits are needed. A scored prefill, which needs the logits of all tokens, has none.
+        At least one token is left to compute, since its logits are needed. A prefill that needs the logits or the hidden states of all tokens has none.
         """
         if not self.enable_prefix_caching or self.reservation:
             return []
@@ -59,7 +59,7 @@ class KVCacheManager:
             # Hashed once, however often admission is tried.
             prefill.root_hash, prefill.block_hashes = root, block_hashes(root, prefill.tokens)
         computed: list[int] = []
-        if not prefill.is_scored:
+        if not (prefill.is_scored or prefill.sequences[0].request.reads_all_states):
             for block_hash in prefill.block_hashes[: (len(prefill.tokens) - 1) // BLOCK_TOKENS]:
                 block = self.block_pool.get_cached_block(block_hash)
                 if block is None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence as Series
 
 from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.request import Request, Sequence, random_key
+from tandem.engine.pooling.params import PoolingParams
 from tandem.engine.processing.outputs import Continuation
 from tandem.engine.processing.repetition import RepetitionDetector
 from tandem.engine.processing.stop_checker import StopChecker
@@ -34,10 +35,12 @@ class InputProcessor:
     def request(
         self, request_id: str, prompt_token_ids: Series[int], params: SamplingParams, *, prompt: str | None = None, key: int | None = None,
         first_index: int = 0, priority: int = 0, cache_salt: str = "", adapter: str = "", num_draft_tokens: int | None = None,
+        pooling: PoolingParams | None = None, reads_all_states: bool = False,
     ) -> Request:
-        """Returns the request for the arguments of ``Engine.add_request``. Raises ``UserError`` if the engine cannot serve it."""
+        """Returns the request for the arguments of ``Engine.add_request``. ``pooling``: what it pools instead of drawing tokens; ``reads_all_states``: as in
+        ``Request``. Raises ``UserError`` if the engine cannot serve it."""
         tokens = self._truncated(prompt_token_ids, params)
-        processors = self._check(tokens, params)
+        processors = self._check(tokens, params, draws=pooling is None)
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else self._end_tokens)
         longest = self._settings.max_model_len
         return Request(
@@ -56,7 +59,9 @@ class InputProcessor:
             adapter=adapter,
             max_length=longest if params.max_tokens is None else min(len(tokens) + params.max_tokens, longest),
             logits_processors=processors,
-            draft_tokens=self._draft_tokens(num_draft_tokens),
+            draft_tokens=0 if pooling is not None else self._draft_tokens(num_draft_tokens),
+            pooling=pooling,
+            reads_all_states=reads_all_states,
         )
 
     def start(self, request: Request, continues: Continuation | None = None) -> list[Sequence]:
@@ -90,16 +95,18 @@ class InputProcessor:
         if (params.max_tokens is not None and params.max_tokens <= drawn) or len(request.prompt_token_ids) + drawn >= request.max_length:
             raise UserError(f"the completion has {drawn} tokens already, and the request ends at max_tokens ({params.max_tokens}); raise it")
 
-    def check(self, prompt_token_ids: Series[int], params: SamplingParams) -> None:
-        """Raises ``UserError`` for a request that the engine cannot serve."""
-        self._check(self._truncated(prompt_token_ids, params), params)
+    def check(self, prompt_token_ids: Series[int], params: SamplingParams, draws: bool = True) -> None:
+        """Raises ``UserError`` for a request that the engine cannot serve. ``draws``: it asks for tokens."""
+        self._check(self._truncated(prompt_token_ids, params), params, draws)
 
-    def _check(self, prompt_token_ids: Series[int], params: SamplingParams) -> LogitsProcessors | None:
+    def _check(self, prompt_token_ids: Series[int], params: SamplingParams, draws: bool) -> LogitsProcessors | None:
         """As ``check``, for a truncated prompt; returns the logits processors of the request."""
         length, longest, vocab = len(prompt_token_ids), self._settings.max_model_len, self._vocab_size
         if not length:
             raise UserError("the prompt is empty; give it at least one token")
-        if length + (params.max_tokens != 0) > longest:
+        if not draws and length > longest:
+            raise UserError(f"the prompt has {length} tokens, more than max_model_len ({longest}); shorten the prompt or raise max_model_len")
+        if draws and length + (params.max_tokens != 0) > longest:
             raise UserError(
                 f"the prompt has {length} tokens, which leaves no room for a completion in max_model_len "
                 f"({longest}); shorten the prompt or raise max_model_len"

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from tandem.engine.core.lifecycle import ENDS, move
 from tandem.engine.core.request import Request, Sequence
@@ -47,6 +48,8 @@ class OutputProcessor:
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs)
             self._runner.prompt_logprobs[request.id] = state.prompt_logprobs
+        if request.pooling is not None:
+            state.pooled = self._runner.pool(request)
 
     def record_scheduled(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
         """Records that a step with these ``chunks`` was scheduled."""
@@ -56,11 +59,11 @@ class OutputProcessor:
             times.scheduled_s = times.scheduled_s or now
 
     def record_first_tokens(self, chunks: tuple[ScheduledPrefill, ...]) -> None:
-        """Records that a step has computed ``chunks``, from which requests may have drawn their first token."""
+        """Records that a step has computed ``chunks``, from which requests may have drawn their first token, or have got what they pool."""
         now = time.monotonic() if chunks else 0.0
         for chunk in chunks:
             times = self.request_states[chunk.request_id].times
-            if chunk.rows and not times.first_token_s:
+            if (chunk.rows or chunk.pooled_row >= 0) and not times.first_token_s:
                 times.first_token_s = now
                 self._logger.record_first_token(now - times.arrival_s)
 
@@ -96,8 +99,12 @@ class OutputProcessor:
             del self.request_states[request.id]
             self.synchronous.discard(request.id)
             self._runner.prompt_logprobs.pop(request.id, None)
+            self._runner.pooled.pop(request.id, None)
             if not is_streamed:
-                self._ready.append(make_request_output(state, self._tokenizer))
+                output = make_request_output(state, self._tokenizer)
+                if state.pooled is not None:
+                    output = replace(output, pooled=state.pooled.data(self._scheduler.kv_cache.weight_version))
+                self._ready.append(output)
 
     @property
     def has_outputs(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem.engine.pooling.outputs import PooledData
 from tandem.types import WeightVersion
 
 
@@ -65,7 +66,8 @@ class RequestOutput:
     """The output of one request: ``outputs[i]`` is completion i of its group. ``prompt`` is ``None`` if token ids were given.
     ``num_cached_tokens``: prompt tokens that the prefix cache held when the request was first admitted. ``prompt_logprobs``: for each prompt
     token except the first (``None``) the requested number of most likely tokens and the prompt's own, with the weights that first computed
-    it; ``None`` if not requested.
+    it; ``None`` if not requested. ``pooled``: what a pooling request asked for, whose one completion has no tokens; ``None`` for others, and if it was
+    aborted.
 
     A streamed request (``SamplingParams.output_kind``) has several outputs, the last of which is ``finished``. Each lists the completions with
     new tokens; with deltas only the first has ``prompt_logprobs``."""
@@ -78,3 +80,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     times: RequestTimes | None = field(default=None, compare=False)
+    pooled: PooledData | None = None

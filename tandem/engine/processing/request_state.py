@@ -4,6 +4,7 @@ from collections.abc import Sequence as Series
 from dataclasses import dataclass
 
 from tandem.engine.core.request import Request, Sequence
+from tandem.engine.pooling.pooler import PooledStates
 from tandem.engine.processing.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
 from tandem.engine.processing.stop_checker import text_of
 from tandem.engine.sample.logprobs import PromptLogprobs
@@ -22,6 +23,8 @@ class RequestState:
     times: RequestTimes
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: PooledStates | None = None
+    """What a pooling request has so far."""
     prompt_logprobs_returned: bool = False
     """Whether a stream of deltas has returned the log-probabilities of the prompt."""
 

@@ -7,7 +7,7 @@ Dropout is not applied.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,10 @@ from tandem.types import UserError
 from tandem.types.input_file import MOST_JSON_BYTES, read_input
 
 TokenIds = int | Sequence[int] | None
-Heads = Literal["language", "any"]
+Heads = Literal["language", "any", "none"]
+"""The heads that a model may have: that of a language model; any; none, so that those of the folder are left out."""
 LANGUAGE_CLASS = "ForCausalLM"
+TRUNK_CLASS = "Model"
 VALUE_CLASSES: dict[ValueHead, str] = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
 """The ends of transformers' class names by the head of a model."""
 ONE_LABEL: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -59,10 +61,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_shapes(folder: str | Path, heads: Heads = "language") -> ModelShapes:
-    """Returns the shapes of the model in ``folder``, which has a language-model head, or, with ``any``, may have a value head in its place. Raises
-    ``UserError`` for a folder without a model or a model that is not supported."""
+    """Returns the shapes of the model in ``folder``, which has a language-model head, or, with ``any``, may have a value head in its place; with
+    ``none`` those of its layers alone. Raises ``UserError`` for a folder without a model or a model that is not supported."""
     path = Path(folder) / "config.json"
     shapes = shapes_of(read_json(path), str(path))
+    if heads == "none":
+        return replace(shapes, language_head=False, value_head="none", tie_word_embeddings=False)
     if heads == "language" and not shapes.language_head:
         raise UserError(
             f"model '{folder}' is a {class_of(shapes)}, which scores text and has no language-model head; name the folder of a causal language model"
@@ -73,7 +77,9 @@ def read_shapes(folder: str | Path, heads: Heads = "language") -> ModelShapes:
 def class_of(shapes: ModelShapes) -> str:
     """Returns the name of transformers' class for ``shapes``."""
     name = family_named(shapes.architecture).class_name
-    return name if shapes.language_head else name.removesuffix(LANGUAGE_CLASS) + VALUE_CLASSES[shapes.value_head]
+    if shapes.language_head:
+        return name
+    return name.removesuffix(LANGUAGE_CLASS) + (TRUNK_CLASS if shapes.value_head == "none" else VALUE_CLASSES[shapes.value_head])
 
 
 def _value_head(config: dict[str, Any], where: str) -> ValueHead:

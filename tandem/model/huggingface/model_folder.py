@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEADS = ("lm_head.", "score.")
 
 
 def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -66,6 +67,13 @@ def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = N
             raise UserError(f"'{folder}' has no shard '{shard}', which its index lists; download the folder again")
     for shard, listed in shards.items():
         yield from read_file(folder / shard, listed, is_wanted)
+
+
+def trunk_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of the folder's model but those of its heads. A model that was saved without a head has names without ``model.``, which they
+    get here. Raises ``UserError`` as ``read_tensors``."""
+    for name, tensor in read_tensors(folder, lambda name: not name.startswith(_HEADS)):
+        yield name if name.startswith("model.") else f"model.{name}", tensor
 
 
 def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
@@ -252,7 +260,8 @@ def load_model(
     decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads, lora=lora)
     decoder.quantization = quantization or decoder.quantization
     try:
-        load_tensors(decoder, chain(read_tensors(folder, decoder.holds), new_adapter(decoder.shapes, seed)), pack=pack)
+        tensors = trunk_tensors(folder) if heads == "none" else read_tensors(folder, decoder.holds)
+        load_tensors(decoder, chain(tensors, new_adapter(decoder.shapes, seed)), pack=pack)
     except UserError as error:
         raise UserError(f"model '{folder}': {error}") from None
     return decoder
