@@ -32,6 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", metavar="URL,URL", help="the servers, in place of those of the file")
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (default: 8080)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that serve the address; limits then need Redis (default: 1)")
     parser.add_argument(
         "--demo", nargs="?", const="", metavar="MODEL", help="serve a model or a run twice and open the chat page (default: runs/sort/model, of 'make run')"
     )
@@ -93,7 +94,7 @@ def _check_flags(name: str, servers: "ServersConfig") -> None:
 
 def _demo(options: argparse.Namespace) -> int:
     """Raises ``UserError`` for an option that does not go with it."""
-    for name in ("file", "backends", "emit", "gateways", "check"):
+    for name in ("file", "backends", "emit", "gateways", "check", "workers"):
         if getattr(options, name):
             given = f"the file '{options.file}'" if name == "file" else f"--{name}"
             raise UserError(f"--demo has its own servers and settings; leave out {given}")
@@ -121,7 +122,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         settings["backends"] = [{"url": url.strip()} for url in options.backends.split(",") if url.strip()]
     if not settings.get("backends") and not settings.get("servers"):
         raise UserError("no backends; give their addresses with --backends URL,URL or the key 'backends' of a file, or servers to start with 'servers'")
-    settings |= {name: getattr(options, name) for name in ("host", "port") if getattr(options, name) is not None}
+    settings |= {name: getattr(options, name) for name in ("host", "port", "workers") if getattr(options, name) is not None}
     return settings
 
 

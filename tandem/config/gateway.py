@@ -1,6 +1,8 @@
 """The settings of ``tandem gateway``: the sections and keys of its file."""
 
 import ipaddress
+import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +18,7 @@ from tandem.types.errors import UserError
 
 MOST_BACKENDS = 1024
 MOST_BODY_MIB = 2**12
+MOST_WORKERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +245,10 @@ class TenantConfig:
     models: Mapping[str, LimitConfig] = field(default_factory=dict)
     """Further limits of its requests for a model, by the name that clients ask for."""
 
+    @property
+    def is_limited(self) -> bool:
+        return self.limits != LimitConfig() or bool(self.models)
+
     def check(self) -> None:
         if not 0 < self.weight <= 1000:
             raise UserError(f"the 'weight' of a tenant is {self.weight:g}; it must be above 0 and at most 1000")
@@ -261,6 +268,9 @@ class GatewayConfig:
     """Address that it listens on."""
     port: int = 8080
     """Port that it listens on; 0 takes a free one."""
+    workers: int = 1
+    """Processes that serve it. More than one need `redis` for limits and keys, of which they have one view there; each has its part of `max_requests` of a
+    backend and of the queue, and knows the load that it gives itself (see `balance: power_of_two`)."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """TLS of that address."""
     trusted_proxies: tuple[str, ...] = ()
@@ -339,5 +349,27 @@ class GatewayConfig:
         for name in ("request_s", "stall_s", "drain_s"):
             if not 0 < getattr(self, name) <= 2_000_000:
                 raise UserError(f"'{name}' is {getattr(self, name)}; it must be above 0 seconds, at most 2000000")
+        self._check_workers()
         if self.max_connections_per_client < 0:
             raise UserError(f"'max_connections_per_client' is {self.max_connections_per_client}; it must be at least 0")
+
+    def _check_workers(self) -> None:
+        if not 1 <= self.workers <= MOST_WORKERS:
+            raise UserError(f"'workers' is {self.workers}; it must be from 1 to {MOST_WORKERS}")
+        if self.workers == 1:
+            return
+        if not hasattr(socket, "SO_REUSEPORT") or sys.platform != "linux":
+            raise UserError(f"'workers' is {self.workers}, which needs Linux; leave it out, or start several gateways behind a load balancer")
+        if self.servers:
+            raise UserError(f"'workers' is {self.workers} with 'servers', which one process starts and watches; run those behind a gateway of their own, or "
+                            "leave 'workers' out")  # fmt: skip
+        few = next((backend for backend in self.backends if backend.max_requests < self.workers), None)
+        if few is not None:
+            raise UserError(f"'backends.max_requests' of {few.label} is {few.max_requests}, less than 'workers' ({self.workers}), of which each needs a part")
+        counted = ["keys_file"] if self.keys_file else []
+        counted += ["other_tenants"] if self.other_tenants.is_limited else []
+        counted += ["tenants"] if any(tenant.is_limited for tenant in self.tenants.values()) else []
+        counted += ["model_limits"] if self.model_limits else []
+        if counted and not self.redis.url:
+            raise UserError(f"'workers' is {self.workers} with '{counted[0]}', whose limits several processes count together in Redis alone; give 'redis.url', "
+                            "or leave 'workers' out")  # fmt: skip

@@ -14,8 +14,10 @@ from tandem.gateway.audit import AUDIT, Entry
 from tandem.gateway.backend import Backend
 from tandem.gateway.keys import KeyRecord
 from tandem.gateway.rate_limit import EmbeddedLimits, shares_of
+from tandem.gateway.siblings import joined_backend, joined_state
+from tandem.gateway.workers import settings_were_read
 from tandem.serving.bodies import read_body
-from tandem.serving.errors import ApiError, invalid
+from tandem.serving.errors import ApiError, internal, invalid
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -48,13 +50,13 @@ async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict
         noted["action"] = action[:_LONGEST]
     who = state.auth.administrator(scope["headers"], client, entry, changes=method != "GET")
     if (method, action) == ("GET", "state"):
-        return state_of(state, time.time())
+        own, others = state_of(state, time.time()), await _ask(state, "state")
+        return joined_state(own, list(others.values())) if others else own
     if method == "POST" and action in ("drain", "undrain"):
         backend = _backend(state, await _body(state, receive, client))
-        backend.is_drained, noted["backend"] = action == "drain", backend.name
-        state.admission.wake()
+        noted["backend"] = backend.name
         state.lines.add(f"{who} {action}s backend {backend.name}")
-        return _backend_state(backend)
+        return joined_backend([_turned(state, backend, action), *(await _ask(state, action, backend.name)).values()])
     if (method, action) == ("POST", "reload"):
         await _body(state, receive, client)
         state.lines.add(f"{who} has the settings read again")
@@ -62,9 +64,50 @@ async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict
             noted["changed"] = await state.reload()
         except UserError as error:
             raise invalid(str(error)) from None
+        if state.siblings is not None:
+            settings_were_read()
+        for number, told in (await _ask(state, "reload")).items():
+            if "refused" in told:
+                raise internal(f"worker {number} of this gateway stays with the settings before: {told['refused']}")
         return {"changed": noted["changed"]}
     known = "GET state, POST drain, POST undrain, POST reload"
     raise ApiError(404, f"{method} {action[:_LONGEST]} is not answered by the administration; there is {known}", code="not_found")
+
+
+async def act_for_sibling(state: "GatewayState", action: str, body: Any) -> Any:
+    """Does what another worker of this gateway was asked for, and asks its siblings for."""
+    if action == "metrics":
+        return state.metrics.text(state.admission).decode()
+    if action in ("drain", "undrain"):
+        backend = next((backend for backend in state.pool.backends if backend.name == body), None)
+        return None if backend is None else _turned(state, backend, action)
+    if action == "reload":
+        try:
+            return {"changed": await state.reload()}
+        except UserError as error:
+            return {"refused": str(error)}
+    return state_of(state, time.time())
+
+
+async def learn_drained(state: "GatewayState") -> None:
+    """Has a worker that was started again know what administrators have drained."""
+    for told in (await _ask(state, "state")).values():
+        drained = {each["name"] for each in told["backends"] if each["is_drained"]}
+        for backend in state.pool.backends:
+            backend.is_drained = backend.is_drained or backend.name in drained
+
+
+async def _ask(state: "GatewayState", action: str, body: Any = None) -> dict[int, Any]:
+    """Returns what each other worker of this gateway answers; empty if it is the only process."""
+    told = {} if state.siblings is None else await state.siblings.ask(action, body)
+    return {number: answer for number, answer in told.items() if answer is not None}
+
+
+def _turned(state: "GatewayState", backend: Backend, action: str) -> dict[str, Any]:
+    """Drains or undrains ``backend`` in this process; returns its state."""
+    backend.is_drained = action == "drain"
+    state.admission.wake()
+    return _backend_state(backend)
 
 
 async def _body(state: "GatewayState", receive: Receive, client: str) -> Any:

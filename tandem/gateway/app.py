@@ -28,6 +28,7 @@ from tandem.gateway.rate_limit import EmbeddedLimits, Limits, Refusal, limit_hea
 from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.router import reads_prefix
 from tandem.gateway.servers.servers import Servers
+from tandem.gateway.siblings import Siblings, joined_metrics
 from tandem.gateway.tls import ServerTls
 from tandem.gateway.usage import Meter
 from tandem.runtime.rpc.client_connections import ClientConnections
@@ -63,6 +64,8 @@ class GatewayState:
     parser: BodyParser = field(default_factory=BodyParser)
     audit: AuditFile | None = None
     tls: ServerTls | None = None
+    siblings: Siblings | None = None
+    """The other processes of this gateway, if there are any."""
     reload: Callable[[], Awaitable[list[str]]] = _nothing_to_reload
     """Follows a change of the file of settings; returns the keys that have changed. Raises ``UserError``."""
     servers: Servers = field(default_factory=Servers)
@@ -97,7 +100,7 @@ class GatewayApp:
             await answer(ApiError(404, f"{method} {path[:100]} is not answered here; there is POST {known}", code="not_found"), send, receive)
             return
         try:
-            response = page(path, scope["headers"]) or self._get(path)
+            response = page(path, scope["headers"]) or (await self._metrics() if path == "/metrics" else self._get(path))
         except ApiError as error:
             response = JSONResponse(error.body, error.status, headers=error.headers)
         await response(scope, receive, send)
@@ -110,8 +113,6 @@ class GatewayApp:
         if path in ("/readiness", "/health", "/startup"):
             why = state.why_not_ready
             return JSONResponse({"status": why or "ready"}, 503 if why else 200)
-        if path == "/metrics":
-            return Response(state.metrics.text(state.admission), headers={"Content-Type": CONTENT_TYPE_LATEST})
         if path == "/version":
             return JSONResponse({"version": tandem.__version__})
         if path == "/v1/models":
@@ -121,6 +122,13 @@ class GatewayApp:
             state.routes.check_model(name)
             return JSONResponse(self._model(name))
         raise ApiError(404, f"GET {path[:100]} is not answered here; there is /v1/models, /readiness, /liveness, /metrics and /version", code="not_found")
+
+    async def _metrics(self) -> Response:
+        state, siblings = self._state, self._state.siblings
+        text = state.metrics.text(state.admission)
+        if siblings is not None:
+            text = joined_metrics({siblings.place.number: text.decode(), **await siblings.ask("metrics")})
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def _model(self, name: str) -> dict[str, Any]:
         versions = self._state.pool.weight_versions(name)

@@ -42,14 +42,23 @@ class _OwnersFile(WatchedFileHandler):
         return open(self.baseFilename, self.mode, encoding=self.encoding, opener=lambda path, flags: os.open(path, flags, 0o600))
 
 
+def check_audit_log(path: Path) -> None:
+    """Raises ``UserError`` if ``path`` cannot be written."""
+    _opened(path).close()
+
+
+def _opened(path: Path) -> _OwnersFile:
+    try:
+        return _OwnersFile(path, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the audit log '{path}' cannot be written: {error.strerror}; correct 'audit_log'") from None
+
+
 class AuditFile:
     """Adds lines to ``path`` in a thread, and opens the file anew when it was moved. Raises ``UserError`` if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            file = _OwnersFile(path, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"the audit log '{path}' cannot be written: {error.strerror}; correct 'audit_log'") from None
+        file = _opened(path)
         file.setFormatter(logging.Formatter("%(message)s"))
         lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._file, self._handler, self._listener = file, QueueHandler(lines), QueueListener(lines, file)

@@ -1,17 +1,14 @@
 """``tandem gateway --check``: what the gateway would find if it were started."""
 
 import asyncio
-from pathlib import Path
 
 import aiohttp
 
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.backend import Health
 from tandem.gateway.probes import Probes
-from tandem.gateway.routing.stages import read_stages
-from tandem.gateway.server import make_backends
+from tandem.gateway.server import check_files, make_backends
 from tandem.gateway.servers.places import find_machine
-from tandem.gateway.tls import check_tls
 from tandem.runtime.rpc.listener import listen
 
 
@@ -20,9 +17,7 @@ def check_gateway(config: GatewayConfig) -> int:
     machine, or a file cannot be read."""
     # On any port: a gateway with these settings may be running on its own.
     listen(config.host, 0).close()
-    if config.registry:
-        read_stages(Path(config.registry))
-    check_tls(config.tls)
+    check_files(config)
     find_machine(config.servers)
     for name, servers in config.servers.items():
         print(f"{name}: {servers.count} server{'s' * (servers.count > 1)} of '{servers.model}' will be started")

@@ -35,4 +35,4 @@ def make_shared_limits(config: GatewayConfig, say: Callable[[str], None]) -> "Re
         return None
     from tandem.gateway.redis_limits import RedisLimits
 
-    return RedisLimits(config.redis.url, config.redis.prefix, config.redis.timeout_s, say)
+    return RedisLimits(config.redis.url, config.redis.prefix, config.redis.timeout_s, say, processes=config.workers)

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -85,13 +86,16 @@ return 1
 
 class RedisLimits(Limits):
     """Limits that gateways share. While Redis does not answer, each gateway counts alone: requests go on, and a limit holds for each gateway; what
-    has ended meanwhile is settled in Redis afterwards. ``say``: writes a line when Redis goes and comes."""
+    has ended meanwhile is settled in Redis afterwards. ``say``: writes a line when Redis goes and comes. ``processes``: of this gateway; each has its part of
+    the limits while it counts alone, so that the gateway overruns none."""
 
-    def __init__(self, url: str, prefix: str, timeout_s: float, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, url: str, prefix: str, timeout_s: float, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic, processes: int = 1
+    ) -> None:
         self._redis: Redis = Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
         self._prefix, self._say, self._clock = prefix, say, clock
         self._reserve, self._settle, self._renew = map(self._redis.register_script, (_RESERVE, _SETTLE, _RENEW))
-        self._alone = EmbeddedLimits()
+        self._alone, self._processes = EmbeddedLimits(), processes
         self._away_until: float | None = None
         self._held: dict[str, tuple[Share, ...]] = {}
         self._unsettled: deque[tuple[str, tuple[Share, ...], int, int]] = deque(maxlen=_MOST_UNSETTLED)
@@ -106,12 +110,22 @@ class RedisLimits(Limits):
         arguments = [id, RESERVED_S, *(each for share in shares for each in (share.limit, share.window_s, share.amount))]
         answer = await self._call(self._reserve, shares, arguments)
         if answer is None:
-            return await self._alone.reserve(id, shares)
+            return await self._reserve_alone(id, shares)
         over, now, *left = answer
         if over:
             return refusal(shares[over - 1], float(now))
         self._held[id] = tuple(shares)
         return [int(each) for each in left]
+
+    async def _reserve_alone(self, id: str, shares: Sequence[Share]) -> list[int] | Refusal:
+        if self._processes == 1:
+            return await self._alone.reserve(id, shares)
+        answer = await self._alone.reserve(id, [replace(share, limit=share.limit // self._processes) for share in shares])
+        if not isinstance(answer, Refusal):
+            return answer
+        whole = next(share for share in shares if share.name == answer.share.name)
+        fits_later = answer.retry_after_s is None and whole.amount <= whole.limit
+        return Refusal(whole, _AWAY_S if fits_later else answer.retry_after_s)
 
     async def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int) -> None:
         if self._held.pop(id, None) is None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tandem.gateway.oidc import Tokens
 
 NEEDS_RESTART = (
-    "host", "port", "trusted_proxies", "registry", "max_body_mib", "request_s", "stall_s", "max_connections_per_client", "log_requests", "redis",
+    "host", "port", "workers", "trusted_proxies", "registry", "max_body_mib", "request_s", "stall_s", "max_connections_per_client", "log_requests", "redis",
 )  # fmt: skip
 """The keys whose change is not followed: those of the address and of connections, and where limits are counted. Also ``timeouts.connect_s``, and whether there
 is ``tls`` and clients need certificates."""

@@ -8,6 +8,7 @@ import ipaddress
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tandem.config.gateway import GatewayConfig
+from tandem.gateway.admin import act_for_sibling, learn_drained
 from tandem.gateway.admission import Admission
 from tandem.gateway.app import GatewayApp, GatewayState
-from tandem.gateway.audit import AuditFile, AuditLog
+from tandem.gateway.audit import AuditFile, AuditLog, check_audit_log
 from tandem.gateway.auth import Auth
 from tandem.gateway.backend import Backend
 from tandem.gateway.connector import SilentConnector
@@ -26,7 +28,7 @@ from tandem.gateway.credentials import backend_key, backend_tls
 from tandem.gateway.ejection import bound_ejections
 from tandem.gateway.engine_states import EngineStates
 from tandem.gateway.extras import check_extras, make_shared_limits, make_tokens
-from tandem.gateway.keys import KeyFile
+from tandem.gateway.keys import KeyFile, read_keys
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.occupancy import Occupancy
 from tandem.gateway.pool import Pool
@@ -37,8 +39,10 @@ from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.stages import follow_stages, read_stages
 from tandem.gateway.servers.servers import running_servers
 from tandem.gateway.shadow import Shadows
-from tandem.gateway.tls import ServerTls, expiry_warning
+from tandem.gateway.siblings import Place, Siblings
+from tandem.gateway.tls import ServerTls, check_tls, expiry_warning
 from tandem.gateway.upstream import Upstream
+from tandem.gateway.workers import run_workers, share_of_worker
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.serving.bodies import UnfinishedBodies
@@ -58,18 +62,53 @@ _MOST_UNFINISHED_BODIES = 4
 def run_gateway(config: GatewayConfig, ready: Callable[[str], None] | None = None, read: Callable[[], GatewayConfig] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. ``ready`` is called with the gateway's address when it serves; ``read`` reads the settings
     again after SIGHUP. Raises ``UserError`` if the port or a file cannot be used."""
-    backends = make_backends(config)
-    check_extras(config)
-    keys = KeyFile(Path(config.keys_file)) if config.keys_file else None
-    stages = read_stages(Path(config.registry)) if config.registry else {}
-    tls = ServerTls(config.tls) if config.tls.is_on else None
-    listener = listen(config.host, config.port, backlog=BACKLOG)
+    check_files(config)
     raise_file_limit()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(listener)
-        audit = AuditFile(Path(config.audit_log)) if config.audit_log else None
-        runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
-        return runner.run(_serve(config, backends, keys, stages, audit, tls, listener, ready, read))
+    if config.workers == 1:
+        with listen(config.host, config.port, backlog=BACKLOG) as listener:
+            return _run(config, listener, ready, read)
+
+    def serve(share: GatewayConfig, listener: socket.socket, place: Place) -> int:
+        again = None if read is None else lambda: share_of_worker(read(), place.number)
+        return _run(share, listener, ready if place.announces else None, again, place)
+
+    return run_workers(config, serve, read)
+
+
+def _run(
+    config: GatewayConfig, listener: socket.socket, ready: Callable[[str], None] | None, read: Callable[[], GatewayConfig] | None, place: Place | None = None
+) -> int:
+    """Serves in this process, which is all of the gateway or the worker at ``place``."""
+    made = _Made(
+        make_backends(config), KeyFile(Path(config.keys_file)) if config.keys_file else None, read_stages(Path(config.registry)) if config.registry else {},
+        AuditFile(Path(config.audit_log)) if config.audit_log else None, ServerTls(config.tls) if config.tls.is_on else None,
+    )  # fmt: skip
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config, made, listener, ready, read, place))
+
+
+def check_files(config: GatewayConfig) -> None:
+    """Raises ``UserError`` for a file or a package that is missing or cannot be used."""
+    make_backends(config)
+    check_extras(config)
+    check_tls(config.tls)
+    if config.keys_file:
+        read_keys(Path(config.keys_file))
+    if config.registry:
+        read_stages(Path(config.registry))
+    if config.audit_log:
+        check_audit_log(Path(config.audit_log))
+
+
+@dataclass
+class _Made:
+    """What the settings name, opened."""
+
+    backends: list[Backend]
+    keys: KeyFile | None
+    stages: dict[str, str]
+    audit: AuditFile | None
+    tls: ServerTls | None
 
 
 def make_backends(config: GatewayConfig) -> list[Backend]:
@@ -101,9 +140,10 @@ async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _serve(
-    config: GatewayConfig, backends: list[Backend], keys: KeyFile | None, stages: dict[str, str], audit: AuditFile | None, tls: ServerTls | None,
-    listener: socket.socket, ready: Callable[[str], None] | None, read: Callable[[], GatewayConfig] | None,
+    config: GatewayConfig, made: _Made, listener: socket.socket, ready: Callable[[str], None] | None, read: Callable[[], GatewayConfig] | None,
+    place: Place | None,
 ) -> int:  # fmt: skip
+    backends, stages = made.backends, made.stages
     connector = SilentConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
     skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -117,14 +157,14 @@ async def _serve(
         bodies = UnfinishedBodies(largest * _MOST_UNFINISHED_BODIES, largest * _MOST_UNFINISHED_BODIES)
         shared = make_shared_limits(config, say)
         limits: Limits = shared or EmbeddedLimits()
-        auth = Auth(config, keys, make_tokens(config, say))
+        auth = Auth(config, made.keys, make_tokens(config, say))
         upstream = Upstream(session, backends, passes_keys=not auth.needs_key)
         shadows = Shadows(pool, upstream, metrics)
         proxy = Proxy(config, pool, upstream, metrics, admission, shadows)
         connections = ClientConnections(max_connections(), config.max_connections_per_client)
         routes = ModelRoutes(config.routes, pool, stages)
         state = GatewayState(config, pool, routes, proxy, admission, metrics, bodies, auth, connections, limits)
-        state.audit, state.tls = audit, tls
+        state.audit, state.tls = made.audit, made.tls
         metrics.registry.register(Occupancy(state, connector))
         reload = Reload(state, session, upstream, stages, backends, read, make_backends)
         state.reload = reload.reload
@@ -133,13 +173,20 @@ async def _serve(
         beside = [asyncio.create_task(shared.keep())] if shared is not None else []
         beside.append(asyncio.create_task(EngineStates(config.probes.state_s, backends, session, lambda: pool.index, admission.wake).keep()))
         beside += [asyncio.create_task(follow_stages(Path(config.registry), stages, say))] if config.registry else []
+        if place is not None:
+            state.siblings = Siblings(place, functools.partial(act_for_sibling, state))
         try:
             await reload.start()
+            if state.siblings is not None:
+                await state.siblings.start()
+                await learn_drained(state)
             async with running_servers(config, reload, say) as state.servers:
                 return await _until_stopped(state, listener, ready)
         finally:
             for task in beside:
                 task.cancel()
+            if state.siblings is not None:
+                await state.siblings.stop()
             await asyncio.gather(*beside, reload.stop(), shadows.close(), return_exceptions=True)
             if shared is not None:
                 await shared.close()
@@ -159,7 +206,7 @@ async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Ca
     stop, stop_now = stop_events()
     serving = asyncio.create_task(server.serve([listener]))
     hurry = asyncio.create_task(stop_now.wait())
-    address = _announce(state, listener)
+    address = _announce(state, listener) if state.siblings is None or state.siblings.place.announces else ""
     drained = asyncio.create_task(_drain(state, stop))
     keeping = asyncio.create_task(state.servers.keep(None if ready is None else functools.partial(ready, address)), name="servers")
     try:
@@ -199,6 +246,8 @@ def _reload_on_hangup(state: GatewayState) -> None:
         task.add_done_callback(running.discard)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_signal)
+    # A worker's waits until now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 def _announce(state: GatewayState, listener: socket.socket) -> str:

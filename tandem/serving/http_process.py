@@ -11,6 +11,7 @@ import uvicorn
 
 BACKLOG = 2048
 """Connections that the system keeps until they are accepted."""
+_speaker = ""
 _OTHER_FILES = 64
 """Open files that are not connections of clients."""
 
@@ -55,4 +56,10 @@ def host_of(address: tuple[Any, ...]) -> str:
 
 def say(text: str) -> None:
     """Writes one line for the operator to standard error."""
-    print(f"tandem: {text}", file=sys.stderr, flush=True)
+    print(f"tandem: {_speaker}{text}", file=sys.stderr, flush=True)
+
+
+def speak_as(name: str) -> None:
+    """Has ``say`` begin every line of this process with ``name``: it is one of several of one program."""
+    global _speaker
+    _speaker = name

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "serving"))
 
 from gateway_process import FaultBackend, Gateway, fault_backend, gateway
+from redis_server import Redis
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +34,11 @@ def pair(shared: Gateway, backends: tuple[FaultBackend, FaultBackend]) -> Iterat
         backend.mode("ok")
     shared.wait_idle()
     shared.wait_ready(*backends)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Redis]:
+    one = Redis(tmp_path)
+    one.start()
+    yield one
+    one.kill()

@@ -2,15 +2,13 @@
 
 import asyncio
 import random
-import shutil
-import socket
-import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from gateway_process import FaultBackend, fault_backend, gateway, until
+from redis_server import Redis, needs_redis
 
 from tandem.config.gateway import LimitConfig
 from tandem.gateway import redis_limits
@@ -18,45 +16,7 @@ from tandem.gateway.keys import new_key, write_keys
 from tandem.gateway.rate_limit import EmbeddedLimits, Refusal, shares_of
 from tandem.gateway.redis_limits import RedisLimits
 
-SERVER = shutil.which("redis-server")
-pytestmark = pytest.mark.skipif(SERVER is None, reason="there is no redis-server")
-
-
-class Redis:
-    """A Redis on a socket in a folder, which can be killed and started again with what it has saved."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._process = folder, None
-        self.url = f"unix://{folder}/redis.sock"
-
-    def start(self) -> None:
-        assert SERVER is not None
-        command = [SERVER, "--port", "0", "--unixsocket", "redis.sock", "--appendonly", "yes", "--appendfsync", "always", "--save", "", "--dir", "."]
-        self._process = subprocess.Popen(command, cwd=self._folder, stdout=subprocess.DEVNULL)
-        until(self._answers, "Redis")
-
-    def _answers(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as one:
-            try:
-                one.connect(f"{self._folder}/redis.sock")
-                one.sendall(b"PING\r\n")
-                return one.recv(64) == b"+PONG\r\n"
-            except OSError:
-                return False
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[Redis]:
-    one = Redis(tmp_path)
-    one.start()
-    yield one
-    one.kill()
+pytestmark = needs_redis
 
 
 def with_stores(redis: Redis, count: int, work: Callable[..., Awaitable[None]], said: list[str] | None = None) -> None:
