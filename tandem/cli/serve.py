@@ -16,6 +16,7 @@ examples:
 import argparse
 import importlib.util
 import json
+import math
 import sys
 from dataclasses import replace
 from functools import partial
@@ -29,10 +30,12 @@ from tandem.types import UserError
 from tandem.types.input_file import read_input
 
 if TYPE_CHECKING:
+    from tandem.serving.kv_transfer.settings import KVTransferSettings
     from tandem.serving.settings import FollowedRun
 
 MOST_KEY_BYTES = 2**16
 """Of a file with a key in its first line. An HTTP header is no longer."""
+ROLES = ("both", "prefill", "decode")
 LEFT_OUT = ("skip_tokenizer_init", "load_format")
 """Options that a server does not have: it needs a tokenizer and the weights of the model."""
 MAX_PREFILL_SLOWDOWN = 1.7
@@ -69,6 +72,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="threads of each engine with all its processes (default: the cores, divided by the instances)")
     parser.add_argument("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help="LoRA adapters, each served as a model")
     parser.add_argument("--kv-events", action="store_true", help="publish at /kv_cache what enters and leaves the prefix cache, for routers")
+    parser.add_argument(
+        "--role", choices=ROLES, default="both", help="what a router sends here: prompts alone, requests whose prompts others have computed, or both"
+    )
+    parser.add_argument("--kv-transfer-key", default="", metavar="KEY", help="the key of all servers that exchange KV blocks, or @FILE (default: none are)")
+    parser.add_argument("--kv-transfer-host", metavar="HOST", help="address at which other servers fetch KV blocks (default: that of --host)")
+    parser.add_argument("--kv-transfer-port", type=int, default=0, metavar="PORT", help="its port (default: a free one)")
+    parser.add_argument("--kv-transfer-memory", type=float, default=1.0, metavar="GIB", help="shared memory for KV blocks that wait or arrive (default: 1)")
+    parser.add_argument("--kv-transfer-timeout", type=float, default=30.0, metavar="SECONDS", help="time for KV blocks to be fetched (default: 30)")
     parser.add_argument("--max-waiting", type=int, default=1024, help="maximum number of waiting requests; more get status 429")
     parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="time for in-flight requests after SIGTERM")
     parser.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a client to send its request")
@@ -134,9 +145,18 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
         heartbeat_s=options.heartbeat_timeout, step_s=options.step_timeout, max_connections_per_client=options.max_connections_per_client,
         max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib), follows=follows,
-        kv_events=options.kv_events,
+        kv_events=options.kv_events, kv_transfer=_kv_transfer(options),
     )  # fmt: skip
     return run_server(settings)
+
+
+def _kv_transfer(options: argparse.Namespace) -> "KVTransferSettings":
+    from tandem.serving.kv_transfer.settings import KVTransferSettings
+
+    return KVTransferSettings(
+        role=options.role, key=_key(options.kv_transfer_key), host=options.kv_transfer_host or options.host, port=options.kv_transfer_port,
+        memory_bytes=int(options.kv_transfer_memory * 2**30) if math.isfinite(options.kv_transfer_memory) else -1, timeout_s=options.kv_transfer_timeout,
+    )  # fmt: skip
 
 
 def _draft(options: argparse.Namespace) -> dict[str, Any]:

@@ -26,6 +26,7 @@ INSTEAD = {
     "--load-format": f"weights are read from safetensors; {_LEAVE}",
     "--prefix-caching-hash-algo": f"blocks are found by BLAKE2b; {_LEAVE}",
     "--kv-events-config": "use --kv-events",
+    "--kv-transfer-config": "use --role prefill (kv_producer), decode (kv_consumer) or both (kv_both) with --kv-transfer-key",
     "--max-num-partial-prefills": f"prompts share the token budget of a step; {_LEAVE}",
     "--max-long-partial-prefills": f"prompts share the token budget of a step; {_LEAVE}",
     "--long-prefill-token-threshold": "lower --max-num-batched-tokens",

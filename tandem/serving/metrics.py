@@ -1,6 +1,7 @@
 """Metrics in Prometheus' text format, with vLLM's names, so that its dashboards work."""
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -77,6 +78,13 @@ class Metrics:
         self._request_prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._request_generated = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS)
         self._iteration = histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", _TOKENS)
+        self._transfers = counter("tandem:kv_transfers", "Prompts whose KV blocks were to be moved, by what came of them.", ("direction", "outcome"))
+        self._transfer_bytes = counter("tandem:kv_transfer_bytes", "KV blocks of other servers that were used.", ())
+        self._transfer_s = Histogram(
+            "tandem:kv_transfer_seconds", "From the request for a prompt's KV blocks until an engine has them.", registry=self.registry, buckets=_SECONDS
+        )
+        self._transfer_held = Gauge("tandem:kv_transfer_held_bytes", "Shared memory of KV blocks that wait or arrive.", registry=self.registry)
+        self._transfer_prompts = Gauge("tandem:kv_transfer_held_prompts", "Prompts whose KV blocks wait or arrive.", registry=self.registry)
         # A counter that exists from the start, so that a rate over it does.
         for engine in range(engines):
             labels = self._labels(engine)
@@ -159,6 +167,18 @@ class Metrics:
             self._queue.labels(*labels).observe(times.scheduled_s - times.arrival_s)
             self._prefill.labels(*labels).observe(times.first_token_s - times.scheduled_s)
             self._decode.labels(*labels).observe(max(0.0, now - times.first_token_s))
+
+    def kv_transfer(self, direction: str, outcome: str, size_bytes: int = 0, seconds: float | None = None) -> None:
+        """The KV blocks of a prompt were ``sent`` or ``received``, or were not."""
+        self._transfers.labels(direction, outcome).inc()
+        self._transfer_bytes.inc(size_bytes)
+        if seconds is not None:
+            self._transfer_s.observe(seconds)
+
+    def kv_memory(self, held: Callable[[], tuple[int, int]]) -> None:
+        """Asks ``held`` for the bytes and the prompts whose KV blocks are in shared memory, whenever the figures are asked for."""
+        self._transfer_held.set_function(lambda: held()[0])
+        self._transfer_prompts.set_function(lambda: held()[1])
 
     def failed(self, engine: int) -> None:
         """A request ended with an error."""

@@ -86,6 +86,7 @@ class OpenAIFields(SamplingFields):
     num_draft_tokens: Count | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
@@ -94,7 +95,7 @@ class OpenAIFields(SamplingFields):
 
 class CompletionRequest(OpenAIFields):
     not_supported = (
-        "suffix", "use_beam_search", "prompt_embeds", "logits_processors", "return_tokens_as_token_ids", "kv_transfer_params",
+        "suffix", "use_beam_search", "prompt_embeds", "logits_processors", "return_tokens_as_token_ids",
     )  # fmt: skip
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
@@ -146,7 +147,7 @@ Tools = Annotated[list[ChatTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 class ChatCompletionRequest(OpenAIFields):
     not_supported: ClassVar[tuple[str, ...]] = (
         "functions", "function_call", "audio", "prediction", "web_search_options", "use_beam_search", "prompt_embeds",
-        "logits_processors", "return_tokens_as_token_ids", "kv_transfer_params",
+        "logits_processors", "return_tokens_as_token_ids",
     )  # fmt: skip
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]

@@ -22,6 +22,7 @@ from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, overloaded
 from tandem.serving.follow import follow
 from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, stop_events
+from tandem.serving.kv_transfer.transfers import KVTransfers
 from tandem.serving.limits import BEFORE_LOAD_BYTES
 from tandem.serving.log_lines import log_stats
 from tandem.serving.memory import freeze_start
@@ -51,7 +52,8 @@ def run_server(settings: ServerSettings) -> int:
     metrics = Metrics(settings.names[0], settings.instances)
     pool = Pool(settings, metrics)
     bodies = UnfinishedBodies(BEFORE_LOAD_BYTES * 64, BEFORE_LOAD_BYTES * 16)
-    state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names), TextEncoder(tokenizer), bodies, defaults)
+    transfers = KVTransfers(settings.kv_transfer, pool, metrics, say)
+    state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names), TextEncoder(tokenizer), bodies, transfers, defaults)
     with listener, large_memory_given_back():
         return asyncio.run(_serve(state, listener))
 
@@ -85,6 +87,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         await asyncio.gather(*tasks, return_exceptions=True)
         server.should_exit = True
         server.force_exit = stop_now.is_set()
+        await state.kv_transfers.stop()
         await state.pool.stop()
         await serving
 
@@ -140,6 +143,7 @@ async def _load(state: ServerState) -> None:
     await state.pool.start()
     for name, folder in state.settings.adapters:
         await state.adapters.load(name, folder)
+    await state.kv_transfers.start()
 
 
 async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:

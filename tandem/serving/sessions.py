@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.engines.pool import Pool
+from tandem.serving.engines.slot import Slot
 from tandem.serving.engines.stream import Outputs, Stream
 from tandem.serving.errors import ApiError
 
@@ -26,14 +27,14 @@ class ClientLeft(Exception):
 
 
 @contextlib.contextmanager
-def submitted(pool: Pool, requests: Sequence[EngineRequest]) -> Iterator[tuple[list[Stream], Outputs]]:
+def submitted(pool: Pool, requests: Sequence[EngineRequest], preferred: Slot | None = None) -> Iterator[tuple[list[Stream], Outputs]]:
     """Submits all of ``requests`` to engines and aborts the unfinished ones at the end. Raises ``ApiError`` and submits none if there is
-    no room for all."""
+    no room for all. ``preferred``: as in ``Pool.submit``."""
     pool.check_room(len(requests))
     for request in requests:
         pool.check_unused(request.id)
     outputs: Outputs = asyncio.Queue()
-    streams = [pool.submit(request, outputs) for request in requests]
+    streams = [pool.submit(request, outputs, preferred) for request in requests]
     try:
         yield streams, outputs
     finally:
@@ -52,9 +53,9 @@ async def each(outputs: Outputs, count: int) -> AsyncIterator[tuple[Stream, Requ
         yield stream, output
 
 
-async def answers(pool: Pool, requests: Sequence[EngineRequest]) -> list[RequestOutput]:
-    """The whole answers of requests that are not streamed, in order."""
-    with submitted(pool, requests) as (streams, outputs):
+async def answers(pool: Pool, requests: Sequence[EngineRequest], preferred: Slot | None = None) -> list[RequestOutput]:
+    """The whole answers of requests that are not streamed, in order. ``preferred``: as in ``Pool.submit``."""
+    with submitted(pool, requests, preferred) as (streams, outputs):
         last = {stream: output async for stream, output in each(outputs, len(streams))}
         return [last[stream] for stream in streams]
 

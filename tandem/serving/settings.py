@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.engine import EngineArgs
+from tandem.serving.kv_transfer.settings import KVTransferSettings
 from tandem.text.answer_reader import REASONING_FORMATS
 from tandem.text.tool_formats import TOOL_FORMATS
 from tandem.types import UserError
@@ -52,6 +53,7 @@ class ServerSettings:
         stall_s: how long a reader may take no byte of its answer.
         drain_s: how long in-flight requests may continue after SIGTERM.
         kv_events: publish what enters and leaves the prefix cache (``GET /kv_cache``).
+        kv_transfer: the exchange of KV blocks with other servers, and the server's role among them.
         follows: the run whose published weights are served.
     """
 
@@ -84,6 +86,7 @@ class ServerSettings:
     stall_s: float = 300.0
     drain_s: float = 600.0
     kv_events: bool = False
+    kv_transfer: KVTransferSettings = field(default_factory=KVTransferSettings)
     follows: FollowedRun | None = None
 
     @property
@@ -122,6 +125,12 @@ class ServerSettings:
                 raise UserError(f"server {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise UserError(f"--enable-auto-tool-choice needs --tool-call-parser; give one of {', '.join(TOOL_FORMATS)}")
+        self.kv_transfer.check()
+        if self.kv_transfer.key and self.engine.tensor_parallel_size > 1:
+            raise UserError(
+                f"--kv-transfer-key is given with --tensor-parallel-size {self.engine.tensor_parallel_size}: the heads of its KV blocks are in several "
+                "processes, which are not exchanged; use --instances"
+            )
         if not 0 <= self.port <= 65535:
             raise UserError(f"server port is {self.port}; it must be from 0 to 65535")
         if any(not name for name in (*self.names, *self.api_keys)) or self.control_key == "":

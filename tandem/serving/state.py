@@ -11,6 +11,7 @@ from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, invalid
 from tandem.serving.json_body import BodyParser
+from tandem.serving.kv_transfer.transfers import KVTransfers
 from tandem.serving.limits import Limits, make_limits
 from tandem.serving.log_lines import LogLines
 from tandem.serving.memory import MemoryReturn
@@ -36,6 +37,7 @@ class ServerState:
     adapters: ServedAdapters
     encoder: TextEncoder
     bodies: UnfinishedBodies
+    kv_transfers: KVTransfers
     sampling_defaults: dict[str, float | int]
     """What the model's ``generation_config.json`` gives a request that does not."""
     lines: LogLines = field(default_factory=LogLines)

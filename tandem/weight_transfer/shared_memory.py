@@ -87,9 +87,9 @@ class Segment:
         self._collapsing: threading.Thread | None = None
 
     @classmethod
-    def create(cls, pod_id: str, name: str, size_bytes: int, folder: Path = FOLDER) -> "Segment":
+    def create(cls, pod_id: str, name: str, size_bytes: int, folder: Path = FOLDER, *, in_huge_pages: bool = True) -> "Segment":
         """Creates a segment that lives until the caller closes it or ends, with every page allocated, so that a full folder raises ``RunError``
-        here and never causes a bus error later."""
+        here and never causes a bus error later. ``in_huge_pages``: it is moved to them if it is large, which pays if it is read often."""
         size_bytes = _pages(max(aligned(size_bytes), 1))
         try:
             file = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
@@ -100,7 +100,7 @@ class Segment:
             label = f"tandem-{pod_id}-{os.getpid()}-{name}-{file}-{os.fstat(file).st_ino}"
             assert _NAME.fullmatch(label), f"pod id '{pod_id}' and name '{name}' are not valid in a segment's name"
             made = cls(label, file, size_bytes, writable=True)
-            if size_bytes > SMALL_BYTES and has_huge_pages(folder):
+            if in_huge_pages and size_bytes > SMALL_BYTES and has_huge_pages(folder):
                 made._begin_to_collapse()
             return made
         except OSError as error:

@@ -3,14 +3,16 @@
 import logging
 import queue
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
 
 from tandem.config.repetition_detection import RepetitionDetectionParams
 from tandem.engine.kv_cache.block_events import BlockEvents
+from tandem.engine.kv_cache.block_exchange import BlockDigest
 from tandem.engine.llm import LLM
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
@@ -21,8 +23,14 @@ from tandem.runtime.rpc.channel import Channel
 from tandem.serving.engines.messages import Abort, EngineRequest, Step, step_meta
 from tandem.types import RunError, UserError, WeightSource, WeightVersion
 from tandem.types.wire import Frame
+from tandem.weight_transfer.shared_memory import Segment
 
 logger = logging.getLogger(__name__)
+
+PART_BYTES = 16 * 2**20
+"""Of KV blocks that are copied between two steps: a few milliseconds."""
+Copy = Generator[None, None, dict[str, Any]]
+"""A call that copies one part between two steps, and returns its result at the end."""
 
 
 class EngineLoop:
@@ -45,18 +53,20 @@ class EngineLoop:
         self._failed: dict[str, str] = {}
         self._working_since: float | None = None
         self._block_events: BlockEvents | None = None
-        self._calls: dict[str, Callable[..., dict[str, Any]]] = {
+        self._calls: dict[str, Callable[..., dict[str, Any] | Copy]] = {
             "pause": self._pause, "resume": self._resume, "abort_requests": self._abort_requests, "sleep": self._sleep,
             "wake_up": self._wake_up, "reset_prefix_cache": self._reset_prefix_cache, "start_weight_update": self._start_weight_update,
             "update_weights": self._update_weights, "finish_weight_update": self._finish_weight_update, "read_published": self._read_published,
             "weight_info": self._weight_info, "weight_checker": self._weight_checker, "add_lora": self._add_lora, "remove_lora": self._remove_lora,
-            "record_block_events": self._record_block_events,
+            "record_block_events": self._record_block_events, "kv_layout": self._kv_layout, "export_blocks": self._export_blocks,
+            "import_blocks": self._import_blocks,
         }  # fmt: skip
+        self._copies: deque[tuple[int, Copy]] = deque()
 
     def run(self) -> None:
         """Serve until ``None`` comes in."""
         while True:
-            while self._may_step() is False or not self.inbox.empty():
+            while not (self._copies or self._may_step()) or not self.inbox.empty():
                 self._working_since = None
                 frame = self.inbox.get()
                 if frame is None:
@@ -65,7 +75,10 @@ class EngineLoop:
                 self._handle(frame)
                 self._flush()
             self._working_since = time.monotonic()
-            self._step()
+            if self._copies:
+                self._copy_part()
+            if self._may_step():
+                self._step()
 
     @property
     def working_s(self) -> float:
@@ -157,7 +170,9 @@ class EngineLoop:
                 logger.exception("'%s' failed", name)
             self._server.send(error_meta(error), kind="error", method=name, call=number)
             return
-        if result.get("waits"):
+        if isinstance(result, Generator):
+            self._copies.append((number, result))
+        elif result.get("waits"):
             self._waiting_pause = number
         else:
             self._answer(number, result)
@@ -203,6 +218,56 @@ class EngineLoop:
     def _record_block_events(self) -> dict[str, Any]:
         self._block_events = self._engine.record_block_events()
         return {}
+
+    # -- KV blocks of other engines ------------------------------------------------------------------------------------
+
+    def _copy_part(self) -> None:
+        """Copies the next part of the blocks that are on their way, so that no step waits for all of them."""
+        number, copy = self._copies[0]
+        try:
+            next(copy)
+            return
+        except StopIteration as ended:
+            self._answer(number, ended.value)
+        except Exception as error:
+            if not isinstance(error, UserError):
+                logger.exception("KV blocks could not be copied")
+            self._server.send(error_meta(error), kind="error", call=number)
+        self._copies.popleft()
+        self._flush()
+
+    def _kv_layout(self) -> dict[str, Any]:
+        exchange = self._engine.block_exchange()
+        return {"layout": asdict(exchange.layout), "version": list(exchange.weight_version), "block_bytes": exchange.block_bytes}
+
+    def _export_blocks(self, prompt_token_ids: list[int], adapter: str, cache_salt: str, segment: str) -> Copy:
+        """Copies the blocks of a prompt that the prefix cache has to shared memory."""
+        exchange = self._engine.block_exchange()
+        size, blocks = exchange.block_bytes, list[BlockDigest]()
+        with Segment.open(segment, writable=True) as shared:
+            while part := exchange.export_blocks(
+                prompt_token_ids, shared.memory[len(blocks) * size :][: max(size, PART_BYTES)], first=len(blocks), adapter=adapter, cache_salt=cache_salt
+            ):  # fmt: skip
+                blocks += part
+                yield
+            return {"blocks": blocks, **self._kv_layout()}
+
+    def _import_blocks(self, request_id: str, prompt_token_ids: list[int], adapter: str, cache_salt: str, segment: str, blocks: list[list[str]]) -> Copy:
+        """Brings the blocks of a prompt, which are in shared memory, into the prefix cache."""
+        exchange = self._engine.block_exchange()
+        size, done = exchange.block_bytes, 0
+        count = max(1, PART_BYTES // size)
+        with Segment.open(segment) as shared:
+            while part := [BlockDigest(*block) for block in blocks[done : done + count]]:
+                taken = exchange.import_blocks(
+                    prompt_token_ids, part, shared.memory[done * size : (done + len(part)) * size], first=done, adapter=adapter, cache_salt=cache_salt,
+                    request_id=request_id,
+                )  # fmt: skip
+                done += taken
+                if taken < len(part):
+                    break
+                yield
+        return {"blocks": done}
 
     # -- adapters ------------------------------------------------------------------------------------------------------
 

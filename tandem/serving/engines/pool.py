@@ -3,18 +3,20 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from tandem.engine.processing.outputs import RequestOutput
 from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import kill
-from tandem.serving.engines.block_events import ServedBlockEvents
+from tandem.serving.engines.block_events import CLIENT_REQUEST_ID, ServedBlockEvents
 from tandem.serving.engines.instance import Instance, InstanceDied
 from tandem.serving.engines.messages import EngineInfo, EngineRequest, Step
 from tandem.serving.engines.slot import Slot, Weights
 from tandem.serving.engines.stream import Outputs, Stream
 from tandem.serving.errors import ApiError, internal, invalid, overloaded, unavailable
+from tandem.serving.measured_rate import MeasuredRate
 from tandem.serving.metrics import Metrics
 from tandem.serving.settings import ServerSettings
 from tandem.types import RunError, UserError, WeightVersion
@@ -23,6 +25,10 @@ MAX_ATTEMPTS = 3
 """Engines that a request may outlive: one that kills every engine must end."""
 
 MAX_BACKOFF_S = 30.0
+
+_EVENTS_S = 5.0
+_LEAST_PREFILL_TOKENS = 64
+"""Of a prompt whose time says how fast prompts are computed."""
 
 LOAD_ATTEMPTS = 4
 """Processes of one engine that may die while they load the model at the server's start."""
@@ -40,6 +46,9 @@ class Pool:
         self.is_sleeping = False
         self.slots = [Slot(i) for i in range(settings.instances)]
         self.block_events = ServedBlockEvents() if settings.kv_events else None
+        self.prefill_rate = MeasuredRate()
+        """Tokens of prompts that an engine computes in a second, beside whatever else it computes."""
+        self._arriving: dict[str, str] = {}
         self._say = say or (lambda text: print(f"tandem: {text}", file=sys.stderr, flush=True))
         self._unassigned: dict[str, Stream] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -220,15 +229,30 @@ class Pool:
         if self.num_streams + count > self.settings.max_requests:
             raise overloaded(f"the queue is full with {self.settings.max_requests} requests; try again")
 
-    def submit(self, request: EngineRequest, queue: Outputs) -> Stream:
-        """Give a request to an engine; what comes of it goes to ``queue``. The caller has checked that there is room."""
+    def submit(self, request: EngineRequest, queue: Outputs, preferred: Slot | None = None) -> Stream:
+        """Give a request to an engine; what comes of it goes to ``queue``. The caller has checked that there is room. ``preferred``: whose engine has
+        the blocks of its prompt."""
         assert self.info is not None
         room = self.info.max_model_len - len(request.prompt_token_ids)
         asked = request.params.get("max_tokens")
         new = max(0, room if asked is None else min(asked, room)) * request.params.get("n", 1)
         stream = Stream(request, len(request.prompt_token_ids) + new, queue)
-        self._give(stream)
+        self._give(stream, preferred)
         return stream
+
+    def least_loaded(self) -> Slot | None:
+        """Returns the slot whose engine would get the next request; ``None`` if none is ready."""
+        return min((slot for slot in self.slots if slot.is_ready), key=lambda slot: slot.outstanding, default=None)
+
+    @contextlib.contextmanager
+    def named(self, request: EngineRequest) -> Iterator[None]:
+        """Knows the client's name of ``request`` before it is submitted, for events of the blocks that are brought for it."""
+        self._arriving[request.id] = CLIENT_REQUEST_ID.get()
+        try:
+            yield
+        finally:
+            # An engine tells its events behind its answer.
+            asyncio.get_running_loop().call_later(_EVENTS_S, self._arriving.pop, request.id, None)
 
     def check_unused(self, request_id: str) -> None:
         """Raises ``ApiError`` if an in-flight request has that id."""
@@ -249,13 +273,13 @@ class Pool:
                 if slot.instance is not None:
                     slot.instance.abort([stream.request.id])
 
-    def _give(self, stream: Stream) -> None:
-        ready = [slot for slot in self.slots if slot.is_ready]
-        if not ready:
+    def _give(self, stream: Stream, preferred: Slot | None = None) -> None:
+        slot = preferred if preferred is not None and preferred.is_ready else self.least_loaded()
+        if slot is None:
             self._unassigned[stream.request.id] = stream
             return
-        slot = min(ready, key=lambda slot: slot.outstanding)
         slot.add(stream)
+        stream.engine = slot.index
         assert slot.instance is not None
         slot.instance.add(stream.request)
 
@@ -265,7 +289,7 @@ class Pool:
         slot.failures = 0
         self.metrics.stepped(slot.index, step.stats)
         if self.block_events is not None and step.block_events:
-            self.block_events.take(slot.index, step.block_events, lambda id: stream.client_id if (stream := slot.streams.get(id)) is not None else "")
+            self.block_events.take(slot.index, step.block_events, lambda id: self._client_id(slot, id))
         for output in step.outputs:
             stream = slot.streams.get(output.request_id)
             if stream is None:
@@ -277,10 +301,21 @@ class Pool:
             if output.finished:
                 slot.remove(output.request_id)
                 self.metrics.ended(slot.index, stream, output)
+                self._note_prefill(stream, output)
         for request_id, text in step.refused.items():
             self._fail(slot, request_id, invalid(text, _param_of(text)))
         for request_id, text in step.failed.items():
             self._fail(slot, request_id, internal(text))
+
+    def _client_id(self, slot: Slot, request_id: str) -> str:
+        """Returns the client's name of a request of an engine, empty if it has none."""
+        stream = slot.streams.get(request_id)
+        return self._arriving.get(request_id, "") if stream is None else stream.client_id
+
+    def _note_prefill(self, stream: Stream, output: RequestOutput) -> None:
+        times, computed = output.times, len(stream.request.prompt_token_ids) - output.num_cached_tokens
+        if times is not None and times.scheduled_s and times.first_token_s and computed >= _LEAST_PREFILL_TOKENS:
+            self.prefill_rate.note(computed, times.first_token_s - times.scheduled_s)
 
     def _fail(self, slot: Slot, request_id: str, error: ApiError) -> None:
         stream = slot.remove(request_id)

@@ -35,6 +35,8 @@ class Stream:
     queue: "Outputs"
     started_s: float = field(default_factory=time.monotonic)
     attempts: int = 1
+    engine: int = -1
+    """The number of the slot whose engine has it, or had it last."""
     versions: set[WeightVersion] = field(default_factory=set)
     """The weights that drew what was handed out."""
     client_id: str = field(default_factory=CLIENT_REQUEST_ID.get)

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request
@@ -48,6 +48,8 @@ class Job:
     logprobs: dict[tuple[int, int], CompletionLogprobs] = field(default_factory=dict)
     opening: Callable[["Job"], dict[str, Any]] | None = None
     """The first chunk of each choice of a chat, which carries its role."""
+    kv_transfer: dict[str, Any] | None = None
+    """The field ``kv_transfer_params`` of the request: with another server that computes its prompt or its answer."""
 
     def choice(self, number: int, completion: CompletionOutput, output: RequestOutput, is_first: bool, is_delta: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -105,7 +107,7 @@ async def completions(state: ServerState, body: CompletionRequest, request: Requ
     job = Job(
         id=name, model=body.model or state.model_name, object="text_completion",
         chunk_object="text_completion", requests=_requests(state, body, name, prompts, params, adapter), n=body.n or 1,
-        return_token_ids=bool(body.return_token_ids), write=write, options=body.stream_options,
+        return_token_ids=bool(body.return_token_ids), write=write, options=body.stream_options, kv_transfer=body.kv_transfer_params,
     )  # fmt: skip
     return await _answer(state, job, request, bool(body.stream))
 
@@ -149,7 +151,7 @@ async def chat_completions(state: ServerState, body: ChatCompletionRequest, requ
     job = Job(
         id=name, model=body.model or state.model_name, object="chat.completion",
         chunk_object="chat.completion.chunk", requests=_requests(state, body, name, [ready.prompt], ready.params, adapter), n=body.n or 1,
-        return_token_ids=bool(body.return_token_ids), write=write, options=body.stream_options, opening=opening,
+        return_token_ids=bool(body.return_token_ids), write=write, options=body.stream_options, opening=opening, kv_transfer=body.kv_transfer_params,
     )  # fmt: skip
     return await _answer(state, job, request, bool(body.stream))
 
@@ -180,15 +182,33 @@ def _requests(
 
 async def _answer(state: ServerState, job: Job, request: Request, stream: bool) -> Response:
     job.usage = request.scope.get(USAGE, job.usage)
+    if job.kv_transfer is not None and len(job.requests) > 1:
+        raise invalid("'kv_transfer_params' is given with several prompts; send one prompt", "kv_transfer_params")
+    if state.kv_transfers.is_prefill(job.kv_transfer):
+        return await _prefill(state, job, request)
     if stream:
         return await begin(request, _events(state, job), lambda: job.versions.header)
-    outputs = await while_connected(request, answers(state.pool, job.requests))
+    outputs = await while_connected(request, _whole(state, job))
     choices = []
     for number, output in enumerate(outputs):
         choices += [job.choice(number, completion, output, True, False) for completion in output.outputs]
         _count(state, job, number, output)
         job.usage.prompt += len(job.requests[number].prompt_token_ids)
     return JSONResponse(job.body(choices, job.object, job.usage), headers=job.versions.header)
+
+
+async def _whole(state: ServerState, job: Job) -> list[RequestOutput]:
+    preferred = await state.kv_transfers.receive(job.requests[0], job.kv_transfer)
+    return await answers(state.pool, job.requests, preferred)
+
+
+async def _prefill(state: ServerState, job: Job, request: Request) -> Response:
+    """The answer to a request whose prompt alone is computed here: no choices, and where its KV blocks are."""
+    prompt = replace(job.requests[0], params={"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}, stream=False, num_draft_tokens=0)
+    output, params = await while_connected(request, state.kv_transfers.prefill(prompt))
+    job.versions.take(output, state.pool.weights.version)
+    job.usage.prompt, job.usage.cached = len(prompt.prompt_token_ids), output.num_cached_tokens
+    return JSONResponse(job.body([], job.object, job.usage) | {"kv_transfer_params": params}, headers=job.versions.header)
 
 
 def _count(state: ServerState, job: Job, number: int, output: RequestOutput) -> None:
@@ -204,7 +224,8 @@ async def _events(state: ServerState, job: Job) -> AsyncGenerator[bytes, None]:
     seen: set[tuple[int, int]] = set()
     numbers = {request.id: number for number, request in enumerate(job.requests)}
     continuous = bool(job.options and job.options.continuous_usage_stats)
-    with submitted(state.pool, job.requests) as (streams, queue):
+    preferred = await state.kv_transfers.receive(job.requests[0], job.kv_transfer)
+    with submitted(state.pool, job.requests, preferred) as (streams, queue):
         job.usage.prompt = sum(len(request.prompt_token_ids) for request in job.requests)
         try:
             async for stream, output in each(queue, len(streams)):

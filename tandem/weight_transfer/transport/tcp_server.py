@@ -2,7 +2,8 @@
 
 After the handshake a client sends ``read`` frames with the segment, the version and manifest digest that it must hold, and ranges ``[offset, bytes]``.
 Each is answered by a frame ``bytes`` with the same version and digest, and the bytes behind it; or by ``refused``. A segment whose label changes while it
-is sent is not sent on: the connection is closed, and the client's next request is refused.
+is sent is not sent on: the connection is closed, and the client's next request is refused. A client that has all that it wants of a segment that was made for
+it alone says so with ``release``, which is answered by ``released``.
 """
 
 import contextlib
@@ -10,7 +11,9 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
@@ -30,18 +33,32 @@ _LOOK_S = 0.25
 
 
 class WeightServer(RpcServer):
-    """Serves ``segments`` to clients with the ``credential``. ``silent_s``: how long a client may take nothing of what is sent, or ask nothing."""
+    """Serves ``segments`` to clients with the ``credential``. ``silent_s``: how long a client may take nothing of what is sent, or ask nothing. ``released``:
+    called, in any thread, with the name of a segment that its only client needs no longer; it must not wait for ``withdraw``. ``what``: the segments hold, for
+    messages."""
 
     def __init__(
-        self, segments: Sequence[Segment], credential: str, *, name: str, host: str = "127.0.0.1", port: int = 0, silent_s: float = 60.0
-    ) -> None:
+        self, segments: Sequence[Segment], credential: str, *, name: str, host: str = "127.0.0.1", port: int = 0, silent_s: float = 60.0,
+        released: Callable[[str], None] = lambda segment: None, what: str = "weights",
+    ) -> None:  # fmt: skip
         self._segments = {segment.name: segment for segment in segments}
-        self._secret, self._silent_s = credential, silent_s
+        self._secret, self._silent_s, self._released, self._what = credential, silent_s, released, what
+        self._readers: Counter[str] = Counter()
+        self._changed = threading.Condition()
         super().__init__({}, credential, name=name, host=host, port=port)
 
     def serve_too(self, segment: Segment) -> None:
-        """Serves one more segment from now on, which must stay open as long as this server."""
+        """Serves one more segment from now on, which must stay open as long as this server, or until ``withdraw``."""
         self._segments[segment.name] = segment
+
+    def withdraw(self, segment: Segment) -> None:
+        """Serves ``segment`` no longer, and returns when nobody reads it, so that it can be closed."""
+        self._segments.pop(segment.name, None)
+        # Whoever is sent it now finds no label before the next slice.
+        segment.contents = None
+        with self._changed:
+            self._changed.wait_for(lambda: not self._readers[segment.name])
+            del self._readers[segment.name]
 
     def _converse(self, channel: Channel, connection: socket.socket) -> None:
         limit_sends(connection)
@@ -51,20 +68,37 @@ class WeightServer(RpcServer):
         channel.send({}, kind="welcome", deadline=Deadline(self.request_s))
         with contextlib.suppress(EOFError):
             while True:
-                self._answer_read(channel, connection, channel.receive(Deadline(self._silent_s), _REQUEST_BYTES))
+                request = channel.receive(Deadline(self._silent_s), _REQUEST_BYTES)
+                with self._reading(str(request.meta.get("segment"))):
+                    self._answer_read(channel, connection, request)
         return None
+
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Keeps the segment ``name`` from being closed."""
+        with self._changed:
+            self._readers[name] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers[name] -= 1
+                self._changed.notify_all()
 
     def _answer_read(self, channel: Channel, connection: socket.socket, request: Frame) -> None:
         segment, contents, ranges = self._asked(request)
         held = None if segment is None else segment.contents
         deadline = Deadline(self._silent_s)
         if segment is None or held != contents:
-            what = "nothing" if held is None else f"the weights {describe(held.version)}"
-            text = f"it holds {what} in the place of the weights {describe(contents.version)}"
+            what = "nothing" if held is None else f"the {self._what} {describe(held.version)}"
+            text = f"it holds {what} in the place of the {self._what} {describe(contents.version)}"
             return channel.send({"message": text, "moved": True}, kind="refused", deadline=deadline)
         if any(offset < 0 or size < 0 or offset + size > segment.size_bytes for offset, size in ranges):
             text = f"a range lies outside the {segment.size_bytes} bytes of segment {segment.name}"
             return channel.send({"message": text, "moved": False}, kind="refused", deadline=deadline)
+        if request.kind == "release":
+            self._released(segment.name)
+            return channel.send({}, kind="released", deadline=deadline)
         meta = {"version": list(held.version), "digest": held.digest, "size_bytes": sum(size for _, size in ranges)}
         with corked(connection):
             channel.send(meta, kind="bytes", deadline=deadline)
@@ -87,7 +121,7 @@ class WeightServer(RpcServer):
         silent = Deadline(self._silent_s)
         while size:
             if segment.contents != contents:
-                raise BrokenFrame(f"the weights {describe(contents.version)} were replaced while they were sent")
+                raise BrokenFrame(f"the {self._what} {describe(contents.version)} were replaced while they were sent")
             try:
                 sent = os.sendfile(connection.fileno(), segment.fileno(), offset, min(size, SLICE_BYTES))
             except BlockingIOError:

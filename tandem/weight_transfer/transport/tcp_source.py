@@ -28,11 +28,13 @@ _HEADER_BYTES = 2**16
 
 class TcpSource:
     """The weights' server at ``host`` and ``port``, named ``peer`` in messages. ``connections``: as many threads receive. ``silent_s``: the longest
-    time without a byte before a connection counts as broken."""
+    time without a byte before a connection counts as broken. ``what`` it serves, for messages."""
 
-    def __init__(self, peer: str, host: str, port: int, credential: str, *, connections: int = 2, silent_s: float = 10.0) -> None:
+    def __init__(
+        self, peer: str, host: str, port: int, credential: str, *, connections: int = 2, silent_s: float = 10.0, what: str = "weights"
+    ) -> None:
         self.peer, self._address, self._credential = f"{peer} at {host}:{port}", (host, port), credential
-        self._silent_s = silent_s
+        self._silent_s, self._what = silent_s, what
         self.connections = connections
         self._open: set[_Connection] = set()
 
@@ -46,6 +48,17 @@ class TcpSource:
             # The connection that was refused knows more than one that broke.
             raise min(errors, key=lambda error: isinstance(error, SourceLost))
 
+    def release(self, segment: str, contents: Contents, deadline: Deadline) -> None:
+        """Says that the segment, which was made for this reader alone, is needed no longer. Raises ``SourceLost``."""
+        try:
+            with self._connection(deadline) as connection:
+                connection.release(segment, contents)
+        except (OSError, EOFError, BrokenFrame) as error:
+            raise SourceLost(f"the connection to {self.peer} broke: {describe_loss(error)}") from None
+
+    def _connection(self, deadline: Deadline) -> "_Connection":
+        return _Connection(self._address, self.peer, self._credential, self._silent_s, deadline, self._open, self._what)
+
     def abort(self) -> None:
         """Breaks the connections that are open, from another thread."""
         for connection in list(self._open):
@@ -58,7 +71,7 @@ class TcpSource:
         """Receives buckets of ``queue`` over one connection until there are none; those that it has not received when it fails are given back."""
         asked: deque[list[Piece]] = deque()
         try:
-            with _Connection(self._address, self.peer, self._credential, self._silent_s, deadline, self._open) as connection:
+            with self._connection(deadline) as connection:
                 while True:
                     while len(asked) < _AHEAD and (bucket := queue.take()):
                         asked.append(bucket)
@@ -71,7 +84,7 @@ class TcpSource:
                     asked.popleft()
         except (OSError, EOFError, BrokenFrame) as error:
             if deadline.passed:
-                raise TimeoutError(f"{self.peer} did not send the weights within {deadline.seconds:g} s") from None
+                raise TimeoutError(f"{self.peer} did not send the {self._what} within {deadline.seconds:g} s") from None
             raise SourceLost(f"the connection to {self.peer} broke: {describe_loss(error)}") from None
         finally:
             queue.give_back(asked)
@@ -109,9 +122,9 @@ class _Connection:
     """One connection, admitted by the server. A read may take until ``deadline``, and ``silent_s`` without a byte. It is one of ``among`` until it ends."""
 
     def __init__(
-        self, address: tuple[str, int], peer: str, credential: str, silent_s: float, deadline: Deadline, among: "set[_Connection]"
+        self, address: tuple[str, int], peer: str, credential: str, silent_s: float, deadline: Deadline, among: "set[_Connection]", what: str
     ) -> None:  # fmt: skip
-        self._peer, self._silent_s, self._deadline, self._among = peer, silent_s, deadline, among
+        self._peer, self._silent_s, self._deadline, self._among, self._what = peer, silent_s, deadline, among, what
         self._socket = _connected(address, Deadline(silent_s, deadline))
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,12 +152,18 @@ class _Connection:
         meta = {"segment": segment, "version": list(contents.version), "digest": contents.digest, "ranges": [piece.missing for piece in pieces]}
         self._channel.send(meta, kind="read", deadline=Deadline(self._silent_s, self._deadline))
 
+    def release(self, segment: str, contents: Contents) -> None:
+        """Says that ``segment`` is needed no longer, and waits for the answer, whatever it is."""
+        meta = {"segment": segment, "version": list(contents.version), "digest": contents.digest, "ranges": []}
+        self._channel.send(meta, kind="release", deadline=Deadline(self._silent_s, self._deadline))
+        self._frame()
+
     def receive(self, contents: Contents, pieces: Sequence[Piece], into: memoryview) -> None:
         """Receives the answer to ``ask``."""
         answer = self._frame()
         if answer.kind == "refused":
             kind = VersionMoved if answer.meta.get("moved") else RunError
-            raise kind(f"{self._peer} refused to send weights: {answer.meta.get('message')}")
+            raise kind(f"{self._peer} refused to send {self._what}: {answer.meta.get('message')}")
         told = (answer.kind, answer.meta.get("version"), answer.meta.get("digest"), answer.meta.get("size_bytes"))
         if told != ("bytes", list(contents.version), contents.digest, sum(piece.missing[1] for piece in pieces)):
             raise BrokenFrame(f"the answer to a request for weights is {told}")
