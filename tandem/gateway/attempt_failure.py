@@ -1,7 +1,5 @@
 """Why an attempt brought no answer."""
 
-import aiohttp
-
 from tandem.gateway.breaker import Outcome
 
 
@@ -22,14 +20,5 @@ class StatusRetried(BackendFailed):
         self.outcome = outcome
 
 
-def connection_failed(error: aiohttp.ClientError | OSError) -> BackendFailed:
-    """Returns the failure of a connection, without the address, which is the operator's business."""
-    texts = {
-        aiohttp.ServerDisconnectedError: "it closed the connection",
-        aiohttp.ClientPayloadError: "its answer is not complete",
-        aiohttp.ClientConnectorError: "no connection",
-        aiohttp.ServerTimeoutError: "no connection in time",
-        aiohttp.ClientResponseError: "its answer is not HTTP",
-    }
-    text = next((words for kind, words in texts.items() if isinstance(error, kind)), type(error).__name__)
-    return BackendFailed(text, is_lost=isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError))
+class UpstreamFailed(BackendFailed):
+    """The connection to a backend failed, or what came on it is no answer. The message has no address, which is the operator's business."""

@@ -11,13 +11,14 @@ from tandem.gateway.connector import SilentConnector
 
 if TYPE_CHECKING:
     from tandem.gateway.app import GatewayState
+    from tandem.gateway.upstream import Upstream
 
 
 class Occupancy(Collector):
     """Gauges that are read when they are asked for. All but ``tasks`` and idle connections are 0 in a gateway that nobody uses."""
 
-    def __init__(self, state: "GatewayState", connector: SilentConnector) -> None:
-        self._state, self._connector = state, connector
+    def __init__(self, state: "GatewayState", connector: SilentConnector, upstream: "Upstream") -> None:
+        self._state, self._connector, self._upstream = state, connector, upstream
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Returns no names: nothing has to be read before the gateway serves."""
@@ -34,6 +35,6 @@ class Occupancy(Collector):
         ):
             yield GaugeMetricFamily(f"tandem_gateway_{name}", text, value)
         connections = GaugeMetricFamily("tandem_gateway_backend_connections", "Connections to backends.", labels=("state",))
-        connections.add_metric(["busy"], self._connector.busy)
-        connections.add_metric(["idle"], self._connector.idle)
+        connections.add_metric(["busy"], self._connector.busy + self._upstream.busy)
+        connections.add_metric(["idle"], self._connector.idle + self._upstream.idle)
         yield connections

@@ -4,12 +4,11 @@ import asyncio
 import random
 import time
 
-import aiohttp
 from starlette.types import Receive, Send
 
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.admission import Admission
-from tandem.gateway.attempt_failure import BackendFailed, StatusRetried, connection_failed
+from tandem.gateway.attempt_failure import BackendFailed, StatusRetried, UpstreamFailed
 from tandem.gateway.backend import Attempt, Backend
 from tandem.gateway.breaker import Outcome
 from tandem.gateway.client_watch import while_client_waits
@@ -18,12 +17,13 @@ from tandem.gateway.headers import Headers, end_to_end
 from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
-from tandem.gateway.relay import relay
+from tandem.gateway.relay import EVENTS, relay
 from tandem.gateway.resume import can_resume, repetition_of
 from tandem.gateway.retry_budget import RetryBudget
 from tandem.gateway.shadow import Shadows
 from tandem.gateway.stream_events import Diverged
 from tandem.gateway.upstream import Upstream
+from tandem.gateway.upstream_connection import UpstreamConnection
 from tandem.gateway.usage import Meter
 from tandem.serving.errors import ApiError
 
@@ -130,16 +130,16 @@ class Proxy:
         except Diverged as error:
             # It works, but it is not the same.
             await exchange.end_broken(str(error))
-        except (aiohttp.ClientError, OSError) as error:
+        except UpstreamFailed as error:
             outcome = Outcome.FAILURE
-            await _broken(exchange, connection_failed(error))
+            await _broken(exchange, error)
         finally:
             attempt.release()
             self._metrics.attempts.labels(backend.name, outcome.value).inc()
             if attempt not in exchange.blamed:
                 attempt.report(outcome)
 
-    async def _answered(self, exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, *, is_last: bool) -> Outcome:
+    async def _answered(self, exchange: Exchange, attempt: Attempt, response: UpstreamConnection, *, is_last: bool) -> Outcome:
         """Sends the answer of a backend to the client; returns what it says about the backend. Raises ``StatusRetried`` instead if another backend may do
         better."""
         status, backend = response.status, attempt.backend
@@ -156,17 +156,17 @@ class Proxy:
             # Two backends that both fail at one request are not broken: the request is to blame.
             outcome = Outcome.UNKNOWN
         _settle_blamed(exchange, Outcome.UNKNOWN if outcome is Outcome.UNKNOWN else Outcome.FAILURE)
-        if response.content_type == "text/event-stream" and can_resume(exchange.request):
+        if response.content_type == EVENTS and can_resume(exchange.request):
             exchange.begin_stream(backend.weights)
-        headers = [(name, value) for name, value in end_to_end(response.raw_headers) if name != b"x-request-id"]
+        headers = [(name, value) for name, value in end_to_end(response.headers) if name != b"x-request-id"]
         if exchange.request.idempotency_key:
             headers.append((b"x-tandem-repeatable", b"true" if backend.is_tandem else b"false"))
         await relay(exchange, attempt, response, [*headers, (b"x-request-id", exchange.request.id.encode()), *exchange.headers])
         return outcome
 
-    async def _go_on(self, exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
+    async def _go_on(self, exchange: Exchange, attempt: Attempt, response: UpstreamConnection) -> None:
         """Sends the rest of a stream that another backend has begun. Raises ``Diverged`` if this one's is not the same."""
-        if response.status != 200 or response.content_type != "text/event-stream":
+        if response.status != 200 or response.content_type != EVENTS:
             said = Outcome.of_status(response.status)
             raise StatusRetried(f"it answers {response.status}", Outcome.FAILURE if said is Outcome.SUCCESS else said, is_paid=False)
         exchange.repetition = exchange.delivered.repetition() if exchange.repetition is None else exchange.repetition.again()

@@ -2,13 +2,14 @@
 
 import asyncio
 
-import aiohttp
-
+from tandem.gateway.attempt_failure import UpstreamFailed
 from tandem.gateway.backend import Attempt
 from tandem.gateway.exchange import Exchange
 from tandem.gateway.headers import Headers
 from tandem.gateway.server_sent_events import whole_events
+from tandem.gateway.upstream_connection import UpstreamConnection
 
+EVENTS = b"text/event-stream"
 WHOLE_BYTES = 2**22
 """An answer that is not streamed is received up to this size before any of it is sent, so that one that breaks off can be repeated."""
 _MOST_EVENT_BYTES = 2**24
@@ -17,18 +18,18 @@ _ENDED_BY_DONE = ("/v1/completions", "/v1/chat/completions", "/generate")
 """Paths whose streams end with ``[DONE]``. A connection that closes without it was cut, even if HTTP calls that an end."""
 
 
-async def relay(exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, headers: Headers) -> None:
-    """Sends the answer ``response`` of ``attempt`` to the client, with ``headers``. Raises ``aiohttp.ClientError`` if it breaks off."""
-    send = _stream if response.content_type == "text/event-stream" else _whole
+async def relay(exchange: Exchange, attempt: Attempt, response: UpstreamConnection, headers: Headers) -> None:
+    """Sends the answer ``response`` of ``attempt`` to the client, with ``headers``. Raises ``UpstreamFailed`` if it breaks off."""
+    send = _stream if response.content_type == EVENTS else _whole
     await send(exchange, attempt, response, headers)
 
 
-async def _whole(exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, headers: Headers) -> None:
+async def _whole(exchange: Exchange, attempt: Attempt, response: UpstreamConnection, headers: Headers) -> None:
     """Sends an answer that is no stream of events."""
     loop = asyncio.get_running_loop()
     parts: list[bytes] = []
     size = 0
-    async for part in response.content.iter_any():
+    while part := await response.read():
         attempt.answered(is_success=response.status < 400)
         attempt.waiting_since = None
         parts.append(part)
@@ -45,16 +46,16 @@ async def _whole(exchange: Exchange, attempt: Attempt, response: aiohttp.ClientR
     await exchange.part(body, is_last=True)
 
 
-async def _stream(exchange: Exchange, attempt: Attempt, response: aiohttp.ClientResponse, headers: Headers) -> None:
-    """Sends events as they come, each whole. Raises ``aiohttp.ClientPayloadError`` if the last one is missing."""
+async def _stream(exchange: Exchange, attempt: Attempt, response: UpstreamConnection, headers: Headers) -> None:
+    """Sends events as they come, each whole. Raises ``UpstreamFailed`` if the last one is missing."""
     loop = asyncio.get_running_loop()
     exchange.is_stream = True
     is_done, held = exchange.request.path not in _ENDED_BY_DONE, b""
-    async for part in response.content.iter_any():
+    while part := await response.read():
         attempt.waiting_since = None
         whole, held = whole_events(held + part)
         if len(held) > _MOST_EVENT_BYTES:
-            raise aiohttp.ClientPayloadError("an event of the stream has no end")
+            raise UpstreamFailed("an event of its stream has no end")
         if whole and not attempt.has_begun:
             attempt.answered()
             attempt.done(exchange.prompt_tokens)
@@ -71,6 +72,6 @@ async def _stream(exchange: Exchange, attempt: Attempt, response: aiohttp.Client
             await exchange.part(whole)
         attempt.waiting_since = loop.time()
     if held or not is_done:
-        raise aiohttp.ClientPayloadError("the stream ended before its last event")
+        raise UpstreamFailed("its answer is not complete")
     await exchange.start(response.status, headers)
     await exchange.part(b"", is_last=True)

@@ -41,7 +41,7 @@ from tandem.gateway.servers.servers import running_servers
 from tandem.gateway.shadow import Shadows
 from tandem.gateway.siblings import Place, Siblings
 from tandem.gateway.tls import ServerTls, check_tls, expiry_warning
-from tandem.gateway.upstream import Upstream
+from tandem.gateway.upstream import KEEP_ALIVE_S, Upstream
 from tandem.gateway.workers import run_workers, share_of_worker
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
@@ -52,9 +52,6 @@ from tandem.serving.log_lines import RequestLog
 from tandem.serving.refusal import answer
 from tandem.types import UserError
 
-_KEEP_ALIVE_S = 4.0
-"""How long an idle connection to a backend is kept: less than the 5 s of uvicorn, which most of them run, so that it is not closed just as
-a request is sent."""
 _DNS_S = 5.0
 _MOST_UNFINISHED_BODIES = 4
 
@@ -144,7 +141,7 @@ async def _serve(
     place: Place | None,
 ) -> int:  # fmt: skip
     backends, stages = made.backends, made.stages
-    connector = SilentConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=_KEEP_ALIVE_S)
+    connector = SilentConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=KEEP_ALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
     skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
     async with aiohttp.ClientSession(
@@ -158,14 +155,14 @@ async def _serve(
         shared = make_shared_limits(config, say)
         limits: Limits = shared or EmbeddedLimits()
         auth = Auth(config, made.keys, make_tokens(config, say))
-        upstream = Upstream(session, backends, passes_keys=not auth.needs_key)
+        upstream = Upstream(backends, passes_keys=not auth.needs_key, connect_s=config.timeouts.connect_s)
         shadows = Shadows(pool, upstream, metrics)
         proxy = Proxy(config, pool, upstream, metrics, admission, shadows)
         connections = ClientConnections(max_connections(), config.max_connections_per_client)
         routes = ModelRoutes(config.routes, pool, stages)
         state = GatewayState(config, pool, routes, proxy, admission, metrics, bodies, auth, connections, limits)
         state.audit, state.tls = made.audit, made.tls
-        metrics.registry.register(Occupancy(state, connector))
+        metrics.registry.register(Occupancy(state, connector, upstream))
         reload = Reload(state, session, upstream, stages, backends, read, make_backends)
         state.reload = reload.reload
         if read is not None:
@@ -188,6 +185,7 @@ async def _serve(
             if state.siblings is not None:
                 await state.siblings.stop()
             await asyncio.gather(*beside, reload.stop(), shadows.close(), return_exceptions=True)
+            upstream.close()
             if shared is not None:
                 await shared.close()
 

@@ -2,8 +2,7 @@
 
 import asyncio
 
-import aiohttp
-
+from tandem.gateway.attempt_failure import UpstreamFailed
 from tandem.gateway.backend import Attempt, Backend
 from tandem.gateway.breaker import Outcome
 from tandem.gateway.inference_request import InferenceRequest
@@ -51,7 +50,7 @@ class Shadows:
             if attempt.given_up is None:
                 raise
             outcome = Outcome.FAILURE
-        except (aiohttp.ClientError, OSError):
+        except UpstreamFailed:
             outcome = Outcome.FAILURE
         finally:
             attempt.release()
@@ -62,7 +61,7 @@ class Shadows:
         loop = asyncio.get_running_loop()
         attempt.waiting_since = loop.time()
         async with self._upstream.post(backend, copy, copy.body) as response:
-            async for _ in response.content.iter_any():
+            while await response.read():
                 attempt.has_begun = True
                 attempt.waiting_since = loop.time()
         return Outcome.of_status(response.status)

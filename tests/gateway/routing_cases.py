@@ -18,10 +18,8 @@ class Clock:
 
 def backends(*weights: float, breaker: BreakerConfig | None = None, slow_start_s: float = 0.0, **fields: Any) -> list[Backend]:
     """Returns backends ``b0``, ``b1``, ... that are ready and serve ``m``."""
-    made = [
-        Backend.make(BackendConfig(url=f"http://b{i}:1", weight=weight, **{"models": ("m",), **fields}), breaker or BreakerConfig(), slow_start_s=slow_start_s)
-        for i, weight in enumerate(weights)
-    ]
+    configs = [BackendConfig(**{"url": f"http://b{i}:1", "weight": weight, "models": ("m",), **fields}) for i, weight in enumerate(weights)]
+    made = [Backend.make(config, breaker or BreakerConfig(), slow_start_s=slow_start_s) for config in configs]
     for backend in made:
         backend.health = Health.READY
     return made
