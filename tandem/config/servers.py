@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.config.limits import check_at_least_one, check_seconds
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 MOST_SERVERS = 1024
@@ -24,6 +25,38 @@ def flag_name(key: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleConfig:
+    """When the number of servers changes: by how long the oldest request waits."""
+
+    min_count: int = 1
+    """Fewest servers. 0: the last one ends too when nothing is asked for, and the next request waits until one has loaded."""
+    max_count: int = 0
+    """Most servers. 0: the number does not change."""
+    target_wait_s: float = 1.0
+    """How long a request may wait, in the gateway or in a server, before there are too few servers."""
+    upscale_delay_s: float = 5.0
+    """Time for which the oldest request must have waited longer in every look before servers are added."""
+    downscale_delay_s: float = 300.0
+    """Time for which nothing must have waited, and one server less have been enough, before one ends."""
+    low_requests: float = 1.0
+    """Requests in flight for each server that stays, up to which one less is enough."""
+
+    def check(self) -> None:
+        """Raises ``UserError`` for values that cannot work."""
+        if not 0 <= self.min_count <= MOST_SERVERS or not 0 <= self.max_count <= MOST_SERVERS:
+            name = "min_count" if not 0 <= self.min_count <= MOST_SERVERS else "max_count"
+            raise UserError(f"'servers.scale.{name}' is {getattr(self, name)}; it must be from 0 to {MOST_SERVERS}")
+        if self.max_count == 0:
+            names = ("min_count", "target_wait_s", "upscale_delay_s", "downscale_delay_s", "low_requests")
+            refuse_unread("servers.scale", self, "max_count is 0, so the number does not change", *names, fix="set servers.scale.max_count")
+        elif self.max_count < self.min_count:
+            raise UserError(f"'servers.scale.max_count' is {self.max_count}, less than 'min_count' ({self.min_count}); make it at least that")
+        check_seconds("servers.scale", self, "target_wait_s", "upscale_delay_s", "downscale_delay_s")
+        if not 0 <= self.low_requests <= 10**6:
+            raise UserError(f"'servers.scale.low_requests' is {self.low_requests:g}; it must be from 0 to 1000000")
+
+
+@dataclass(frozen=True, slots=True)
 class ServersConfig:
     """Servers (`tandem serve`) of one model on this machine, which the gateway starts, watches and ends."""
 
@@ -33,7 +66,9 @@ class ServersConfig:
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags of `tandem serve` with their values, for example `{max-model-len: 4096, device: cuda, tensor-parallel-size: 2}`."""
     count: int = 1
-    """How many there are."""
+    """How many there are; with `scale` at the start."""
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    """Between which numbers, and when, it changes."""
     gpus: tuple[str, ...] = ()
     """With `device: cuda`: the GPUs that they may use, as `CUDA_VISIBLE_DEVICES` names them. Empty: all that the gateway may use. Each server has as many of
     its own as it has ranks."""
@@ -45,6 +80,11 @@ class ServersConfig:
     """Time for one to load its model; after that it is started again."""
     log_folder: str = ""
     """Folder of their logs. Empty: one that is removed when the gateway ends; the last lines of a server that dies are in the gateway's log in any case."""
+
+    @property
+    def most(self) -> int:
+        """How many servers there may be at once."""
+        return max(self.count, self.scale.max_count)
 
     @property
     def gpus_each(self) -> int:
@@ -59,9 +99,10 @@ class ServersConfig:
         """Raises ``UserError`` for values that cannot work."""
         if not self.model:
             raise UserError("a section of 'servers' has an empty 'model'; name a folder or a model of the Hub")
-        check_at_least_one("servers", self, "count", "servers_per_gpu", "max_requests")
-        if self.count > MOST_SERVERS:
-            raise UserError(f"'servers.count' is {self.count}; it must be at most {MOST_SERVERS}")
+        check_at_least_one("servers", self, "servers_per_gpu", "max_requests")
+        low, high = (self.scale.min_count, self.scale.max_count) if self.scale.max_count else (1, MOST_SERVERS)
+        if not low <= self.count <= high:
+            raise UserError(f"'servers.count' is {self.count}; it must be from {low} to {high}{', as scale says' if self.scale.max_count else ''}")
         check_seconds("servers", self, "start_s")
         for key in self.flags:
             why = OWN_FLAGS.get(flag_name(key))
@@ -85,5 +126,5 @@ def check_servers(servers: Mapping[str, ServersConfig], names: list[str]) -> Non
         taken = next((each for each in names if each.rpartition("-")[0] == name and each.rpartition("-")[2].isdigit()), None)
         if taken is not None:
             raise UserError(f"'backends' has the name '{taken}', which a server of '{name}' has; give the backend another one")
-    if sum(config.count for config in servers.values()) > MOST_SERVERS:
+    if sum(config.most for config in servers.values()) > MOST_SERVERS:
         raise UserError(f"'servers' has more than {MOST_SERVERS} servers in all; lower a 'count'")

@@ -14,6 +14,7 @@ from tandem.gateway.audit import AUDIT, Entry
 from tandem.gateway.backend import Backend
 from tandem.gateway.keys import KeyRecord
 from tandem.gateway.rate_limit import EmbeddedLimits, shares_of
+from tandem.gateway.servers.group import Group
 from tandem.gateway.siblings import joined_backend, joined_state
 from tandem.gateway.workers import settings_were_read
 from tandem.serving.bodies import read_body
@@ -77,7 +78,7 @@ async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict
 async def act_for_sibling(state: "GatewayState", action: str, body: Any) -> Any:
     """Does what another worker of this gateway was asked for, and asks its siblings for."""
     if action == "metrics":
-        return state.metrics.text(state.admission).decode()
+        return state.metrics.text(state.admission, state.servers).decode()
     if action in ("drain", "undrain"):
         backend = next((backend for backend in state.pool.backends if backend.name == body), None)
         return None if backend is None else _turned(state, backend, action)
@@ -139,6 +140,7 @@ def state_of(state: "GatewayState", now: float) -> dict[str, Any]:
     return {
         "version": tandem.__version__, "started": state.created, "is_draining": state.is_draining, "open_requests": state.open_requests,
         "balance": config.balance, "backends": [_backend_state(backend) for backend in state.pool.backends],
+        "servers": [_group_state(group) for group in state.servers.groups],
         "queue": {
             "waiting": {model: count for model, count in state.admission.waiting.items() if count}, "oldest_s": state.admission.oldest_s,
             "max_waiting": config.queue.max_waiting, "max_wait_s": config.queue.max_wait_s,
@@ -150,9 +152,19 @@ def state_of(state: "GatewayState", now: float) -> dict[str, Any]:
 
 def _backend_state(backend: Backend) -> dict[str, Any]:
     return {
-        "name": backend.name, "url": backend.config.url, "health": backend.health.value, "is_drained": backend.is_drained, "models": backend.models,
+        "name": backend.name, "url": backend.config.url, "health": backend.health.value, "is_drained": backend.is_drained,
+        "is_leaving": backend.is_leaving, "models": backend.models,
         "weight_version": backend.weights, "weight": backend.config.weight, "in_flight": len(backend.attempts), "max_requests": backend.config.max_requests,
         "outstanding_tokens": backend.outstanding_tokens, "breaker": backend.breaker.state, "restarts": backend.restarts,
+    }  # fmt: skip
+
+
+def _group_state(group: Group) -> dict[str, Any]:
+    scale = group.config.scale
+    decisions = [{"time": when, "from": before, "to": decision.count, "reason": decision.reason} for when, before, decision in reversed(group.decisions)]
+    return {
+        "model": group.name, "path": group.config.model, "wanted": group.desired, "min_count": scale.min_count if scale.max_count else group.desired,
+        "max_count": scale.max_count or group.desired, **group.states, "restarts": group.restarts, "last_death": group.last_death, "decisions": decisions,
     }  # fmt: skip
 
 

@@ -68,6 +68,11 @@ class Admission:
         began = [waiter.since for line in self._lines.values() for waiter in line.queue]
         return self._clock() - min(began) if began else 0.0
 
+    def waits_of(self, model: str) -> tuple[int, float]:
+        """Returns how many requests for ``model`` wait, and for how many seconds the oldest has; one that names no model is for the only one that there is."""
+        began = [waiter.since for name in (model, None) if name in self._lines for waiter in self._lines[name].queue]
+        return len(began), self._clock() - min(began) if began else 0.0
+
     @contextlib.asynccontextmanager
     async def __call__(self, request: InferenceRequest) -> AsyncIterator["Charge"]:
         """Waits for the request's turn, and counts its end. Raises ``ApiError`` if the queue is full, or the answer would not begin in time."""
@@ -76,7 +81,7 @@ class Admission:
             queue: FairQueue[_Waiter] = FairQueue(self._weights, self._others.weight, self._classes, self._others.priority)
             line = self._lines[request.model] = _Line(queue)
         room = self._room(line, request)
-        # With no backend that works there is nothing to wait for: the request is refused where it asks for one.
+        # With no backend that works, and none that comes, there is nothing to wait for: the request is refused where it asks for one.
         if room is not None and (len(line.queue) or room <= 0):
             await self._wait(line, request)
         else:
@@ -96,7 +101,7 @@ class Admission:
 
     async def _wait(self, line: _Line, request: InferenceRequest) -> None:
         config, tenant = self._config, request.tenant
-        expected_s = self._expected_s(line, tenant)
+        expected_s = max(self._expected_s(line, tenant), self._pool.coming_s(request) or 0.0)
         total = sum(len(each.queue) for each in self._lines.values())
         if total >= config.max_waiting or line.queue.length(tenant) >= config.max_waiting_per_tenant:
             raise _refused("too many requests wait", expected_s)
@@ -130,7 +135,9 @@ class Admission:
     def _room(self, line: _Line, request: InferenceRequest) -> int | None:
         """Returns how many requests like ``request`` can go beside those that have their turn; ``None`` if no backend takes any."""
         room = self._pool.room(request, sum(each.prompt_tokens for each in line.granted))
-        return None if room is None else room - len(line.granted)
+        if room is None:
+            return None if self._pool.coming_s(request) is None else 0
+        return room - len(line.granted)
 
     def _expected_s(self, line: _Line, tenant: str) -> float:
         """Returns about how long a request of ``tenant`` would wait now, by how many requests ended of late; 0 while nothing is known."""

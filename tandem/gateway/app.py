@@ -125,7 +125,7 @@ class GatewayApp:
 
     async def _metrics(self) -> Response:
         state, siblings = self._state, self._state.siblings
-        text = state.metrics.text(state.admission)
+        text = state.metrics.text(state.admission, state.servers)
         if siblings is not None:
             text = joined_metrics({siblings.place.number: text.decode(), **await siblings.ask("metrics")})
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -32,12 +32,13 @@ class Health(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """What a Tandem server said of its engines, in tokens. ``free_tokens``: room of the KV cache that no request holds. ``waiting``: requests that have no
-    place in a step. ``waiting_tokens``: of the prompts without a token of their answer."""
+    place in a step. ``waiting_tokens``: of the prompts without a token of their answer; ``oldest_s``: how long the oldest of them waits, if any does."""
 
     cache_tokens: int
     free_tokens: int
     waiting: int
     waiting_tokens: int
+    oldest_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -65,6 +66,8 @@ class Backend:
     attempts: "set[Attempt]" = field(default_factory=set)
     is_drained: bool = False
     """An administrator has taken it out: it finishes what it has and is given nothing new."""
+    is_leaving: bool = False
+    """The gateway itself has taken it out, as it ends or changes: it finishes what it has and is given nothing new."""
     slow_start_s: float = 0.0
     tls: ssl.SSLContext | bool = True
     clock: Callable[[], float] = time.monotonic
@@ -84,7 +87,7 @@ class Backend:
     @property
     def is_ready(self) -> bool:
         """Whether it is given requests, as far as its probes and administrators say."""
-        return self.health is Health.READY and not self.is_drained
+        return self.health is Health.READY and not self.is_drained and not self.is_leaving
 
     @property
     def is_tandem(self) -> bool:

@@ -79,7 +79,7 @@ class EngineStates:
             content = json.loads(await read_bounded(response, _MOST_BYTES))
         size = int(content["block_size"])
         tokens = int(content["blocks"]) * size, int(content["free_blocks"]) * size
-        backend.said(EngineState(*tokens, int(content["waiting"]), int(content["waiting_tokens"])))
+        backend.said(EngineState(*tokens, int(content["waiting"]), int(content["waiting_tokens"]), float(content.get("oldest_waiting_s", 0))))
         index = self._index()
         if index is not None and "events" in content:
             if content["is_reset"]:

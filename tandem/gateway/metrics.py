@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from tandem.gateway.admission import Admission
 from tandem.gateway.backend import Backend
 from tandem.gateway.routing.prefix_index import PrefixIndex
+from tandem.gateway.servers.servers import Servers
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600)
 
@@ -54,6 +55,10 @@ class Metrics:
         self._free = gauge("free_cache_tokens", "Room of the KV cache, as a Tandem server says.", "backend")
         self._engine_waiting = gauge("backend_waiting_tokens", "Tokens of prompts that wait in the backend, as a Tandem server says.", "backend")
         self._cached = gauge("prefix_blocks", "Blocks of prompts that the backend probably has in its prefix cache.", "backend")
+        self._servers = gauge("servers", "Servers that the gateway has started: ready, loading or leaving.", "model", "state")
+        self._wanted = gauge("servers_wanted", "Servers that there should be.", "model")
+        self._restarts = gauge("server_restarts", "Servers that have died and were started again.", "model")
+        self._scaled = gauge("scale_decisions", "Changes of the number of servers, up or down.", "model", "direction")
         self._ready = gauge("backend_ready", "1 if the backend is ready by its probes and not drained by an administrator.", "backend")
         self._breaker = gauge("backend_breaker_open", "0 closed, 0.5 half-open, 1 open.", "backend")
 
@@ -63,8 +68,15 @@ class Metrics:
             with contextlib.suppress(KeyError):  # Nobody has asked for it yet.
                 gauge.remove(backend.name)
 
-    def text(self, admission: Admission) -> bytes:
+    def text(self, admission: Admission, servers: Servers) -> bytes:
         """Returns all figures."""
+        for group in servers.groups:
+            for state, count in group.states.items():
+                self._servers.labels(group.name, state).set(count)
+            self._wanted.labels(group.name).set(group.desired)
+            self._restarts.labels(group.name).set(group.restarts)
+            for direction, count in group.changes.items():
+                self._scaled.labels(group.name, direction).set(count)
         for model, count in admission.waiting.items():
             self._waiting.labels(model).set(count)
             self._waiting_tokens.labels(model).set(admission.waiting_tokens[model])

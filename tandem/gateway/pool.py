@@ -1,7 +1,8 @@
 """All backends: which of them can serve a request, and which gets it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.backend import Backend
@@ -11,12 +12,27 @@ from tandem.gateway.routing.router import Router
 from tandem.serving.errors import ApiError, invalid, unavailable
 
 
+class OwnServers(Protocol):
+    """Servers of one model that the gateway starts itself."""
+
+    @property
+    def are_resting(self) -> bool:
+        """Whether none runs because nothing is asked for; the next request has one started."""
+        ...
+
+    def coming_s(self) -> float | None:
+        """Returns in about how many seconds one is ready, 0 if that is not known; ``None`` if none comes. Whoever asks has a request for it."""
+        ...
+
+
 class Pool:
     """The backends of a gateway, in the order of its file."""
 
     def __init__(self, config: GatewayConfig, backends: list[Backend]) -> None:
         self.backends = backends
         self._config, self._router = config, Router(config)
+        self.own: Mapping[str, OwnServers] = {}
+        """The servers that the gateway starts, by their model."""
         self._follows_cache = config.queue.follow_cache
 
     def follow(self, config: GatewayConfig) -> None:
@@ -28,11 +44,11 @@ class Pool:
     @property
     def models(self) -> tuple[str, ...]:
         """The models of all backends that are not down, each once."""
-        return tuple(dict.fromkeys(model for backend in self.backends for model in backend.models))
+        return tuple(dict.fromkeys([*self.own, *(model for backend in self.backends for model in backend.models)]))
 
     @property
     def is_ready(self) -> bool:
-        return any(backend.is_ready for backend in self.backends)
+        return any(backend.is_ready for backend in self.backends) or any(servers.are_resting for servers in self.own.values())
 
     def weight_versions(self, model: str) -> list[str]:
         """Returns the versions of the weights that backends of ``model`` have, each once; none of those that do not say it."""
@@ -81,6 +97,14 @@ class Pool:
         new = self._router.new_tokens
         fitting = [each for each in able if not self._follows_cache or each.has_cache_for(tokens_before + new(request, each))]
         return sum(max(0, each.room) for each in fitting) if able else None
+
+    def coming_s(self, request: InferenceRequest) -> float | None:
+        """Returns in about how many seconds a backend that is being started takes ``request``, 0 if one takes it now or that is not known; ``None`` if there
+        is none and none comes."""
+        if self._able(request.model):
+            return 0.0
+        times = [seconds for model, servers in self.own.items() if request.model in (model, None) and (seconds := servers.coming_s()) is not None]
+        return min(times, default=None)
 
     def first_byte_s(self, request: InferenceRequest) -> float:
         """Returns about how long a request that is sent now waits for the first byte of its answer; 0 while nothing is known."""

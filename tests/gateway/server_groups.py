@@ -41,6 +41,8 @@ class Running:
     probes: Probes
     said: list[str] = field(default_factory=list)
     failure: BaseException | None = None
+    waits: tuple[int, float] = (0, 0.0)
+    """What waits in the gateway."""
 
     def join(self, backend: Backend) -> None:
         self.backends.append(backend)
@@ -77,7 +79,11 @@ async def running_group(folder: Path, monkeypatch: pytest.MonkeyPatch, machine: 
         backends: list[Backend] = []
         said: list[str] = []
         running = Running(None, backends, Probes(config.probes, backends, session, said.append), said)  # type: ignore[arg-type]
-        running.group = Group("m", config, machine or Machine((), (), 1), running, folder, said.append, lambda: [each.place for each in running.group.servers])
+
+        def places() -> list[Place]:
+            return [each.place for each in running.group.servers]
+
+        running.group = Group("m", config, machine or Machine((), (), 1), running, folder, said.append, places, lambda _: running.waits)
 
         async def step() -> None:
             try:

@@ -47,7 +47,7 @@ def test_two_servers_share_no_gpu_unless_they_are_asked_to() -> None:
     shared = build(ServersConfig, {"model": "m", "flags": GPU, "gpus": ["0"], "servers_per_gpu": 2, "count": 2})
     assert [place_for(shared, machine, [Place(("0",), (), 1)] * number) is None for number in range(3)] == [False, False, True]
     check_gpus({"a": shared, "b": pair}, ("1", "2"))
-    with pytest.raises(UserError, match=r"'servers.b' has 1 servers with 2 GPUs each, and there is room for 0 on 2 GPUs \(0, 1\); lower 'count'"):
+    with pytest.raises(UserError, match=r"'servers.b' has up to 1 servers with 2 GPUs each, and there is room for 0 on 2 GPUs \(0, 1\); take fewer"):
         check_gpus({"a": shared, "b": pair}, ("0", "1"))
     with pytest.raises(UserError, match=r"on 0 GPUs \(none is found\)"):
         check_gpus({"b": pair}, ())
@@ -77,8 +77,8 @@ def test_servers_on_cpus_have_cores_of_their_own_while_there_are_enough() -> Non
         ({"m": {}}, "key 'servers.m.model' is missing"),
         ({"m": {"model": ""}}, "empty 'model'"),
         ({"m": {"model": "x", "cuont": 2}}, "did you mean 'servers.m.count'?"),
-        ({"m": {"model": "x", "count": 0}}, "'servers.count' is 0; it must be at least 1"),
-        ({"m": {"model": "x", "count": 1025}}, "it must be at most 1024"),
+        ({"m": {"model": "x", "count": 0}}, "'servers.count' is 0; it must be from 1 to 1024"),
+        ({"m": {"model": "x", "count": 1025}}, "it must be from 1 to 1024"),
         ({"m": {"model": "x", "start_s": 0}}, "'servers.start_s' is 0.0; it must be above 0"),
         ({"m": {"model": "x", "flags": {"port": 8000}}}, "the flag 'port', which the gateway gives itself: it gives each a free port; leave it out"),
         ({"m": {"model": "x", "flags": {"--served-model-name": "y"}}}, "a server's name is that of its section"),
@@ -89,7 +89,7 @@ def test_servers_on_cpus_have_cores_of_their_own_while_there_are_enough() -> Non
         ({"m": {"model": "x", "flags": {"max-num-seqs": "many"}}}, "'servers.m.flags': argument --max-num-seqs: "),
         ({"m": {"model": "x", "flags": {"max-model-len": 0}}}, "'servers.m.flags': "),
         ({"a b": {"model": "x"}}, "the section 'a b'"),
-        ({"m": {"model": "x", "flags": {**GPU, "tensor-parallel-size": 2}, "gpus": ["0"]}}, "there is room for 0 on 1 GPUs (0); lower 'count'"),
+        ({"m": {"model": "x", "flags": {**GPU, "tensor-parallel-size": 2}, "gpus": ["0"]}}, "there is room for 0 on 1 GPUs (0); take fewer servers"),
         ({"m": {"model": "x", "log_folder": "gateway.yaml/logs"}}, "which cannot be made"),
     ],
 )

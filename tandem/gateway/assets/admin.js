@@ -32,7 +32,7 @@ function backends(state) {
     ["Backend", ""], ["Health", ""], ["Models", "wide"], ["Weights", ""], ["In flight", "number"], ["Tokens outstanding", "number"], ["Breaker", ""], ["Change", ""],
   ];
   const rows = state.backends.map((each) => {
-    const [words, kind] = each.is_drained ? [each.in_flight ? "drains" : "drained", "quiet"] : HEALTH[each.health];
+    const [words, kind] = each.is_leaving ? ["ends", "quiet"] : each.is_drained ? [each.in_flight ? "drains" : "drained", "quiet"] : HEALTH[each.health];
     const action = each.is_drained ? "undrain" : "drain";
     return [
       make("span", { title: each.url }, each.name), make("span", { className: `state ${kind}` }, words), each.models.join(", ") || "–", each.weight_version ?? "–",
@@ -40,6 +40,20 @@ function backends(state) {
       button(action === "drain" ? "Drain" : "Undrain", () => change(action, each.name), { id: `change ${each.name}`, aria: { label: `${action} ${each.name}` } }),
     ];
   });
+  return table(columns, rows, "There is none.");
+}
+
+function servers(state) {
+  const rows = state.servers.map((each) => {
+    const [last] = each.decisions;
+    return [
+      make("span", { title: each.path }, each.model), `${count(each.ready)} of ${count(each.wanted)}`,
+      each.min_count === each.max_count ? "–" : `${count(each.min_count)} to ${count(each.max_count)}`, count(each.loading), count(each.leaving),
+      make("span", { title: each.last_death }, count(each.restarts)),
+      last ? `${date(last.time)}: ${count(last.to)} instead of ${count(last.from)}: ${last.reason}` : "–",
+    ];
+  });
+  const columns = [["Model", ""], ["Ready", "number"], ["Range", ""], ["Loading", "number"], ["Ending", "number"], ["Died", "number"], ["Last change (UTC)", "wide"]];
   return table(columns, rows, "There is none.");
 }
 
@@ -66,7 +80,7 @@ function keys(state) {
 function draw(state) {
   // What has the focus is drawn anew, and has it again.
   const focused = document.activeElement?.id;
-  for (const [id, drawn] of Object.entries({ backends, queue, limits, keys })) byId(id).replaceChildren(drawn(state));
+  for (const [id, drawn] of Object.entries({ backends, servers, queue, limits, keys })) byId(id).replaceChildren(drawn(state));
   if (focused) byId(focused)?.focus();
   byId("summary").textContent = `Tandem ${state.version}, since ${date(state.started)} UTC · ${count(state.open_requests)} requests in flight · balance: ${
     state.balance.replaceAll("_", " ")}${state.is_draining ? " · shutting down" : ""}`;

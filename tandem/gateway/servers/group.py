@@ -8,6 +8,7 @@ from typing import Protocol
 
 from tandem.config.gateway import BackendConfig, GatewayConfig
 from tandem.gateway.backend import Backend, Health
+from tandem.gateway.servers.autoscale import Decision, Load, Since, decide
 from tandem.gateway.servers.places import Machine, Place, place_for
 from tandem.gateway.servers.server import Server
 from tandem.runtime.process.backoff import Backoff, describe_wait
@@ -15,6 +16,7 @@ from tandem.runtime.process.processes import describe_exit
 from tandem.types import UserError
 
 _USER_ERROR = UserError("").exit_code
+_MOST_DECISIONS = 20
 _LONG_LIFE_S = 30.0
 """A server that was ready for so long is no failure of its start when it dies."""
 
@@ -27,11 +29,12 @@ class Members(Protocol):
 
 
 class Group:
-    """The servers of the section ``name``. ``folder``: for their keys, and their logs unless they have a folder of their own."""
+    """The servers of the section ``name``. ``folder``: for their keys, and their logs unless they have a folder of their own. ``waits``: of a model,
+    how many requests wait in the gateway and for how many seconds the oldest has."""
 
     def __init__(
         self, name: str, gateway: GatewayConfig, machine: Machine, members: Members, folder: Path, say: Callable[[str], None],
-        places: Callable[[], Sequence[Place]],
+        places: Callable[[], Sequence[Place]], waits: Callable[[str], tuple[int, float]],
     ) -> None:  # fmt: skip
         self.name, self.config = name, gateway.servers[name]
         self.servers: list[Server] = []
@@ -39,15 +42,45 @@ class Group:
         self.restarts = 0
         """Servers that died and were started again."""
         self.last_death = ""
+        self.decisions: list[tuple[float, int, Decision]] = []
+        """The newest changes of the number: when (unix seconds), from how many, and what was decided."""
+        self.changes = {"up": 0, "down": 0}
         self._gateway, self._machine, self._members, self._folder, self._say, self._places = gateway, machine, members, folder, say, places
+        self._waits, self._since, self._is_asked_for = waits, Since(), False
         self._logs = Path(self.config.log_folder) if self.config.log_folder else folder
         self._backoff, self._long_lives, self._start_s = Backoff(), 0, 0.0
         self._has_served = False
+        self._failures = 0
+        """Servers that have died in a row before they were ready."""
+        self._load_s = 0.0
+        """How long the last one took to become ready."""
 
     @property
     def ready(self) -> list[Server]:
         """The servers that take requests."""
         return [server for server in self.servers if server.backend is not None and server.backend.is_ready]
+
+    @property
+    def states(self) -> dict[str, int]:
+        """How many servers are ready, loading or leaving."""
+        ready, leaving = len(self.ready), len(self.servers) - len(self.staying)
+        return {"ready": ready, "loading": len(self.servers) - ready - leaving, "leaving": leaving}
+
+    @property
+    def staying(self) -> list[Server]:
+        return [server for server in self.servers if not server.is_leaving]
+
+    @property
+    def are_resting(self) -> bool:
+        return self.desired == 0 and self._failures < 2
+
+    def coming_s(self) -> float | None:
+        self._is_asked_for = True
+        if self._failures > 1 or not (self.config.scale.max_count or self.desired):
+            return None
+        now = time.monotonic()
+        ages = [now - server.began_s for server in self.staying if not server.was_ready]
+        return max(0.0, self._load_s - max(ages) if ages else self._load_s + self._start_s - now if self._start_s > now else self._load_s)
 
     def step(self) -> None:
         """Looks after the servers once: takes in those that have an address, takes out those that have ended, and starts what is missing. Raises ``UserError``
@@ -55,9 +88,12 @@ class Group:
         now = time.monotonic()
         for server in list(self.servers):
             self._look_after(server, now)
-        staying = [server for server in self.servers if not server.is_leaving]
-        for _ in range(self.desired - len(staying) if now >= self._start_s else 0):
+        if self.config.scale.max_count:
+            self._scale(now)
+        for _ in range(self.desired - len(self.staying) if now >= self._start_s else 0):
             self._start()
+        for server in _surplus(self.staying, self.desired):
+            self._let_go(server)
 
     async def stop(self) -> None:
         """Ends all servers; what they still compute ends with them after a while."""
@@ -74,6 +110,31 @@ class Group:
         """Ends all servers, and what they have started, at once."""
         for server in self.servers:
             server.kill()
+
+    def _scale(self, now: float) -> None:
+        """Follows ``decide``."""
+        waiting, oldest_s = self._waits(self.name)
+        backends = [server.backend for server in self.staying if server.backend is not None]
+        engines = [backend.engine for backend in backends if backend.engine is not None]
+        load = Load(
+            now, waiting=max(waiting, int(self._is_asked_for)) + sum(engine.waiting for engine in engines),
+            oldest_s=max([oldest_s, *(engine.oldest_s for engine in engines)]), in_flight=sum(len(backend.attempts) for backend in backends),
+            count=self.desired, loading=self.desired - sum(server.was_ready for server in self.staying),
+        )  # fmt: skip
+        self._is_asked_for = False
+        self._since, decision = decide(self.config.scale, self.config.max_requests, self._since, load)
+        if decision is None:
+            return
+        before, self.desired = self.desired, decision.count
+        self.changes["up" if decision.count > before else "down"] += 1
+        self.decisions = [*self.decisions[1 - _MOST_DECISIONS :], (time.time(), before, decision)]
+        self._say(f"servers of {self.name}: {decision.count} instead of {before}: {decision.reason}")
+
+    def _let_go(self, server: Server) -> None:
+        """Gives a server nothing new; it ends when it has finished what it has."""
+        server.is_leaving = True
+        if server.backend is not None:
+            server.backend.is_leaving = True
 
     def _start(self) -> None:
         place = place_for(self.config, self._machine, self._places())
@@ -97,7 +158,10 @@ class Group:
         elif server.backend is None:
             self._take_in(server, now)
         elif server.backend.health is Health.READY:
+            if not server.was_ready:
+                self._load_s = now - server.began_s
             server.was_ready = self._has_served = True
+            self._failures = 0
         elif not server.was_ready:
             self._check_time(server, now)
 
@@ -136,10 +200,20 @@ class Group:
         how = server.why or describe_exit(status)
         self.last_death = f"{server.name}: {how}{f'; its last line: {words}' if words else ''}"
         self.restarts += 1
+        self._failures = 0 if server.was_ready else self._failures + 1
         self._long_lives += server.was_ready and now - server.began_s > _LONG_LIFE_S
         wait_s = self._backoff.wait_s(self._long_lives)
         self._start_s = now + wait_s
         self._say(f"server {self.last_death}; it is started again {describe_wait(wait_s)}")
+
+
+def _surplus(staying: Sequence[Server], desired: int) -> list[Server]:
+    """Returns the servers that end so that ``desired`` stay: first those that are not ready, then those with the fewest requests, of equal ones the newest."""
+
+    def order(server: Server) -> tuple[bool, int, float]:
+        return server.was_ready, len(server.backend.attempts) if server.backend is not None else 0, -server.began_s
+
+    return sorted(staying, key=order)[: max(0, len(staying) - desired)]
 
 
 def _described(place: Place) -> str:

@@ -75,20 +75,20 @@ def too_few_cores(servers: Mapping[str, ServersConfig], available: int) -> str |
 
 
 def _count(servers: Mapping[str, ServersConfig]) -> int:
-    return sum(config.count for config in servers.values())
+    return sum(config.most for config in servers.values())
 
 
 def check_gpus(servers: Mapping[str, ServersConfig], visible: Sequence[str]) -> None:
     """Raises ``UserError`` if not all of ``servers`` find the GPUs that they need among those that are named or ``visible``."""
     held: list[Place] = []
     for name, config in servers.items():
-        for number in range(config.count):
+        for number in range(config.most):
             place = place_for(config, Machine(tuple(visible), (), 1), held)
             if place is None:
                 known = config.gpus or visible
                 raise UserError(
-                    f"'servers.{name}' has {config.count} servers with {config.gpus_each} GPUs each, and there is room for {number} on {len(known)} GPUs "
-                    f"({', '.join(known) or 'none is found'}); lower 'count' or raise 'servers_per_gpu'"
+                    f"'servers.{name}' has up to {config.most} servers with {config.gpus_each} GPUs each, and there is room for {number} on {len(known)} GPUs "
+                    f"({', '.join(known) or 'none is found'}); take fewer servers or raise 'servers_per_gpu'"
                 )
             held.append(place)
 

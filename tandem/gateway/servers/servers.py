@@ -49,9 +49,11 @@ class Servers:
 
 
 @contextlib.asynccontextmanager
-async def running_servers(config: GatewayConfig, members: Members, say: Callable[[str], None]) -> AsyncIterator[Servers]:
-    """Yields the servers of ``config``, of which none was started yet, and ends them afterwards. Raises ``UserError`` if there are too few GPUs for them, or a
-    folder for logs cannot be made."""
+async def running_servers(
+    config: GatewayConfig, members: Members, waits: Callable[[str], tuple[int, float]], say: Callable[[str], None]
+) -> AsyncIterator[Servers]:
+    """Yields the servers of ``config``, of which none was started yet, and ends them afterwards. ``waits``: as in ``Group``. Raises ``UserError`` if there are
+    too few GPUs for them, or a folder for logs cannot be made."""
     _make_log_folders(config)
     machine = find_machine(config.servers)
     warning = too_few_cores(config.servers, available_cores())
@@ -59,7 +61,7 @@ async def running_servers(config: GatewayConfig, members: Members, say: Callable
         say(warning)
     with temporary_folder() as folder:
         servers = Servers()
-        servers.groups += [Group(name, config, machine, members, folder, say, lambda: servers.places) for name in config.servers]
+        servers.groups += [Group(name, config, machine, members, folder, say, lambda: servers.places, waits) for name in config.servers]
         try:
             yield servers
         finally:
