@@ -29,6 +29,7 @@ from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.router import reads_prefix
 from tandem.gateway.servers.servers import Servers
 from tandem.gateway.siblings import Siblings, joined_metrics
+from tandem.gateway.stored_responses import PATH
 from tandem.gateway.tls import ServerTls
 from tandem.gateway.usage import Meter
 from tandem.runtime.rpc.client_connections import ClientConnections
@@ -94,6 +95,9 @@ class GatewayApp:
             return
         if path.startswith(ADMIN):
             await answer_admin(self._state, scope, receive, send)
+            return
+        if method in ("GET", "DELETE") and path.startswith(f"{PATH}/"):
+            await self._stored(scope, receive, send)
             return
         if method not in ("GET", "HEAD"):
             known = ", ".join(INFERENCE_PATHS)
@@ -181,12 +185,39 @@ class GatewayApp:
             raise refused(left)
         meter = Meter(request.prompt_tokens)
         try:
+            if request.previous_response:
+                home = await state.proxy.stored.home(request.previous_response, caller.tenant, request.headers, request.client)
+                # Without one, any backend says that it does not have it.
+                request = request if home is None else replace(request, home=home.name)
             await state.proxy.answer(request, receive, send, meter, limit_headers(shares, left, time.time()))
         finally:
             # The end of the gateway must not cancel it halfway.
             await asyncio.shield(state.limits.settle(reservation, shares, meter.tokens, int(meter.is_answered)))
             if USAGE in scope and meter.is_answered:
                 scope[USAGE].prompt, scope[USAGE].completion = meter.prompt, meter.output
+
+    async def _stored(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers GET and DELETE of ``/v1/responses/ID``, which count as requests and cost no tokens."""
+        state, headers = self._state, scope["headers"]
+        client = scope["client"][0] if scope.get("client") else ""
+        try:
+            caller = state.auth.caller(headers, client)
+            entry: Entry | None = scope.get(AUDIT)
+            if entry is not None:
+                entry.tenant, entry.key = caller.tenant, None if caller.key is None else caller.key.id
+            reservation, shares = uuid.uuid4().hex, caller.shares(0, None)
+            left = await state.limits.reserve(reservation, shares)
+            if isinstance(left, Refusal):
+                state.metrics.limited.labels(left.share.name.rpartition(":")[2]).inc()
+                raise refused(left)
+            try:
+                id = scope["path"].removeprefix(f"{PATH}/")
+                response = await state.proxy.stored.answer(scope["method"], id, caller.tenant, headers, client)
+            finally:
+                await asyncio.shield(state.limits.settle(reservation, shares, 0, 1))
+        except ApiError as error:
+            response = JSONResponse(error.body, error.status, headers=error.headers)
+        await response(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive, share: Share, tenant: str) -> InferenceRequest | None:
         """Returns the request with its body, ``None`` if the client left. Raises ``ApiError``."""

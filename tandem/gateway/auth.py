@@ -91,12 +91,18 @@ class Auth:
 
     def _record(self, headers: Headers) -> KeyRecord:
         """Returns the key of a request, or that which its token stands for. Raises ``ApiError`` for one that is missing, wrong or expired."""
-        given = next((value[7:] for name, value in headers if name == b"authorization" and value[:7].lower() == b"bearer "), b"").decode("latin-1")
+        given = _given(headers)
         if self.tokens is not None and given.count(".") == 2:
             return self.tokens.record(given)
         record = None if self.keys is None else find_key(self.keys.records, given)
         if record is None:
-            raise unauthorised("a key is missing or wrong: 'Authorization: Bearer KEY'")
+            raise unauthorised("a key is missing or wrong: 'Authorization: Bearer KEY', or 'x-api-key: KEY' as Anthropic's clients send it")
         if record.is_expired(time.time()):
             raise unauthorised(f"the key {record.id} has expired; ask for a new one")
         return record
+
+
+def _given(headers: Headers) -> str:
+    """Returns the key of a request as OpenAI's clients send it, else as Anthropic's do; empty if there is none."""
+    bearer = next((value[7:] for name, value in headers if name == b"authorization" and value[:7].lower() == b"bearer "), None)
+    return (next((value for name, value in headers if name == b"x-api-key"), b"") if bearer is None else bearer).decode("latin-1")

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.types import Send
@@ -32,6 +33,8 @@ class Exchange:
     """Sent with the answer of whatever backend."""
     body: bytes
     """What Tandem's servers are sent: the client's bytes, with a seed if the answer may have to be repeated."""
+    noted: Callable[[bytes, Backend], None] | None = None
+    """Called with the beginning of an answer and the backend that gives it."""
     charge: Charge | None = None
     prompt_tokens: int = 0
     """Tokens of the prompt that the backend of the attempt has to compute."""

@@ -24,7 +24,7 @@ def to_backend(headers: Iterable[tuple[bytes, bytes]], *, authorization: str | N
     if it is empty. ``client``: the address that is added to ``X-Forwarded-For`` (empty: unknown)."""
     passed = [(name, value) for name, value in end_to_end(headers) if name not in _OF_REQUEST]
     if authorization is not None:
-        passed = [(name, value) for name, value in passed if name != b"authorization"]
+        passed = [(name, value) for name, value in passed if name not in (b"authorization", b"x-api-key")]
         if authorization:
             passed.append((b"authorization", authorization.encode()))
     if client:

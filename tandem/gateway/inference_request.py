@@ -10,8 +10,8 @@ from tandem.gateway.routing.prefix_index import Prefix, read_prefix
 from tandem.serving.errors import invalid
 
 INFERENCE_PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/generate",
-    "/tokenize", "/detokenize",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/score", "/score",
+    "/v1/rerank", "/v2/rerank", "/rerank", "/pooling", "/classify", "/generate", "/tokenize", "/detokenize",
 )  # fmt: skip
 """What is passed to backends, all with POST. Control calls of a backend are none of it: they would reach one that the client has not chosen."""
 BYTES_PER_TOKEN = 4
@@ -24,7 +24,9 @@ _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 """Fields that are equal in the requests of one conversation: ours, and two of OpenAI's."""
 _LONGEST_SESSION = 256
 _MOST_PRIORITY = 2**31
-_NO_GENERATION = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/tokenize", "/detokenize")
+_FREE = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
+"""Paths whose requests compute nothing: they count as requests, and cost no tokens."""
+_NO_GENERATION = (*_FREE, "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling", "/classify")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,10 @@ class InferenceRequest:
     """The conversation that it belongs to, if it says so."""
     asked_model: str | None = None
     """The name that the client asked for; limits and keys go by it."""
+    previous_response: str = ""
+    """The answer of ``/v1/responses`` that it continues."""
+    home: str = ""
+    """The name of the backend that alone can serve it, because that holds the answer before; empty: any."""
     shadows: "tuple[InferenceRequest, ...]" = ()
     """Its copies for models in the shadow."""
 
@@ -82,13 +88,14 @@ def read_request(
         raise invalid("'model' is not a text", "model")
     if stream is not None and not isinstance(stream, bool):
         raise invalid("'stream' is neither true nor false", "stream")
-    prompts, tokens = _prompt(content, len(body))
+    prompts, tokens = (0, 0) if path in _FREE else _prompt(content, len(body))
+    previous = content.get("previous_response_id") if path == "/v1/responses" else None
     longest = prompts * _generated(path, content)
     prefix, share = read_prefix(content) if by_prefix else ((), 0.0)
     return InferenceRequest(
         id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(headers),
         _priority(content), prefix, share, _idempotency_key(headers, tenant), _last_event_id(headers, stream=bool(stream)),
-        session_of(headers, content, tenant), model,
+        session_of(headers, content, tenant), model, previous[:_LONGEST_SESSION] if isinstance(previous, str) else "",
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Answers a request through a backend: attempts, and what follows from each."""
 
 import asyncio
+import functools
 import random
 import time
 
@@ -21,6 +22,7 @@ from tandem.gateway.relay import EVENTS, relay
 from tandem.gateway.resume import can_resume, repetition_of
 from tandem.gateway.retry_budget import RetryBudget
 from tandem.gateway.shadow import Shadows
+from tandem.gateway.stored_responses import PATH, StoredResponses
 from tandem.gateway.stream_events import Diverged
 from tandem.gateway.upstream import Upstream
 from tandem.gateway.upstream_connection import UpstreamConnection
@@ -34,9 +36,12 @@ RETRIED = (429, 500, 502, 503, 504)
 class Proxy:
     """Passes requests to the pool's backends, and their answers back as they come."""
 
-    def __init__(self, config: GatewayConfig, pool: Pool, upstream: Upstream, metrics: Metrics, admission: Admission, shadows: Shadows) -> None:
+    def __init__(
+        self, config: GatewayConfig, pool: Pool, upstream: Upstream, metrics: Metrics, admission: Admission, shadows: Shadows, stored: StoredResponses
+    ) -> None:
         self._config, self._pool, self._upstream, self._metrics, self._admission, self._shadows = config, pool, upstream, metrics, admission, shadows
         self._budget = RetryBudget(config.retry)
+        self.stored = stored
 
     def follow(self, config: GatewayConfig) -> None:
         """Takes other settings."""
@@ -49,6 +54,8 @@ class Proxy:
         Raises ``ApiError`` for what is answered with an error."""
         body, repetition = self._upstream.repeatable_body(request), repetition_of(request)
         exchange = Exchange(request, send, meter, self._metrics, headers, body, repetition=repetition)
+        if request.path == PATH:
+            exchange.noted = functools.partial(self.stored.note, request.tenant)
         try:
             async with while_client_waits(receive) as client, self._admission(request) as exchange.charge:
                 self._metrics.queue_wait.labels(request.model or "-").observe(time.monotonic() - exchange.began)

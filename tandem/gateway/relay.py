@@ -41,6 +41,8 @@ async def _whole(exchange: Exchange, attempt: Attempt, response: UpstreamConnect
         attempt.waiting_since = loop.time()
     body = b"".join(parts)
     if response.status < 400:
+        if exchange.noted is not None:
+            exchange.noted(body, attempt.backend)
         exchange.count_output(exchange.meter.whole(body))
     await exchange.start(response.status, headers)
     await exchange.part(body, is_last=True)
@@ -59,6 +61,8 @@ async def _stream(exchange: Exchange, attempt: Attempt, response: UpstreamConnec
         if whole and not attempt.has_begun:
             attempt.answered()
             attempt.done(exchange.prompt_tokens)
+            if exchange.noted is not None:
+                exchange.noted(whole, attempt.backend)
             await exchange.start(response.status, headers)
         if whole and exchange.repetition is not None:
             whole = exchange.repetition.rest(whole)

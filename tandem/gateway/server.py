@@ -40,6 +40,7 @@ from tandem.gateway.routing.stages import follow_stages, read_stages
 from tandem.gateway.servers.servers import running_servers
 from tandem.gateway.shadow import Shadows
 from tandem.gateway.siblings import Place, Siblings
+from tandem.gateway.stored_responses import StoredResponses
 from tandem.gateway.tls import ServerTls, check_tls, expiry_warning
 from tandem.gateway.upstream import KEEP_ALIVE_S, Upstream
 from tandem.gateway.workers import run_workers, share_of_worker
@@ -157,7 +158,7 @@ async def _serve(
         auth = Auth(config, made.keys, make_tokens(config, say))
         upstream = Upstream(backends, passes_keys=not auth.needs_key, connect_s=config.timeouts.connect_s)
         shadows = Shadows(pool, upstream, metrics)
-        proxy = Proxy(config, pool, upstream, metrics, admission, shadows)
+        proxy = Proxy(config, pool, upstream, metrics, admission, shadows, StoredResponses(pool, upstream, session))
         connections = ClientConnections(max_connections(), config.max_connections_per_client)
         routes = ModelRoutes(config.routes, pool, stages)
         state = GatewayState(config, pool, routes, proxy, admission, metrics, bodies, auth, connections, limits)

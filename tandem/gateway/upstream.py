@@ -47,6 +47,10 @@ class Upstream:
             return request.body
         return seeded(request.body, seed_of(request.idempotency_key) if request.idempotency_key else random.getrandbits(62))
 
+    def authorization(self, backend: Backend) -> str | None:
+        """Returns what replaces the client's ``Authorization``, as of ``headers.to_backend``."""
+        return f"Bearer {backend.api_key}" if backend.api_key else None if self.passes_keys else ""
+
     def close(self) -> None:
         """Closes the connections that have no request."""
         if self._sweep is not None:
@@ -91,9 +95,8 @@ class Upstream:
 
     def _head(self, backend: Backend, address: Address, request: InferenceRequest, length: int) -> bytes:
         """Returns the request's line and headers."""
-        authorization = f"Bearer {backend.api_key}" if backend.api_key else None if self.passes_keys else ""
         query = f"?{quoted(request.query.decode('latin-1'))}" if request.query else ""
-        headers = to_backend(request.headers, authorization=authorization, client=request.client)
+        headers = to_backend(request.headers, authorization=self.authorization(backend), client=request.client)
         lines = [
             f"POST {address.base}{request.path}{query} HTTP/1.1\r\nhost: {address.host_header}\r\ncontent-length: {length}\r\n"
             f"x-request-id: {request.id}\r\n".encode("latin-1"),

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 
 _PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,9})')
+_TOTAL = re.compile(rb'"total_tokens"\s*:\s*(\d{1,9})')
+"""All that rerankers say: they generate nothing."""
 _COMPLETION = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d{1,9})')
 
 
@@ -13,6 +15,8 @@ def read_usage(answer: bytes) -> tuple[int | None, int | None]:
     The text of an answer cannot feign them: a quote within a JSON string is escaped, so the pattern with its bare quotes is a key of the answer's own, and
     ``usage`` comes last."""
     prompt, completion = _PROMPT.findall(answer), _COMPLETION.findall(answer)
+    if not prompt and not completion:
+        prompt = _TOTAL.findall(answer)
     return (int(prompt[-1]) if prompt else None), (int(completion[-1]) if completion else None)
 
 

@@ -73,24 +73,30 @@ class ChatBackend:
 @contextlib.contextmanager
 def chat_backend(backend: ChatBackend) -> Iterator[ChatBackend]:
     """Runs ``backend`` and sets its ``url``."""
-    loop = asyncio.new_event_loop()
     app = web.Application(client_max_size=2**26)
     app.add_routes([web.get("/v1/models", backend.list), web.get("/readiness", backend.list)])
     app.add_routes([web.post(path, backend.answer) for path in ("/v1/chat/completions", "/v1/completions")])
+    with running_app(app) as backend.url:
+        yield backend
+
+
+@contextlib.contextmanager
+def running_app(app: web.Application) -> Iterator[str]:
+    """Serves ``app`` in a thread; gives its URL."""
+    loop = asyncio.new_event_loop()
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
 
-    async def start() -> None:
+    async def start() -> str:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        backend.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
     # Not in this thread, where Playwright has a loop of its own.
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    asyncio.run_coroutine_threadsafe(start(), loop).result(30)
     try:
-        yield backend
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result(30)
     finally:
         asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)

@@ -159,7 +159,7 @@ def test_events_are_passed_on_whole() -> None:
 
 
 @pytest.mark.parametrize("settings, says", [
-    ({}, "'backends' is missing"),
+    ({}, "'backends' has 0 entries"),
     ({"backends": []}, "'backends' has 0 entries"),
     ({"backends": [{"url": "http://a:1"}], "balanse": "x"}, "did you mean 'balance'"),
     ({"backends": [{"url": "http://a:1"}], "balance": "least"}, "must be one of least_tokens, power_of_two, round_robin, consistent_hash"),
