@@ -24,9 +24,10 @@ SIDECARS = {
     "vllm": (
         (
             "tests/backends/test_backends_vllm.py", "tests/backends/test_backends_vllm_experts.py", "tests/pod/test_pod_vllm.py",
-            "tests/pod/test_pod_vllm_experts.py",
+            "tests/pod/test_pod_vllm_experts.py", "tests/pod/test_pod_vllm_episodes.py", "tests/pod/test_pod_vllm_partial.py",
+            "tests/backends/test_backends_vllm_ranks.py", "tests/pod/test_pod_vllm_ranks.py",
         ),
-        ("tandem/backends/vllm", "tandem/backends/requirements.py", "tandem/pod/vllm_worker.py", "tandem/rl/rollout/vllm_groups.py"),
+        ("tandem/backends/vllm", "tandem/backends/requirements.py", "tandem/pod/vllm_worker.py", "tandem/pod/rollout_groups.py"),
     ),
     "megatron": (
         ("tests/backends/test_backends_megatron.py", "tests/backends/test_backends_megatron_dist.py", "tests/pod/test_pod_megatron.py"),

@@ -124,16 +124,8 @@ def _shown(value: object) -> str:
 
 def _check_vllm(recipe: "Recipe") -> None:
     rollout, given = recipe.rollout, "'rollout.backend' is 'vllm'"
-    others = {
-        "rollout.multi_turn": rollout.multi_turn is not None,
-        "rollout.agent": rollout.agent is not None,
-        "rollout.budget_tokens": bool(rollout.budget_tokens),
-        "rollout.repetition_detection": rollout.repetition_detection is not None,
-        "rollout.engine.tensor_parallel_size": rollout.engine.tensor_parallel_size > 1,
-    }
-    for key, is_given in others.items():
-        if is_given:
-            raise UserError(f"{given} with '{key}', which vLLM is not driven with in this version; remove the key, or set rollout.backend to tandem")
+    if rollout.repetition_detection is not None:
+        raise UserError(f"{given} with 'rollout.repetition_detection', which vLLM is not driven with in this version; remove it, or set the backend to tandem")
     if recipe.trainer.dtype == "float64":
         raise UserError(f"{given} and 'trainer.dtype' is 'float64', which vLLM does not have; set it to float32, bfloat16 or float16")
     if rollout.temperature < 0.01:

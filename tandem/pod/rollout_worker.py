@@ -1,7 +1,6 @@
 """The rollout sidecar's worker: the engine, and the calls that the pod makes of it."""
 
 import logging
-import weakref
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from itertools import chain
@@ -20,10 +19,7 @@ from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
 from tandem.pod.release import release
 from tandem.pod.residents.plan import kv_cache_tokens
-from tandem.rl.agents.in_flight import Agents, InFlightAgents
-from tandem.rl.rollout.episode_tools import EpisodeTools
-from tandem.rl.rollout.episodes import InFlightEpisodes
-from tandem.rl.rollout.groups import InFlightGroups
+from tandem.pod.rollout_groups import RolloutGroups
 from tandem.runtime.coordination.open import store_address
 from tandem.runtime.machine.gpus import pod_device
 from tandem.runtime.process.faults import FaultPoint
@@ -31,7 +27,7 @@ from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.rank_process import start
 from tandem.types import EngineDied, RunError, WeightSource, WeightVersion
-from tandem.types.wire_records import decode_prompts, decode_samples, encode_samples, samples_to_text
+from tandem.types.wire_records import encode_samples
 
 logger = logging.getLogger(__name__)
 CALLS = ROLLOUT_CALLS
@@ -45,10 +41,7 @@ class RolloutWorker:
         self.recipe = recipe
         self.source = WeightSource(store_address(recipe.coordination, directory))
         self.llm: LLM | None = None
-        self.groups: InFlightGroups | InFlightEpisodes | InFlightAgents | None = None
-        self.directory = directory
-        self.tools: EpisodeTools | None = None
-        self.agents: Agents | None = None
+        self.groups = RolloutGroups(recipe, directory)
         self.given: list[dict[str, str]] = []
 
     def methods(self) -> dict[str, Method]:
@@ -77,14 +70,11 @@ class RolloutWorker:
             kernels=meta["kernels"],
             attention=machine.attention,
         )
-        self.llm, self.groups = LLM.from_engine_args(args, precision=recipe.rollout_precision, trained_lora=lora, weight_version=DUMMY_VERSION), None
+        self.groups.forget()
+        self.llm = LLM.from_engine_args(args, precision=recipe.rollout_precision, trained_lora=lora, weight_version=DUMMY_VERSION)
         if meta.get("adapter"):
             self.llm.engine.update_weights(read_adapter(Path(meta["adapter"])), self.llm.weight_version)
-        if recipe.rollout.multi_turn is not None and self.tools is None:
-            self.tools = EpisodeTools.open(recipe.rollout.multi_turn, recipe.task.tools, folder, self.directory / "logs")
-            weakref.finalize(self, self.tools.pool.close)
-        if recipe.rollout.agent is not None and self.agents is None:
-            self.agents = Agents(recipe.rollout.agent, folder, self.directory / "logs")
+        self.groups.open(folder)
         return {"kv_cache_bytes": self.llm.engine.kv_cache_bytes, "base_bytes": self._base_bytes()}, {}
 
     def _base_bytes(self) -> int:
@@ -95,7 +85,8 @@ class RolloutWorker:
     def sleep_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Frees the engine's KV cache, and at ``level`` 2 (if the call does not say) its weights, until the next ``update_weight``; the reply has the
         ``left_bytes`` of the cache."""
-        engine, self.groups = self._engine().engine, None
+        engine = self._engine().engine
+        self.groups.forget()
         engine.sleep(level=int(meta.get("level", 2)))
         release(engine.decoder.device)
         return {"left_bytes": engine.kv_cache_bytes}, {}
@@ -148,30 +139,16 @@ class RolloutWorker:
         return {"version": list(self._engine().weight_version)}, {}
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Draws samples of the prompts for ``step`` under the weights that the engine holds, which must be those after ``weights`` steps.
-        Where the call ``adds`` its prompts, the groups that earlier calls left unfinished go on beside them; else they are dropped. With ``wait: any`` the
-        call returns when a group is finished, else when all are. The reply has the samples of the ``finished`` prompts; of those that have ``unfinished``
-        samples, only these, continued. With ``stream`` each sample is also sent, as soon as it is finished, in ``samples`` of a progress. ``drafts``: the
-        number of proposals of draft tokens, and of tokens proposed and accepted."""
-        llm, step, weights = self._engine(), int(meta["step"]), int(meta["weights"])
+        """Draws samples of the prompts for ``step`` under the weights that the engine holds, which must be those after ``weights`` steps, as
+        ``RolloutGroups.draw`` says. The reply has the samples of the ``finished`` prompts. ``drafts``: the number of proposals of draft tokens, and of tokens
+        proposed and accepted."""
+        llm, weights = self._engine(), int(meta["weights"])
         before = llm.engine.cumulative_stats().speculation
         if llm.weight_version.step != weights:
             raise RunError(f"the engine holds the weights of step {llm.weight_version.step} and was asked for samples of those of step {weights}")
-        if self.groups is None or not meta.get("adds"):
-            if self.groups is not None:
-                self.groups.drop()
-            self.groups = self._no_groups(llm)
-        unfinished = decode_samples(blobs["unfinished"]) if "unfinished" in blobs else []
-        self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"], unfinished)
-        on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
-        samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)
+        samples = self.groups.draw(llm.engine, llm.engine.settings.max_model_len, meta, blobs, progress)
         drafts = [now - then for now, then in zip(astuple(llm.engine.cumulative_stats().speculation), astuple(before), strict=True)]
         return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples)), "drafts": drafts}, {"samples": encode_samples(samples)}
-
-    def _no_groups(self, llm: LLM) -> InFlightGroups | InFlightEpisodes | InFlightAgents:
-        if self.agents is not None:
-            return InFlightAgents(llm.engine, self.agents, llm.engine.settings.max_model_len)
-        return InFlightGroups(llm.engine) if self.tools is None else InFlightEpisodes(llm.engine, self.tools)
 
     def _engine(self) -> LLM:
         if self.llm is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 
 from tandem.backends.vllm.arguments import environment, kv_cache_bytes, serve_arguments
+from tandem.backends.vllm.engine import VllmEngine
 from tandem.backends.vllm.server import VllmServer
 from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
@@ -15,7 +16,7 @@ from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.calls import ROLLOUT_CALLS
 from tandem.pod.prompts import context_tokens
 from tandem.pod.residents.plan import kv_cache_tokens
-from tandem.rl.rollout.vllm_groups import VllmGroups
+from tandem.pod.rollout_groups import RolloutGroups
 from tandem.runtime.coordination.open import store_address
 from tandem.runtime.machine.gpus import pod_device
 from tandem.runtime.process.faults import FaultPoint
@@ -24,7 +25,7 @@ from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.text.tokenizer import Tokenizer
 from tandem.trainer.rank_process import start
 from tandem.types import RunError, WeightVersion
-from tandem.types.wire_records import decode_prompts, encode_samples, samples_to_text
+from tandem.types.wire_records import encode_samples
 
 logger = logging.getLogger(__name__)
 CALLS = ROLLOUT_CALLS
@@ -37,10 +38,9 @@ class VllmWorker:
     def __init__(self, recipe: Recipe, directory: Path, folder: Path, log: Path, threads: int) -> None:
         self.recipe, self.directory, self.folder, self.log, self.threads = recipe, directory, folder, log, threads
         self.server: VllmServer | None = None
-        self.groups: VllmGroups | None = None
-        self.tokenizer: Tokenizer | None = None
-        self.max_model_len = self.kv_cache_bytes = 0
-        self.replays = False
+        self.engine: VllmEngine | None = None
+        self.groups = RolloutGroups(recipe, directory)
+        self.kv_cache_bytes = 0
 
     def methods(self) -> dict[str, Method]:
         """Every call by its name."""
@@ -54,25 +54,32 @@ class VllmWorker:
         folder, recipe, device = Path(meta["folder"]).resolve(), self.recipe, pod_device(self.recipe.machine)
         shapes, engine = read_shapes(folder), recipe.rollout.engine
         dtype = COMPUTE_DTYPE.get(recipe.trainer.precision, recipe.trainer.dtype)
-        self.max_model_len = context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
-        self.tokenizer = Tokenizer.from_folder(folder)
-        tokens = kv_cache_tokens(recipe.rollout, recipe.algorithm, self.max_model_len)
+        length = context_tokens(recipe.model, recipe.rollout.max_tokens, folder)
+        tokens = kv_cache_tokens(recipe.rollout, recipe.algorithm, length)
         self.kv_cache_bytes = kv_cache_bytes(shapes, dtype, tokens, engine.max_num_seqs, device)
-        self.replays = recipe.replays_routing(shapes.experts is not None)
+        replays = recipe.replays_routing(shapes.experts is not None)
         arguments = serve_arguments(
-            engine, dtype=dtype, seed=recipe.run.seed, max_model_len=self.max_model_len, cache_bytes=self.kv_cache_bytes, device=device,
-            reads_weights=bool(meta.get("reads_weights")), returns_routing=self.replays,
+            engine, dtype=dtype, seed=recipe.run.seed, max_model_len=length, cache_bytes=self.kv_cache_bytes, device=device,
+            reads_weights=bool(meta.get("reads_weights")), returns_routing=replays,
         )  # fmt: skip
         self.server = VllmServer(
-            folder, arguments, self.folder, self.log, store_address(recipe.coordination, self.directory), self.threads,
-            environment(device, engine.tensor_parallel_size), self.replays, recipe.trainer.lora,
+            folder, arguments, self.folder, self.log, store_address(recipe.coordination, self.directory),
+            max(1, self.threads // engine.tensor_parallel_size),
+            environment(device, engine.tensor_parallel_size), replays, recipe.trainer.lora,
         )  # fmt: skip
         weakref.finalize(self, self.server.close)
         self.server.start()
+        self.engine = VllmEngine(
+            self.server, Tokenizer.from_folder(folder), max_model_len=length, vocab_size=shapes.vocab_size, most=engine.max_num_seqs
+        )
+        self.groups.open(folder)
         return {"kv_cache_bytes": self.kv_cache_bytes, "base_bytes": 0}, {}
 
     def _end(self) -> None:
-        self.groups = None
+        self.groups.forget()
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
         if self.server is not None:
             self.server.close()
             self.server = None
@@ -95,7 +102,7 @@ class VllmWorker:
         server, version, began = self._running(), WeightVersion(*meta["version"]), perf_counter()
         rereads, revision = tuple[str, ...](), None
         if server.version != version:
-            self._drop_groups()
+            self.groups.drop()
             updated = server.update(version)
             rereads, revision = updated.rereads, updated.revision
             logger.info("weights %s in %.3f s", tuple(version), perf_counter() - began)
@@ -111,24 +118,13 @@ class VllmWorker:
 
     def rollout(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Draws samples of the prompts, as ``RolloutWorker.rollout``."""
-        server, step, weights = self._running(), int(meta["step"]), int(meta["weights"])
+        server, weights = self._running(), int(meta["weights"])
         if server.version is None or server.version.step != weights:
             held = "dummy weights" if server.version is None else f"the weights of step {server.version.step}"
             raise RunError(f"vLLM holds {held} and was asked for samples of those of step {weights}")
-        assert self.tokenizer is not None
-        if self.groups is None or not meta.get("adds"):
-            self._drop_groups()
-            most = self.recipe.rollout.engine.max_num_seqs
-            self.groups = VllmGroups(server.client, self.tokenizer, server.version, max_model_len=self.max_model_len, most=most, replays=self.replays)
-        self.groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"])
-        on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
-        samples = self.groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)
+        assert self.engine is not None
+        samples = self.groups.draw(self.engine, self.engine.max_model_len, meta, blobs, progress)
         return {"finished": list(dict.fromkeys(sample.prompt_id for sample in samples)), "drafts": [0, 0, 0]}, {"samples": encode_samples(samples)}
-
-    def _drop_groups(self) -> None:
-        if self.groups is not None:
-            self.groups.drop()
-            self.groups = None
 
     def _running(self) -> VllmServer:
         if self.server is None:

@@ -19,11 +19,12 @@ from whole_tensors import converted
 
 from tandem.backends.environment import installed
 from tandem.backends.vllm.arguments import environment, serve_arguments
+from tandem.backends.vllm.engine import VllmEngine
 from tandem.backends.vllm.server import VllmServer
 from tandem.config.engine import EngineArgs
 from tandem.config.lora import LoraConfig
 from tandem.model.huggingface.model_folder import read_tensors
-from tandem.rl.rollout.vllm_groups import VllmGroups
+from tandem.rl.rollout.groups import InFlightGroups
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import Prompt, Sample, UserError, WeightVersion
@@ -40,7 +41,10 @@ def is_installed() -> bool:
 
 needs_vllm = pytest.mark.skipif(not is_installed(), reason="the vLLM sidecar has no environment here: tandem sidecar install vllm")
 MAX_MODEL_LEN = 64
-GREEDY = {"n": 1, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12, "stop": [], "seed": 0, "purpose": "rollout"}
+GREEDY = {
+    "n": 1, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12, "budget_tokens": 0, "stop": [], "repetition_detection": None,
+    "seed": 0, "purpose": "rollout",
+}  # fmt: skip
 SAMPLED = {**GREEDY, "n": 4, "temperature": 1.0}
 
 
@@ -57,14 +61,12 @@ class Engine:
         self.published = dict(tensors)
         self.writer.publish(converted(list(tensors.items())), version)
 
-    def groups(self) -> VllmGroups:
-        assert self.server.version is not None
-        replays = self.server.returns_routing
-        return VllmGroups(self.server.client, self.tokenizer, self.server.version, max_model_len=MAX_MODEL_LEN, most=64, replays=replays)
+    def engine(self) -> VllmEngine:
+        return VllmEngine(self.server, self.tokenizer, max_model_len=MAX_MODEL_LEN, vocab_size=99, most=64)
 
-    def draw(self, prompts: Sequence[Prompt], settings: Mapping[str, Any], step: int = 0) -> list[Sample]:
-        groups = self.groups()
-        groups.add(step, prompts, settings)
+    def draw(self, prompts: Sequence[Prompt], settings: Mapping[str, Any], step: int = 0, unfinished: Sequence[Sample] = ()) -> list[Sample]:
+        groups = InFlightGroups(self.engine())
+        groups.add(step, prompts, settings, unfinished)
         return groups.draw("all", lambda done, total: None)
 
     def processes(self) -> dict[int, str]:

@@ -153,6 +153,25 @@ def test_samples_end_at_the_end_token_a_stop_text_and_the_limit(engine: Engine, 
     assert [len(sample.token_ids) for sample in engine.draw([long], {**GREEDY, "max_tokens": 30})] in ([4], [3], [2], [1])
 
 
+def test_unfinished_completions_are_continued_by_newer_weights(engine: Engine, model: Path) -> None:
+    asked, settings = prompts(8, 99, seed=6), {**SAMPLED, "budget_tokens": 5}
+    old = brought(engine, model, 25, seed=25)
+    begun = engine.draw(asked, settings)
+    unfinished = [sample for sample in begun if sample.finish_reason == "abort"]
+    assert len(unfinished) > 16 and all(len(sample.token_ids) == 5 for sample in unfinished)
+    new = brought(engine, model, 26, seed=26)
+    continued = engine.draw([prompt for prompt in asked if prompt.id in {sample.prompt_id for sample in unfinished}], settings, 1, unfinished)
+    before = {sample.id: sample for sample in unfinished}
+    assert {sample.id for sample in continued} == before.keys()
+    references = [reference_logprobs(model, tensors, continued) for tensors in (old, new)]
+    for sample, by_old, by_new in zip(continued, *references, strict=True):
+        assert sample.token_ids[:5] == before[sample.id].token_ids and 5 < len(sample.token_ids) <= 10
+        assert sample.weight_versions == (WeightVersion(1, 25),) * 5 + (WeightVersion(1, 26),) * (len(sample.token_ids) - 5)
+        chosen = torch.cat([by_old[:5], by_new[5:]]).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        assert (torch.tensor(sample.logprobs, dtype=torch.float64) - chosen).abs().max() < 1e-4
+        assert sample.text == engine.tokenizer.decode(sample.token_ids)
+
+
 def test_what_vllm_computes_with_is_what_was_published_bit_for_bit(engine: Engine, model: Path) -> None:
     tensors = brought(engine, model, 30, seed=30)
     (held,) = engine.server.held_digests()

@@ -18,18 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from tandem.backends.vllm import held_weights as held_weights_module
+from tandem.backends.vllm.engine import VllmEngine
+from tandem.backends.vllm.generate import routing_of
 from tandem.backends.vllm.held_weights import PROBE_ROWS, digest, held_weights, shard_of
 from tandem.backends.vllm.http_client import VllmClient
 from tandem.backends.vllm.raw_logprobs import report_raw_logprobs
 from tandem.config.load import to_mapping
 from tandem.config.recipe import Recipe, load_config
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.jobs.checks import check_rl
 from tandem.jobs.start import dry_run
 from tandem.model.new_model import write_tokenizer
 from tandem.rl.rollout.dispatch import sampling_settings
-from tandem.rl.rollout.vllm_groups import VllmGroups, routing_of
+from tandem.rl.rollout.groups import InFlightGroups
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import EngineDied, Prompt, UserError, WeightVersion
+from tandem.types import EngineDied, FinishReason, Prompt, Sample, UserError, WeightVersion
 
 SORT = Path(__file__).parents[2] / "recipes" / "sort.yaml"
 VERSION = WeightVersion(3, 8)
@@ -177,6 +180,7 @@ def server(tmp_path: Path) -> Iterator[tuple[VllmClient, list[dict[str, Any]], d
     path = tmp_path / "http"
     with socketserver.ThreadingUnixStreamServer(str(path), Handler) as listening:
         listening.daemon_threads = True
+        listening.handle_error = lambda *_: None  # type: ignore[method-assign]  # A client that has given up.
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         yield VllmClient(path), asked, answer
         listening.shutdown()
@@ -207,13 +211,18 @@ def generated(body: dict[str, Any], label: str = "3.8", reason: str = "length") 
     return {"choices": [{"token_ids": tokens, "finish_reason": reason, "stop_reason": None, "logprobs": {"content": content}, "weight_versions": spans}]}
 
 
+def engine_of(client: VllmClient, tokenizer: Tokenizer, *, most: int) -> VllmEngine:
+    server: Any = SimpleNamespace(client=client, version=VERSION, returns_routing=False)
+    return VllmEngine(server, tokenizer, max_model_len=12, vocab_size=99, most=most)
+
+
 def test_groups_are_drawn_with_a_seed_for_each_sample_and_whatever_other_weights_drew_is_refused(server: Any, tmp_path: Path) -> None:
     client, asked, answer = server
     answer["body"] = generated
     recipe = load_config(SORT)
     write_tokenizer(recipe.model.create, tmp_path)
     tokenizer = Tokenizer.from_folder(tmp_path)
-    make = lambda: VllmGroups(client, tokenizer, VERSION, max_model_len=12, most=5)
+    make = lambda: InFlightGroups(engine_of(client, tokenizer, most=5))
     prompts = [Prompt(f"p{i}", "", tuple(range(3, 5 + i))) for i in range(6)]
     settings = {**sampling_settings(recipe.rollout, 3, seed=1), "max_tokens": 8}
     groups, streamed, progress = make(), [], []
@@ -231,7 +240,7 @@ def test_groups_are_drawn_with_a_seed_for_each_sample_and_whatever_other_weights
     assert again.draw("any", lambda done, total: None), "a group is finished"
     again.drop()
     assert {body["sampling_params"]["seed"] for body in asked[18:] if "sampling_params" in body} <= seeds, "the same request had another seed"
-    wrong = {"drew sample .* with the weights": {"label": "3.7"}, "finish reason 'abort'": {"reason": "abort"}}
+    wrong = {r"drew completion \d of request-0 with the weights": {"label": "3.7"}, "finish reason 'abort'": {"reason": "abort"}}
     for match, change in wrong.items():
         answer["body"] = lambda body, change=change: generated(body, **change)
         groups = make()
@@ -239,6 +248,75 @@ def test_groups_are_drawn_with_a_seed_for_each_sample_and_whatever_other_weights
         with pytest.raises(EngineDied, match=match):
             groups.draw("all", lambda done, total: None)
         groups.drop()
+
+
+def test_a_completion_is_continued_with_its_own_tokens_other_random_numbers_and_a_stop_text_that_begins_in_them(server: Any, tmp_path: Path) -> None:
+    client, asked, answer = server
+    recipe = load_config(SORT)
+    write_tokenizer(recipe.model.create, tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    begun, rest = tokenizer.encode("31"), tokenizer.encode("2879")
+
+    def rest_of(body: dict[str, Any]) -> dict[str, Any]:
+        made = generated(body)
+        made["choices"][0]["token_ids"] = rest[: body["sampling_params"]["max_tokens"]]
+        return made
+
+    answer["body"] = rest_of
+    prompt, old = Prompt("p", "", (3, 4)), WeightVersion(3, 7)
+    settings = {**sampling_settings(recipe.rollout, 3, seed=1), "max_tokens": 6, "budget_tokens": 4}
+    sample = Sample("4/p/1", "p", 1, (3, 4), tuple(begun), (-0.5, -0.25), (-0.5, -0.25), (old, old), FinishReason.ABORT, "31")
+
+    def drawn(stop: list[str]) -> Sample:
+        groups = InFlightGroups(engine_of(client, tokenizer, most=2))
+        groups.add(5, [prompt], {**settings, "stop": stop}, [sample])
+        (continued,) = groups.draw("all", lambda done, total: None)
+        return continued
+
+    continued = drawn([])
+    assert (continued.id, continued.text, continued.token_ids) == ("4/p/1", "312879", (*begun, *rest))
+    assert continued.logprobs[:2] == (-0.5, -0.25) and len(continued.logprobs) == 6 and continued.weight_versions == (old, old, *(VERSION,) * 4)
+    (first,) = asked
+    assert first["token_ids"] == [3, 4, *begun] and first["sampling_params"]["max_tokens"] == 4
+    whole = InFlightGroups(engine_of(client, tokenizer, most=2))
+    whole.add(4, [prompt], settings)
+    whole.draw("all", lambda done, total: None)
+    assert first["sampling_params"]["seed"] not in {body["sampling_params"]["seed"] for body in asked[1:]}, "it was drawn with the numbers of its beginning"
+    # vLLM, which sees "2879", knows nothing of "12".
+    cut = drawn(["87", "12"])
+    assert (cut.text, cut.finish_reason, cut.token_ids) == ("3", "stop", (*begun, rest[0]))
+    assert len(cut.logprobs) == len(cut.sampling_logprobs) == len(cut.weight_versions) == 3
+
+
+def test_a_request_that_is_given_up_closes_its_connection_and_has_no_output(server: Any, tmp_path: Path) -> None:
+    client, asked, answer = server
+    write_tokenizer(load_config(SORT).model.create, tmp_path)
+    may_answer = threading.Event()
+
+    def late(body: dict[str, Any]) -> dict[str, Any]:
+        assert may_answer.wait(30)
+        return generated(body)
+
+    answer["body"] = late
+    engine = engine_of(client, Tokenizer.from_folder(tmp_path), most=2)
+    engine.add_request("given up", [3, 4], SamplingParams(n=3, max_tokens=4), key=1)
+    while len(asked) < 2:  # The third waits for a thread.
+        assert engine.step() == []
+    with pytest.raises(UserError, match="request id 'given up' is in use"):
+        engine.add_request("given up", [3], SamplingParams(), key=1)
+    assert engine.abort("given up") and not engine.abort("given up")
+    engine.add_request("kept", [3, 4], SamplingParams(max_tokens=5), key=2)
+    outputs = []
+    while not outputs:
+        outputs = engine.step()
+        # The calls given up have ended without an answer, so that there is a thread for this one.
+        if any(body["sampling_params"]["max_tokens"] == 5 for body in asked):
+            may_answer.set()
+    assert [output.request_id for output in outputs] == ["kept"] and engine.step() == []
+    for tokens, match in (([], "is empty"), ([3] * 12, "no room for a completion"), ([3, 99], "holds token id 99")):
+        with pytest.raises(UserError, match=match):
+            engine.add_request("refused", tokens, SamplingParams(max_tokens=1), key=3)
+    engine.close()
 
 
 @pytest.mark.parametrize("override", [{"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}])
@@ -250,7 +328,7 @@ def test_at_another_temperature_or_with_a_filter_both_logprobs_are_recorded(over
     settings = {**sampling_settings(recipe.rollout, 2, seed=1), "max_tokens": 4, **override}
 
     def drawn() -> list[Any]:
-        groups = VllmGroups(client, Tokenizer.from_folder(tmp_path), VERSION, max_model_len=12, most=2)
+        groups = InFlightGroups(engine_of(client, Tokenizer.from_folder(tmp_path), most=2))
         groups.add(4, [Prompt("p", "", (3, 4))], settings)
         return groups.draw("all", lambda done, total: None)
 
@@ -305,15 +383,14 @@ def test_a_recipe_on_vllm_corrects_for_importance_and_says_so_in_its_configurati
 
 
 @pytest.mark.parametrize("override", [
-    "rollout.temperature=0.005", "rollout.budget_tokens=4", "trainer.dtype=float64",
-    "rollout.multi_turn={}", "rollout.repetition_detection={max_pattern_size: 2}", "residents.plan=sleep", "residents.plan=offload",
+    "rollout.temperature=0.005", "trainer.dtype=float64",
+    "rollout.repetition_detection={max_pattern_size: 2}", "residents.plan=sleep", "residents.plan=offload",
     "rollout.engine.quantization=int8", "rollout.engine.kv_cache_dtype=int8", "rollout.engine.batching=static", "rollout.engine.watermark=0.2",
-    "rollout.engine.tensor_parallel_size=2",
     "rollout.engine.speculative_config={method: ngram}", "rollout.engine.deterministic=false",
 ])  # fmt: skip
 def test_what_vllm_is_not_driven_with_is_refused_in_one_line(override: str) -> None:
     with pytest.raises(UserError) as raised:
-        load_config(SORT, ["--rollout.backend=vllm", f"--{override}", *(["--task.tools=[calculator]", "--task.chat=true"] if "multi_turn" in override else [])])
+        load_config(SORT, ["--rollout.backend=vllm", f"--{override}"])
     assert "'rollout.backend' is 'vllm'" in str(raised.value) and "\n" not in str(raised.value)
 
 

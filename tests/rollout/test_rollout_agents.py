@@ -29,7 +29,7 @@ from tandem.rl.agents.session import Session, SessionEnded, TooLong
 from tandem.rl.algorithms.batch import make_batch
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.dispatch import sampling_settings
-from tandem.types import FinishReason, Prompt, RunError, Sample, Score, ScoreState, UserError, WeightVersion
+from tandem.types import FinishReason, Prompt, RoutedExperts, RunError, Sample, Score, ScoreState, UserError, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_samples
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "text"))
@@ -50,6 +50,30 @@ def conversations(folder, template="chatml"):
 
 def session_of(known, index=0, **settings):
     return Session(known, 3, Prompt("p0", "?", (1, 2)), index, {**SETTINGS, **settings}, context=100_000)
+
+
+def test_a_branchs_tokens_keep_the_experts_of_the_call_that_computed_them_first(tmp_path):
+    known = conversations(tmp_path)
+    session, asked = session_of(known), []
+
+    def answer(messages, text):
+        request = session.ask(messages)
+        ids = [*known.tokenizer.encode(text), next(iter(known.turns.ends))]
+        routed = RoutedExperts(1, 1, 1, bytes([len(asked)]) * (len(request.prompt) + len(ids) - 1))
+        asked.append(len(request.prompt) + len(ids) - 1)
+        logprobs = [-0.5] * len(ids)
+        return session.record(request, CompletionOutput(0, text, ids, logprobs, logprobs, [AT] * len(ids), "stop", routed_experts=routed)).answer
+
+    messages = [{"role": "user", "content": "one"}]
+    messages += [answer(messages, "first"), {"role": "user", "content": "more"}]
+    answer(messages, "second")
+    answer([{"role": "user", "content": "another"}], "third")
+    sample = session.sample(None, "")
+    forked, whole = sample, sample.branches[0]
+    assert forked.routed_experts.data == b"\2" * asked[2]
+    assert whole.routed_experts.data == bytes(asked[0]) + b"\1" * (asked[1] - asked[0])
+    (again,) = decode_samples(encode_samples([sample]))
+    assert (again.routed_experts, again.branches[0].routed_experts) == (forked.routed_experts, whole.routed_experts)
 
 
 def answered(session, messages, ids, tools=(), reason="stop"):

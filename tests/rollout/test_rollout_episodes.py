@@ -20,7 +20,7 @@ from tandem.rl.rollout.episodes import InFlightEpisodes
 from tandem.rl.rollout.partial import with_drawn
 from tandem.rl.rollout.tool_pool import ToolPool
 from tandem.text.tool_calls import ToolCall
-from tandem.types import FinishReason, Prompt, ReplayBuffer, Sample, WeightVersion
+from tandem.types import FinishReason, Prompt, ReplayBuffer, RoutedExperts, Sample, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_samples
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "text"))
@@ -273,6 +273,49 @@ def test_a_result_that_a_tokenizer_of_characters_lacks_and_one_of_any_length_are
         process.kill()
     assert "was changed while the run used it" in tools.pool.run("tool", {"count": 1}).result().fault
     tools.pool.close()
+
+
+class RecordingEngine(ScriptedEngine):
+    """Sends every token of its request number r to expert r, the tokens of earlier requests too, as an engine that computes them again may."""
+
+    def step(self):
+        name, completion, output = self.outputs.pop(0)
+        computed = len(self.asked[int(name.rpartition("-")[2])][0]) + len(completion.token_ids) - 1
+        self.listener(name, replace(completion, routed_experts=RoutedExperts(1, 1, 1, bytes([int(name.rpartition("-")[2])]) * computed)))
+        return [] if output is None else [output]
+
+
+@pytest.mark.parametrize("budget", [0, 1000])
+def test_a_token_keeps_the_experts_of_the_request_that_computed_it_first(tmp_path, budget):
+    """Request 0 computes the prompt and the first turn but for its last token, which request 1 computes, with the observation and the second turn."""
+    tools = opened(tmp_path)
+    engine = RecordingEngine(script(tools, CALL % "1+2", CALL % "3+4", "done"), tools.turns.tokenizer)
+    settings, prompt = {**SETTINGS, "n": 1, "budget_tokens": budget}, Prompt("p0", "?", (1, 2))
+    episodes = InFlightEpisodes(engine, tools)
+    episodes.add(3, [prompt], settings)
+    if budget:
+        # It waits for the next round just after an observation, which nobody has computed.
+        (first_turn,) = engine.outputs
+        settings["budget_tokens"] = len(first_turn[1].token_ids)
+        episodes = InFlightEpisodes(engine, tools)
+        engine.asked.clear(), engine.outputs.clear()
+        engine.write = script(tools, CALL % "1+2", CALL % "3+4", "done")
+        episodes.add(3, [prompt], settings)
+        (sample,) = episodes.draw("all", lambda done, total: None)
+        assert sample.finish_reason is FinishReason.ABORT and not sample.response_mask[-1]
+        (sample,) = decode_samples(encode_samples([sample]))
+        assert sample.routed_experts.data == bytes(len(prompt.token_ids) + len(sample.token_ids) - 1), "request 0, and zeros for the observation"
+        episodes._added, settings["budget_tokens"] = 1, 1000
+        episodes.add(4, [prompt], settings, [sample])
+    (sample,) = episodes.draw("all", lambda done, total: None)
+    tools.pool.close()
+    turns = [len(tokens) for tokens, *_ in engine.asked]
+    assert sample.finish_reason is FinishReason.STOP and len(turns) == 3
+    own = [*sample.response_mask, False]
+    ends = [len(prompt.token_ids) + place for place in range(1, len(own)) if own[place - 1] and not own[place]]
+    first, second, third = ends
+    expected = bytes(first - 1) + b"\1" * (second - first) + b"\2" * (third - second)
+    assert sample.routed_experts.data == expected and sample.routed_experts.tokens == third - 1
 
 
 def test_groups_are_returned_as_they_finish_and_the_rest_can_be_dropped(tmp_path):

@@ -71,5 +71,9 @@ def environment(device: str, tensor_parallel_size: int) -> dict[str, str]:
     """Returns the variables that such a server reads besides its arguments."""
     if device != "cpu":
         return {}
-    # The engine's only worker is in its own process, and nothing is compiled: a first request would wait 20 s for one small function.
-    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tensor_parallel_size == 1 else "1", "TORCHDYNAMO_DISABLE": "1"}
+    # Nothing is compiled: a first request would wait 20 s for one small function.
+    if tensor_parallel_size == 1:
+        # The engine's only worker is in its own process.
+        return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+    # vLLM binds each rank to a NUMA node of its own, and ends where there are fewer. The pod divides the cores: each rank has as many threads as it is told.
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -23,12 +23,15 @@ def check_model(shapes: ModelShapes, device: str, recipe: Recipe) -> None:
         if recipe.trainer.router_replay == "R3":
             raise UserError("'trainer.router_replay' is 'R3' and the model has no experts; remove the key")
         return
-    inner = shapes.experts.intermediate_size
+    # Each rank has a part of every expert.
+    ranks = recipe.rollout.engine.tensor_parallel_size
+    inner = shapes.experts.intermediate_size // ranks
     if device != "cpu":
         raise UserError(f"the model has a mixture of experts, whose weights are read back from vLLM on a CPU alone in this version; {_TO_TANDEM}")
     if inner % CPU_EXPERT_MULTIPLE or shapes.hidden_size % CPU_EXPERT_MULTIPLE:
         raise UserError(
-            f"the model's experts have matrices of {inner} by {shapes.hidden_size}, and vLLM's on a CPU are multiples of {CPU_EXPERT_MULTIPLE}; {_TO_TANDEM}"
+            f"the model's experts have matrices of {inner} by {shapes.hidden_size}{f' on each of {ranks} ranks' if ranks > 1 else ''}, and vLLM's on a CPU are "
+            f"multiples of {CPU_EXPERT_MULTIPLE}; {_TO_TANDEM}"
         )
     if recipe.trainer.router_bias_rate:
         raise UserError(

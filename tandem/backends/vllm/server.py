@@ -35,7 +35,7 @@ POLL_S = 0.2
 @dataclass
 class VllmServer:
     """``arguments``: of ``vllm serve`` after the model (see ``arguments.serve_arguments``). ``folder``: for its socket and temporary files, emptied at the
-    start. ``log``: receives its output. ``store``: the address at which weights are published. ``threads``: that it computes with."""
+    start. ``log``: receives its output. ``store``: the address at which weights are published. ``threads``: that each rank computes with."""
 
     model: Path
     arguments: Sequence[str]

@@ -6,6 +6,7 @@ from tandem.config.engine import SpeculativeConfig
 from tandem.engine.core.request import Request, Sequence, random_key
 from tandem.engine.pooling.params import PoolingParams
 from tandem.engine.processing.outputs import Continuation
+from tandem.engine.processing.prompt_check import check_prompt
 from tandem.engine.processing.repetition import RepetitionDetector
 from tandem.engine.processing.stop_checker import StopChecker
 from tandem.engine.processing.truncation import truncate_prompt
@@ -101,19 +102,8 @@ class InputProcessor:
 
     def _check(self, prompt_token_ids: Series[int], params: SamplingParams, draws: bool) -> LogitsProcessors | None:
         """As ``check``, for a truncated prompt; returns the logits processors of the request."""
-        length, longest, vocab = len(prompt_token_ids), self._settings.max_model_len, self._vocab_size
-        if not length:
-            raise UserError("the prompt is empty; give it at least one token")
-        if not draws and length > longest:
-            raise UserError(f"the prompt has {length} tokens, more than max_model_len ({longest}); shorten the prompt or raise max_model_len")
-        if draws and length + (params.max_tokens != 0) > longest:
-            raise UserError(
-                f"the prompt has {length} tokens, which leaves no room for a completion in max_model_len "
-                f"({longest}); shorten the prompt or raise max_model_len"
-            )
-        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab:
-            wrong = next(token for token in prompt_token_ids if not 0 <= token < vocab)
-            raise UserError(f"the prompt holds token id {wrong}; the model's vocabulary has the ids 0 to {vocab - 1}")
+        vocab = self._vocab_size
+        check_prompt(prompt_token_ids, self._settings.max_model_len, vocab, max_tokens=params.max_tokens, draws=draws)
         params.check_vocabulary(vocab)
         if params.n > self._settings.max_num_seqs:
             check_completions(params.n)

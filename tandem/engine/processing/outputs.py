@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.engine.pooling.outputs import PooledData
-from tandem.types import WeightVersion
+from tandem.types import RoutedExperts, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class CompletionOutput:
     ``raw_logprobs``: at temperature 1, without filters and biases. ``sampling_logprobs``: in the distribution that the token was drawn from
     (0.0 if greedy). ``finish_reason``: ``stop``, ``length``, ``repetition`` or ``abort``; ``None`` while it is unfinished. ``stop_reason``: the stop text or
     the stop token id that ended it; ``None`` for an end-of-sequence token. ``logprobs``: for each position the requested number of most likely
-    tokens and the drawn one, or ``None`` if not requested."""
+    tokens and the drawn one, or ``None`` if not requested. ``routed_experts``: of the prompt and the completion, where another engine than Tandem's
+    records them."""
 
     index: int
     text: str
@@ -36,6 +37,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    routed_experts: RoutedExperts | None = None
 
     @property
     def cumulative_logprob(self) -> float:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.agent import AgentConfig
-from tandem.engine.engine import Engine
 from tandem.engine.processing.outputs import CompletionOutput
 from tandem.rl.agents.agent_pool import AgentPool
 from tandem.rl.agents.agent_server import AgentServer
 from tandem.rl.agents.conversations import Conversations
 from tandem.rl.agents.session import Asked, Session
+from tandem.rl.rollout.sampling_engine import SamplingEngine
 from tandem.types import Prompt, Sample, UserError
 
 
@@ -57,7 +57,7 @@ def _close(pool: AgentPool, server: AgentServer) -> None:
 class InFlightAgents:
     """The groups of episodes that ``engine`` draws, with the interface of ``InFlightGroups``. ``context``: tokens that a request and its answer may have."""
 
-    def __init__(self, engine: Engine, agents: Agents, context: int) -> None:
+    def __init__(self, engine: SamplingEngine, agents: Agents, context: int) -> None:
         self._engine, self._agents, self._context = engine, agents, context
         self._groups: dict[int, dict[int, Sample | None]] = {}
         """The unfinished groups, by the order in which they were added, with the sample of each index."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.text.tool_turns import Call
-from tandem.types import WeightVersion
+from tandem.types import RoutedExperts, WeightVersion
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +19,7 @@ class ModelCall:
     """One call. ``messages``, ``tools``: what the agent sent; ``answer``: the message it received, with the calls of tools ``tool_calls``. ``prompt``,
     ``token_ids``: what the model read and sampled, with the log-probabilities and versions of ``Sample``. ``parent``: the call that it continues.
     ``number``: the order in which the calls ended. ``stop_text``: the stop text that ended it. ``is_text``: the agent sent and received plain text, or token
-    ids, and no messages."""
+    ids, and no messages. ``routed_experts``: of the completion."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]]
@@ -36,6 +36,7 @@ class ModelCall:
     number: int
     stop_text: str | None = None
     is_text: bool = False
+    routed_experts: RoutedExperts | None = None
 
     @property
     def read(self) -> list[int]:

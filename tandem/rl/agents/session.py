@@ -14,7 +14,8 @@ from tandem.rl.agents.model_calls import ModelCall, trajectories
 from tandem.rl.rollout.dispatch import model_call_key, request_key, sample_id
 from tandem.rl.rollout.groups import sampling_params
 from tandem.text.messages import Message, plain_message
-from tandem.types import FinishReason, Prompt, Sample, UserError, WeightVersion
+from tandem.types import FinishReason, Prompt, RoutedExperts, Sample, UserError, WeightVersion
+from tandem.types.routed_experts import extended
 
 
 class TooLong(UserError):
@@ -142,7 +143,7 @@ class Session:
             call = ModelCall(
                 asked.messages, asked.tools, answer, tool_calls, asked.prompt, completion.token_ids, completion.raw_logprobs, completion.sampling_logprobs,
                 completion.weight_versions, reason, completion.text, asked.parent, len(self._calls),
-                stop_text, asked.is_text,
+                stop_text, asked.is_text, completion.routed_experts,
             )  # fmt: skip
             self._calls.append(call)
             return call
@@ -192,6 +193,7 @@ class Session:
                     response_mask=() if all(mask) else mask,
                     messages=tuple(trajectory.new_messages),
                     fault=fault,
+                    routed_experts=_routing(trajectory.calls),
                 )
             )
         return replace(sequences[0], outcome=outcome or {}, branches=tuple(sequences[1:]))
@@ -201,6 +203,14 @@ def _first(call: ModelCall) -> ModelCall:
     while call.parent is not None:
         call = call.parent
     return call
+
+
+def _routing(calls: Sequence[ModelCall]) -> RoutedExperts | None:
+    """Returns the routing of a trajectory, in which each token has the experts of the call that computed it first; ``None``: none was recorded."""
+    routing: RoutedExperts | None = None
+    for call in calls:
+        routing = extended(routing, call.routed_experts)
+    return routing
 
 
 _Tokens = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...], tuple[WeightVersion | None, ...], tuple[bool, ...]]

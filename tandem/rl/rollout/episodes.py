@@ -10,16 +10,17 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tandem.engine.engine import Engine
 from tandem.engine.processing.outputs import CompletionOutput, Continuation
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.rl.rollout.dispatch import request_key, sample_id, step_of
 from tandem.rl.rollout.episode_tools import Answer, EpisodeTools
 from tandem.rl.rollout.groups import sampling_params
+from tandem.rl.rollout.sampling_engine import SamplingEngine
 from tandem.rl.rollout.tool_worker import ToolAnswer
 from tandem.text.tool_calls import ToolCall, content_before_calls, parse_tool_calls
 from tandem.text.tool_turns import Call
-from tandem.types import FinishReason, Prompt, Sample, WeightVersion
+from tandem.types import FinishReason, Prompt, RoutedExperts, Sample, WeightVersion
+from tandem.types.routed_experts import extended
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +36,8 @@ class Episode:
     sampling_logprobs: list[float] = field(default_factory=list)
     versions: list[WeightVersion | None] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
+    routing: RoutedExperts | None = None
+    """Of the tokens that an engine has computed, if it records them."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: int = 0
     text: str = ""
@@ -58,6 +61,10 @@ class Episode:
         episode.logprobs, episode.sampling_logprobs = list(sample.logprobs[:end]), list(sample.sampling_logprobs[:end])
         episode.versions = list(sample.weight_versions[:end])
         episode.messages = [dict(message) for message in sample.messages]
+        if sample.routed_experts is not None:
+            # Up to the last token that was sampled: observations after it, the engine has not computed.
+            last = max(place for place, was_sampled in enumerate(sampled) if was_sampled)
+            episode.routing = sample.routed_experts.first(len(prompt.token_ids) + last)
         episode.turns = sum(message["role"] == "assistant" for message in episode.messages)
         drawn_by = [version for version in sample.weight_versions[end:] if version is not None]
         begun = Continuation(sample.token_ids[end:], sample.logprobs[end:], sample.sampling_logprobs[end:], drawn_by)
@@ -71,6 +78,7 @@ class Episode:
         self.sampling_logprobs += turn.sampling_logprobs
         self.versions += turn.weight_versions
         self.mask += [True] * len(turn.token_ids)
+        self.routing = extended(self.routing, turn.routed_experts)
         self.text = turn.text
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -98,6 +106,7 @@ class Episode:
             response_mask=() if all(self.mask) else tuple(self.mask),
             messages=tuple(self.messages),
             fault=self.fault,
+            routed_experts=None if self.routing is None else self.routing.first(len(self.prompt.token_ids) + len(self.tokens) - 1),
         )
 
 
@@ -117,7 +126,7 @@ class _Calls:
 class InFlightEpisodes:
     """The groups of episodes that ``engine`` draws, with the interface of ``InFlightGroups``. Tools run while other episodes are sampled."""
 
-    def __init__(self, engine: Engine, tools: EpisodeTools) -> None:
+    def __init__(self, engine: SamplingEngine, tools: EpisodeTools) -> None:
         self._engine, self._tools = engine, tools
         self._groups: dict[int, list[Episode]] = {}
         """The unfinished groups, by the order in which they were added."""

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tandem.config.repetition_detection import RepetitionDetectionParams
-from tandem.engine.engine import Engine
 from tandem.engine.processing.outputs import CompletionOutput, Continuation, RequestOutput
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.rl.rollout.dispatch import request_key, sample_id, step_of
 from tandem.rl.rollout.partial import cut_by_budget
+from tandem.rl.rollout.sampling_engine import SamplingEngine
 from tandem.types import FinishReason, Prompt, Sample
+from tandem.types.routed_experts import extended
 
 
 def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
@@ -42,6 +43,7 @@ def sample_of(step: int, prompt: Prompt, completion: CompletionOutput) -> Sample
         weight_versions=tuple(completion.weight_versions),
         finish_reason=FinishReason(str(completion.finish_reason)),
         text=completion.text,
+        routed_experts=completion.routed_experts,
     )
 
 
@@ -71,7 +73,7 @@ class _Group:
 class InFlightGroups:
     """The groups that ``engine`` draws. Further groups can be added while others are unfinished."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SamplingEngine) -> None:
         self._engine = engine
         self._groups: list[_Group] = []
         self._requests: dict[str, _Group] = {}
@@ -140,4 +142,5 @@ def _continued(sample: Sample, completion: CompletionOutput) -> Sample:
     return replace(
         sample, token_ids=tuple(completion.token_ids), logprobs=tuple(completion.raw_logprobs), sampling_logprobs=tuple(completion.sampling_logprobs),
         weight_versions=tuple(completion.weight_versions), finish_reason=FinishReason(str(completion.finish_reason)), text=completion.text,
+        routed_experts=extended(sample.routed_experts, completion.routed_experts),
     )  # fmt: skip

@@ -1,0 +1,62 @@
+"""The groups that a rollout's worker draws, whichever engine it has: completions, episodes with tools or an agent's, as the recipe says."""
+
+import weakref
+from pathlib import Path
+
+from tandem.config.recipe import Recipe
+from tandem.rl.agents.in_flight import Agents, InFlightAgents
+from tandem.rl.rollout.episode_tools import EpisodeTools
+from tandem.rl.rollout.episodes import InFlightEpisodes
+from tandem.rl.rollout.groups import InFlightGroups
+from tandem.rl.rollout.sampling_engine import SamplingEngine
+from tandem.runtime.rpc.calls import Blobs, Meta, Progress
+from tandem.types import Sample
+from tandem.types.wire_records import decode_prompts, decode_samples, samples_to_text
+
+
+class RolloutGroups:
+    """Keeps the processes of tools or of the agent from rollout to rollout, and unfinished groups from call to call. ``directory``: of the run."""
+
+    def __init__(self, recipe: Recipe, directory: Path) -> None:
+        self._recipe, self._logs = recipe, directory / "logs"
+        self._tools: EpisodeTools | None = None
+        self._agents: Agents | None = None
+        self._groups: InFlightGroups | InFlightEpisodes | InFlightAgents | None = None
+
+    def open(self, folder: Path) -> None:
+        """Starts the processes that the recipe needs, if they do not run. ``folder``: of the tokenizer and its chat template. Raises ``UserError``."""
+        recipe = self._recipe
+        if recipe.rollout.multi_turn is not None and self._tools is None:
+            self._tools = EpisodeTools.open(recipe.rollout.multi_turn, recipe.task.tools, folder, self._logs)
+            weakref.finalize(self, self._tools.pool.close)
+        if recipe.rollout.agent is not None and self._agents is None:
+            self._agents = Agents(recipe.rollout.agent, folder, self._logs)
+
+    def draw(self, engine: SamplingEngine, context: int, meta: Meta, blobs: Blobs, progress: Progress) -> list[Sample]:
+        """Returns the samples that a call of ``rollout`` asks ``engine`` for. ``context``: tokens that a prompt and its completion may have.
+
+        Where the call ``adds`` its prompts, the groups that earlier calls left unfinished go on beside them; else they are dropped. With ``wait: any`` it
+        returns when a group is finished, else when all are; of prompts that have ``unfinished`` samples, only these, continued. With ``stream`` each sample is
+        also sent, as soon as it is finished, in ``samples`` of a progress."""
+        if self._groups is None or not meta.get("adds"):
+            self.drop()
+            self._groups = self._none(engine, context)
+        unfinished = decode_samples(blobs["unfinished"]) if "unfinished" in blobs else []
+        self._groups.add(int(meta["step"]), decode_prompts(blobs["prompts"]), meta["settings"], unfinished)
+        on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
+        return self._groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)
+
+    def _none(self, engine: SamplingEngine, context: int) -> InFlightGroups | InFlightEpisodes | InFlightAgents:
+        if self._agents is not None:
+            return InFlightAgents(engine, self._agents, context)
+        return InFlightGroups(engine) if self._tools is None else InFlightEpisodes(engine, self._tools)
+
+    def drop(self) -> None:
+        """Aborts what is unfinished."""
+        if self._groups is not None:
+            self._groups.drop()
+            self._groups = None
+
+    def forget(self) -> None:
+        """Forgets what is unfinished, whose engine has ended or sleeps."""
+        self._groups = None
