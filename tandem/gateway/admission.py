@@ -1,11 +1,10 @@
 """Who may go to a backend now, who waits, and who is refused because he would wait too long."""
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.config.gateway import GatewayConfig
@@ -73,9 +72,12 @@ class Admission:
         began = [waiter.since for name in (model, None) if name in self._lines for waiter in self._lines[name].queue]
         return len(began), self._clock() - min(began) if began else 0.0
 
-    @contextlib.asynccontextmanager
-    async def __call__(self, request: InferenceRequest) -> AsyncIterator["Charge"]:
-        """Waits for the request's turn, and counts its end. Raises ``ApiError`` if the queue is full, or the answer would not begin in time."""
+    def __call__(self, request: InferenceRequest) -> "Turn":
+        """Returns the turn of ``request``, as a context."""
+        return Turn(self, request)
+
+    async def begin(self, request: InferenceRequest) -> "Charge":
+        """Waits for the request's turn. Raises ``ApiError`` if the queue is full, or the answer would not begin in time."""
         line = self._lines.get(request.model)
         if line is None:
             queue: FairQueue[_Waiter] = FairQueue(self._weights, self._others.weight, self._classes, self._others.priority)
@@ -88,11 +90,13 @@ class Admission:
             _check_time(0.0, self._pool.first_byte_s(request), math.inf, request.timeout_s)
         charge = Charge(line.queue, request.tenant)
         charge.prompt(request.prompt_tokens)
-        try:
-            yield charge
-        finally:
-            line.ended.append(self._clock())
-            self._dispatch(line)
+        return charge
+
+    def end(self, request: InferenceRequest) -> None:
+        """Counts the end of a request that had its turn."""
+        line = self._lines[request.model]
+        line.ended.append(self._clock())
+        self._dispatch(line)
 
     def wake(self) -> None:
         """Gives turns where there is room, as after a backend has become ready."""
@@ -148,6 +152,21 @@ class Admission:
             return 0.0
         rate = len(line.ended) / max(now - line.ended[0], 0.001)
         return (line.queue.ahead(tenant) + 1) / rate
+
+
+class Turn:
+    """One request's turn, as a context that begins when it has come."""
+
+    __slots__ = ("_admission", "_request")
+
+    def __init__(self, admission: Admission, request: InferenceRequest) -> None:
+        self._admission, self._request = admission, request
+
+    async def __aenter__(self) -> "Charge":
+        return await self._admission.begin(self._request)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._admission.end(self._request)
 
 
 @dataclass

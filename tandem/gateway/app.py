@@ -1,9 +1,8 @@
 """The gateway's HTTP application: pages, probes, the list of models, and everything that goes to a backend."""
 
-import asyncio
+import random
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +32,7 @@ from tandem.gateway.stored_responses import PATH
 from tandem.gateway.tls import ServerTls
 from tandem.gateway.usage import Meter
 from tandem.runtime.rpc.client_connections import ClientConnections
+from tandem.runtime.rpc.patient_protocol import CONNECTION
 from tandem.serving.bodies import Share, UnfinishedBodies, read_body, too_large
 from tandem.serving.errors import ApiError, internal, invalid, unavailable
 from tandem.serving.json_body import PARSED, BodyParser
@@ -41,6 +41,11 @@ from tandem.serving.refusal import answer
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _JSON_HEADER = (b"content-type", b"application/json")
+
+
+def new_id() -> str:
+    """Returns a name that no other request has. It is no secret: a system call for each would be paid for nothing."""
+    return f"{random.getrandbits(128):032x}"
 
 
 async def _nothing_to_reload() -> list[str]:
@@ -159,7 +164,7 @@ class GatewayApp:
                 return
             if entry is not None:
                 entry.request_id, entry.model, entry.stream = request.id, request.model, request.stream
-            await self._admitted(request, caller, scope, receive, send)
+            await self._admitted(request, caller, scope, send)
         except ApiError as error:
             # The traceback would keep the body.
             refusal = error.with_traceback(None)
@@ -171,15 +176,15 @@ class GatewayApp:
         if refusal is not None:
             await answer(refusal, send, None if is_complete or refusal.status == 408 else receive)
 
-    async def _admitted(self, request: InferenceRequest, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _admitted(self, request: InferenceRequest, caller: Caller, scope: Scope, send: Send) -> None:
         """Answers a request within the limits of its caller. Raises ``ApiError``."""
         state = self._state
         caller.check_model(request.asked_model)
         state.routes.check_model(request.asked_model)
         shares = caller.shares(request.prompt_tokens + request.max_tokens, request.asked_model)
         # The client chooses the request's id, and may choose one twice.
-        reservation = uuid.uuid4().hex
-        left = await state.limits.reserve(reservation, shares)
+        reservation = new_id() if shares else ""
+        left = await state.limits.reserve(reservation, shares) if shares else []
         if isinstance(left, Refusal):
             state.metrics.limited.labels(left.share.name.rpartition(":")[2]).inc()
             raise refused(left)
@@ -189,10 +194,10 @@ class GatewayApp:
                 home = await state.proxy.stored.home(request.previous_response, caller.tenant, request.headers, request.client)
                 # Without one, any backend says that it does not have it.
                 request = request if home is None else replace(request, home=home.name)
-            await state.proxy.answer(request, receive, send, meter, limit_headers(shares, left, time.time()))
+            await state.proxy.answer(request, scope["state"][CONNECTION], send, meter, limit_headers(shares, left, time.time()) if shares else [])
         finally:
-            # The end of the gateway must not cancel it halfway.
-            await asyncio.shield(state.limits.settle(reservation, shares, meter.tokens, int(meter.is_answered)))
+            if shares:
+                await state.limits.settle(reservation, shares, meter.tokens, int(meter.is_answered))
             if USAGE in scope and meter.is_answered:
                 scope[USAGE].prompt, scope[USAGE].completion = meter.prompt, meter.output
 
@@ -205,7 +210,7 @@ class GatewayApp:
             entry: Entry | None = scope.get(AUDIT)
             if entry is not None:
                 entry.tenant, entry.key = caller.tenant, None if caller.key is None else caller.key.id
-            reservation, shares = uuid.uuid4().hex, caller.shares(0, None)
+            reservation, shares = new_id(), caller.shares(0, None)
             left = await state.limits.reserve(reservation, shares)
             if isinstance(left, Refusal):
                 state.metrics.limited.labels(left.share.name.rpartition(":")[2]).inc()
@@ -214,7 +219,7 @@ class GatewayApp:
                 id = scope["path"].removeprefix(f"{PATH}/")
                 response = await state.proxy.stored.answer(scope["method"], id, caller.tenant, headers, client)
             finally:
-                await asyncio.shield(state.limits.settle(reservation, shares, 0, 1))
+                await state.limits.settle(reservation, shares, 0, 1)
         except ApiError as error:
             response = JSONResponse(error.body, error.status, headers=error.headers)
         await response(scope, receive, send)
@@ -230,7 +235,9 @@ class GatewayApp:
         if int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0")) > most:
             # It says so itself: nothing of it is received.
             raise too_large(most)
-        body = await read_body(receive, share, most, state.config.request_s)
+        # Nothing has to be waited for where all of it came with the head, as it mostly does.
+        limit_s = None if scope["state"][CONNECTION].has_body else state.config.request_s
+        body = await read_body(receive, share, most, limit_s)
         if body is None:
             return None
         if not body:
@@ -240,7 +247,7 @@ class GatewayApp:
         await state.parser.parse(parsed, body, None)
         headers: Headers = scope["headers"]
         given = next((value for name, value in headers if name == b"x-request-id"), b"")
-        id = given.decode("ascii") if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        id = given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else new_id()
         return self._routed(read_request(
             id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client, tenant=tenant, by_prefix=reads_prefix(state.config)
         ), parsed[PARSED])  # fmt: skip

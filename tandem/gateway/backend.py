@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tandem.config.gateway import BackendConfig, BreakerConfig
 from tandem.gateway.breaker import Breaker, Outcome, Pass
@@ -135,29 +136,29 @@ class Backend:
         """Returns about how long a request of ``tokens`` tokens would wait for the first byte of its answer; 0 while nothing is known."""
         return self.speed.seconds(self.outstanding_tokens + tokens)
 
-    def take(self, tokens: int) -> "Attempt":
-        """Begins an attempt that costs about ``tokens`` tokens. Its breaker must allow one."""
-        return Attempt(self, self.breaker.take(), tokens)
+    def take(self, tokens: int, task: "asyncio.Task[Any] | None" = None) -> "Attempt":
+        """Begins an attempt that costs about ``tokens`` tokens. Its breaker must allow one. ``task``: that which makes it; ``None``: the current one."""
+        return Attempt(self, self.breaker.take(), tokens, task)
 
 
 class Attempt:
     """One request at one backend. It counts in the backend's load from its beginning until ``release``, whatever happens to it.
 
-    ``waiting_since``: event-loop time since when the backend owes us something, ``None`` while it does not. ``has_begun``: the answer has begun.
+    ``waiting_since``: monotonic time since when the backend owes us something, ``None`` while it does not. ``has_begun``: the answer has begun.
     """
 
-    def __init__(self, backend: Backend, given: Pass, tokens: int) -> None:
+    def __init__(self, backend: Backend, given: Pass, tokens: int, task: "asyncio.Task[Any] | None" = None) -> None:
         self.backend, self.tokens = backend, tokens
         self.waiting_since: float | None = None
         self.has_begun = False
         self.deadline: float | None = None
-        """Event-loop time until which the answer must have begun."""
+        """Monotonic time until which the answer must have begun."""
         self.given_up: str | None = None
         """Why the gateway no longer waits for the backend."""
         self.is_late = False
         """The deadline has passed."""
         self._pass = given
-        self._task = asyncio.current_task()
+        self._task = asyncio.current_task() if task is None else task
         backend.outstanding_tokens += tokens
         self._size, self._look = tokens, backend.looks
         self._ahead, self._began_s = backend.outstanding_tokens, backend.clock()

@@ -1,38 +1,35 @@
 """Ends the work for a client when it leaves."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from types import TracebackType
 
-from starlette.types import Receive
+from tandem.runtime.rpc.patient_protocol import Patience
 
 
-@dataclass
-class ClientWatch:
-    """Whether the client has left."""
+class WhileClientWaits:
+    """Cancels what it contains when the client at ``connection`` leaves, and then ends without an error. ``task``: what is
+    cancelled, the one that enters. ``has_left``: the client has."""
 
-    has_left: bool = False
+    __slots__ = ("_connection", "has_left", "task")
 
+    def __init__(self, connection: Patience) -> None:
+        self._connection, self.has_left = connection, False
 
-@contextlib.asynccontextmanager
-async def while_client_waits(receive: Receive) -> AsyncIterator[ClientWatch]:
-    """Cancels what it contains when the client leaves, and then ends without an error. ``receive`` has nothing but the client's end left."""
-    task, client = asyncio.current_task(), ClientWatch()
-    assert task is not None
+    def __enter__(self) -> "WhileClientWaits":
+        # Where the loop is not given, Python 3.11 makes a system call to find it.
+        task = asyncio.current_task(self._connection.loop)
+        assert task is not None
+        self.task = task
+        self._connection.when_lost(self._left)
+        return self
 
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        client.has_left = True
-        task.cancel()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        self._connection.no_longer_when_lost(self._left)
+        if not self.has_left or kind is not asyncio.CancelledError:
+            return False
+        self.task.uncancel()
+        return True
 
-    watcher = asyncio.create_task(watch())
-    try:
-        yield client
-    except asyncio.CancelledError:
-        if not client.has_left:
-            raise
-        task.uncancel()
-    finally:
-        watcher.cancel()
+    def _left(self) -> None:
+        self.has_left = True
+        self.task.cancel()

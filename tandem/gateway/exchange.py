@@ -1,9 +1,11 @@
 """One request of a client from its beginning to the end of its answer."""
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import Send
 
@@ -35,6 +37,8 @@ class Exchange:
     """What Tandem's servers are sent: the client's bytes, with a seed if the answer may have to be repeated."""
     noted: Callable[[bytes, Backend], None] | None = None
     """Called with the beginning of an answer and the backend that gives it."""
+    task: "asyncio.Task[Any] | None" = None
+    """That which answers it."""
     charge: Charge | None = None
     prompt_tokens: int = 0
     """Tokens of the prompt that the backend of the attempt has to compute."""

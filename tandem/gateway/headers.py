@@ -15,8 +15,11 @@ _OF_REQUEST = frozenset((b"host", b"content-length", b"expect"))
 def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Returns ``headers``, with names in lower case, without those of the connection: the well-known ones and those that ``Connection`` names."""
     plain = [(name.lower(), value) for name, value in headers]
-    named = {each.strip().lower() for name, value in plain if name == b"connection" for each in value.split(b",")}
-    return [(name, value) for name, value in plain if name not in _HOP_BY_HOP and name not in named]
+    left_out = _HOP_BY_HOP
+    for name, value in plain:
+        if name == b"connection":
+            left_out = left_out.union(each.strip().lower() for each in value.split(b","))
+    return [header for header in plain if header[0] not in left_out]
 
 
 def to_backend(headers: Iterable[tuple[bytes, bytes]], *, authorization: str | None, client: str) -> Headers:

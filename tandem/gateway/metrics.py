@@ -1,7 +1,9 @@
 """The gateway's figures in Prometheus' text format; their names begin with ``tandem_gateway_``."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
@@ -11,6 +13,16 @@ from tandem.gateway.routing.prefix_index import PrefixIndex
 from tandem.gateway.servers.servers import Servers
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600)
+
+
+Kind = TypeVar("Kind", Counter, Histogram)
+
+
+class _Children(Generic[Kind]):
+    """A metric whose children are found by their labels at once: prometheus_client checks the labels at each call."""
+
+    def __init__(self, metric: Kind) -> None:
+        self.labels: Callable[..., Kind] = functools.lru_cache(maxsize=4096)(metric.labels)
 
 
 class Metrics:
@@ -25,26 +37,28 @@ class Metrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"tandem_gateway_{name}", text, labels, registry=self.registry)
 
-        self.requests = Counter(
+        self.requests = _Children(Counter(
             "tandem_gateway_requests", "Requests that were answered, by status (499: the client left).", ("model", "code"), registry=self.registry
+        ))  # fmt: skip
+        self.attempts = _Children(
+            Counter("tandem_gateway_attempts", "Attempts at backends, by what came of them.", ("backend", "outcome"), registry=self.registry)
         )
-        self.attempts = Counter("tandem_gateway_attempts", "Attempts at backends, by what came of them.", ("backend", "outcome"), registry=self.registry)
         self.retries = Counter("tandem_gateway_retries", "Requests given to a further backend.", registry=self.registry)
         self.resumed = Counter("tandem_gateway_resumed_streams", "Streams that went on at another backend.", registry=self.registry)
         self.shadows = Counter(
             "tandem_gateway_shadow_requests", "Copies for models in the shadow, by what came of them.", ("model", "outcome"), registry=self.registry
         )
-        self.first_byte = Histogram(
+        self.first_byte = _Children(Histogram(
             "tandem_gateway_time_to_first_byte_seconds", "From the complete request to the first byte of its answer.", ("model",),
             registry=self.registry, buckets=_SECONDS,
-        )  # fmt: skip
-        self.duration = Histogram(
+        ))  # fmt: skip
+        self.duration = _Children(Histogram(
             "tandem_gateway_request_seconds", "From the complete request to the end of its answer.", ("model",), registry=self.registry, buckets=_SECONDS
-        )
+        ))  # fmt: skip
         self.limited = Counter("tandem_gateway_limited", "Requests refused by a limit of their key or tenant.", ("limit",), registry=self.registry)
-        self.queue_wait = Histogram(
+        self.queue_wait = _Children(Histogram(
             "tandem_gateway_queue_wait_seconds", "From the complete request to its turn.", ("model",), registry=self.registry, buckets=_SECONDS
-        )
+        ))  # fmt: skip
         self.refused = Counter("tandem_gateway_refused", "Requests that were refused or ended for their time or the queue's length.", ("reason",),
                                registry=self.registry)  # fmt: skip
         self._waiting_tokens = gauge("waiting_tokens", "Tokens of the prompts that wait for their turn.", "model")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -62,7 +63,7 @@ class Probes:
 
     async def probe(self, backend: Backend) -> None:
         """Asks ``backend`` once and notes its health and models."""
-        why, began = "", asyncio.get_running_loop().time()
+        why, began = "", time.monotonic()
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 status = await self._status(backend)

@@ -5,14 +5,14 @@ import functools
 import random
 import time
 
-from starlette.types import Receive, Send
+from starlette.types import Send
 
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.admission import Admission
 from tandem.gateway.attempt_failure import BackendFailed, StatusRetried, UpstreamFailed
 from tandem.gateway.backend import Attempt, Backend
 from tandem.gateway.breaker import Outcome
-from tandem.gateway.client_watch import while_client_waits
+from tandem.gateway.client_watch import WhileClientWaits
 from tandem.gateway.exchange import CLIENT_LEFT, Exchange
 from tandem.gateway.headers import Headers, end_to_end
 from tandem.gateway.inference_request import InferenceRequest
@@ -27,6 +27,7 @@ from tandem.gateway.stream_events import Diverged
 from tandem.gateway.upstream import Upstream
 from tandem.gateway.upstream_connection import UpstreamConnection
 from tandem.gateway.usage import Meter
+from tandem.runtime.rpc.patient_protocol import Patience
 from tandem.serving.errors import ApiError
 
 RETRIED = (429, 500, 502, 503, 504)
@@ -49,18 +50,20 @@ class Proxy:
             self._budget = RetryBudget(config.retry)
         self._config = config
 
-    async def answer(self, request: InferenceRequest, receive: Receive, send: Send, meter: Meter, headers: Headers) -> None:
-        """Answers ``request``. ``receive`` has nothing but the client's end left. ``meter`` counts what it costs. ``headers`` are added to the answer's.
+    async def answer(self, request: InferenceRequest, connection: Patience, send: Send, meter: Meter, headers: Headers) -> None:
+        """Answers ``request``. ``connection``: the client's. ``meter`` counts what it costs. ``headers`` are added to the answer's.
         Raises ``ApiError`` for what is answered with an error."""
         body, repetition = self._upstream.repeatable_body(request), repetition_of(request)
         exchange = Exchange(request, send, meter, self._metrics, headers, body, repetition=repetition)
         if request.path == PATH:
             exchange.noted = functools.partial(self.stored.note, request.tenant)
         try:
-            async with while_client_waits(receive) as client, self._admission(request) as exchange.charge:
-                self._metrics.queue_wait.labels(request.model or "-").observe(time.monotonic() - exchange.began)
-                self._shadows.start(request)
-                await self._attempts(exchange)
+            with WhileClientWaits(connection) as client:
+                exchange.task = client.task
+                async with self._admission(request) as exchange.charge:
+                    self._metrics.queue_wait.labels(request.model or "-").observe(time.monotonic() - exchange.began)
+                    self._shadows.start(request)
+                    await self._attempts(exchange)
             if client.has_left:
                 # The connection to the backend is closed by now: that is how it learns that nobody waits.
                 exchange.status = CLIENT_LEFT
@@ -113,10 +116,10 @@ class Proxy:
         """Makes one attempt. Raises ``BackendFailed`` if another one may be made."""
         request = exchange.request
         exchange.prompt_tokens = max(0, request.prompt_tokens - self._pool.sent(request, backend))
-        attempt = backend.take(exchange.prompt_tokens + request.max_tokens)
+        attempt = backend.take(exchange.prompt_tokens + request.max_tokens, exchange.task)
         outcome = Outcome.UNKNOWN
         try:
-            attempt.waiting_since = asyncio.get_running_loop().time()
+            attempt.waiting_since = time.monotonic()
             if request.timeout_s is not None:
                 attempt.deadline = attempt.waiting_since + request.timeout_s - (time.monotonic() - exchange.began)
             async with self._upstream.post(backend, request, exchange.body) as response:

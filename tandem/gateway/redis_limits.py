@@ -132,7 +132,8 @@ class RedisLimits(Limits):
             await self._alone.settle(id, shares, tokens, requests)
             return
         self._unsettled.append((id, tuple(shares), tokens, requests))
-        await self.flush()
+        # The end of the gateway must not cancel it halfway.
+        await asyncio.shield(self.flush())
 
     async def flush(self) -> None:
         """Settles what has ended; what Redis does not take stays for the next time."""

@@ -1,6 +1,6 @@
 """The bytes of a backend's answer on their way to the client."""
 
-import asyncio
+import time
 
 from tandem.gateway.attempt_failure import UpstreamFailed
 from tandem.gateway.backend import Attempt
@@ -26,7 +26,6 @@ async def relay(exchange: Exchange, attempt: Attempt, response: UpstreamConnecti
 
 async def _whole(exchange: Exchange, attempt: Attempt, response: UpstreamConnection, headers: Headers) -> None:
     """Sends an answer that is no stream of events."""
-    loop = asyncio.get_running_loop()
     parts: list[bytes] = []
     size = 0
     while part := await response.read():
@@ -38,7 +37,7 @@ async def _whole(exchange: Exchange, attempt: Attempt, response: UpstreamConnect
             await exchange.start(response.status, headers)
             await exchange.part(b"".join(parts))
             parts.clear()
-        attempt.waiting_since = loop.time()
+        attempt.waiting_since = time.monotonic()
     body = b"".join(parts)
     if response.status < 400:
         if exchange.noted is not None:
@@ -50,7 +49,6 @@ async def _whole(exchange: Exchange, attempt: Attempt, response: UpstreamConnect
 
 async def _stream(exchange: Exchange, attempt: Attempt, response: UpstreamConnection, headers: Headers) -> None:
     """Sends events as they come, each whole. Raises ``UpstreamFailed`` if the last one is missing."""
-    loop = asyncio.get_running_loop()
     exchange.is_stream = True
     is_done, held = exchange.request.path not in _ENDED_BY_DONE, b""
     while part := await response.read():
@@ -74,7 +72,7 @@ async def _stream(exchange: Exchange, attempt: Attempt, response: UpstreamConnec
             exchange.count_output(count)
             is_done = is_done or whole.rstrip().endswith(b"[DONE]")
             await exchange.part(whole)
-        attempt.waiting_since = loop.time()
+        attempt.waiting_since = time.monotonic()
     if held or not is_done:
         raise UpstreamFailed("its answer is not complete")
     await exchange.start(response.status, headers)

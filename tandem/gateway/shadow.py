@@ -1,6 +1,7 @@
 """Copies of requests for models that are tried in the shadow: their answers are read and discarded."""
 
 import asyncio
+import time
 
 from tandem.gateway.attempt_failure import UpstreamFailed
 from tandem.gateway.backend import Attempt, Backend
@@ -58,12 +59,11 @@ class Shadows:
             self._count(copy, outcome.value)
 
     async def _read(self, copy: InferenceRequest, backend: Backend, attempt: Attempt) -> Outcome:
-        loop = asyncio.get_running_loop()
-        attempt.waiting_since = loop.time()
+        attempt.waiting_since = time.monotonic()
         async with self._upstream.post(backend, copy, copy.body) as response:
             while await response.read():
                 attempt.has_begun = True
-                attempt.waiting_since = loop.time()
+                attempt.waiting_since = time.monotonic()
         return Outcome.of_status(response.status)
 
     def _count(self, copy: InferenceRequest, outcome: str) -> None:

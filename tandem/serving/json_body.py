@@ -40,7 +40,7 @@ class BodyParser:
 
 def _parse(body: bytes, limits: Limits | None) -> Any:
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        value = _DECODER.decode(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not UTF-8: byte {error.start}") from None
     except RecursionError:
@@ -58,6 +58,9 @@ def _parse(body: bytes, limits: Limits | None) -> Any:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _too_deep() -> ApiError:

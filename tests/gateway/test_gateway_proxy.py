@@ -134,13 +134,13 @@ def test_a_request_that_all_backends_fail_at_is_to_blame_itself(pair: Pair) -> N
     assert running.metric("backend_breaker_open") == 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_before_the_first_token_ends_the_work(pair: Pair, stream: bool) -> None:
+@pytest.mark.parametrize(("stream", "prompt"), [(False, "x"), (True, "x"), (True, "long " * 60_000)])
+def test_a_client_that_leaves_before_the_first_token_ends_the_work(pair: Pair, stream: bool, prompt: str) -> None:
     running, first, second = pair
     for backend in (first, second):
         backend.mode("deaf")
     before = first.seen("aborted") + second.seen("aborted")
-    readers = [Reader(running, {"stream": stream}) for _ in range(6)]
+    readers = [Reader(running, {"stream": stream, "prompt": prompt}) for _ in range(6)]
     until(lambda: first.stats()["running"] + second.stats()["running"] == 6, "the requests to be at the backends")
     for reader in readers:
         reader.socket.close()

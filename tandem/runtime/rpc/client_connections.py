@@ -1,10 +1,12 @@
 """Counts a server's open connections, in sum and by client."""
 
+import functools
 import ipaddress
 from collections import Counter
 from dataclasses import dataclass, field
 
 
+@functools.lru_cache(maxsize=4096)
 def client_of(address: str) -> str:
     """Returns what counts as one client: an IPv4 address, or a /64 network of IPv6, of which one host usually has all addresses."""
     try:

@@ -1,6 +1,7 @@
 """uvicorn's HTTP/1.1 with deadlines of its own for slow clients, and no request whose end could be read in two ways. Needs the extra ``serve``."""
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import h11
@@ -9,6 +10,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.strict_connection import StrictConnection
 
+CONNECTION = "tandem.connection"
+"""The key of ``scope["state"]`` under which the application finds the protocol of the request's connection."""
 _REFUSED_S = 1.0
 """How long a refused connection may take to send the request that is answered with the refusal."""
 
@@ -31,6 +34,33 @@ class Patience(_Http):
     _address: str | None = None
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
+    _is_lost = False
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.app_state = {**self.app_state, CONNECTION: self}
+        self._when_lost: list[Callable[[], None]] = []
+
+    @property
+    def has_body(self) -> bool:
+        """Whether all of the body of the request is there."""
+        return self.cycle is not None and not self.cycle.more_body
+
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Calls ``call`` when the client has closed the connection, whose end is looked for while nothing is read from it too."""
+        self.flow.resume_reading()
+        self._when_lost.append(call)
+        if self._is_lost:
+            self.loop.call_soon(self._call_when_lost)
+
+    def no_longer_when_lost(self, call: Callable[[], None]) -> None:
+        if call in self._when_lost:
+            self._when_lost.remove(call)
+
+    def _call_when_lost(self) -> None:
+        calls, self._when_lost = self._when_lost, []
+        for call in calls:
+            call()
 
     @property
     def next_has_begun(self) -> bool:
@@ -82,6 +112,8 @@ class Patience(_Http):
             self.connections_of_clients.remove(self._address)
             self._address = None
         super().connection_lost(exc)
+        self._is_lost = True
+        self._call_when_lost()
 
     def _watch(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
