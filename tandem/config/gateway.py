@@ -9,6 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from tandem.config.addresses import check_no_secret
+from tandem.config.hedge import HedgeConfig
 from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.oidc import OidcConfig
 from tandem.config.routing import RouteConfig, RouterConfig, check_routes
@@ -307,6 +308,8 @@ class GatewayConfig:
     """The circuit breakers."""
     retry: RetryConfig = field(default_factory=RetryConfig)
     """Retries."""
+    hedge: HedgeConfig = field(default_factory=HedgeConfig)
+    """Second attempts for short requests that take long."""
 
     queue: QueueConfig = field(default_factory=QueueConfig)
     """Requests that wait."""

@@ -65,6 +65,10 @@ class InferenceRequest:
     """The name that the client asked for; limits and keys go by it."""
     previous_response: str = ""
     """The answer of ``/v1/responses`` that it continues."""
+    most_tokens: int | None = None
+    """Tokens that may be generated at most, over all completions; ``None`` for a chat without a limit."""
+    is_deterministic: bool = False
+    """Whether the same request gives the same answer: it has a seed, or temperature 0."""
     home: str = ""
     """The name of the backend that alone can serve it, because that holds the answer before; empty: any."""
     shadows: "tuple[InferenceRequest, ...]" = ()
@@ -96,6 +100,7 @@ def read_request(
         id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(headers),
         _priority(content), prefix, share, _idempotency_key(headers, tenant), _last_event_id(headers, stream=bool(stream)),
         session_of(headers, content, tenant), model, previous[:_LONGEST_SESSION] if isinstance(previous, str) else "",
+        longest if path in MAX_TOKENS or _limit(content) is not None else None, content.get("seed") is not None or _is_zero(content.get("temperature")),
     )  # fmt: skip
 
 
@@ -171,9 +176,16 @@ def _generated(path: str, content: dict[str, Any]) -> int:
         return 0
     sampling = content.get("sampling_params")
     fields = {**content, **sampling} if isinstance(sampling, dict) else content
-    longest = next(
-        (fields[name] for name in ("max_completion_tokens", "max_tokens", "max_output_tokens") if type(fields.get(name)) is int),
-        MAX_TOKENS.get(path, OTHER_MAX_TOKENS),
-    )
+    limit = _limit(fields)
+    longest = MAX_TOKENS.get(path, OTHER_MAX_TOKENS) if limit is None else limit
     count = fields.get("n")
     return max(0, longest) * (count if type(count) is int and 1 <= count <= 1024 else 1)
+
+
+def _limit(fields: dict[str, Any]) -> int | None:
+    """Returns how many tokens a request lets each completion have, ``None`` if it does not say."""
+    return next((fields[name] for name in ("max_completion_tokens", "max_tokens", "max_output_tokens") if type(fields.get(name)) is int), None)
+
+
+def _is_zero(temperature: Any) -> bool:
+    return type(temperature) in (int, float) and temperature == 0

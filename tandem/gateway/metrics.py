@@ -44,6 +44,7 @@ class Metrics:
             Counter("tandem_gateway_attempts", "Attempts at backends, by what came of them.", ("backend", "outcome"), registry=self.registry)
         )
         self.retries = Counter("tandem_gateway_retries", "Requests given to a further backend.", registry=self.registry)
+        self.hedges = Counter("tandem_gateway_hedges", "Second attempts, by whether theirs was the first answer.", ("outcome",), registry=self.registry)
         self.resumed = Counter("tandem_gateway_resumed_streams", "Streams that went on at another backend.", registry=self.registry)
         self.shadows = Counter(
             "tandem_gateway_shadow_requests", "Copies for models in the shadow, by what came of them.", ("model", "outcome"), registry=self.registry

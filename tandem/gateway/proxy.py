@@ -15,6 +15,7 @@ from tandem.gateway.breaker import Outcome
 from tandem.gateway.client_watch import WhileClientWaits
 from tandem.gateway.exchange import CLIENT_LEFT, Exchange
 from tandem.gateway.headers import Headers, end_to_end
+from tandem.gateway.hedging import Hedges, Race
 from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.pool import Pool
@@ -43,11 +44,14 @@ class Proxy:
         self._config, self._pool, self._upstream, self._metrics, self._admission, self._shadows = config, pool, upstream, metrics, admission, shadows
         self._budget = RetryBudget(config.retry)
         self.stored = stored
+        self._hedges = Hedges(config.hedge)
 
     def follow(self, config: GatewayConfig) -> None:
         """Takes other settings."""
         if config.retry != self._config.retry:
             self._budget = RetryBudget(config.retry)
+        if config.hedge != self._config.hedge:
+            self._hedges = Hedges(config.hedge)
         self._config = config
 
     async def answer(self, request: InferenceRequest, connection: Patience, send: Send, meter: Meter, headers: Headers) -> None:
@@ -92,11 +96,16 @@ class Proxy:
                 if backend is None:
                     break
                 try:
-                    await self._attempt(exchange, backend, is_last=number + 1 == self._config.retry.attempts)
+                    is_last = number + 1 == self._config.retry.attempts
+                    delay_s = None if number else self._hedges.delay_s(exchange.request, backend)
+                    if delay_s is None:
+                        await self._attempt(exchange, backend, is_last=is_last)
+                    else:
+                        await self._hedged(exchange, backend, delay_s, is_last=is_last)
                     return
                 except BackendFailed as error:
                     failure = error
-                    exchange.tried.append(backend)
+                    exchange.tried += [backend] if backend not in exchange.tried else []
         finally:
             _settle_blamed(exchange, Outcome.FAILURE)
         if not exchange.tried:
@@ -105,6 +114,31 @@ class Proxy:
             await exchange.end_broken(str(failure))
             return
         raise ApiError(502, f"the backend failed: {failure}", kind="backend_error", code="backend_failed")
+
+    async def _hedged(self, exchange: Exchange, backend: Backend, delay_s: float, *, is_last: bool) -> None:
+        """Makes an attempt at ``backend``, and one at another if there is no answer after ``delay_s``; the first answer is the client's. Raises
+        ``BackendFailed`` if none brings one."""
+        began, request = time.monotonic(), exchange.request
+        race = Race(exchange, functools.partial(self._attempt, is_last=is_last))
+        race.start(backend)
+        try:
+            answering, other = await race.wait(delay_s), None
+            if answering is None and race.is_open:
+                # The answer is the same only where the weights are.
+                different = [each for each in self._pool.backends if each is backend or each.weights != backend.weights]
+                other = self._pool.choose(request, different)
+                if other is not None and other.room > 0 and self._hedges.take():
+                    race.start(other)
+                else:
+                    other = None
+            answering = answering or await race.wait()
+            if other is not None:
+                self._metrics.hedges.labels("won" if answering is other else "lost").inc()
+            if exchange.status == 200:
+                self._hedges.note(request.model, time.monotonic() - began)
+        finally:
+            await race.end()
+        await race.finish()
 
     def _next_backend(self, exchange: Exchange, failure: BackendFailed) -> Backend | None:
         """Returns the backend of the next attempt, after the last one's ``failure``; ``None`` if none can take it."""
