@@ -14,6 +14,7 @@ from tandem.gateway.backend import Attempt, Backend
 from tandem.gateway.headers import Headers
 from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.metrics import Metrics
+from tandem.gateway.named_events import NAMED_PATHS, NamedRepetition
 from tandem.gateway.resume import Delivered, Repetition
 from tandem.gateway.usage import Meter
 from tandem.serving.errors import ApiError
@@ -45,7 +46,7 @@ class Exchange:
     weights: str | None = None
     """The version of the weights of the backend whose stream the client receives, if another one can go on with it."""
     delivered: Delivered = field(default_factory=Delivered)
-    repetition: Repetition | None = None
+    repetition: Repetition | NamedRepetition | None = None
     began: float = field(default_factory=time.monotonic)
     status: int = CLIENT_LEFT
     is_stream: bool = False
@@ -62,21 +63,21 @@ class Exchange:
     @property
     def can_go_on(self) -> bool:
         """Whether another backend can go on with the stream that the client receives."""
-        return self.is_stream and self.weights is not None and (self.delivered.is_whole or self.repetition is not None)
+        return self.is_stream and self.weights is not None and (self.delivered.is_whole or isinstance(self.repetition, Repetition))
 
     @property
     def needed_weights(self) -> str | None:
         """The version of the weights that the next backend must have, because the client has a part of the stream; ``None`` if it has none."""
         if self.has_begun:
             return self.weights
-        return self.repetition.weights if self.repetition is not None and self.request.last_event_id else None
+        return self.repetition.weights if isinstance(self.repetition, Repetition) and self.request.last_event_id else None
 
     def begin_stream(self, weights: str | None) -> None:
         """Notes the version of the weights with which the stream begins. ``None``: the backend promises no same tokens, so that its events have no ids."""
         self.weights = weights
         if weights is None:
             self.repetition = None
-        elif self.repetition is not None:
+        elif isinstance(self.repetition, Repetition):
             self.repetition.begin(weights)
 
     async def start(self, status: int, headers: Headers) -> None:
@@ -95,7 +96,15 @@ class Exchange:
         """Ends an answer so that the client sees that it is not whole: with an event in a stream, else by closing the connection."""
         if self.is_stream:
             error = ApiError(502, f"the backend broke off: {why}", kind="backend_error", code="backend_failed")
-            await self.part(b"data: " + json.dumps(error.body).encode() + b"\n\n" + _DONE, is_last=True)
+            await self.part(self._last_event(error), is_last=True)
+
+    def _last_event(self, error: ApiError) -> bytes:
+        """Returns ``error`` as an event of the request's kind of stream."""
+        if self.request.path not in NAMED_PATHS:
+            return b"data: " + json.dumps(error.body).encode() + b"\n\n" + _DONE
+        about = {"message": error.message, "code": error.code, "param": None}
+        body = {"type": "error", "error": {"type": "api_error", **about}} if self.request.path == "/v1/messages" else {"type": "error", **about}
+        return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"
 
     def count_output(self, tokens: int) -> None:
         """Counts generated tokens as service of the request's tenant."""

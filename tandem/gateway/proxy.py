@@ -18,9 +18,10 @@ from tandem.gateway.headers import Headers, end_to_end
 from tandem.gateway.hedging import Hedges, Race
 from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.metrics import Metrics
+from tandem.gateway.named_events import NAMED_PATHS
 from tandem.gateway.pool import Pool
 from tandem.gateway.relay import EVENTS, relay
-from tandem.gateway.resume import can_resume, repetition_of
+from tandem.gateway.resume import Repetition, can_resume, repetition_of
 from tandem.gateway.retry_budget import RetryBudget
 from tandem.gateway.shadow import Shadows
 from tandem.gateway.stored_responses import PATH, StoredResponses
@@ -213,7 +214,10 @@ class Proxy:
         if response.status != 200 or response.content_type != EVENTS:
             said = Outcome.of_status(response.status)
             raise StatusRetried(f"it answers {response.status}", Outcome.FAILURE if said is Outcome.SUCCESS else said, is_paid=False)
-        exchange.repetition = exchange.delivered.repetition() if exchange.repetition is None else exchange.repetition.again()
+        if exchange.request.path in NAMED_PATHS:
+            exchange.repetition = exchange.delivered.named_repetition()
+        else:
+            exchange.repetition = exchange.repetition.again() if isinstance(exchange.repetition, Repetition) else exchange.delivered.repetition()
         self._metrics.resumed.inc()
         await relay(exchange, attempt, response, [])
 

@@ -6,6 +6,7 @@ from tandem.gateway.attempt_failure import UpstreamFailed
 from tandem.gateway.backend import Attempt
 from tandem.gateway.exchange import Exchange
 from tandem.gateway.headers import Headers
+from tandem.gateway.named_events import NAMED_PATHS, is_ended
 from tandem.gateway.server_sent_events import whole_events
 from tandem.gateway.upstream_connection import UpstreamConnection
 
@@ -50,7 +51,8 @@ async def _whole(exchange: Exchange, attempt: Attempt, response: UpstreamConnect
 async def _stream(exchange: Exchange, attempt: Attempt, response: UpstreamConnection, headers: Headers) -> None:
     """Sends events as they come, each whole. Raises ``UpstreamFailed`` if the last one is missing."""
     exchange.is_stream = True
-    is_done, held = exchange.request.path not in _ENDED_BY_DONE, b""
+    is_named = exchange.request.path in NAMED_PATHS and attempt.backend.is_tandem
+    is_done, held = exchange.request.path not in _ENDED_BY_DONE and not is_named, b""
     while part := await response.read():
         attempt.waiting_since = None
         whole, held = whole_events(held + part)
@@ -62,6 +64,7 @@ async def _stream(exchange: Exchange, attempt: Attempt, response: UpstreamConnec
             if exchange.noted is not None:
                 exchange.noted(whole, attempt.backend)
             await exchange.start(response.status, headers)
+        is_done = is_done or (is_named and is_ended(whole))
         if whole and exchange.repetition is not None:
             whole = exchange.repetition.rest(whole)
         if whole:

@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from tandem.gateway.inference_request import InferenceRequest
+from tandem.gateway.named_events import NAMED_PATHS, NamedRepetition
 from tandem.gateway.stream_events import Diverged, bodies, is_usage, lists, set_list, texts, with_texts
 from tandem.gateway.stream_position import Position, ReceivedChoice
 from tandem.serving.errors import invalid
@@ -20,7 +21,7 @@ MOST_BYTES = 2**22
 
 def can_resume(request: InferenceRequest) -> bool:
     """Returns whether the answer is a stream that can be put together from two backends."""
-    return request.stream and request.path in REPEATABLE_PATHS
+    return request.stream and request.path in (*REPEATABLE_PATHS, *NAMED_PATHS)
 
 
 def seed_of(idempotency_key: str) -> int:
@@ -36,7 +37,7 @@ def seeded(body: bytes, seed: int) -> bytes:
 def repetition_of(request: InferenceRequest) -> "Repetition | None":
     """Returns what gives the events of a stream ids, and takes out what the client has by ``Last-Event-ID``; ``None`` for a request without a key. Raises
     ``ApiError`` for an id that no gateway gave."""
-    if not request.idempotency_key or not can_resume(request):
+    if not request.idempotency_key or not request.stream or request.path not in REPEATABLE_PATHS:
         return None
     try:
         received = Position.of_id(request.last_event_id) if request.last_event_id else Position()
@@ -63,6 +64,10 @@ class Delivered:
             self._parts.append(events)
         else:
             self._parts.clear()
+
+    def named_repetition(self) -> NamedRepetition:
+        """Returns what takes them, named events, out of the same stream from another backend. Raises ``Diverged`` if they are none."""
+        return NamedRepetition(b"".join(self._parts))
 
     def repetition(self) -> "Repetition":
         """Returns what takes them out of the same stream from another backend."""
