@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.cli.engine_options import add_engine_options, engine_args, json_object, template_text
 from tandem.text.answer_reader import REASONING_FORMATS
 from tandem.text.tool_formats import TOOL_FORMATS
-from tandem.types import UserError
+from tandem.types import UserError, WeightVersion
 from tandem.types.input_file import read_input
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, default=1, help="number of engines, each in a process of its own")
     parser.add_argument("--threads", type=int, help="threads of each engine with all its processes (default: the cores, divided by the instances)")
     parser.add_argument("--lora-modules", nargs="+", default=[], metavar="NAME=FOLDER", help="LoRA adapters, each served as a model")
+    parser.add_argument(
+        "--weight-version", type=_weight_version, default=WeightVersion(0, 0), metavar="INCARNATION.STEP",
+        help="what answers call the weights of MODEL (default: 0.0)",
+    )  # fmt: skip
     parser.add_argument("--kv-events", action="store_true", help="publish at /kv_cache what enters and leaves the prefix cache, for routers")
     parser.add_argument(
         "--role", choices=ROLES, default="both", help="what a router sends here: prompts alone, requests whose prompts others have computed, or both"
@@ -145,7 +150,7 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
         heartbeat_s=options.heartbeat_timeout, step_s=options.step_timeout, max_connections_per_client=options.max_connections_per_client,
         max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib), follows=follows,
-        kv_events=options.kv_events, kv_transfer=_kv_transfer(options),
+        weight_version=options.weight_version, kv_events=options.kv_events, kv_transfer=_kv_transfer(options),
     )  # fmt: skip
     return run_server(settings)
 
@@ -177,6 +182,13 @@ def _texts(given: str) -> list[str]:
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         return value
     raise argparse.ArgumentTypeError(f"{given!r} is not a JSON list of texts, for example '[\"*\"]'")
+
+
+def _weight_version(given: str) -> WeightVersion:
+    match = re.fullmatch(r"(\d{1,9})\.(\d{1,15})", given)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{given!r} is no version of weights; write INCARNATION.STEP, for example 3.200")
+    return WeightVersion(int(match[1]), int(match[2]))
 
 
 def _bytes(mib: float) -> int:

@@ -337,7 +337,7 @@ class GatewayConfig:
         for label in labels:
             if labels.count(label) > 1:
                 raise UserError(f"two backends have the name '{label}'; give each a name of its own ('name')")
-        check_servers(self.servers, labels)
+        check_servers(self.servers, labels, self.registry)
         self.router.check_read(self.balance, self.zone)
         check_routes(self.routes)
         if not 0 <= self.port <= 65535:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.unread import refuse_unread
@@ -57,18 +57,36 @@ class ScaleConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateConfig:
+    """How servers get another version of their model."""
+
+    method: Literal["auto", "in_place", "replace"] = "auto"
+    """`in_place`: a server finishes what it has and loads the weights into its engine, where only weights differ. `replace`: a new server takes its place.
+    `auto`: in place, where another server takes the requests meanwhile."""
+    settle_s: float = 1.0
+    """Time for which a server must answer its probes and requests with the version before the next one gets it."""
+
+    def check(self) -> None:
+        """Raises ``UserError`` for values that cannot work."""
+        if not 0 <= self.settle_s <= 86_400:
+            raise UserError(f"'servers.update.settle_s' is {self.settle_s:g}; it must be from 0 to 86400")
+
+
+@dataclass(frozen=True, slots=True)
 class ServersConfig:
     """Servers (`tandem serve`) of one model on this machine, which the gateway starts, watches and ends."""
 
     model: str
-    """What they serve, as `tandem serve` takes it: a folder, a model of the Hub or an address in object storage. A folder is looked for from the folder of the
-    gateway's file."""
+    """What they serve, as `tandem serve` takes it: a folder (from the folder of the gateway's file), a model of the Hub or an address in object storage. With
+    `registry` also `models/NAME/3`, and `models/NAME@production`, the version in that stage, which they follow."""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags of `tandem serve` with their values, for example `{max-model-len: 4096, device: cuda, tensor-parallel-size: 2}`."""
     count: int = 1
     """How many there are; with `scale` at the start."""
     scale: ScaleConfig = field(default_factory=ScaleConfig)
     """Between which numbers, and when, it changes."""
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    """How they get another version."""
     gpus: tuple[str, ...] = ()
     """With `device: cuda`: the GPUs that they may use, as `CUDA_VISIBLE_DEVICES` names them. Empty: all that the gateway may use. Each server has as many of
     its own as it has ranks."""
@@ -118,9 +136,11 @@ class ServersConfig:
             raise UserError(f"'servers.gpus' names a GPU twice: {', '.join(self.gpus)}; name each once")
 
 
-def check_servers(servers: Mapping[str, ServersConfig], names: list[str]) -> None:
-    """Raises ``UserError`` for a name that cannot be one, or that ``names`` of backends have."""
-    for name in servers:
+def check_servers(servers: Mapping[str, ServersConfig], names: list[str], registry: str) -> None:
+    """Raises ``UserError`` for a name that cannot be one, or that ``names`` of backends have, and for a stage without a ``registry``."""
+    for name, config in servers.items():
+        if config.model.startswith("models/") and "@" in config.model and not registry:
+            raise UserError(f"'servers.{name}.model' is '{config.model}', a stage of the model registry; name the folder of that in 'registry'")
         if not name or not name.isprintable() or any(letter in name for letter in ' "\\'):
             raise UserError(f"'servers' has the section {name!r}; its name is the model's name for clients: give it letters, digits and -_./ alone")
         taken = next((each for each in names if each.rpartition("-")[0] == name and each.rpartition("-")[2].isdigit()), None)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tandem.gateway.app import GatewayState
 
 ADMIN = "/admin/api/"
-"""The beginning of its paths: GET ``state``, POST ``drain``, ``undrain`` and ``reload``."""
+"""The beginning of its paths: GET ``state``, POST ``drain``, ``undrain``, ``update`` and ``reload``."""
 _MOST_BYTES = 2**16
 _LONGEST = 100
 _BODY_S = 10.0
@@ -58,6 +58,14 @@ async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict
         noted["backend"] = backend.name
         state.lines.add(f"{who} {action}s backend {backend.name}")
         return joined_backend([_turned(state, backend, action), *(await _ask(state, action, backend.name)).values()])
+    if (method, action) == ("POST", "update"):
+        model, version = _named_version(await _body(state, receive, client))
+        noted |= {"model": model[:_LONGEST], "version": version[:_LONGEST]}
+        state.lines.add(f"{who} updates the servers of {model[:_LONGEST]} to {version[:_LONGEST]}")
+        try:
+            return _group_state(await state.servers.update(model, version))
+        except UserError as error:
+            raise invalid(str(error)) from None
     if (method, action) == ("POST", "reload"):
         await _body(state, receive, client)
         state.lines.add(f"{who} has the settings read again")
@@ -71,7 +79,7 @@ async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict
             if "refused" in told:
                 raise internal(f"worker {number} of this gateway stays with the settings before: {told['refused']}")
         return {"changed": noted["changed"]}
-    known = "GET state, POST drain, POST undrain, POST reload"
+    known = "GET state, POST drain, POST undrain, POST update, POST reload"
     raise ApiError(404, f"{method} {action[:_LONGEST]} is not answered by the administration; there is {known}", code="not_found")
 
 
@@ -130,6 +138,15 @@ def _backend(state: "GatewayState", body: Any) -> Backend:
     return backend
 
 
+def _named_version(body: Any) -> tuple[str, str]:
+    """Returns the model and the version of its servers that a request names. Raises ``ApiError``."""
+    named = [body.get(key) for key in ("model", "version")] if isinstance(body, dict) else []
+    given = [each for each in named if isinstance(each, str) and each and each.isprintable()]
+    if len(given) < 2:
+        raise invalid('an update is asked for with {"model": NAME, "version": "models/NAME/3" or a folder}')
+    return given[0], given[1]
+
+
 def state_of(state: "GatewayState", now: float) -> dict[str, Any]:
     """Returns what the page of the administration shows; ``now``: seconds since the epoch. It has neither keys nor their digests."""
     config, keys = state.config, state.auth.records
@@ -162,8 +179,20 @@ def _backend_state(backend: Backend) -> dict[str, Any]:
 def _group_state(group: Group) -> dict[str, Any]:
     scale = group.config.scale
     decisions = [{"time": when, "from": before, "to": decision.count, "reason": decision.reason} for when, before, decision in reversed(group.decisions)]
+    update = group.update
     return {
-        "model": group.name, "path": group.config.model, "wanted": group.desired, "min_count": scale.min_count if scale.max_count else group.desired,
+        "model": group.name, "version": group.version.name, "weight_version": group.version.weights_text, "updates": group.outcomes,
+        "update": None if update is None else {
+            "from": update.before.name, "to": update.target.name, "began": update.began_s, "outcome": update.outcome, "reason": update.reason
+        },
+        "servers": [
+            {
+                "name": each.name, "version": each.version.name, "weight_version": each.version.weights_text, "is_leaving": each.is_leaving,
+                "gpus": each.place.gpus, "cores": each.place.cores,
+            }
+            for each in group.servers
+        ],
+        "path": group.config.model, "wanted": group.desired, "min_count": scale.min_count if scale.max_count else group.desired,
         "max_count": scale.max_count or group.desired, **group.states, "restarts": group.restarts, "last_death": group.last_death, "decisions": decisions,
     }  # fmt: skip
 

@@ -73,6 +73,7 @@ class Metrics:
         self._servers = gauge("servers", "Servers that the gateway has started: ready, loading or leaving.", "model", "state")
         self._wanted = gauge("servers_wanted", "Servers that there should be.", "model")
         self._restarts = gauge("server_restarts", "Servers that have died and were started again.", "model")
+        self._updates = gauge("server_updates", "Rolling updates: done, failed (all servers are back) or stuck (not all are).", "model", "outcome")
         self._scaled = gauge("scale_decisions", "Changes of the number of servers, up or down.", "model", "direction")
         self._ready = gauge("backend_ready", "1 if the backend is ready by its probes and not drained by an administrator.", "backend")
         self._breaker = gauge("backend_breaker_open", "0 closed, 0.5 half-open, 1 open.", "backend")
@@ -90,6 +91,8 @@ class Metrics:
                 self._servers.labels(group.name, state).set(count)
             self._wanted.labels(group.name).set(group.desired)
             self._restarts.labels(group.name).set(group.restarts)
+            for outcome, count in group.outcomes.items():
+                self._updates.labels(group.name, outcome).set(count)
             for direction, count in group.changes.items():
                 self._scaled.labels(group.name, direction).set(count)
         for model, count in admission.waiting.items():

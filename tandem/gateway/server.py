@@ -181,7 +181,7 @@ async def _serve(
             if state.siblings is not None:
                 await state.siblings.start()
                 await learn_drained(state)
-            async with running_servers(config, reload, admission.waits_of, say) as state.servers:
+            async with running_servers(config, reload, admission.waits_of, stages, session, say) as state.servers:
                 pool.own = {group.name: group for group in state.servers.groups}
                 return await _until_stopped(state, listener, ready)
         finally:

@@ -9,9 +9,12 @@ from tandem.config.engine import EngineArgs
 from tandem.serving.kv_transfer.settings import KVTransferSettings
 from tandem.text.answer_reader import REASONING_FORMATS
 from tandem.text.tool_formats import TOOL_FORMATS
-from tandem.types import UserError
+from tandem.types import UserError, WeightVersion
 
 FollowMode = Literal["wait", "abort"]
+
+
+_FIRST = WeightVersion(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class ServerSettings:
         request_s: how long a client may take to send a request.
         stall_s: how long a reader may take no byte of its answer.
         drain_s: how long in-flight requests may continue after SIGTERM.
+        weight_version: what the weights of the model are called.
         kv_events: publish what enters and leaves the prefix cache (``GET /kv_cache``).
         kv_transfer: the exchange of KV blocks with other servers, and the server's role among them.
         follows: the run whose published weights are served.
@@ -85,6 +89,7 @@ class ServerSettings:
     request_s: float = 30.0
     stall_s: float = 300.0
     drain_s: float = 600.0
+    weight_version: WeightVersion = _FIRST
     kv_events: bool = False
     kv_transfer: KVTransferSettings = field(default_factory=KVTransferSettings)
     follows: FollowedRun | None = None

@@ -19,17 +19,20 @@ from tandem.gateway.probes import Probes
 from tandem.gateway.servers.group import Group
 from tandem.gateway.servers.places import Machine, Place
 from tandem.gateway.servers.server import Server
+from tandem.gateway.servers.updates import Updates
+from tandem.gateway.servers.versions import ModelVersion
 from tandem.runtime.process.processes import Threads, spawn
+from tandem.types import WeightVersion
 
 
 def stand_in(
-    name: str, model: str, flags: Mapping[str, Any], served_name: str, place: Place, folder: Path, logs: Path
+    name: str, version: ModelVersion, flags: Mapping[str, Any], served_name: str, place: Place, folder: Path, logs: Path
 ) -> Server:
     log = logs / f"{name}.log"
     begin = log.stat().st_size if log.exists() else 0
-    arguments = [str(Path(__file__).with_name("stand_in_server.py")), name, model, served_name, str(flags.get("weights", 0))]
+    arguments = [str(Path(__file__).with_name("stand_in_server.py")), name, version.path, served_name, str(version.weights.incarnation)]
     process = spawn(None, arguments, program=sys.executable, threads=Threads(1), output=log, new_session=True, environment=place.environment)
-    return Server(name, place, log, "", "", process, _log_begin=begin)
+    return Server(name, version, place, log, "", "", process, _log_begin=begin)
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Running:
     probes: Probes
     said: list[str] = field(default_factory=list)
     failure: BaseException | None = None
+    updates: Updates = field(init=False)
     waits: tuple[int, float] = (0, 0.0)
     """What waits in the gateway."""
 
@@ -83,7 +87,10 @@ async def running_group(folder: Path, monkeypatch: pytest.MonkeyPatch, machine: 
         def places() -> list[Place]:
             return [each.place for each in running.group.servers]
 
-        running.group = Group("m", config, machine or Machine((), (), 1), running, folder, said.append, places, lambda _: running.waits)
+        model = config.servers["m"].model
+        version = ModelVersion(model, model, WeightVersion(0, 0))
+        running.group = Group("m", config, machine or Machine((), (), 1), running, folder, said.append, places, lambda _: running.waits, version)
+        running.updates = Updates([running.group], "", {}, folder, session, said.append)
 
         async def step() -> None:
             try:
@@ -98,6 +105,7 @@ async def running_group(folder: Path, monkeypatch: pytest.MonkeyPatch, machine: 
             yield running
         finally:
             stepping.cancel()
+            await running.updates.stop()
             await asyncio.gather(stepping, running.probes.stop(), return_exceptions=True)
             await running.group.stop()
             assert all(server.process.poll() is not None for server in running.group.servers)

@@ -163,6 +163,7 @@ def test_servers_come_when_requests_wait_and_none_ends_with_a_request(tmp_path: 
     asyncio.run(run())
 
 
+@pytest.mark.full
 def test_a_server_that_is_to_end_finishes_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with running_group(tmp_path, monkeypatch, count=2) as running:
@@ -181,6 +182,7 @@ def test_a_server_that_is_to_end_finishes_what_it_has(tmp_path: Path, monkeypatc
     asyncio.run(run())
 
 
+@pytest.mark.full
 def test_without_a_server_nobody_is_told_to_wait_for_one_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with running_group(tmp_path, monkeypatch, model="broken") as running:

@@ -126,6 +126,7 @@ def test_servers_that_die_are_started_again_and_say_why(tmp_path: Path, monkeypa
     asyncio.run(run())
 
 
+@pytest.mark.full
 def test_a_server_that_cannot_start_ends_the_gateway_and_one_that_breaks_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with running_group(tmp_path, monkeypatch, model="missing") as running:
@@ -143,14 +144,15 @@ def test_a_server_that_cannot_start_ends_the_gateway_and_one_that_breaks_is_trie
 
 
 @contextmanager
-def serving(folder: Path, **settings: Any) -> Iterator[Gateway]:
-    """Runs ``tandem gateway`` with servers of two layers as ``tiny``."""
+def serving(folder: Path, gateway: dict[str, Any] | None = None, **settings: Any) -> Iterator[Gateway]:
+    """Runs ``tandem gateway`` with settings ``gateway`` and servers of two layers as ``tiny``."""
     from tiny_model import make_model, make_tokenizer
 
     make_model(folder / "model", make_tokenizer(folder / "tokenizer"), 0)
     file, log = folder / "gateway.yaml", folder / "gateway.log"
     flags = {"max-num-seqs": 16, "threads": 1}
-    file.write_text(json.dumps({"servers": {"tiny": {"model": "model", "flags": flags, **settings}}, "port": 0, "probes": {"interval_s": 0.1}}))
+    servers = {"tiny": {"model": "model", "flags": flags, **settings}}
+    file.write_text(json.dumps({"servers": servers, "port": 0, "probes": {"interval_s": 0.1}, **(gateway or {})}))
     with serving_command(["gateway", str(file)], log, "gateway at ") as (process, url, client):
         yield Gateway(process, url, client, log)
         assert "Traceback" not in log.read_text(), log.read_text()

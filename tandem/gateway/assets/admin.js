@@ -43,17 +43,20 @@ function backends(state) {
   return table(columns, rows, "There is none.");
 }
 
+const OUTCOMES = { runs: "taking", goes_back: "going back from", done: "took", failed: "went back from", stuck: "stuck between this and" };
+
 function servers(state) {
   const rows = state.servers.map((each) => {
     const [last] = each.decisions;
     return [
-      make("span", { title: each.path }, each.model), `${count(each.ready)} of ${count(each.wanted)}`,
+      each.model, make("span", { title: `${each.path} · weights ${each.weight_version}` }, each.version), each.update ? make("span", { title: each.update.reason },
+        `${OUTCOMES[each.update.outcome]} ${each.update.to}`) : "–", `${count(each.ready)} of ${count(each.wanted)}`,
       each.min_count === each.max_count ? "–" : `${count(each.min_count)} to ${count(each.max_count)}`, count(each.loading), count(each.leaving),
       make("span", { title: each.last_death }, count(each.restarts)),
       last ? `${date(last.time)}: ${count(last.to)} instead of ${count(last.from)}: ${last.reason}` : "–",
     ];
   });
-  const columns = [["Model", ""], ["Ready", "number"], ["Range", ""], ["Loading", "number"], ["Ending", "number"], ["Died", "number"], ["Last change (UTC)", "wide"]];
+  const columns = [["Model", ""], ["Version", ""], ["Last update", ""], ["Ready", "number"], ["Range", ""], ["Loading", "number"], ["Ending", "number"], ["Died", "number"], ["Last change (UTC)", "wide"]];
   return table(columns, rows, "There is none.");
 }
 

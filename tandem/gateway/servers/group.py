@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,8 @@ from tandem.gateway.backend import Backend, Health
 from tandem.gateway.servers.autoscale import Decision, Load, Since, decide
 from tandem.gateway.servers.places import Machine, Place, place_for
 from tandem.gateway.servers.server import Server
+from tandem.gateway.servers.update import UpdateState
+from tandem.gateway.servers.versions import ModelVersion
 from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.process.processes import describe_exit
 from tandem.types import UserError
@@ -34,9 +37,16 @@ class Group:
 
     def __init__(
         self, name: str, gateway: GatewayConfig, machine: Machine, members: Members, folder: Path, say: Callable[[str], None],
-        places: Callable[[], Sequence[Place]], waits: Callable[[str], tuple[int, float]],
+        places: Callable[[], Sequence[Place]], waits: Callable[[str], tuple[int, float]], version: ModelVersion,
     ) -> None:  # fmt: skip
         self.name, self.config = name, gateway.servers[name]
+        self.version = version
+        """What servers that are started have."""
+        self.update: UpdateState | None = None
+        """The last update, which may run still."""
+        self.outcomes = {"done": 0, "failed": 0, "stuck": 0}
+        self.held_back = 0
+        """Servers that are not started, as an update does that."""
         self.servers: list[Server] = []
         self.desired = self.config.count
         self.restarts = 0
@@ -63,12 +73,13 @@ class Group:
     @property
     def states(self) -> dict[str, int]:
         """How many servers are ready, loading or leaving."""
-        ready, leaving = len(self.ready), len(self.servers) - len(self.staying)
+        ready, leaving = len(self.ready), sum(server.is_leaving for server in self.servers)
         return {"ready": ready, "loading": len(self.servers) - ready - leaving, "leaving": leaving}
 
     @property
     def staying(self) -> list[Server]:
-        return [server for server in self.servers if not server.is_leaving]
+        """The servers that count: not those that leave, and not one that an update tries."""
+        return [server for server in self.servers if not server.is_leaving and not server.is_candidate]
 
     @property
     def are_resting(self) -> bool:
@@ -88,12 +99,12 @@ class Group:
         now = time.monotonic()
         for server in list(self.servers):
             self._look_after(server, now)
-        if self.config.scale.max_count:
+        if self.config.scale.max_count and (self.update is None or self.update.is_over):
             self._scale(now)
-        for _ in range(self.desired - len(self.staying) if now >= self._start_s else 0):
+        for _ in range(self.desired - self.held_back - len(self.staying) if now >= self._start_s else 0):
             self._start()
         for server in _surplus(self.staying, self.desired):
-            self._let_go(server)
+            self.let_go(server)
 
     async def stop(self) -> None:
         """Ends all servers; what they still compute ends with them after a while."""
@@ -130,7 +141,22 @@ class Group:
         self.decisions = [*self.decisions[1 - _MOST_DECISIONS :], (time.time(), before, decision)]
         self._say(f"servers of {self.name}: {decision.count} instead of {before}: {decision.reason}")
 
-    def _let_go(self, server: Server) -> None:
+    def use(self, version: ModelVersion) -> None:
+        """Has servers that are started from now on serve ``version``."""
+        self.version, self._failures, self._start_s = version, 0, 0.0
+
+    def has_room(self) -> bool:
+        """Returns whether one more server finds GPUs."""
+        return place_for(self.config, self._machine, self._places()) is not None
+
+    def start_candidate(self, version: ModelVersion, old: Server) -> Server:
+        """Starts a server of ``version``, on the cores of ``old``, and on its GPUs if it has ended."""
+        place = place_for(self.config, self._machine, self._places())
+        server = self._launch(version, replace(place, cores=old.place.cores) if place is not None else old.place)
+        server.is_candidate = True
+        return server
+
+    def let_go(self, server: Server) -> None:
         """Gives a server nothing new; it ends when it has finished what it has."""
         server.is_leaving = True
         if server.backend is not None:
@@ -140,11 +166,15 @@ class Group:
         place = place_for(self.config, self._machine, self._places())
         if place is None:  # One that still ends has its GPUs.
             return
+        self._launch(self.version, place)
+
+    def _launch(self, version: ModelVersion, place: Place) -> Server:
         taken = {server.name for server in self.servers}
         name = next(name for number in range(len(taken) + 1) if (name := f"{self.name}-{number}") not in taken)
-        flags = self.config.flags
-        self.servers.append(Server.start(name, self.config.model, flags, self.name, place, self._folder, self._logs))
-        self._say(f"server {name} loads '{self.config.model}'{_described(place)}")
+        server = Server.start(name, version, self.config.flags, self.name, place, self._folder, self._logs)
+        self.servers.append(server)
+        self._say(f"server {name} loads '{version.path}'{_described(place)}")
+        return server
 
     def _look_after(self, server: Server, now: float) -> None:
         if server.process.poll() is not None:
@@ -173,6 +203,7 @@ class Group:
             return
         config = BackendConfig(url=address, name=server.name, models=(self.name,), max_requests=self.config.max_requests)
         server.backend = Backend.make(config, self._gateway.breaker, server.api_key, self._gateway.router.slow_start_s)
+        server.backend.is_leaving = server.is_candidate
         self._members.join(server.backend)
 
     def _take_out(self, server: Server) -> None:
@@ -195,10 +226,13 @@ class Group:
             self._say(f"server {server.name} has ended")
             return
         status, words = server.process.returncode, server.last_words
+        how = f"{server.why or describe_exit(status)}{f'; its last line: {words}' if words else ''}"
+        if server.is_candidate:
+            server.why = how
+            return
         if status == _USER_ERROR and not self._has_served:
             raise UserError(f"server {server.name} ended at its start: {words}")
-        how = server.why or describe_exit(status)
-        self.last_death = f"{server.name}: {how}{f'; its last line: {words}' if words else ''}"
+        self.last_death = f"{server.name}: {how}"
         self.restarts += 1
         self._failures = 0 if server.was_ready else self._failures + 1
         self._long_lives += server.was_ready and now - server.began_s > _LONG_LIFE_S

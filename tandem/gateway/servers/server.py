@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.gateway.backend import Backend
 from tandem.gateway.servers.places import Place
+from tandem.gateway.servers.versions import ModelVersion
 from tandem.runtime.process.processes import Threads, kill_group, spawn
 
 _ADDRESS = re.compile(r"; (http://\S+) answers probes meanwhile")
@@ -31,6 +32,7 @@ class Server:
     when it has none."""
 
     name: str
+    version: ModelVersion
     place: Place
     log: Path
     api_key: str
@@ -39,6 +41,8 @@ class Server:
     backend: Backend | None = None
     is_leaving: bool = False
     was_ready: bool = False
+    is_candidate: bool = False
+    """It starts with another version than the group has, and gets no request before it has answered one."""
     why: str = ""
     """Why the gateway has ended it, if it has."""
     began_s: float = field(default_factory=time.monotonic)
@@ -47,8 +51,8 @@ class Server:
     _log_begin: int = 0
 
     @classmethod
-    def start(cls, name: str, model: str, flags: Mapping[str, Any], served_name: str, place: Place, folder: Path, logs: Path) -> "Server":
-        """Starts one that serves ``model`` with ``flags`` under ``served_name`` on a free port. It ends with this process, whatever ends that; Ctrl-C of the
+    def start(cls, name: str, version: ModelVersion, flags: Mapping[str, Any], served_name: str, place: Place, folder: Path, logs: Path) -> "Server":
+        """Starts one that serves ``version`` with ``flags`` under ``served_name`` on a free port. It ends with this process, whatever ends that; Ctrl-C of the
         terminal reaches the gateway alone, which ends it last. ``folder``: for its keys and flags, which only this user can read."""
         file_name = name.replace("/", "_")
         settings, log = folder / f"{file_name}.json", logs / f"{file_name}.log"
@@ -57,13 +61,14 @@ class Server:
         keys = {option: secrets.token_urlsafe(32) for option in ("api-key", "control-key")}
         given = [word for option, key in keys.items() for word in (f"--{option}", f"@{_write_key(folder / f'{file_name}.{option}', key)}")]
         quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
-        arguments = ["serve", model, "--config", str(settings), "--host", "127.0.0.1", "--port", "0", "--served-model-name", served_name, *given, *quiet]
+        placed = ["--host", "127.0.0.1", "--port", "0", "--served-model-name", served_name, "--weight-version", version.weights_text]
+        arguments = ["serve", version.path, "--config", str(settings), *placed, *given, *quiet]
         begin = log.stat().st_size if log.exists() else 0
         process = spawn("tandem", arguments, threads=Threads(place.threads), output=log, new_session=True, environment=place.environment)
         if place.cores and hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):  # It has ended, which is found out soon.
                 os.sched_setaffinity(process.pid, place.cores)
-        return cls(name, place, log, keys["api-key"], keys["control-key"], process, _log_begin=begin)
+        return cls(name, version, place, log, keys["api-key"], keys["control-key"], process, _log_begin=begin)
 
     @property
     def address(self) -> str | None:

@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import aiohttp
 
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.servers.group import Group, Members
 from tandem.gateway.servers.places import Place, find_machine, too_few_cores
+from tandem.gateway.servers.updates import Updates
+from tandem.gateway.servers.versions import find_version
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.types import UserError
@@ -21,6 +25,7 @@ class Servers:
     """The groups of a gateway, one for each model."""
 
     groups: list[Group] = field(default_factory=list)
+    updates: Updates | None = None
 
     @property
     def places(self) -> list[Place]:
@@ -33,14 +38,24 @@ class Servers:
         while True:
             for group in self.groups:
                 group.step()
+            if self.updates is not None:
+                self.updates.follow()
             waiting = {group for group in waiting if len(group.ready) < group.desired}
             if not waiting and ready is not None:
                 ready()
                 ready = None
             await asyncio.sleep(_PERIOD_S)
 
+    async def update(self, model: str, version: str) -> Group:
+        """Begins an update of the servers of ``model``; returns them. Raises ``UserError``."""
+        if self.updates is None:
+            raise UserError("the gateway has started no servers")
+        return await self.updates.begin(model, version)
+
     async def stop(self) -> None:
         """Ends all servers."""
+        if self.updates is not None:
+            await self.updates.stop()
         try:
             await asyncio.gather(*(group.stop() for group in self.groups))
         finally:
@@ -50,10 +65,11 @@ class Servers:
 
 @contextlib.asynccontextmanager
 async def running_servers(
-    config: GatewayConfig, members: Members, waits: Callable[[str], tuple[int, float]], say: Callable[[str], None]
-) -> AsyncIterator[Servers]:
-    """Yields the servers of ``config``, of which none was started yet, and ends them afterwards. ``waits``: as in ``Group``. Raises ``UserError`` if there are
-    too few GPUs for them, or a folder for logs cannot be made."""
+    config: GatewayConfig, members: Members, waits: Callable[[str], tuple[int, float]], stages: Mapping[str, str], session: aiohttp.ClientSession,
+    say: Callable[[str], None],
+) -> AsyncIterator[Servers]:  # fmt: skip
+    """Yields the servers of ``config``, of which none was started yet, and ends them afterwards. ``waits``: as in ``Group``; ``stages``: as in ``Updates``.
+    Raises ``UserError`` if there are too few GPUs for them, the registry does not have a version of theirs, or a folder for logs cannot be made."""
     _make_log_folders(config)
     machine = find_machine(config.servers)
     warning = too_few_cores(config.servers, available_cores())
@@ -61,7 +77,10 @@ async def running_servers(
         say(warning)
     with temporary_folder() as folder:
         servers = Servers()
-        servers.groups += [Group(name, config, machine, members, folder, say, lambda: servers.places, waits) for name in config.servers]
+        for name, each in config.servers.items():
+            version = await asyncio.to_thread(find_version, each.model, config.registry, folder, None)
+            servers.groups.append(Group(name, config, machine, members, folder, say, lambda: servers.places, waits, version))
+        servers.updates = Updates(servers.groups, config.registry, stages, folder, session, say)
         try:
             yield servers
         finally:

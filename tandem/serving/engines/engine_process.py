@@ -24,12 +24,14 @@ from tandem.runtime.rpc.calls import error_meta, message_meta
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
 from tandem.serving.engines.engine_loop import EngineLoop
 from tandem.serving.engines.messages import EngineInfo
+from tandem.types import WeightVersion
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--weight-version", type=int, nargs=2)
     parser.add_argument("arguments", type=lambda text: build(EngineArgs, json.loads(text), "engine"))
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s engine[%(process)d] %(message)s")
@@ -40,13 +42,13 @@ def main() -> None:
     connection = socket.socket(fileno=options.channel)
     connection.set_inheritable(False)
     with contextlib.closing(Channel(connection)) as server:
-        serve(server, options.arguments)
+        serve(server, options.arguments, WeightVersion(*options.weight_version) if options.weight_version else None)
 
 
-def serve(server: Channel, args: EngineArgs) -> None:
-    """Loads the model, says what it is, and serves until the channel is closed."""
+def serve(server: Channel, args: EngineArgs, weights: WeightVersion | None) -> None:
+    """Loads the model, whose weights are called ``weights``, says what it is, and serves until the channel is closed."""
     try:
-        llm = LLM.from_engine_args(args, digest_weights=True)
+        llm = LLM.from_engine_args(args, digest_weights=True, weight_version=weights)
     except Exception as error:
         with contextlib.suppress(OSError):
             server.send(error_meta(error), kind="error", method="load")

@@ -16,7 +16,7 @@ from tandem.runtime.rpc.calls import Meta, message_from, message_meta
 from tandem.runtime.rpc.channel import BrokenFrame, receive_from
 from tandem.serving.engines.heartbeat import Heartbeat
 from tandem.serving.engines.messages import Abort, EngineInfo, EngineRequest, Step, step_of
-from tandem.types import RunError, UserError
+from tandem.types import RunError, UserError, WeightVersion
 from tandem.types.wire import Frame, encode
 
 logger = logging.getLogger(__name__)
@@ -28,19 +28,21 @@ class InstanceDied(RunError):
 
 class Instance:
     """A running engine process. Lives in one event loop; ``on_step`` is called with what each step made known. ``heartbeat_s``, ``step_s``: the limits of
-    its ``Heartbeat``."""
+    its ``Heartbeat``. ``weights``: what the model's own are called."""
 
     def __init__(
-        self, name: str, args: EngineArgs, threads: int, on_step: Callable[[Step], None], heartbeat_s: float, step_s: float
-    ) -> None:
+        self, name: str, args: EngineArgs, threads: int, on_step: Callable[[Step], None], heartbeat_s: float, step_s: float,
+        weights: WeightVersion | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.heartbeat = Heartbeat(heartbeat_s, step_s, lambda: self._write({}, "event", "ping"))
         self._on_step = on_step
         ours, theirs = socket.socketpair()
+        called = [] if weights is None else ["--weight-version", *map(str, weights)]
         with theirs:
             self.process: subprocess.Popen[bytes] = spawn(
                 "tandem.serving.engines.engine_process",
-                ["--channel", str(theirs.fileno()), "--threads", str(threads), json.dumps(to_mapping(args))],
+                ["--channel", str(theirs.fileno()), "--threads", str(threads), *called, json.dumps(to_mapping(args))],
                 threads=Threads(threads), pass_fds=[theirs.fileno()],
             )  # fmt: skip
         self._socket = ours

@@ -19,7 +19,7 @@ from tandem.serving.errors import ApiError, internal, invalid, overloaded, unava
 from tandem.serving.measured_rate import MeasuredRate
 from tandem.serving.metrics import Metrics
 from tandem.serving.settings import ServerSettings
-from tandem.types import RunError, UserError, WeightVersion
+from tandem.types import RunError, UserError
 
 MAX_ATTEMPTS = 3
 """Engines that a request may outlive: one that kills every engine must end."""
@@ -41,7 +41,7 @@ class Pool:
         self.settings = settings
         self.metrics = metrics
         self.info: EngineInfo | None = None
-        self.weights = Weights(WeightVersion(0, 0))
+        self.weights = Weights(settings.weight_version)
         self.is_paused = False
         self.is_sleeping = False
         self.slots = [Slot(i) for i in range(settings.instances)]
@@ -123,7 +123,7 @@ class Pool:
         """An engine for ``slot`` in the state that the others are in."""
         settings = self.settings
         take = partial(self._take, slot)
-        instance = Instance(slot.name, settings.engine, settings.threads, take, settings.heartbeat_s, settings.step_s)
+        instance = Instance(slot.name, settings.engine, settings.threads, take, settings.heartbeat_s, settings.step_s, settings.weight_version)
         try:
             self.info = await instance.start()
             self.metrics.loaded(slot.index, self.info)
