@@ -26,11 +26,15 @@ SIDECARS = {
             "tests/backends/test_backends_vllm.py", "tests/backends/test_backends_vllm_experts.py", "tests/pod/test_pod_vllm.py",
             "tests/pod/test_pod_vllm_experts.py", "tests/pod/test_pod_vllm_episodes.py", "tests/pod/test_pod_vllm_partial.py",
             "tests/backends/test_backends_vllm_ranks.py", "tests/pod/test_pod_vllm_ranks.py",
+            "tests/pod/test_pod_vllm_pods.py",
         ),
         ("tandem/backends/vllm", "tandem/backends/requirements.py", "tandem/pod/vllm_worker.py", "tandem/pod/rollout_groups.py"),
     ),
     "megatron": (
-        ("tests/backends/test_backends_megatron.py", "tests/backends/test_backends_megatron_dist.py", "tests/pod/test_pod_megatron.py"),
+        (
+            "tests/backends/test_backends_megatron.py", "tests/backends/test_backends_megatron_checkpoints.py",
+            "tests/backends/test_backends_megatron_dist.py", "tests/pod/test_pod_megatron.py",
+        ),
         ("tandem/backends/megatron", "tandem/backends/requirements.py"),
     ),
     "deepspeed": (

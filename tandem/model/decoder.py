@@ -31,6 +31,7 @@ from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight, s
 from tandem.model.recompute import Recompute, around_layers
 from tandem.model.rotary import rotary_table
 from tandem.model.router_balance import RouterBalance
+from tandem.model.routing import Replay, ReplayCount
 from tandem.model.trained_adapter import adapted_linear, is_adapter_parameter, packed_by
 from tandem.model.value_head import values_of
 from tandem.types.kv_cache import KVCacheDtype
@@ -95,6 +96,7 @@ class Decoder(nn.Module):
         self.around_layer: AroundLayer | None = None
         self.recompute: Recompute = "none"
         self.router_balance: RouterBalance | None = None
+        self.replay_count = ReplayCount()
         self._packed: list[LayerWeights] | None = None
         self._packed_head: Any = None
         self._packed_embedding: PackedWeight | None = None
@@ -170,7 +172,8 @@ class Decoder(nn.Module):
         balance = self.router_balance if isinstance(context, PackedContext) else None
         batch = LayerBatch(
             kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
-            balance, router_logits, lora, layers is self._packed and lora is None and self.group is None, replayed,
+            balance, router_logits, lora, layers is self._packed and lora is None and self.group is None,
+            None if replayed is None else Replay(replayed, self.replay_count),
         )
         x: Tensor | None = None
         if span is None or span.is_first:

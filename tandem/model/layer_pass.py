@@ -15,14 +15,14 @@ from tandem.model.moe import mixture
 from tandem.model.parallel.context_parallel import SharedContext
 from tandem.model.parallel.model_parallel import Collectives
 from tandem.model.router_balance import RouterBalance
-from tandem.model.routing import replayed_route
+from tandem.model.routing import Replay
 from tandem.runtime.collectives.communicator import Communicator
 
 
 class LayerBatch(NamedTuple):
     """The arguments of every layer of one forward pass. ``linear``: the product for plain or packed weights. ``collectives``: applied
     before and after the matrices. ``expert_ranks``: the ranks that the experts are sharded over; ``balance``: the load balancing of
-    experts. ``fused_mlp``: a packed MLP may be one call. ``replayed[T, layers, k]``: the experts that tokens are sent to (``None``: the routers choose)."""
+    experts. ``fused_mlp``: a packed MLP may be one call. ``replayed``: the experts that tokens are sent to (``None``: the routers choose)."""
 
     kernels: Kernels
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
@@ -36,7 +36,7 @@ class LayerBatch(NamedTuple):
     router_logits: list[Tensor] | None
     lora: LoraBatch | None
     fused_mlp: bool
-    replayed: Tensor | None = None
+    replayed: Replay | None = None
 
 
 State = tuple[Tensor | None, Tensor]
@@ -78,7 +78,7 @@ def run_layer(
     x, residual = kernels.add_rms_norm(x, residual, mlp_norm, eps)
     x = enter(x)
     if experts is not None:
-        route = kernels.route if replayed is None else partial(replayed_route, replayed[:, attention.index])
+        route = kernels.route if replayed is None else partial(replayed.route, attention.index)
         route = route if balance is None else partial(balance.route, route, attention.index)
         return after(mixture(kernels, experts, x, router_logits, before, expert_ranks, route)), residual
     if fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):

@@ -1,5 +1,7 @@
 """The routing of tokens to experts that are chosen elsewhere than by the router's largest probabilities."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,38 @@ def routed_to(logits: Tensor, experts: Tensor, normalised: bool) -> Routing:
     return Routing(gates, experts, bounds, order, inverse)
 
 
-def replayed_route(experts: Tensor, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
-    """Does ``Kernels.route`` with the recorded ``experts[T, k]`` of any integer dtype in place of its choice (router replay; Ma et al., 2025)."""
-    assert experts.shape == (len(logits), experts_per_token), "the recorded routing is of other tokens, or of another model"
-    return routed_to(logits, experts.long(), normalised)
+class ReplayCount:
+    """Counts, for tokens and layers whose experts were replayed, those whose router would have chosen others. What a backward pass computes again is counted
+    once."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, replayed: Tensor, own: Tensor) -> None:
+        """Counts the ``own[T, k]`` choices of a layer's router beside those ``replayed[T, k]``; their order has no meaning."""
+        if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            return
+        differing = (own.sort(-1).values != replayed.sort(-1).values).any(-1).sum()
+        sums = torch.stack((differing, torch.full_like(differing, len(own))))
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def take(self, device: torch.device) -> Tensor:
+        """Returns the choices that differed and all of them, int64 [2], since the last call."""
+        sums, self._sums = self._sums, None
+        return torch.zeros(2, dtype=torch.int64, device=device) if sums is None else sums
+
+
+class Replay(NamedTuple):
+    """The recorded ``experts[T, layers, k]``, of any integer dtype, that tokens are sent to in place of their routers' choice (router replay; Ma et al.,
+    2025)."""
+
+    experts: Tensor
+    counts: ReplayCount
+
+    def route(self, layer: int, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
+        """Does ``Kernels.route`` with the experts recorded for ``layer``."""
+        experts = self.experts[:, layer].long()
+        assert experts.shape == (len(logits), experts_per_token), "the recorded routing is of other tokens, or of another model"
+        with torch.no_grad():
+            self.counts.add(experts, logits.sort(dim=-1, descending=True, stable=True).indices[:, :experts_per_token])
+        return routed_to(logits, experts, normalised)

@@ -41,6 +41,7 @@ def policy_step(
             mask_off_policy=recipe.rollout.mask_off_policy,
         )  # fmt: skip
     began = perf_counter()
+    actor.replica.model.replay_count.take(actor.replica.model.device)  # Of passes outside of the step.
     if record is not None:
         record.batch(batch.sequences)
     learned = _update_critic(models, critic, batch, on_progress) if critic is not None else None
@@ -55,7 +56,7 @@ def policy_step(
     models.steps += 1
     _update_reference(models)
     guards = [actor.guard] if critic is None else [actor.guard, critic.guard]
-    metrics, verdicts = result.metrics, [result.verdict]
+    metrics, verdicts = result.metrics | replay_metrics(models, batch.sequences), [result.verdict]
     if learned is not None:
         metrics, verdicts = metrics | learned.metrics, [result.verdict, learned.verdict]
     elif shared is not None:
@@ -65,6 +66,16 @@ def policy_step(
         "verdict": worst(verdicts), "learned": has_learned(result, recipe.trainer, step),
         "exhausted": max(guard.skipped_in_a_row if guard.is_exhausted else 0 for guard in guards),
     }  # fmt: skip
+
+
+def replay_metrics(models: RankModels, sequences: Sequence[TrainSequence]) -> dict[str, float]:
+    """Returns the share of the choices of experts in the step, of tokens and layers whose routing was replayed, that the trainer's routers would have made
+    otherwise. Ranks that compute the same tokens count them alike, so that the share is that of one rank."""
+    if all(sequence.routed_experts is None for sequence in sequences):
+        return {}
+    model = models.actor.replica.model
+    differing, every = models.rank.ranks.world.all_reduce(model.replay_count.take(model.device), "choices of experts").tolist()
+    return {"router_replay/differing_share": differing / max(every, 1)}
 
 
 def has_learned(result: StepResult, trainer: TrainerConfig, step: int) -> bool:

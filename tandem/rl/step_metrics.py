@@ -42,6 +42,9 @@ def sample_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> dict[s
     row["response_length/mean"] = _mean(lengths)
     if any(sample.messages for sample in samples):
         row.update(_episode_metrics(samples))
+    routed = [each.routed_experts for sample in samples for each in sample.sequences if each.routed_experts is not None]
+    if routed:
+        row["router_replay/bytes_per_token"] = sum(len(each.data) for each in routed) / sum(each.tokens for each in routed)
     row["response_length/max"] = max(lengths, default=0.0)
     row["response_length/clip_ratio"] = _mean([float(s.finish_reason is FinishReason.LENGTH) for s in samples])
     return row

@@ -13,6 +13,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.described import DescribedModel
 from tandem.model.head_outputs import HeadOutputs
 from tandem.model.router_balance import RouterBalance
+from tandem.model.routing import ReplayCount
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.grad_scaler import GradScaler, Verdict
 from tandem.trainer.micro_batch import MicroBatch
@@ -21,10 +22,14 @@ from tandem.types import RunError
 
 
 class TrainedModel(DescribedModel, Protocol):
-    """A network in training. ``router_balance``: of its experts (``None``: nothing balances them)."""
+    """A network in training. ``router_balance``: of its experts (``None``: nothing balances them). ``replay_count``: of choices of experts that were
+    replayed."""
 
     @property
     def router_balance(self) -> RouterBalance | None: ...
+
+    @property
+    def replay_count(self) -> ReplayCount: ...
 
 
 class StepOptimizer(Protocol):

@@ -1,5 +1,6 @@
 """Runs ``trained_steps.py`` on the ranks of a mesh, in this environment or in that of a sidecar, and puts their answers together."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -103,3 +104,14 @@ def _whole(answers: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
         for start, stop, tensor in held:
             whole[name][tuple(map(slice, start, stop))] = tensor
     return whole
+
+
+def assert_close(found: Trained, expected: Trained, tolerance: float = 1e-5) -> None:
+    assert len(found.metrics) == len(expected.metrics) > 0
+    for step, (own, other) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
+        assert own.keys() == other.keys()
+        for name, value in other.items():
+            assert abs(own[name] - value) <= tolerance, (step, name)
+    assert all(float((found.after[name] - weight).abs().max()) <= tolerance for name, weight in expected.after.items())
+    flat = lambda trained: list(itertools.chain.from_iterable(itertools.chain.from_iterable(trained.logprobs)))
+    assert max(abs(a - b) for a, b in zip(flat(found), flat(expected), strict=True)) <= tolerance

@@ -12,20 +12,16 @@ import megatron_environment
 import pytest
 import torch
 from meshes_of_steps import MODELS, make_folder
+from real_megatron import needs_megatron
 from safetensors.torch import load_file, save_file
 
-from tandem.backends.environment import FOLDER, installed, tandem_path
+from tandem.backends.environment import FOLDER, tandem_path
 from tandem.jobs.convert import convert, layout_of
 from tandem.layout.mesh import MeshShape
 from tandem.model.megatron.dist_files import open_dist_checkpoint
 from tandem.types import UserError
 
 LIMIT_S = 500
-needs_megatron = pytest.mark.skipif(
-    installed("megatron") is None, reason="the megatron sidecar has no environment here; make it with: tandem sidecar install megatron"
-)
-
-
 class Harmful:
     """Removes a folder when it is unpickled."""
 

@@ -17,6 +17,7 @@ import xxhash
 import yaml
 from damaged_memory import children, flip_pattern
 from pod_runs import RECIPE, PodRun, difference, finish
+from trainer_pod_runs import BOTH_TRAIN, FEW_STEPS, train
 
 from tandem.config.load import to_mapping
 from tandem.config.recipe import Recipe, load_config
@@ -47,10 +48,8 @@ from tandem.types.wire import Frame
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.publication import current
 
-FEW_STEPS = ("--run.max_steps=3", "--sft.steps=6")
 TWO_RANKS = (*FEW_STEPS, "--parallel.data=2")
 BOTH_TRAIN_KEYS = ("--pods.count=2", "--pods.trainer_count=2")
-BOTH_TRAIN = ("--pods", "2", "--trainer-pods", "2")
 
 
 @pytest.fixture(scope="module")
@@ -387,12 +386,6 @@ def test_each_of_two_pods_holds_the_whole_model_in_its_own_memory_and_a_bit_that
 # -- whole runs ----------------------------------------------------------------------------------------------------------------
 
 
-def train(run: PodRun, *settings: str) -> None:
-    done = run.train(*BOTH_TRAIN, *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert run.left_behind() == []
-
-
 @pytest.mark.full
 def test_two_trainer_pods_have_the_bits_of_two_ranks_in_one_although_a_rank_is_killed(one_pod: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
@@ -439,29 +432,6 @@ def test_a_run_of_two_trainer_pods_is_verified_and_a_step_of_it_replayed(one_pod
     for command in (["verify", str(run.directory)], ["replay", str(run.directory), "--step", "1"]):
         done = finish(run.begin(*command))
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-MESHES = {
-    "four ranks, zero 1": "--parallel.data=4 --parallel.zero=1",
-    "zero 2": "--parallel.data=2 --parallel.zero=2",
-    "data x tensor": "--parallel.data=2 --parallel.tensor=2 --model.create.num_key_value_heads=2",
-    "data x pipeline": "--parallel.data=2 --parallel.pipeline=2 --model.create.tie_word_embeddings=false",
-    "adapter": "--parallel.data=2 --trainer.lora.rank=4",
-    "one step off": "--parallel.data=2 --rollout.max_staleness=1",
-    "engines end": "--parallel.data=2 --residents.plan=terminate",
-    "context": "--parallel.data=2 --parallel.context=2",
-    "experts": "--parallel.data=4 --parallel.expert=2 --model.create.architecture=qwen3_moe --model.create.num_experts=4",
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("settings", [pytest.param(settings, id=name) for name, settings in MESHES.items()])
-def test_two_trainer_pods_on_a_mesh_have_the_bits_of_the_mesh_in_one(settings: str, tmp_path: Path) -> None:
-    one, two = PodRun(tmp_path / "one"), PodRun(tmp_path / "two")
-    done = one.train(*FEW_STEPS, *settings.split())
-    assert done.returncode == 0, done.stdout + done.stderr
-    train(two, *FEW_STEPS, *settings.split())
-    assert difference(two, one) == []
 
 
 @pytest.mark.full

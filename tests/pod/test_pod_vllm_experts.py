@@ -40,7 +40,13 @@ def test_a_replayed_routing_makes_the_mismatch_of_16_bits_smaller(tmp_path: Path
         done = run.train(*MIXTURE, "--trainer.dtype=bfloat16", f"--trainer.router_replay={mode}", "--run.max_steps=2")
         assert done.returncode == 0, done.stdout + done.stderr
         assert {routed_samples(run, step) for step in (0, 1)} == ({16} if mode == "R3" else {0})
-        mismatch[mode] = run.rows()[0]["mismatch_kl"]
+        row = run.rows()[0]
+        mismatch[mode] = row["mismatch_kl"]
+        if mode == "R3":
+            # Two layers, two experts of each token, a byte each.
+            assert row["router_replay/bytes_per_token"] == 4 and 0 < row["router_replay/differing_share"] < 0.2
+        else:
+            assert not any(name.startswith("router_replay/") for name in row)
     assert 0 < mismatch["R3"] < mismatch["disabled"] / 2
 
 

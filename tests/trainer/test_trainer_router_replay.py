@@ -112,6 +112,28 @@ def test_a_routing_is_replayed_row_by_row(folder: Path) -> None:
     assert (logprobs_of(model, shifted) - logprobs_of(model, sequences)).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_choices_that_differ_from_the_routers_own_are_counted_once(folder: Path, recompute: str) -> None:
+    """Three tokens are sent to an expert fewer of their own in the last layer, after which nothing is routed; the order of a token's experts has no meaning."""
+    sequences, model = sequences_of(LLM(folder, max_num_seqs=5)), load_model(folder, ReferenceKernels())
+    model.recompute = recompute
+    routed = [replace(s, routed_experts=own_routing(model, s)) for s in sequences]
+
+    def changed(sequence: TrainSequence, token: int) -> TrainSequence:
+        assert sequence.routed_experts is not None
+        data = bytearray(sequence.routed_experts.data)
+        place = (token * LAYERS + LAYERS - 1) * EACH
+        other = next(each for each in range(EXPERTS) if each not in data[place : place + EACH])
+        data[place : place + EACH] = bytes([data[place + 1], other])
+        data[:EACH] = data[:EACH][::-1]
+        return replace(sequence, routed_experts=replace(sequence.routed_experts, data=bytes(data)))
+
+    batch = collate([changed(routed[0], 2), changed(routed[1], 5), changed(routed[2], 7), *routed[3:]])
+    model(batch.tokens, batch.positions, batch.context).sum().backward()
+    assert model.replay_count.take(model.device).tolist() == [3, len(batch.tokens) * LAYERS]
+    assert model.replay_count.take(model.device).tolist() == [0, 0]
+
+
 def own_routing(model: Decoder, sequence: TrainSequence) -> RoutedExperts:
     seen: list[torch.Tensor] = []
     batch = collate([replace(sequence, loss_mask=(0.0, *[1.0] * (len(sequence.token_ids) - 1)))])

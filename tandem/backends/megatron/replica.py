@@ -1,7 +1,7 @@
 """A model that Megatron-Core trains, on one rank: what a step, the rollout's weights and checkpoints need of it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tandem.backends.megatron.passes import InFlight, Rows, head_outputs, run_sc
 from tandem.layout.shapes import ModelShapes
 from tandem.model.head_outputs import HeadOutputs
 from tandem.model.megatron.layout import padded_vocabulary
+from tandem.model.routing import ReplayCount
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.parallel.pipeline import broadcast_value
@@ -30,6 +31,7 @@ class MegatronModel:
     dtype: torch.dtype
     device: torch.device
     router_balance: None = None
+    replay_count: ReplayCount = field(default_factory=ReplayCount)
 
 
 @dataclass(frozen=True, slots=True)
