@@ -1,6 +1,7 @@
 """Pauses, updates and sleep during requests: every client gets a response, and no response mixes weights."""
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -212,3 +213,38 @@ def test_a_stream_lives_through_a_pause_and_an_update(running: Server, threads: 
     events = [line.removeprefix("data: ") for line in seen if line]
     assert events[-1] == "[DONE]" and json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
     running.wait_idle()
+
+
+@pytest.mark.full
+def test_a_rolling_update_gives_every_answer_one_version(model: Path, other_model: Path, tmp_path: Path) -> None:
+    """Two instances under a load that never pauses; then one instance, whose requests wait for it."""
+    for instances in ("2", "1"):
+        with server(model, tmp_path, "--max-num-seqs", "4", "--instances", instances, "--weight-version", "7.1") as running, ThreadPoolExecutor(6) as pool:
+            ends = threading.Event()
+
+            def ask(number: int, running: Server = running, ends: threading.Event = ends) -> list[set[tuple[int, int]]]:
+                seen = []
+                while not ends.is_set():
+                    answer = generate(running, f"prompt {number}", max_tokens=40)
+                    assert answer["finish_reason"] == "length" and len(answer["token_ids"]) == 40
+                    seen.append({tuple(version) for version in answer["weight_versions"]})
+                return seen
+
+            asked = [pool.submit(ask, number) for number in range(6)]
+            until(lambda running=running: running.metric("vllm:num_requests_running") > 2, "the load")
+            assert running.control_get("/weight_info")["instances"] == [[7, 1]] * int(instances)
+            running.control("/start_weight_update", {"version": [8, 0]})
+            running.control("/update_weights", {"update_info": {"folder": str(other_model)}})
+            assert running.control("/finish_weight_update?mode=rolling")["version"] == [8, 0]
+            assert running.control_get("/weight_info")["instances"] == [[8, 0]] * int(instances)
+            after = generate(running, "prompt 0", max_tokens=4)["weight_versions"]
+            ends.set()
+            seen = [versions for each in asked for versions in each.result()]
+            assert all(len(versions) == 1 for versions in seen), "no answer mixes weights"
+            assert set.union(*seen) == {(7, 1), (8, 0)} and after == [[8, 0]] * 4
+            assert running.get("/v1/models").json()["data"][0]["weight_version"] == [8, 0]
+            running.control("/pause?mode=recompute")
+            running.control("/start_weight_update", {"version": [9, 0]})
+            refused = running.post("/finish_weight_update?mode=rolling", headers={"Authorization": "Bearer control"})
+            assert refused.status_code == 400 and "mode=at_once" in refused.json()["error"]["message"]
+            running.control("/resume")

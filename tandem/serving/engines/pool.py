@@ -26,6 +26,8 @@ MAX_ATTEMPTS = 3
 
 MAX_BACKOFF_S = 30.0
 
+_LOOK_S = 0.01
+
 _EVENTS_S = 5.0
 _LEAST_PREFILL_TOKENS = 64
 """Of a prompt whose time says how fast prompts are computed."""
@@ -242,7 +244,7 @@ class Pool:
 
     def least_loaded(self) -> Slot | None:
         """Returns the slot whose engine would get the next request; ``None`` if none is ready."""
-        return min((slot for slot in self.slots if slot.is_ready), key=lambda slot: slot.outstanding, default=None)
+        return min((slot for slot in self.slots if slot.takes_requests), key=lambda slot: slot.outstanding, default=None)
 
     @contextlib.contextmanager
     def named(self, request: EngineRequest) -> Iterator[None]:
@@ -274,7 +276,7 @@ class Pool:
                     slot.instance.abort([stream.request.id])
 
     def _give(self, stream: Stream, preferred: Slot | None = None) -> None:
-        slot = preferred if preferred is not None and preferred.is_ready else self.least_loaded()
+        slot = preferred if preferred is not None and preferred.takes_requests else self.least_loaded()
         if slot is None:
             self._unassigned[stream.request.id] = stream
             return
@@ -404,6 +406,39 @@ class Pool:
                 if isinstance(answer, BaseException):
                     kill(instance.process)
             return taken
+
+    async def update_rolling(self, weights: Weights) -> list[dict[str, Any]]:
+        """Takes ``weights``, which are staged, by one engine after the other: each gets nothing new, finishes what it has, takes them and goes on, so that no
+        request fails and every request has one version. Requests that no engine takes meanwhile wait. If the first one cannot take them none does; one that
+        cannot where others could is replaced by one that starts with them. Raises ``ApiError`` while the engines are paused or asleep."""
+        self._check_answering()
+        if self.is_paused or self.is_sleeping:
+            raise invalid("mode=rolling waits for requests, and the engines are paused or asleep; call /resume or /wake_up first, or take mode=at_once", "mode")
+        taken: list[dict[str, Any]] = []
+        async with self._control:
+            for slot in self.slots:
+                slot.is_held = True
+                try:
+                    while slot.streams and slot.instance is not None:
+                        await asyncio.sleep(_LOOK_S)
+                    if slot.instance is not None:
+                        name, arguments = weights.call
+                        taken.append(await slot.instance.call(name, **arguments))
+                        # What is started again from now on begins with them.
+                        self.weights = weights
+                except InstanceDied:
+                    continue
+                except (UserError, RunError):
+                    if not taken:
+                        raise
+                    if slot.instance is not None:
+                        kill(slot.instance.process)
+                finally:
+                    slot.is_held = False
+                    self._give_unassigned()
+        if not taken:
+            raise unavailable("no engine is ready", retry_after_s=5)
+        return taken
 
 
 def _param_of(text: str) -> str | None:

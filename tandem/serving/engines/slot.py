@@ -21,10 +21,16 @@ class Slot:
     outstanding: int = 0
     failures: int = 0
     hung: str | None = None
+    is_held: bool = False
+    """It gets no new request, and finishes what it has."""
 
     @property
     def is_ready(self) -> bool:
         return self.instance is not None and self.hung is None
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.is_ready and not self.is_held
 
     @property
     def name(self) -> str:

@@ -115,13 +115,13 @@ def _weights(routes: APIRouter, state: ServerState) -> None:
         return {"tensors": answers[0]["tensors"]}
 
     @routes.post("/finish_weight_update")
-    async def finish_weight_update() -> dict[str, Any]:
-        """Applies all tensors that were read, between two steps, or none if the set is incomplete. In-flight requests continue with the
-        new weights."""
+    async def finish_weight_update(mode: Literal["at_once", "rolling"] = "at_once") -> dict[str, Any]:
+        """Applies all tensors that were read, between two steps, or none if the set is incomplete. ``at_once``: in all instances; in-flight requests continue
+        with the new weights. ``rolling``: in one instance after the other, each after it has finished what it has."""
         if state.update is None:
             raise invalid("no weight update was started; call /start_weight_update first")
         (version, folders), state.update = state.update, None
-        answers: list[dict[str, Any]] = await _refusing(pool.update(Weights(version, tuple(folders))))
+        answers: list[dict[str, Any]] = await _refusing((pool.update_rolling if mode == "rolling" else pool.update)(Weights(version, tuple(folders))))
         return answers[0]
 
     @routes.get("/weight_info")
