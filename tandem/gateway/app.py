@@ -254,8 +254,12 @@ class GatewayApp:
 
     def _routed(self, request: InferenceRequest, content: Any) -> InferenceRequest:
         """Returns ``request`` for the model of its route, with the copies for those in the shadow."""
-        routed = self._state.routes.route(request.model, request.session)
         by_prefix = reads_prefix(self._state.config)
+        model, weights = self._state.routes.version_of(request.model)
+        if weights:
+            # Keys and limits go by the model, whichever of its versions is asked for.
+            request = replace(for_model(request, content, model, by_prefix=by_prefix), weights=weights, asked_model=model)
+        routed = self._state.routes.route(request.model, request.session)
         shadows = [for_model(request, content, model, by_prefix=by_prefix) for model in routed.shadows]
         copies = tuple(replace(copy, id=f"{copy.id}-shadow-{number}") for number, copy in enumerate(shadows))
         return replace(for_model(request, content, routed.model, by_prefix=by_prefix), shadows=copies) if copies or routed.model != request.model else request

@@ -69,6 +69,8 @@ class InferenceRequest:
     """Tokens that may be generated at most, over all completions; ``None`` for a chat without a limit."""
     is_deterministic: bool = False
     """Whether the same request gives the same answer: it has a seed, or temperature 0."""
+    weights: str = ""
+    """The version of the weights that it asks for (``MODEL@0.7``); empty: any."""
     home: str = ""
     """The name of the backend that alone can serve it, because that holds the answer before; empty: any."""
     shadows: "tuple[InferenceRequest, ...]" = ()

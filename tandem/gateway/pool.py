@@ -74,12 +74,12 @@ class Pool:
     def choose(self, request: InferenceRequest, tried: Sequence[Backend] = (), weights: str | None = None) -> Backend | None:
         """Returns the backend for the next attempt of ``request``, ``None`` if none can take it. ``tried``: those that have failed it. ``weights``: the version
         that it must have, with which the answer has begun."""
-        able = [backend for backend in self._able(request.model, request.home) if backend not in tried]
+        able = [backend for backend in self._able_for(request) if backend not in tried]
         return self._router.choose(request, able if weights is None else [backend for backend in able if backend.weights == weights])
 
     def has_other(self, request: InferenceRequest, tried: Sequence[Backend]) -> bool:
         """Returns whether a backend that is not one of ``tried`` can take ``request``."""
-        return any(backend not in tried for backend in self._able(request.model, request.home))
+        return any(backend not in tried for backend in self._able_for(request))
 
     @property
     def index(self) -> PrefixIndex | None:
@@ -93,7 +93,7 @@ class Pool:
     def room(self, request: InferenceRequest, tokens_before: int = 0) -> int | None:
         """Returns how many more requests those backends of the model of ``request`` can have at once whose KV cache has room for its prompt, after
         ``tokens_before``; ``None`` if no backend takes any."""
-        able = self._able(request.model, request.home)
+        able = self._able_for(request)
         new = self._router.new_tokens
         fitting = [each for each in able if not self._follows_cache or each.has_cache_for(tokens_before + new(request, each))]
         return sum(max(0, each.room) for each in fitting) if able else None
@@ -101,14 +101,16 @@ class Pool:
     def coming_s(self, request: InferenceRequest) -> float | None:
         """Returns in about how many seconds a backend that is being started takes ``request``, 0 if one takes it now or that is not known; ``None`` if there
         is none and none comes."""
-        if self._able(request.model):
+        if self._able_for(request):
             return 0.0
+        if request.home:
+            return None  # What it continues is not with another server.
         times = [seconds for model, servers in self.own.items() if request.model in (model, None) and (seconds := servers.coming_s()) is not None]
         return min(times, default=None)
 
     def first_byte_s(self, request: InferenceRequest) -> float:
         """Returns about how long a request that is sent now waits for the first byte of its answer; 0 while nothing is known."""
-        return min((backend.first_byte_s(request.tokens) for backend in self._able(request.model, request.home)), default=0.0)
+        return min((backend.first_byte_s(request.tokens) for backend in self._able_for(request)), default=0.0)
 
     def refusal(self, model: str | None) -> ApiError:
         """Returns the error of a request for ``model`` that no backend can take, with the time until one may."""
@@ -118,8 +120,14 @@ class Pool:
         seconds = min(backend.breaker.opens_in_s for backend in serving)
         return unavailable("the backends of this model fail; they are tried again shortly", retry_after_s=max(1, math.ceil(seconds)))
 
-    def _able(self, model: str | None, home: str = "") -> list[Backend]:
-        return [backend for backend in self._serving(model) if backend.is_ready and backend.breaker.allows() and (not home or backend.name == home)]
+    def _able_for(self, request: InferenceRequest) -> list[Backend]:
+        able, home, weights = self._able(request.model), request.home, request.weights
+        if not home and not weights:
+            return able
+        return [backend for backend in able if (not home or backend.name == home) and (not weights or backend.weights == weights)]
+
+    def _able(self, model: str | None) -> list[Backend]:
+        return [backend for backend in self._serving(model) if backend.is_ready and backend.breaker.allows()]
 
     def _serving(self, model: str | None) -> list[Backend]:
         return [backend for backend in self.backends if model is None or model in backend.models]

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,3 +326,30 @@ def test_the_page_is_used_with_the_keyboard_alone(chat: tuple[Tab, ChatBackend, 
         reached.append(opened.page.evaluate("() => document.activeElement.id || document.activeElement.className || document.activeElement.textContent"))
     for name in ("new", "model", "compare", "open-settings", "edit", "again", "prompt", "send"):
         assert name in reached or any(name in each for each in reached), (name, reached)
+
+
+@pytest.mark.full
+def test_one_of_several_versions_of_a_model_is_chosen(chromium: Any, tmp_path: Path) -> None:
+    with (
+        chat_backend(ChatBackend(version=[0, 7])) as old, chat_backend(ChatBackend(version=[0, 8])) as new,
+        gateway(tmp_path, (old, new)) as running, tab(chromium) as opened,  # type: ignore[arg-type]
+    ):  # fmt: skip
+        until(lambda: running.metric("backend_ready") == 2, "both versions")
+        opened.open(running.url)
+        texts = opened.page.locator("#model option").all_inner_texts()
+        assert sorted(texts[1:]) == ["m, weights 0.7 alone", "m, weights 0.8 alone"] and texts[0] in ("m (weights 0.7, 0.8)", "m (weights 0.8, 0.7)")
+        for version, wanted in (("0.8", new), ("0.7", old), ("0.8", new)):
+            before = len(wanted.asked)
+            opened.page.select_option("#model", f"m@{version}")
+            opened.say("Hi")
+            assert len(wanted.asked) == before + 1 and wanted.asked[-1]["model"] == "m"
+            assert opened.texts(".facts")[-1].startswith(f"weights {version} ")
+        # Both side by side, and the choice outlives the page.
+        opened.page.get_by_role("button", name="Compare").click()
+        opened.page.select_option("#other", "m@0.7")
+        before = len(old.asked), len(new.asked)
+        opened.say("Both")
+        assert (len(old.asked), len(new.asked)) == (before[0] + 1, before[1] + 1)
+        opened.open(running.url)
+        assert opened.page.input_value("#model") == "m@0.8" and opened.page.input_value("#other") == "m@0.7" and opened.violations() == []
+        assert opened.problems == []

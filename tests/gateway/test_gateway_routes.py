@@ -14,6 +14,7 @@ from tandem.config.gateway import GatewayConfig
 from tandem.config.load import build
 from tandem.config.routing import RouteConfig, RouteTarget
 from tandem.gateway.backend import Health
+from tandem.gateway.keys import new_key, write_keys
 from tandem.gateway.pool import Pool
 from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.model_registry.local import LocalRegistry
@@ -152,3 +153,30 @@ def test_routes_that_cannot_work_are_one_line(settings: dict[str, object], says:
     with pytest.raises(UserError) as caught:
         build(GatewayConfig, {"backends": [{"url": "http://a:1"}], **settings})
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_one_version_of_the_weights_can_be_asked_for(tmp_path: Path) -> None:
+    key, record = new_key("t", models=("m",))
+    write_keys(tmp_path / "keys.json", {record.id: record})
+    limits = {"keys_file": str(tmp_path / "keys.json"), "model_limits": {"m": {"requests_per_day": 13}}}
+    with fault_backend("first", "m", "1") as first, fault_backend("second", "m", "2") as second, gateway(tmp_path, [first, second], **limits) as running:
+        headers = {"Authorization": f"Bearer {key}"}
+        until(lambda: running.metric("backend_ready") == 2, "both versions")
+        [listed] = running.get("/v1/models").json()["data"]
+        assert sorted(listed["weight_versions"]) == ["0.1", "0.2"]
+        for version, wanted, other in (("0.1", first, second), ("0.2", second, first)):
+            before = wanted.seen(), other.seen()
+            for stream in (False, True):
+                for _ in range(3):
+                    ask = {"model": f"m@{version}", "prompt": "x", "stream": stream}
+                    assert running.post("/v1/completions", ask, headers=headers).status_code == 200
+            assert (wanted.seen(), other.seen()) == (before[0] + 6, before[1])
+            assert json.loads(wanted.stats()["last"]["body"])["model"] == "m", "a backend knows no versions in names"
+        unknown = running.post("/v1/completions", {"model": "m@0.3", "prompt": "x"}, headers=headers)
+        assert unknown.status_code == 404 and unknown.json()["error"]["message"].endswith("there is m@0.1, m@0.2")
+        assert running.post("/v1/completions", {"model": "n@0.1", "prompt": "x"}, headers=headers).status_code in (403, 404)
+        # A version whose backend is away is not answered with another one, and the versions share the model's limit.
+        second.mode("ok", ready=False)
+        until(lambda: running.metric("backend_ready") == 1, "the probe")
+        statuses = [running.post("/v1/completions", {"model": name, "prompt": "x"}, headers=headers).status_code for name in ("m@0.2", "m@0.1", "m@0.1", "m")]
+        assert statuses == [503, 200, 429, 429]

@@ -161,13 +161,20 @@ async function loadModels() {
     models = [];
     notice(error.status === 401 || error.status === 403 ? `${error.message} (Settings: API key)` : error.message, true);
   }
-  for (const [id, name] of [["model", "model"], ["other", "other"]]) {
-    const known = models.some((model) => model.id === settings[name]);
-    const chosen = known ? settings[name] : (models[name === "other" && models.length > 1 ? 1 : 0]?.id ?? "");
-    byId(id).replaceChildren(...models.map((model) => make("option", { value: model.id, selected: model.id === chosen },
-      model.versions.length ? `${model.id} (weights ${model.versions.join(", ")})` : model.id)));
+  const choices = models.flatMap(choicesOf);
+  for (const name of ["model", "other"]) {
+    // Where a version is gone, its model takes its place.
+    const kept = [settings[name], settings[name].split("@")[0]].find((value) => choices.some((choice) => choice.value === value));
+    const chosen = kept ?? (choices[name === "other" && choices.length > 1 ? 1 : 0]?.value ?? "");
+    byId(name).replaceChildren(...choices.map(({ value, text }) => make("option", { value, selected: value === chosen }, text)));
     if (models.length) change({ [name]: chosen });
   }
+}
+
+/** Returns what can be asked for: a model with whichever weights, and, while backends have several versions of them, each version alone. */
+function choicesOf({ id, versions }) {
+  const all = { value: id, text: versions.length ? `${id} (weights ${versions.join(", ")})` : id };
+  return versions.length > 1 ? [all, ...versions.map((version) => ({ value: `${id}@${version}`, text: `${id}, weights ${version} alone` }))] : [all];
 }
 
 function notice(text, isBad = false) {

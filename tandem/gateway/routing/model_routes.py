@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tandem.config.routing import RouteConfig
 from tandem.gateway.pool import Pool
 from tandem.gateway.routing.hashing import fraction, rank
+from tandem.serving.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,19 @@ class ModelRoutes:
         """Raises ``ApiError`` for a name that nobody answers to."""
         if name is None or self._at_backends(name) == name:
             self._pool.check_model(name, self.names)
+
+    def version_of(self, name: str | None) -> tuple[str | None, str]:
+        """Returns the model and the version of its weights that a client's ``name`` asks for (``qwen@0.7``; empty: any). Raises ``ApiError`` for a version that
+        no backend has."""
+        if name is None or "@" not in name or name in self.models or self._at_backends(name) != name:
+            return name, ""
+        model, _, version = name.rpartition("@")
+        versions = self._pool.weight_versions(model)
+        if versions and version not in versions:
+            known = ", ".join(f"{model}@{each}" for each in versions)
+            raise ApiError(404, f"no backend serves the model '{model}' with the weights '{version[:100]}'; there is {known}", param="model",
+                           code="model_not_found")  # fmt: skip
+        return (model, version) if versions else (name, "")
 
     def route(self, name: str | None, session: str) -> Routed:
         """Returns where a request for ``name`` of ``session`` (empty: none) goes. A session stays at its target, whatever gateway it comes through."""
