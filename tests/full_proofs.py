@@ -26,7 +26,7 @@ SIDECARS = {
             "tests/backends/test_backends_vllm.py", "tests/backends/test_backends_vllm_experts.py", "tests/pod/test_pod_vllm.py",
             "tests/pod/test_pod_vllm_experts.py", "tests/pod/test_pod_vllm_episodes.py", "tests/pod/test_pod_vllm_partial.py",
             "tests/backends/test_backends_vllm_ranks.py", "tests/pod/test_pod_vllm_ranks.py",
-            "tests/pod/test_pod_vllm_pods.py",
+            "tests/pod/test_pod_vllm_pods.py", "tests/pod/test_pod_vllm_followed.py",
         ),
         ("tandem/backends/vllm", "tandem/backends/requirements.py", "tandem/pod/vllm_worker.py", "tandem/pod/rollout_groups.py"),
     ),
