@@ -113,6 +113,13 @@ class ServersConfig:
         sizes = [named.get(name, 1) for name in ("tensor_parallel_size", "instances")]
         return sizes[0] * sizes[1] if all(isinstance(size, int) and size > 0 for size in sizes) else 1
 
+    def refuse_restart(self, name: str, before: "ServersConfig | None") -> None:
+        """Raises ``UserError`` if servers of the section ``name`` that run with ``before`` would have to be started anew to follow these settings."""
+        kept = ("model", "flags", "gpus", "servers_per_gpu", "log_folder")
+        key = name if before is None else next((f"{name}.{key}" for key in kept if getattr(self, key) != getattr(before, key)), None)
+        if key is not None:
+            raise UserError(f"'servers.{key}' cannot change while the gateway runs; restart it, or put back what was there")
+
     def check(self) -> None:
         """Raises ``UserError`` for values that cannot work."""
         if not self.model:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 NEEDS_RESTART = (
     "host", "port", "workers", "trusted_proxies", "registry", "max_body_mib", "request_s", "stall_s", "max_connections_per_client", "log_requests", "redis",
 )  # fmt: skip
-"""The keys whose change is not followed: those of the address and of connections, and where limits are counted. Also ``timeouts.connect_s``, and whether there
+"""The keys whose change is not followed: those of the address and of connections, and where limits are counted. Also ``timeouts.connect_s``, what
+servers are started with, and whether there
 is ``tls`` and clients need certificates."""
 _KEYS_S = 1.0
 """How often the key file is looked at: a revoked key ends within this time."""
@@ -111,6 +112,7 @@ class Reload:
             before, config = self.state.config, self.read()
             changed = [each.name for each in fields(GatewayConfig) if getattr(before, each.name) != getattr(config, each.name)]
             _check_followed(before, config, changed)
+            self.state.servers.check(config)
             check_extras(config)
             made = self.make(config)
             known = {(backend.name, backend.config.url): backend for backend in self.backends if backend not in self.joined}
@@ -153,6 +155,7 @@ class Reload:
         state.proxy.follow(config)
         state.routes = ModelRoutes(config.routes, state.pool, self.stages)
         state.admission.follow(config)
+        state.servers.follow(config)
         state.auth.follow(config, fresh.keys, fresh.tokens)
         self.upstream.passes_keys = not state.auth.needs_key
         if state.tls is not None and fresh.tls is not None:
@@ -214,6 +217,10 @@ def _check_followed(before: GatewayConfig, config: GatewayConfig, changed: list[
         wanted = "tls"
     elif bool(before.tls.client_ca_file) != bool(config.tls.client_ca_file):
         wanted = "tls.client_ca_file"
+    gone = next((name for name in before.servers if name not in config.servers), None)
+    wanted = wanted or (None if gone is None else f"servers.{gone}")
+    for name, servers in config.servers.items():
+        servers.refuse_restart(name, before.servers.get(name))
     if wanted:
         raise UserError(f"'{wanted}' cannot change while the gateway runs; restart it, or put back what was there")
 

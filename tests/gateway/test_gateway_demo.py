@@ -113,6 +113,10 @@ def test_the_demo_answers_in_the_page_and_ctrl_c_ends_all_of_it(demo: tuple[Any,
         assert 1 <= opened.page.locator(".token").count() <= 5
         opened.page.locator(".token").first.click()
         assert len(opened.texts(".token-detail tbody tr")) >= 5
+        opened.open(f"{url}/admin")
+        opened.page.wait_for_selector("#servers td")
+        assert "2 of 2" in opened.texts("#servers tbody tr")[0] and "sort" in opened.texts("#servers tbody tr")[0]
+        assert opened.violations() == []
     children = servers(process)
     assert len(children) >= 2
     os.kill(process.pid, signal.SIGINT)

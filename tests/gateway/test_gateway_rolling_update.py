@@ -20,7 +20,7 @@ from test_gateway_servers import serving
 from tandem.cli.main import main
 from tandem.gateway.servers.places import Machine
 from tandem.gateway.servers.update import choose_method
-from tandem.gateway.servers.versions import find_version, have_equal_descriptions, stage_of
+from tandem.gateway.servers.versions import find_version, have_equal_descriptions, stage_of, with_own_weights
 from tandem.model_registry.local import LocalRegistry
 from tandem.types import UserError, WeightVersion
 
@@ -67,6 +67,10 @@ def test_versions_are_found_in_the_registry_with_weights_of_their_own(tmp_path: 
     assert find("models/qwen@staging").path.endswith("registry/models/qwen/2"), "where the registry keeps it"
     assert find("some/folder").weights == (3, 0) and find_version("some/folder", "", tmp_path, None).weights == (0, 0)
     assert stage_of("models/qwen@staging") == "qwen@staging" and stage_of("models/qwen/1") is None and stage_of("runs/sort/model") is None
+    used = {WeightVersion(0, 0): "first", WeightVersion(2, 40): "some/folder"}
+    assert with_own_weights(find("models/qwen/1"), used).weights == (1, 20)
+    assert with_own_weights(find("models/qwen/2"), used).weights == (3, 40), "a folder had that number before"
+    assert with_own_weights(find("models/qwen/2"), {**used, WeightVersion(2, 40): find("models/qwen/2").path}).weights == (2, 40)
     for wrong, says in (("models/qwen@production", "has no version"), ("models/other", "the registry has no model 'other'"), ("models/qwen@x", "stage 'x'")):
         with pytest.raises(UserError, match=says):
             find(wrong)
@@ -212,7 +216,7 @@ class Load:
             versions = set(response.headers.get("x-tandem-weight-version", "").split(","))
             whole = response.text.endswith("data: [DONE]\n\n") and '"error"' not in response.text if is_stream else response.text.endswith("}")
             if is_stream:
-                events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+                events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
                 versions |= {".".join(map(str, version)) for event in events for version in event.get("weight_versions", [])}
             if response.status_code != 200 or not whole:
                 self.failed.append(f"{response.status_code} {response.text[-300:]}")

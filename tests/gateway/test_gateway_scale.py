@@ -15,9 +15,11 @@ from server_groups import running_group
 from test_gateway_servers import serving
 
 from tandem.cli.main import main
+from tandem.config.gateway import GatewayConfig
 from tandem.config.load import build
 from tandem.config.servers import ScaleConfig
 from tandem.gateway.servers.autoscale import Decision, Load, Since, decide
+from tandem.types import UserError
 
 SCALE = {"min_count": 1, "max_count": 8, "target_wait_s": 1.0, "upscale_delay_s": 5.0, "downscale_delay_s": 60.0}
 
@@ -178,6 +180,35 @@ def test_a_server_that_is_to_end_finishes_what_it_has(tmp_path: Path, monkeypatc
                 attempt.release()
             await running.until(lambda: len(running.group.servers) == 1, "its end")
             assert "has ended" in running.said[-1] and running.group.restarts == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.full
+def test_the_number_follows_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with running_group(tmp_path, monkeypatch, count=1) as running:
+            await running.until_ready(1)
+            (first,) = running.group.servers
+
+            def follow(**settings: Any) -> None:
+                config = build(GatewayConfig, {"servers": {"m": {"model": "model", **settings}}})
+                config.servers["m"].refuse_restart("m", running.group.config)
+                running.group.follow(config)
+
+            follow(count=2, max_requests=7)
+            await running.until_ready(2)
+            assert {backend.config.max_requests for backend in running.backends} == {7}
+            follow(count=1, scale={"max_count": 3})
+            assert running.group.desired == 2, "within the new range"
+            follow(count=1, scale={"max_count": 1})
+            await running.until_ready(1)
+            assert running.group.servers == [first], "the newest ends"
+            for settings, says in (({"flags": {"seed": 1}}, "'servers.m.flags' cannot change"), ({"model": "other"}, "'servers.m.model' cannot change")):
+                with pytest.raises(UserError, match=says):
+                    follow(**settings)
+            with pytest.raises(UserError, match=r"'servers\.new' cannot change"):
+                running.group.config.refuse_restart("new", None)
 
     asyncio.run(run())
 

@@ -91,7 +91,7 @@ class Group:
             return None
         now = time.monotonic()
         ages = [now - server.began_s for server in self.staying if not server.was_ready]
-        return max(0.0, self._load_s - max(ages) if ages else self._load_s + self._start_s - now if self._start_s > now else self._load_s)
+        return max(0.0, self._load_s - max(ages)) if ages else self._load_s + max(0.0, self._start_s - now)
 
     def step(self) -> None:
         """Looks after the servers once: takes in those that have an address, takes out those that have ended, and starts what is missing. Raises ``UserError``
@@ -141,6 +141,15 @@ class Group:
         self.decisions = [*self.decisions[1 - _MOST_DECISIONS :], (time.time(), before, decision)]
         self._say(f"servers of {self.name}: {decision.count} instead of {before}: {decision.reason}")
 
+    def follow(self, gateway: GatewayConfig) -> None:
+        """Takes other settings, with which the servers that run go on."""
+        self._gateway, self.config = gateway, gateway.servers[self.name]
+        scale = self.config.scale
+        self.desired = min(max(self.desired, scale.min_count), scale.max_count) if scale.max_count else self.config.count
+        for server in self.servers:
+            if server.backend is not None:
+                server.backend.config = replace(server.backend.config, max_requests=self.config.max_requests)
+
     def use(self, version: ModelVersion) -> None:
         """Has servers that are started from now on serve ``version``."""
         self.version, self._failures, self._start_s = version, 0, 0.0
@@ -150,7 +159,7 @@ class Group:
         return place_for(self.config, self._machine, self._places()) is not None
 
     def start_candidate(self, version: ModelVersion, old: Server) -> Server:
-        """Starts a server of ``version``, on the cores of ``old``, and on its GPUs if it has ended."""
+        """Starts a server of ``version``, on the cores of ``old``, and on its GPUs if it has ended. Raises ``OSError`` if no process can be started."""
         place = place_for(self.config, self._machine, self._places())
         server = self._launch(version, replace(place, cores=old.place.cores) if place is not None else old.place)
         server.is_candidate = True
@@ -166,7 +175,18 @@ class Group:
         place = place_for(self.config, self._machine, self._places())
         if place is None:  # One that still ends has its GPUs.
             return
-        self._launch(self.version, place)
+        try:
+            self._launch(self.version, place)
+        except OSError as error:
+            self._failures += 1
+            wait_s = self._wait_s()
+            self._say(f"a server of {self.name} cannot be started: {error}; it is tried again {describe_wait(wait_s)}")
+
+    def _wait_s(self) -> float:
+        """Counts a loss; returns the time until the next start."""
+        wait_s = self._backoff.wait_s(self._long_lives)
+        self._start_s = time.monotonic() + wait_s
+        return wait_s
 
     def _launch(self, version: ModelVersion, place: Place) -> Server:
         taken = {server.name for server in self.servers}
@@ -236,9 +256,7 @@ class Group:
         self.restarts += 1
         self._failures = 0 if server.was_ready else self._failures + 1
         self._long_lives += server.was_ready and now - server.began_s > _LONG_LIFE_S
-        wait_s = self._backoff.wait_s(self._long_lives)
-        self._start_s = now + wait_s
-        self._say(f"server {self.last_death}; it is started again {describe_wait(wait_s)}")
+        self._say(f"server {self.last_death}; it is started again {describe_wait(self._wait_s())}")
 
 
 def _surplus(staying: Sequence[Server], desired: int) -> list[Server]:

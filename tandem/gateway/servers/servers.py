@@ -10,7 +10,7 @@ import aiohttp
 
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.servers.group import Group, Members
-from tandem.gateway.servers.places import Place, find_machine, too_few_cores
+from tandem.gateway.servers.places import Place, check_gpus, find_machine, too_few_cores
 from tandem.gateway.servers.updates import Updates
 from tandem.gateway.servers.versions import find_version
 from tandem.runtime.process.processes import available_cores
@@ -26,10 +26,21 @@ class Servers:
 
     groups: list[Group] = field(default_factory=list)
     updates: Updates | None = None
+    gpus: tuple[str, ...] = ()
+    """Those that they may use where their settings name none."""
 
     @property
     def places(self) -> list[Place]:
         return [server.place for group in self.groups for server in group.servers]
+
+    def check(self, config: GatewayConfig) -> None:
+        """Raises ``UserError`` if there are too few GPUs for the servers of ``config``."""
+        check_gpus(config.servers, self.gpus)
+
+    def follow(self, config: GatewayConfig) -> None:
+        """Takes other settings of the groups that there are."""
+        for group in self.groups:
+            group.follow(config)
 
     async def keep(self, ready: Callable[[], None] | None = None) -> None:
         """Looks after all servers for ever. ``ready`` is called once every group has had all its servers ready. Raises ``UserError`` if one cannot be
@@ -76,7 +87,7 @@ async def running_servers(
     if warning is not None:
         say(warning)
     with temporary_folder() as folder:
-        servers = Servers()
+        servers = Servers(gpus=machine.gpus)
         for name, each in config.servers.items():
             version = await asyncio.to_thread(find_version, each.model, config.registry, folder, None)
             servers.groups.append(Group(name, config, machine, members, folder, say, lambda: servers.places, waits, version))

@@ -81,19 +81,19 @@ class RollingUpdate:
             state.outcome = "done"
             self._say(f"servers of {group.name} serve {target.name}")
             return
-        except UpdateFailed as error:
+        except (UpdateFailed, OSError) as error:
             state.outcome, state.reason = "goes_back", str(error)
             self._say(f"servers of {group.name}: {target.name} is given up, back to {before.name}: {error}")
         group.use(before)
         try:
             await self._replace_all(before)
             state.outcome = "failed"
-        except UpdateFailed as error:
+        except (UpdateFailed, OSError) as error:
             state.outcome, state.reason = "stuck", f"{state.reason}; on the way back: {error}"
             self._say(f"servers of {group.name}: not all are back at {before.name}: {error}")
 
     async def _replace_all(self, version: ModelVersion) -> None:
-        """Raises ``UpdateFailed``."""
+        """Raises ``UpdateFailed``, and ``OSError`` if no process can be started or a folder cannot be read."""
         group = self._group
         while others := [server for server in group.staying if server.version != version]:
             old = min(others, key=lambda server: not server.was_ready)

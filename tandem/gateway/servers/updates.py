@@ -9,7 +9,7 @@ import aiohttp
 
 from tandem.gateway.servers.group import Group
 from tandem.gateway.servers.update import RollingUpdate, UpdateState
-from tandem.gateway.servers.versions import find_version, stage_of
+from tandem.gateway.servers.versions import find_version, stage_of, with_own_weights
 from tandem.types import UserError
 
 
@@ -23,8 +23,8 @@ class Updates:
         self._groups, self._registry, self._stages, self._folder, self._session, self._say = groups, registry, stages, folder, session, say
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._followed = {group.name: group.version.name for group in groups}
-        self._newest = {group.name: group.version.weights for group in groups}
-        """The newest weights that servers of each group had, or were to have: what comes has another number."""
+        self._used = {group.name: {group.version.weights: group.version.path} for group in groups}
+        """The weights that servers of each group had, or were to have: other ones have another number."""
 
     def follow(self) -> None:
         """Begins the updates to what is in the stages now."""
@@ -69,13 +69,14 @@ class Updates:
     async def _update(self, group: Group, given: str, found: "asyncio.Future[None]") -> None:
         """Finds the version ``given``, sets ``found``, and brings it to the servers."""
         try:
-            version = await asyncio.to_thread(find_version, given, self._registry, self._folder, self._newest[group.name])
+            used = self._used[group.name]
+            version = with_own_weights(await asyncio.to_thread(find_version, given, self._registry, self._folder, max(used)), used)
             if version.path == group.version.path:
                 raise UserError(f"servers of '{group.name}' serve {version.name} already")
         except UserError as error:
             found.set_exception(error)
             return
-        self._newest[group.name] = max(self._newest[group.name], version.weights)
+        used[version.weights] = version.path
         state = group.update = UpdateState(group.version, version, time.time())
         found.set_result(None)
         await RollingUpdate(group, self._session, self._say).run(state)

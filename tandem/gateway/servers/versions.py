@@ -3,7 +3,8 @@
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,13 @@ def find_version(given: str, registry: str, folder: Path, before: WeightVersion 
     except RunError as error:
         raise UserError(str(error)) from None
     return ModelVersion(found.reference, _model_folder(found, folder), WeightVersion(found.number, found.entry.step))
+
+
+def with_own_weights(version: ModelVersion, used: Mapping[WeightVersion, str]) -> ModelVersion:
+    """Returns ``version`` with a number of its weights that no other path has had. ``used``: the path of each number."""
+    if used.get(version.weights, version.path) == version.path:
+        return version
+    return replace(version, weights=WeightVersion(max(used).incarnation + 1, version.weights.step))
 
 
 def have_equal_descriptions(left: str, right: str) -> bool:
