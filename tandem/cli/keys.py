@@ -8,7 +8,7 @@ examples:
   tandem keys create --file keys.json --tenant guests --models small --expires 30d --tokens-per-day 100000
   tandem keys create --file keys.json --tenant operators --role admin
   tandem keys list --file keys.json
-  tandem keys rotate 4f1c09a2b7de --file keys.json
+  tandem keys rotate 4f1c09a2b7de --file keys.json --grace 24h
   tandem keys revoke 4f1c09a2b7de --file keys.json
 """
 
@@ -16,12 +16,12 @@ import argparse
 import math
 import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
-from tandem.config.gateway import LimitConfig
+from tandem.config.gateway import LIMITS, LimitConfig
 from tandem.types import UserError
 
-_LIMITS = ("requests_per_minute", "requests_per_day", "tokens_per_minute", "tokens_per_day", "concurrent")
 _UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
 _LONGEST_EXPIRY_S = 100 * 365 * 86_400.0
 LOCK_S = 5.0
@@ -35,10 +35,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     create.add_argument("--role", choices=("user", "admin"), default="user", help="admin: the key also opens the administration (default: user)")
     create.add_argument("--models", default="", metavar="NAME,NAME", help="the models that it may ask for (default: all)")
     create.add_argument("--expires", default="", metavar="TIME", help="when it ends: 30d, 12h or 5m from now (default: never)")
-    for name in _LIMITS:
+    for name in LIMITS:
         create.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"limit of the key: {name.replace('_', ' ')} (default: none)")
     show = actions.add_parser("list", help="list the keys by their ids")
-    rotate = actions.add_parser("rotate", help="replace a key by a new one that may do the same, and print it; the old one ends at once")
+    rotate = actions.add_parser("rotate", help="replace a key by a new one that may do the same, and print it; the old one ends")
+    rotate.add_argument("--grace", default="", metavar="TIME", help="how long the old one still opens: 24h, 30m or 7d from now (default: it ends at once)")
     revoke = actions.add_parser("revoke", help="end a key")
     for command in (rotate, revoke):
         command.add_argument("id", help="the key's id: what stands between the first two dashes of a key")
@@ -68,6 +69,9 @@ def run(options: argparse.Namespace) -> int:
             old = records.pop(options.id)
             if options.action == "rotate":
                 key, record = rotated(old)
+                if options.grace:
+                    ends = _expires(options.grace, "--grace")
+                    records[old.id] = replace(old, expires=min(ends, old.expires or ends))
                 records[record.id] = record
                 print(key)
         write_keys(path, records)
@@ -93,7 +97,7 @@ def _list(path: Path) -> int:
     print("id            role   tenant            created           expires           models and limits")
     for record in read_keys(path).values():
         expires = "never" if not record.expires else f"{_date(record.expires)}{' EXPIRED' if record.is_expired(now) else ''}"
-        limits = [f"{name.replace('_', ' ')} {value}" for name in _LIMITS if (value := getattr(record.limits, name)) is not None]
+        limits = [f"{name.replace('_', ' ')} {value}" for name in LIMITS if (value := getattr(record.limits, name)) is not None]
         may = ", ".join([*(record.models or ("all models",)), *limits])
         print(f"{record.id}  {record.role:<5}  {record.tenant:<16}  {_date(record.created)}  {expires:<16}  {may}")
     return 0
@@ -113,7 +117,7 @@ def _models(given: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in given.split(",") if name.strip())
 
 
-def _expires(given: str) -> float:
+def _expires(given: str, flag: str = "--expires") -> float:
     if not given:
         return 0.0
     try:
@@ -121,11 +125,11 @@ def _expires(given: str) -> float:
     except (ValueError, KeyError):
         seconds = math.nan
     if not 0 < seconds <= _LONGEST_EXPIRY_S:
-        raise UserError(f"--expires is '{given[:40]}'; give minutes, hours or days from now, for example 30d")
+        raise UserError(f"{flag} is '{given[:40]}'; give minutes, hours or days from now, for example 30d")
     return time.time() + seconds
 
 
 def _limits(options: argparse.Namespace) -> LimitConfig:
     from tandem.config.load import build
 
-    return build(LimitConfig, {name: value for name in _LIMITS if (value := getattr(options, name)) is not None})
+    return build(LimitConfig, {name: value for name in LIMITS if (value := getattr(options, name)) is not None})

@@ -190,6 +190,13 @@ class QueueConfig:
         check_seconds("queue", self, "max_wait_s")
 
 
+LIMITS = (
+    "concurrent", "requests_per_minute", "requests_per_day", "tokens_per_minute", "tokens_per_day", "input_tokens_per_minute", "input_tokens_per_day",
+    "output_tokens_per_minute", "output_tokens_per_day",
+)  # fmt: skip
+"""The fields of ``LimitConfig``."""
+
+
 @dataclass(frozen=True, slots=True)
 class LimitConfig:
     """Limits of a key, a tenant or a model. A request takes its share before it is sent on, its prompt and what it may generate, and gives back what it has
@@ -203,11 +210,19 @@ class LimitConfig:
     """Tokens in a minute, of prompts and answers."""
     tokens_per_day: int | None = None
     """Tokens in a day."""
+    input_tokens_per_minute: int | None = None
+    """Tokens of prompts in a minute."""
+    input_tokens_per_day: int | None = None
+    """Tokens of prompts in a day."""
+    output_tokens_per_minute: int | None = None
+    """Tokens of answers in a minute."""
+    output_tokens_per_day: int | None = None
+    """Tokens of answers in a day."""
     concurrent: int | None = None
     """Requests at once."""
 
     def check(self) -> None:
-        for name in ("requests_per_minute", "requests_per_day", "tokens_per_minute", "tokens_per_day", "concurrent"):
+        for name in LIMITS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"the limit '{name}' is {value}; it must be at least 1, or be left out for no limit (revoke a key to stop it)")

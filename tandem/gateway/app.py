@@ -181,7 +181,7 @@ class GatewayApp:
         state = self._state
         caller.check_model(request.asked_model)
         state.routes.check_model(request.asked_model)
-        shares = caller.shares(request.prompt_tokens + request.max_tokens, request.asked_model)
+        shares = caller.shares(request.tokens, request.asked_model, request.prompt_tokens)
         # The client chooses the request's id, and may choose one twice.
         reservation = new_id() if shares else ""
         left = await state.limits.reserve(reservation, shares) if shares else []
@@ -197,7 +197,7 @@ class GatewayApp:
             await state.proxy.answer(request, scope["state"][CONNECTION], send, meter, limit_headers(shares, left, time.time()) if shares else [])
         finally:
             if shares:
-                await state.limits.settle(reservation, shares, meter.tokens, int(meter.is_answered))
+                await state.limits.settle(reservation, shares, meter.tokens, int(meter.is_answered), meter.input_tokens)
             if USAGE in scope and meter.is_answered:
                 scope[USAGE].prompt, scope[USAGE].completion = meter.prompt, meter.output
 

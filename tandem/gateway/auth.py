@@ -35,15 +35,15 @@ class Caller:
             raise ApiError(403, f"your key does not allow {asked}; it allows {', '.join(self.key.models)}", kind="permission_error", param="model",
                            code="model_not_allowed")  # fmt: skip
 
-    def shares(self, tokens: int, model: str | None) -> list[Share]:
-        """Returns what a request of ``tokens`` tokens for ``model`` takes of the limits of key, tenant and model."""
+    def shares(self, tokens: int, model: str | None, input_tokens: int = 0) -> list[Share]:
+        """Returns what a request of ``tokens`` tokens, ``input_tokens`` of them its prompt, for ``model`` takes of the limits of key, tenant and model."""
         limits = [] if self.key is None else [(f"key {self.key.id}", self.key.limits)]
         limits.append((f"tenant {self.tenant}", self.settings.limits))
         if model is not None and model in self.settings.models:
             limits.append((f"tenant {self.tenant} model {model}", self.settings.models[model]))
         if model is not None and model in self.model_limits:
             limits.append((f"model {model}", self.model_limits[model]))
-        return [share for who, each in limits for share in shares_of(who, each, tokens)]
+        return [share for who, each in limits for share in shares_of(who, each, tokens, input_tokens)]
 
 
 class Auth:

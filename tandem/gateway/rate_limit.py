@@ -3,25 +3,36 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
-from tandem.config.gateway import LimitConfig
+from tandem.config.gateway import LIMITS, LimitConfig
 from tandem.serving.errors import ApiError
 
 _MINUTE_S, _DAY_S = 60, 86_400
 _MOST_COUNTERS = 10_000
+Unit = Literal["requests", "tokens", "input_tokens", "output_tokens"]
+_TOKEN_UNITS: tuple[Unit, ...] = ("tokens", "input_tokens", "output_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a request takes of one limit. ``window_s``: 0 for requests at once. ``is_tokens``: its unit is tokens, else requests."""
+    """What a request takes of one limit. ``window_s``: 0 for requests at once. ``unit``: what it counts; tokens are those of prompt and
+    answer."""
 
     name: str
     limit: int
     window_s: int
     amount: int
-    is_tokens: bool
+    unit: Unit
+
+    @property
+    def is_tokens(self) -> bool:
+        return self.unit != "requests"
+
+    def used(self, requests: int, tokens: int, input_tokens: int) -> int:
+        """Returns what of it was used, of ``tokens`` in all of which ``input_tokens`` were the prompt."""
+        return {"requests": requests, "tokens": tokens, "input_tokens": input_tokens, "output_tokens": max(0, tokens - input_tokens)}[self.unit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,7 @@ class Limits(Protocol):
     async def reserve(self, id: str, shares: Sequence[Share]) -> "list[int] | Refusal":
         """Reserves all ``shares`` under ``id`` and returns what is left of each limit, or reserves none of them and returns the first that does not fit."""
 
-    async def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int) -> None:
+    async def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int, input_tokens: int = 0) -> None:
         """Replaces the reservation ``id`` by what was used. Called once for each reservation."""
 
 
@@ -85,13 +96,13 @@ class EmbeddedLimits(Limits):
             self._counters[share.name].held[id] = share.amount
         return left
 
-    async def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int) -> None:
+    async def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int, input_tokens: int = 0) -> None:
         now = self._clock()
         for share in shares:
             counter, _ = self._counter(share, now)
             counter.held.pop(id, None)
             if share.window_s:
-                counter.used += tokens if share.is_tokens else requests
+                counter.used += share.used(requests, tokens, input_tokens)
             elif not counter.held:
                 del self._counters[share.name]
 
@@ -125,28 +136,28 @@ def resets_in_s(share: Share, now: float) -> float:
     return share.window_s - now % share.window_s if share.window_s else 1.0
 
 
-def shares_of(who: str, limits: LimitConfig, tokens: int) -> list[Share]:
-    """Returns what a request of ``tokens`` tokens, its prompt and the most it may generate, takes of the limits of ``who``."""
-    named = (
-        ("concurrent", 0, False), ("requests_per_minute", _MINUTE_S, False), ("requests_per_day", _DAY_S, False), ("tokens_per_minute", _MINUTE_S, True),
-        ("tokens_per_day", _DAY_S, True),
-    )  # fmt: skip
-    return [
-        Share(f"{who}:{name}", limit, window_s, tokens if is_tokens else 1, is_tokens)
-        for name, window_s, is_tokens in named
-        if (limit := getattr(limits, name)) is not None
-    ]
+def shares_of(who: str, limits: LimitConfig, tokens: int, input_tokens: int = 0) -> list[Share]:
+    """Returns what a request of ``tokens`` tokens, its prompt of ``input_tokens`` and the most it may generate, takes of the limits of ``who``."""
+    return [_share(who, name, limit, tokens, input_tokens) for name in LIMITS if (limit := getattr(limits, name)) is not None]
+
+
+def _share(who: str, name: str, limit: int, tokens: int, input_tokens: int) -> Share:
+    unit: Unit = next((each for each in _TOKEN_UNITS if name.startswith(f"{each}_per")), "requests")
+    window_s = _MINUTE_S if name.endswith("_minute") else _DAY_S if name.endswith("_day") else 0
+    share = Share(f"{who}:{name}", limit, window_s, 0, unit)
+    return replace(share, amount=share.used(1, tokens, input_tokens))
 
 
 def refused(over: Refusal) -> ApiError:
     """Returns the error for a request that exceeds a limit."""
-    share, unit = over.share, "tokens" if over.share.is_tokens else "requests"
+    share, unit = over.share, over.share.unit.replace("_", " ")
+    kind = "tokens" if share.is_tokens else "requests"
     name = share.name.rpartition(":")[2].replace("_", " ")
     if over.retry_after_s is None:
-        return ApiError(429, f"the request may take {share.amount} {unit}, more than the limit ({name}: {share.limit}); make it smaller", kind=unit,
+        return ApiError(429, f"the request may take {share.amount} {unit}, more than the limit ({name}: {share.limit}); make it smaller", kind=kind,
                         code="rate_limit_exceeded")  # fmt: skip
     after = max(1, math.ceil(over.retry_after_s))
-    return ApiError(429, f"rate limit reached ({name}: {share.limit}); try again in {after} s", kind=unit, code="rate_limit_exceeded", retry_after_s=after)
+    return ApiError(429, f"rate limit reached ({name}: {share.limit}); try again in {after} s", kind=kind, code="rate_limit_exceeded", retry_after_s=after)
 
 
 def limit_headers(shares: Sequence[Share], left: Sequence[int], now: float) -> list[tuple[bytes, bytes]]:

@@ -33,7 +33,8 @@ local function taken(limit, reservations, window_s)
     end
     for _, member in ipairs(redis.call('ZRANGEBYSCORE', reservations, '-inf', now)) do
         redis.call('ZREM', reservations, member)
-        redis.call('HINCRBY', limit, 'held', -tonumber(string.match(member, '^%d+')))
+        -- Not the number's negative: of 0 that is '-0', which Redis does not read.
+        redis.call('HINCRBY', limit, 'held', 0 - tonumber(string.match(member, '^%d+')))
     end
     return tonumber(redis.call('HGET', limit, 'used')) + tonumber(redis.call('HGET', limit, 'held') or 0)
 end
@@ -63,7 +64,7 @@ for i = 1, #KEYS / 2 do
     local window_s, reserved, used = tonumber(ARGV[3 * i - 1]), tonumber(ARGV[3 * i]), tonumber(ARGV[3 * i + 1])
     taken(KEYS[2 * i - 1], KEYS[2 * i], window_s)
     if redis.call('ZREM', KEYS[2 * i], reserved .. ':' .. ARGV[1]) == 1 then
-        redis.call('HINCRBY', KEYS[2 * i - 1], 'held', -reserved)
+        redis.call('HINCRBY', KEYS[2 * i - 1], 'held', 0 - reserved)
     end
     if window_s > 0 then
         redis.call('HINCRBY', KEYS[2 * i - 1], 'used', used)
@@ -98,7 +99,7 @@ class RedisLimits(Limits):
         self._alone, self._processes = EmbeddedLimits(), processes
         self._away_until: float | None = None
         self._held: dict[str, tuple[Share, ...]] = {}
-        self._unsettled: deque[tuple[str, tuple[Share, ...], int, int]] = deque(maxlen=_MOST_UNSETTLED)
+        self._unsettled: deque[tuple[str, tuple[Share, ...], int, int, int]] = deque(maxlen=_MOST_UNSETTLED)
 
     @property
     def reservations(self) -> int:
@@ -127,19 +128,19 @@ class RedisLimits(Limits):
         fits_later = answer.retry_after_s is None and whole.amount <= whole.limit
         return Refusal(whole, _AWAY_S if fits_later else answer.retry_after_s)
 
-    async def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int) -> None:
+    async def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int, input_tokens: int = 0) -> None:
         if self._held.pop(id, None) is None:
-            await self._alone.settle(id, shares, tokens, requests)
+            await self._alone.settle(id, shares, tokens, requests, input_tokens)
             return
-        self._unsettled.append((id, tuple(shares), tokens, requests))
+        self._unsettled.append((id, tuple(shares), tokens, requests, input_tokens))
         # The end of the gateway must not cancel it halfway.
         await asyncio.shield(self.flush())
 
     async def flush(self) -> None:
         """Settles what has ended; what Redis does not take stays for the next time."""
         while self._unsettled:
-            id, shares, tokens, requests = entry = self._unsettled.popleft()
-            used = [(share.window_s, share.amount, tokens if share.is_tokens else requests) for share in shares]
+            id, shares, tokens, requests, input_tokens = entry = self._unsettled.popleft()
+            used = [(share.window_s, share.amount, share.used(requests, tokens, input_tokens)) for share in shares]
             if await self._call(self._settle, shares, [id, *(each for row in used for each in row)]) is None:
                 self._unsettled.appendleft(entry)
                 return

@@ -33,6 +33,11 @@ class Meter:
         """Tokens that count against limits: none for a request that no backend has answered."""
         return self.prompt + self.output if self.is_answered else 0
 
+    @property
+    def input_tokens(self) -> int:
+        """Those of them that are the prompt's."""
+        return self.prompt if self.is_answered else 0
+
     def events(self, events: bytes) -> int:
         """Counts the tokens of streamed ``events``, by what they say or one for each; returns how many are new."""
         before = self.output

@@ -42,8 +42,8 @@ class Store:
         assert isinstance(over, Refusal)
         return over
 
-    def settle(self, id: str, shares: list[Share], tokens: int, requests: int) -> None:
-        asyncio.run(self.limits.settle(id, shares, tokens, requests))
+    def settle(self, id: str, shares: list[Share], tokens: int, requests: int, input_tokens: int = 0) -> None:
+        asyncio.run(self.limits.settle(id, shares, tokens, requests, input_tokens))
 
 
 def test_what_is_reserved_counts_until_it_is_settled_and_then_what_was_used() -> None:
@@ -55,6 +55,23 @@ def test_what_is_reserved_counts_until_it_is_settled_and_then_what_was_used() ->
     assert store.reserve("b", shares) == [15]
     store.settle("b", shares, 0, 0)
     assert store.reserve("c", shares) == [15], "what nobody answered costs nothing"
+
+
+def test_prompts_and_answers_have_limits_of_their_own() -> None:
+    store = Store()
+    limits = LimitConfig(tokens_per_day=100, input_tokens_per_minute=40, output_tokens_per_day=50)
+    first, second = shares_of("t", limits, 30 + 20, 30), shares_of("t", limits, 5 + 35, 5)
+    assert store.reserve("a", first) == [50, 10, 30]
+    over = store.refuse("b", second)
+    assert over.share.name == "t:output_tokens_per_day" and over.retry_after_s is not None
+    # The prompt was 8 tokens longer than estimated, and 3 were generated: 38 and 3 of 41.
+    store.settle("a", first, 41, 1, 38)
+    long = store.refuse("c", second)
+    assert long.share.name == "t:input_tokens_per_minute" and "input tokens per minute: 40" in refused(long).message
+    store.clock.now += 60
+    assert store.reserve("b", second) == [100 - 41 - 40, 35, 50 - 3 - 35]
+    never = store.refuse("d", shares_of("u", limits, 51, 0))
+    assert never.retry_after_s is None and refused(never).kind == "tokens" and "51 output tokens, more than the limit" in refused(never).message
 
 
 def test_a_refused_request_reserves_nothing_of_any_limit() -> None:
@@ -165,7 +182,16 @@ def test_keys_are_created_listed_rotated_and_revoked(command: Callable[..., tupl
     _, fresh, _ = command("rotate", record.id)
     rotated = find_key(read_keys(file), fresh.strip())
     assert find_key(read_keys(file), key) is None and rotated is not None and rotated.models == record.models and rotated.expires == record.expires
-    assert command("revoke", rotated.id)[0] == 0 and read_keys(file) == {}
+    # With a grace both open until it ends, but the old one no longer than it would have.
+    _, again, _ = command("rotate", rotated.id, "--grace", "2h")
+    newest, kept = (find_key(read_keys(file), each.strip()) for each in (again, fresh))
+    assert newest is not None and kept is not None and newest.expires == rotated.expires and kept.models == newest.models
+    assert kept.expires == pytest.approx(newest.created + 7200, abs=60)
+    _, last, _ = command("rotate", kept.id, "--grace", "60d")
+    assert read_keys(file)[kept.id].expires == kept.expires
+    for each in (*read_keys(file),):
+        assert command("revoke", each)[0] == 0
+    assert read_keys(file) == {} and last.strip() not in (again.strip(), fresh.strip())
     assert [each.name for each in tmp_path.iterdir() if each.suffix != ".lock"] == ["keys.json"]
 
 
@@ -182,6 +208,7 @@ def test_commands_at_once_lose_no_key(tmp_path: Path) -> None:
     (("create", "--tenant", "t", "--expires", "soon"), "--expires is 'soon'"),
     (("create", "--tenant", "t", "--expires=-3d"), "--expires is '-3d'"),
     (("create", "--tenant", "t", "--tokens-per-day", "0"), "'tokens_per_day' is 0"),
+    (("create", "--tenant", "t", "--output-tokens-per-minute", "0"), "'output_tokens_per_minute' is 0"),
     (("list",), "does not exist"),
     (("revoke", "abc"), "does not exist"),
 ])  # fmt: skip

@@ -43,11 +43,13 @@ def test_redis_counts_as_the_embedded_store_does(redis: Redis) -> None:
                 id = draw.choice(list(open_ids))
                 shares = open_ids.pop(id)
                 tokens = draw.randint(0, 30)
-                await shared.settle(id, shares, tokens, 1)
-                await embedded.settle(id, shares, tokens, 1)
+                prompt = draw.randint(0, tokens)
+                await shared.settle(id, shares, tokens, 1, prompt)
+                await embedded.settle(id, shares, tokens, 1, prompt)
                 continue
-            limits = LimitConfig(concurrent=6, tokens_per_day=4000, requests_per_day=200)
-            shares = [*shares_of("tenant t", limits, draw.randint(1, 40)), *shares_of(f"key {number % 3}", LimitConfig(tokens_per_day=900), 30)]
+            limits = LimitConfig(concurrent=6, tokens_per_day=4000, requests_per_day=200, input_tokens_per_day=2000, output_tokens_per_day=1900)
+            tokens = draw.randint(1, 40)
+            shares = [*shares_of("tenant t", limits, tokens, draw.randint(0, tokens)), *shares_of(f"key {number % 3}", LimitConfig(tokens_per_day=900), 30)]
             answers = [await store.reserve(str(number), shares) for store in (shared, embedded)]
             if isinstance(answers[0], Refusal):
                 assert isinstance(answers[1], Refusal) and answers[0].share == answers[1].share
