@@ -18,7 +18,7 @@ from tandem.serving.ignored_fields import WARNING, warned
 from tandem.serving.log_lines import RequestLog
 from tandem.serving.parsed_route import ParsedRoute
 from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
-from tandem.serving.routes import adapters, anthropic, control, generate, kv_cache, openai, probes, responses
+from tandem.serving.routes import adapters, anthropic, control, generate, kv_cache, openai, pooling, probes, responses
 from tandem.serving.sessions import ClientLeft
 from tandem.serving.state import ServerState
 from tandem.serving.weight_versions import HEADER as WEIGHT_VERSION
@@ -72,6 +72,7 @@ def make_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(ClientLeft, _client_left)
     app.add_exception_handler(Exception, _defect)
     _inference(app, state)
+    app.include_router(pooling.router(state))
     app.include_router(control.router(state))
     app.include_router(adapters.router(state.adapters))
     app.include_router(probes.router(state))

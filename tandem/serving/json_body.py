@@ -100,9 +100,10 @@ def _check_counts(body: dict[str, Any], limits: Limits) -> None:
     """Raises ``ApiError`` for more token ids or prompts than can be served, before any of them is validated."""
     sampling = body.get("sampling_params")
     is_truncated = any(isinstance(part, dict) and part.get("truncate_prompt_tokens") is not None for part in (body, sampling))
-    for name in ("prompt", "prompt_token_ids", "tokens"):
+    for name in ("prompt", "prompt_token_ids", "tokens", "input", "text_1", "text_2", "queries", "documents", "items", "data_1", "data_2"):
         given = body.get(name)
-        if not isinstance(given, list) or not given:
+        # A list of objects is a conversation.
+        if not isinstance(given, list) or not given or isinstance(given[0], dict):
             continue
         if isinstance(given[0], (str, list)):
             limits.check_prompts(len(given))

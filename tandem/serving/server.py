@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tandem.model.huggingface.generation_config import default_sampling
+from tandem.model.huggingface.pooling_config import read_pooling
 from tandem.runtime.machine.heap import large_memory_given_back, use_one_arena
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
@@ -45,6 +46,7 @@ def run_server(settings: ServerSettings) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = Tokenizer.from_folder(settings.tokenizer_folder)
     defaults = default_sampling(Path(settings.engine.model), settings.engine.generation_config, settings.engine.override_generation_config)
+    pooling = read_pooling(Path(settings.engine.model), settings.engine)
     if settings.chat_template is not None:
         ChatTemplate.from_folder(settings.tokenizer_folder, source=settings.chat_template)
     listener = listen(settings.host, settings.port, backlog=BACKLOG)
@@ -53,7 +55,9 @@ def run_server(settings: ServerSettings) -> int:
     pool = Pool(settings, metrics)
     bodies = UnfinishedBodies(BEFORE_LOAD_BYTES * 64, BEFORE_LOAD_BYTES * 16)
     transfers = KVTransfers(settings.kv_transfer, pool, metrics, say)
-    state = ServerState(settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names), TextEncoder(tokenizer), bodies, transfers, defaults)
+    state = ServerState(
+        settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names), TextEncoder(tokenizer), bodies, transfers, defaults, pooling
+    )
     with listener, large_memory_given_back():
         return asyncio.run(_serve(state, listener))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from tandem.engine.lora.request import LoRARequest
+from tandem.model.huggingface.pooling_config import ModelPooling
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, invalid
@@ -40,6 +41,8 @@ class ServerState:
     kv_transfers: KVTransfers
     sampling_defaults: dict[str, float | int]
     """What the model's ``generation_config.json`` gives a request that does not."""
+    pooling: ModelPooling | None = None
+    """How the model embeds or scores texts; ``None``: it generates text."""
     lines: LogLines = field(default_factory=LogLines)
     parser: BodyParser = field(default_factory=BodyParser)
     memory: MemoryReturn = field(default_factory=MemoryReturn)

@@ -1,5 +1,7 @@
 """Which weights drew an answer: in its header and its body."""
 
+from collections.abc import Iterable
+
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.types import WeightVersion
 
@@ -13,11 +15,15 @@ class WeightVersions:
     def __init__(self) -> None:
         self._seen: dict[WeightVersion, None] = {}
 
+    def note(self, versions: Iterable[WeightVersion]) -> None:
+        """Counts ``versions``."""
+        self._seen.update(dict.fromkeys(versions))
+
     def take(self, output: RequestOutput, held: WeightVersion) -> None:
         """Counts the tokens of ``output``; an answer without any has the weights that are ``held`` now."""
         drawn = [version for completion in output.outputs for version in completion.weight_versions]
         if drawn:
-            self._seen.update(dict.fromkeys(drawn))
+            self.note(drawn)
         elif output.finished and not self._seen:
             self._seen[held] = None
 

@@ -15,6 +15,7 @@ from tandem.engine.kv_cache.block_events import BlockEvents
 from tandem.engine.kv_cache.block_exchange import BlockDigest
 from tandem.engine.llm import LLM
 from tandem.engine.lora.request import LoRARequest
+from tandem.engine.pooling.params import PoolingParams
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.model.huggingface.model_folder import read_tensors
@@ -45,7 +46,7 @@ class EngineLoop:
         self._llm = llm
         self._engine = llm.engine
         self._server = server
-        self._held: dict[str, tuple[EngineRequest, SamplingParams]] = {}
+        self._held: dict[str, tuple[EngineRequest, SamplingParams | PoolingParams]] = {}
         self._paused = False
         self._waiting_pause: int | None = None
         self._staged: list[tuple[str, Tensor]] | None = None
@@ -135,7 +136,7 @@ class EngineLoop:
 
     def _take_request(self, request: EngineRequest) -> None:
         try:
-            params = _sampling_params(request)
+            params = _sampling_params(request) if request.pooling is None else PoolingParams(**request.pooling)
             if self._paused:
                 self._engine.check_request(request.prompt_token_ids, params)
                 self._held[request.id] = (request, params)
@@ -146,7 +147,7 @@ class EngineLoop:
         except (TypeError, ValueError, OverflowError) as error:
             self._refused[request.id] = f"the request's parameters do not make sense: {error}"
 
-    def _add(self, request: EngineRequest, params: SamplingParams) -> None:
+    def _add(self, request: EngineRequest, params: SamplingParams | PoolingParams) -> None:
         self._engine.add_request(
             request.id, request.prompt_token_ids, params, key=request.key, first_index=request.first_index,
             priority=request.priority, cache_salt=request.cache_salt, num_draft_tokens=request.num_draft_tokens,

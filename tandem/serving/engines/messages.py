@@ -6,10 +6,12 @@ that has outputs; the event ``pong`` (``working_s``: seconds spent on the presen
 ``error`` of each call under its number. Imports no torch.
 """
 
+import base64
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tandem.engine.metrics.stats import EngineStats
+from tandem.engine.pooling.outputs import PooledData
 from tandem.engine.processing.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
 from tandem.types import WeightVersion
 
@@ -18,7 +20,8 @@ from tandem.types import WeightVersion
 class EngineRequest:
     """One prompt for an engine. ``params``: keyword arguments of ``SamplingParams``, checked by the engine, with ``structured_outputs`` as those of
     ``StructuredOutputsParams``. ``output_kind`` among them is a name, and counts with ``stream`` alone (by default ``DELTA``). ``adapter``: name, id
-    and folder of its LoRA adapter. The rest as in ``Engine.add_request``."""
+    and folder of its LoRA adapter. ``pooling``: keyword arguments of ``PoolingParams``, for a request that draws no tokens. The rest as in
+    ``Engine.add_request``."""
 
     id: str
     prompt_token_ids: list[int]
@@ -30,6 +33,7 @@ class EngineRequest:
     cache_salt: str = ""
     num_draft_tokens: int | None = None
     adapter: list[Any] | None = None
+    pooling: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,17 @@ def _output_meta(output: RequestOutput) -> dict[str, Any]:
         "times": None if output.times is None else [output.times.arrival_s, output.times.scheduled_s, output.times.first_token_s],
         "scores": None if scores is None else [None if entry is None else _logprobs_meta(entry) for entry in scores],
         "completions": [_completion_meta(completion) for completion in output.outputs],
+        "pooled": None if output.pooled is None else _pooled_meta(output.pooled),
     }
+
+
+def _pooled_meta(pooled: PooledData) -> list[Any]:
+    return [list(pooled.shape), base64.b64encode(pooled.data).decode("ascii"), *pooled.weight_version]
+
+
+def _pooled_of(meta: list[Any]) -> PooledData:
+    shape, data, incarnation, step = meta
+    return PooledData(tuple(shape), base64.b64decode(data), WeightVersion(incarnation, step))
 
 
 def _completion_meta(c: CompletionOutput) -> list[Any]:
@@ -117,6 +131,7 @@ def _output_of(meta: dict[str, Any]) -> RequestOutput:
         num_cached_tokens=meta["cached"],
         times=None if meta["times"] is None else RequestTimes(*meta["times"]),
         prompt_logprobs=None if scores is None else [None if entry is None else _logprobs_of(entry) for entry in scores],
+        pooled=None if meta["pooled"] is None else _pooled_of(meta["pooled"]),
     )
 
 
