@@ -57,11 +57,14 @@ class LoggedProcess(HttpProcess):
 
 
 @contextlib.contextmanager
-def serving_command(arguments: Sequence[str], log: Path, says: str, scheme: str = "http") -> Iterator[tuple["subprocess.Popen[bytes]", str, httpx.Client]]:
-    """Runs ``tandem ARGUMENTS`` until it writes ``says`` and its address; gives the process, its URL and a client. Kills it at the end if it still runs."""
+def serving_command(
+    arguments: Sequence[str], log: Path, says: str, scheme: str = "http", within: Sequence[str] = ()
+) -> Iterator[tuple["subprocess.Popen[bytes]", str, httpx.Client]]:
+    """Runs ``tandem ARGUMENTS`` until it writes ``says`` and its address; gives the process, its URL and a client. Kills it at the end if it still runs.
+    ``within``: a command that is given ``tandem`` and its arguments to run."""
     with contextlib.ExitStack() as stack:
         sink = stack.enter_context(log.open("wb"))
-        process = subprocess.Popen([COMMAND, *arguments], stdout=sink, stderr=sink, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen([*within, COMMAND, *arguments], stdout=sink, stderr=sink, env={**os.environ, "OMP_NUM_THREADS": "1"})
         stack.callback(end, process)
         until(lambda: f"{says}{scheme}://".encode() in log.read_bytes() or process.poll() is not None, "the first line")
         assert process.poll() is None, log.read_text()

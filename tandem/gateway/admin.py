@@ -18,7 +18,7 @@ from tandem.gateway.servers.group import Group
 from tandem.gateway.siblings import joined_backend, joined_state
 from tandem.gateway.workers import settings_were_read
 from tandem.serving.bodies import read_body
-from tandem.serving.errors import ApiError, internal, invalid
+from tandem.serving.errors import ApiError, internal, invalid, wrong_method
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict
             if "refused" in told:
                 raise internal(f"worker {number} of this gateway stays with the settings before: {told['refused']}")
         return {"changed": noted["changed"]}
+    if action in ("state", "drain", "undrain", "update", "reload"):
+        raise wrong_method(scope["path"], "GET" if action == "state" else "POST")
     known = "GET state, POST drain, POST undrain, POST update, POST reload"
     raise ApiError(404, f"{method} {action[:_LONGEST]} is not answered by the administration; there is {known}", code="not_found")
 
@@ -123,9 +125,12 @@ async def _body(state: "GatewayState", receive: Receive, client: str) -> Any:
     with state.bodies.of(client) as share:
         body = await read_body(receive, share, _MOST_BYTES, _BODY_S)
     try:
-        return json.loads(body or b"")
+        content = json.loads(body or b"")
     except (ValueError, RecursionError):
-        raise invalid('the body is not JSON; send {"backend": NAME}, or {} to read the settings again') from None
+        content = None
+    if not isinstance(content, dict):
+        raise invalid('the body is no JSON object; send {"backend": NAME}, or {} to read the settings again')
+    return content
 
 
 def _backend(state: "GatewayState", body: Any) -> Backend:

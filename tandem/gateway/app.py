@@ -20,6 +20,7 @@ from tandem.gateway.auth import Auth, Caller
 from tandem.gateway.headers import Headers
 from tandem.gateway.inference_request import INFERENCE_PATHS, InferenceRequest, for_model, read_request
 from tandem.gateway.metrics import Metrics
+from tandem.gateway.openapi import READ_PATHS, description
 from tandem.gateway.pages import page
 from tandem.gateway.pool import Pool
 from tandem.gateway.proxy import Proxy
@@ -34,7 +35,7 @@ from tandem.gateway.usage import Meter
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.patient_protocol import CONNECTION
 from tandem.serving.bodies import Share, UnfinishedBodies, read_body, too_large
-from tandem.serving.errors import ApiError, internal, invalid, unavailable
+from tandem.serving.errors import ApiError, internal, invalid, unavailable, wrong_method
 from tandem.serving.json_body import PARSED, BodyParser
 from tandem.serving.log_lines import USAGE, LogLines
 from tandem.serving.refusal import answer
@@ -105,6 +106,9 @@ class GatewayApp:
             await self._stored(scope, receive, send)
             return
         if method not in ("GET", "HEAD"):
+            if path in READ_PATHS or path.startswith("/v1/models/"):
+                await answer(wrong_method(path, "GET", "HEAD"), send, receive)
+                return
             known = ", ".join(INFERENCE_PATHS)
             await answer(ApiError(404, f"{method} {path[:100]} is not answered here; there is POST {known}", code="not_found"), send, receive)
             return
@@ -122,6 +126,8 @@ class GatewayApp:
         if path in ("/readiness", "/health", "/startup"):
             why = state.why_not_ready
             return JSONResponse({"status": why or "ready"}, 503 if why else 200)
+        if path == "/openapi.json":
+            return JSONResponse(description())
         if path == "/version":
             return JSONResponse({"version": tandem.__version__})
         if path == "/v1/models":
@@ -228,7 +234,7 @@ class GatewayApp:
         """Returns the request with its body, ``None`` if the client left. Raises ``ApiError``."""
         state = self._state
         if scope["method"] != "POST":
-            raise ApiError(405, f"{scope['path']} is answered to POST", code="method_not_allowed")
+            raise wrong_method(scope["path"], "POST")
         if state.is_draining:
             raise unavailable("the gateway is shutting down", retry_after_s=1)
         most = int(state.config.max_body_mib * 2**20)

@@ -7,7 +7,7 @@ from tandem.gateway.backend import Attempt
 from tandem.gateway.exchange import Exchange
 from tandem.gateway.headers import Headers
 from tandem.gateway.named_events import NAMED_PATHS, is_ended
-from tandem.gateway.server_sent_events import whole_events
+from tandem.gateway.server_sent_events import EventParts
 from tandem.gateway.upstream_connection import UpstreamConnection
 
 EVENTS = b"text/event-stream"
@@ -52,11 +52,11 @@ async def _stream(exchange: Exchange, attempt: Attempt, response: UpstreamConnec
     """Sends events as they come, each whole. Raises ``UpstreamFailed`` if the last one is missing."""
     exchange.is_stream = True
     is_named = exchange.request.path in NAMED_PATHS and attempt.backend.is_tandem
-    is_done, held = exchange.request.path not in _ENDED_BY_DONE and not is_named, b""
+    is_done, parts = exchange.request.path not in _ENDED_BY_DONE and not is_named, EventParts()
     while part := await response.read():
         attempt.waiting_since = None
-        whole, held = whole_events(held + part)
-        if len(held) > _MOST_EVENT_BYTES:
+        whole = parts.add(part)
+        if parts.size > _MOST_EVENT_BYTES:
             raise UpstreamFailed("an event of its stream has no end")
         if whole and not attempt.has_begun:
             attempt.answered()
@@ -76,7 +76,7 @@ async def _stream(exchange: Exchange, attempt: Attempt, response: UpstreamConnec
             is_done = is_done or whole.rstrip().endswith(b"[DONE]")
             await exchange.part(whole)
         attempt.waiting_since = time.monotonic()
-    if held or not is_done:
+    if parts.size or not is_done:
         raise UpstreamFailed("its answer is not complete")
     await exchange.start(response.status, headers)
     await exchange.part(b"", is_last=True)

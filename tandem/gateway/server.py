@@ -136,6 +136,16 @@ def _protocol(config: GatewayConfig, connections: ClientConnections) -> type:
     return type("Protocol", (Base,), values)
 
 
+def _most_clients(config: GatewayConfig) -> int:
+    """Returns how many connections clients may have: each can need one to a backend, so that no backend is taken to fail when files run out here. Says so
+    where that is less than the settings allow at once."""
+    most, wanted = max_connections() // 2, sum(backend.max_requests for backend in config.backends) + config.queue.max_waiting
+    if most < wanted:
+        say(f"warning: the limit of open files is room for {most} clients; 'max_requests' and 'queue.max_waiting' allow {wanted}; raise the hard limit "
+            "(ulimit -Hn, LimitNOFILE)")  # fmt: skip
+    return most
+
+
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
     await answer(overloaded("your address has too many open connections; close some"), send, receive)
 
@@ -162,7 +172,7 @@ async def _serve(
         upstream = Upstream(backends, passes_keys=not auth.needs_key, connect_s=config.timeouts.connect_s)
         shadows = Shadows(pool, upstream, metrics)
         proxy = Proxy(config, pool, upstream, metrics, admission, shadows, StoredResponses(pool, upstream, session))
-        connections = ClientConnections(max_connections(), config.max_connections_per_client)
+        connections = ClientConnections(_most_clients(config), config.max_connections_per_client)
         routes = ModelRoutes(config.routes, pool, stages)
         state = GatewayState(config, pool, routes, proxy, admission, metrics, bodies, auth, connections, limits)
         state.audit, state.tls = made.audit, made.tls

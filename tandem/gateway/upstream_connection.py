@@ -6,6 +6,8 @@ tasks' worth of bookkeeping that a proxy has no use for.
 
 import asyncio
 import functools
+import ipaddress
+import math
 import socket
 import ssl
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ _ONE_WRITE_BYTES = 2**16
 """A request up to this size is one write."""
 _NEXT_ADDRESS_S = 0.25
 """After which a host's next address is tried beside one that does not answer (RFC 8305)."""
+_TICK_S = 0.1
 _VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
 
 
@@ -202,22 +205,47 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 async def connect(loop: asyncio.AbstractEventLoop, address: Address, tls: ssl.SSLContext | None, limit_s: float) -> UpstreamConnection:
-    """Returns a new connection to ``address``. Raises ``UpstreamFailed``, also when it takes longer than ``limit_s``."""
+    """Returns a new connection to ``address``. Raises ``UpstreamFailed``, also when it takes longer than ``limit_s``.
+
+    Time in which the event loop was busy does not count: when thousands of requests come at once, the backends have accepted long before the gateway looks,
+    and none of them has failed. So the limit is a number of ticks, each of which counts as one, however late it comes."""
+    making, is_taken = loop.create_task(_make(loop, address, tls)), False
     try:
-        async with asyncio.timeout(limit_s):
-            found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            stream = await aiohappyeyeballs.start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S, loop=loop)
-            try:
-                if stream.family in (socket.AF_INET, socket.AF_INET6):
-                    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(loop), sock=stream, ssl=tls, server_hostname=address.host if tls is not None else None
-                )
-            except BaseException:
-                stream.close()
-                raise
-            return connection
-    except TimeoutError:
-        raise UpstreamFailed("no connection in time") from None
+        for _ in range(math.ceil(limit_s / _TICK_S)):
+            done, _ = await asyncio.wait((making,), timeout=min(limit_s, _TICK_S))
+            if done:
+                is_taken = True
+                return making.result()
+        raise UpstreamFailed("no connection in time")
     except OSError:
         raise UpstreamFailed("no connection", is_lost=True) from None
+    finally:
+        if not is_taken:
+            making.cancel()
+            making.add_done_callback(_discard)
+
+
+async def _make(loop: asyncio.AbstractEventLoop, address: Address, tls: ssl.SSLContext | None) -> UpstreamConnection:
+    """Returns a new connection. Raises ``OSError``."""
+    try:
+        ipaddress.ip_address(address.host)
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except ValueError:
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    stream = await aiohappyeyeballs.start_connection(found, happy_eyeballs_delay=_NEXT_ADDRESS_S, loop=loop)
+    try:
+        if stream.family in (socket.AF_INET, socket.AF_INET6):
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _, connection = await loop.create_connection(
+            lambda: UpstreamConnection(loop), sock=stream, ssl=tls, server_hostname=address.host if tls is not None else None
+        )
+    except BaseException:
+        stream.close()
+        raise
+    return connection
+
+
+def _discard(making: "asyncio.Task[UpstreamConnection]") -> None:
+    """Closes a connection that was made when nobody waited for it any more."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().close()

@@ -7,16 +7,16 @@ _MAX_CHARACTERS = 1000
 
 class ApiError(Exception):
     """A request that is answered with an error. ``message``: one line, cut after 1000 characters, as it may quote what the client sent. ``param``:
-    the field that is to blame; ``retry_after_s``: when it is worth trying again."""
+    the field that is to blame; ``retry_after_s``: when it is worth trying again; ``allow``: the methods that the path is answered to."""
 
     def __init__(
         self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None,
-        retry_after_s: int | None = None,
+        retry_after_s: int | None = None, allow: str = "",
     ) -> None:
         message = " ".join(message[:_MAX_CHARACTERS].splitlines())
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.allow = retry_after_s, allow
 
     @property
     def body(self) -> dict[str, Any]:
@@ -24,11 +24,16 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return {**({} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}), **({"Allow": self.allow} if self.allow else {})}
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
+
+
+def wrong_method(path: str, *methods: str) -> ApiError:
+    """Returns the error for a request with another method than ``methods``."""
+    return ApiError(405, f"{path[:100]} is answered to {' and '.join(methods)}", code="method_not_allowed", allow=", ".join(methods))
 
 
 def unauthorised(message: str) -> ApiError:

@@ -1,9 +1,10 @@
 """A small server of OpenAI's completions that fails on command, in a process of its own. It writes HTTP itself, so that it can write it wrongly.
 
-    python fault_backend.py NAME MODEL[,MODEL] [WEIGHTS]      prints its port; with WEIGHTS it says that it is Tandem's server
+    python fault_backend.py NAME MODEL[,MODEL] [WEIGHTS [HOST PORT]]      prints its port; with WEIGHTS it says that it is Tandem's server
 
-``POST /mode`` with ``{"mode": ..., "delay_s": ...}`` sets what it does with the next requests; ``GET /stats`` says what it has seen. ``adapters`` of a mode:
-adapters that it has loaded, with their models. ``kv_cache``: what it says of its KV cache.
+``POST /mode`` with ``{"mode": ..., "delay_s": ...}`` sets what it does with the next requests (``gate``: they wait for another mode); ``GET /stats`` says
+what it has seen. ``adapters`` of a mode: adapters that it has loaded, with their models. ``kv_cache``: what it says of its KV cache. ``echo`` of a request:
+the word that it answers with.
 """
 
 import asyncio
@@ -13,6 +14,12 @@ import struct
 import sys
 from collections import Counter
 from typing import Any
+
+MALFORMED = {
+    "no_event": b"hello\n\n", "half_json": b'data: {"choices": [\n\n', "no_text": b"data: \xff\xfe\0\n\n", "comments": b": x\n\n" * 1000,
+    "no_end": b"x" * 2**25, "bad_chunk": b"zz\r\n",
+}  # fmt: skip
+"""What it writes, in modes of these names, in the middle of a stream."""
 
 
 class Backend:
@@ -26,6 +33,7 @@ class Backend:
         self.adapters: dict[str, str] = {}
         self.kv_cache: dict[str, Any] | None = None
         self.running = 0
+        self.opened = asyncio.Event()
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -45,6 +53,7 @@ class Backend:
         if path == "/mode":
             given = json.loads(body)
             self.mode, self.delay_s, self.is_ready = given.get("mode", "ok"), given.get("delay_s", 0.0), given.get("ready", True)
+            self.opened.clear() if self.mode == "gate" else self.opened.set()
             self.word, self.adapters = given.get("word", "w"), given.get("adapters", {})
             self.kv_cache = given.get("kv_cache")
             return self.json(writer, {})
@@ -82,6 +91,8 @@ class Backend:
         return not cut
 
     async def answer(self, content: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        if self.mode == "gate":
+            await self.opened.wait()
         mode = self.mode
         if mode in ("hang", "deaf"):
             await asyncio.sleep(3600)
@@ -95,7 +106,8 @@ class Backend:
         if mode.isdigit():
             more = "Retry-After: 7\r\n" if mode in ("429", "503") else ""
             return self.json(writer, {"error": {"message": f"{self.name} says {mode}", "type": "t", "param": None, "code": None}}, int(mode), more)
-        words = [f"{self.name if content.get('who') else self.word}{i} " for i in range(content.get("max_tokens", 16))]
+        word = f"{content['echo']}-" if "echo" in content else self.name if content.get("who") else self.word
+        words = [f"{word}{i} " for i in range(content.get("max_tokens", 16))]
         usage = {"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)}
         if not content.get("stream"):
             answer = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": "".join(words), "finish_reason": "length"}], "usage": usage}
@@ -117,6 +129,8 @@ class Backend:
                 part(data[:20])  # In the middle of an event.
                 await writer.drain()
                 return False
+            if i == len(words) // 2 and mode in MALFORMED:
+                writer.write(MALFORMED[mode]) if mode == "bad_chunk" else part(MALFORMED[mode])
             if i == len(words) // 2 and mode == "stall":
                 await asyncio.sleep(3600)
             part(data)
@@ -130,9 +144,9 @@ class Backend:
         return is_chunked
 
 
-async def main(name: str, models: str, weights: str | None = None) -> None:
-    backend = Backend(name, models.split(","), weights)
-    server = await asyncio.start_server(backend.connection, "127.0.0.1", 0, limit=2**24)
+async def main(name: str, models: str, weights: str = "", host: str = "127.0.0.1", port: str = "0") -> None:
+    backend = Backend(name, models.split(","), weights or None)
+    server = await asyncio.start_server(backend.connection, host, int(port), limit=2**24, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

@@ -53,23 +53,24 @@ class Gateway(LoggedProcess):
 
 
 @contextlib.contextmanager
-def fault_backend(name: str, models: str = "m", *weights: str) -> Iterator[FaultBackend]:
-    command = [sys.executable, str(Path(__file__).with_name("fault_backend.py")), name, models, *weights]
+def fault_backend(name: str, models: str = "m", weights: str = "", at: tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[FaultBackend]:
+    """Runs ``fault_backend.py`` at an address and a port, by default a free one."""
+    command = [sys.executable, str(Path(__file__).with_name("fault_backend.py")), name, models, weights, at[0], str(at[1])]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process, httpx.Client(timeout=LIMIT_S) as client:
         try:
             assert process.stdout is not None
-            yield FaultBackend(process, f"http://127.0.0.1:{int(process.stdout.readline())}", client, name)
+            yield FaultBackend(process, f"http://{at[0]}:{int(process.stdout.readline())}", client, name)
         finally:
             end(process)
 
 
 @contextlib.contextmanager
-def gateway(folder: Path, servers: Sequence[HttpProcess], **settings: Any) -> Iterator[Gateway]:
-    """Runs ``tandem gateway`` before ``servers`` with ``settings``; kills it at the end if it still runs."""
+def gateway(folder: Path, servers: Sequence[HttpProcess], within: Sequence[str] = (), **settings: Any) -> Iterator[Gateway]:
+    """Runs ``tandem gateway`` before ``servers`` with ``settings``; kills it at the end if it still runs. ``within``: as for ``serving_command``."""
     number = time.monotonic_ns()
     log, file = folder / f"gateway-{number}.log", folder / f"gateway-{number}.yaml"
     listed = [{"url": each.url, **({"name": each.name} if isinstance(each, FaultBackend) else {})} for each in servers]
     file.write_text(json.dumps({"backends": listed, "port": 0, **QUICK, **settings}))
-    with serving_command(["gateway", str(file)], log, "gateway at ", "https" if "tls" in settings else "http") as (process, url, client):
+    with serving_command(["gateway", str(file)], log, "gateway at ", "https" if "tls" in settings else "http", within) as (process, url, client):
         yield Gateway(process, url, client, log)
         assert "Traceback" not in log.read_text() and "failed in the gateway" not in log.read_text(), log.read_text()

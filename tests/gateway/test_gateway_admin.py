@@ -61,7 +61,7 @@ def test_without_keys_only_this_machine_is_an_administrator(headers: Headers, cl
 
 def test_a_drained_backend_finishes_its_streams_and_gets_nothing_new(pair: tuple[Gateway, FaultBackend, FaultBackend]) -> None:
     running, first, second = pair
-    for path, body, status in (("drain", {"backend": "nobody"}, 404), ("drain", [1], 404), ("drain", {"backend": ["first"]}, 404), ("sleep", {}, 404)):
+    for path, body, status in (("drain", {"backend": "nobody"}, 404), ("drain", [1], 400), ("drain", {"backend": ["first"]}, 404), ("sleep", {}, 404)):
         assert running.post(f"/admin/api/{path}", body).status_code == status
     assert running.client.post(f"{running.url}/admin/api/drain", content=b'{"backend": "first"}').status_code == 403, "no page of the web asks so"
     assert running.client.post(f"{running.url}/admin/api/drain", content=b"{", headers={"Content-Type": "application/json"}).status_code == 400

@@ -9,7 +9,7 @@ from tandem.gateway.breaker import Breaker, Outcome
 from tandem.gateway.headers import end_to_end, to_backend
 from tandem.gateway.inference_request import read_request
 from tandem.gateway.retry_budget import RetryBudget
-from tandem.gateway.server_sent_events import whole_events
+from tandem.gateway.server_sent_events import EventParts, whole_events
 from tandem.serving.errors import ApiError
 from tandem.types import UserError
 
@@ -156,6 +156,14 @@ def test_events_are_passed_on_whole() -> None:
         assert whole + held == stream[:cut] and (not whole or whole.endswith((b"\n\n", b"\r\n\r\n")))
         after, rest = whole_events(held + stream[cut:])
         assert whole + after == stream and rest == b""
+    for size in range(1, len(stream) + 1):
+        parts = EventParts()
+        passed = [parts.add(stream[i : i + size]) for i in range(0, len(stream), size)]
+        assert b"".join(passed) == stream and parts.size == 0
+        assert all(not each or each.endswith((b"\n\n", b"\r\n\r\n")) for each in passed)
+    parts = EventParts()
+    assert [parts.add(b"x" * 10) for _ in range(5)] == [b""] * 5 and parts.size == 50
+    assert parts.add(b"\n\ny") == b"x" * 50 + b"\n\n" and parts.size == 1
 
 
 @pytest.mark.parametrize("settings, says", [
