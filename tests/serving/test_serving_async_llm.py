@@ -160,10 +160,10 @@ def test_a_streaming_program_written_for_vllm_runs_with_the_import_changed(
 
 
 def test_methods_of_vllm_that_are_not_here_are_answered_with_what_to_use(llm: LLM) -> None:
-    fixes = {"embed": "computes no embeddings", "encode": r"llm\.get_tokenizer\(\)\.encode", "score": "prompt_logprobs=0", "sleep": r"llm\.engine\.sleep"}
+    fixes = {"reward": r"encode\(prompts, pooling_task='classify'\)", "beam_search": "ask for n samples", "sleep": r"llm\.engine\.sleep"}
     for name, says in fixes.items():
         with pytest.raises(UserError, match=f"LLM has no '{name}': .*{says}"):
             getattr(llm, name)(["text"])
-    assert not hasattr(llm, "embed") and not hasattr(llm, "no_such")
+    assert not hasattr(llm, "reward") and not hasattr(llm, "no_such")
     with pytest.raises(UserError, match=r"no 'apply_chat_template': use llm\.chat\(messages\)"):
         llm.get_tokenizer().apply_chat_template([])  # type: ignore[attr-defined]
