@@ -20,7 +20,7 @@ def check_gateway(config: GatewayConfig) -> int:
     check_files(config)
     find_machine(config.servers)
     for name, servers in config.servers.items():
-        print(f"{name}: {servers.count} server{'s' * (servers.count > 1)} of '{servers.model}' will be started")
+        print(f"{name}: {servers.count} server{'s' * (servers.count != 1)} of '{servers.model}' at the start")
     backends = make_backends(config)
     told: list[str] = []
 

@@ -39,6 +39,7 @@ from tandem.gateway.reload import Reload
 from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.routing.stages import follow_stages, read_stages
 from tandem.gateway.servers.servers import running_servers
+from tandem.gateway.servers.versions import check_stages
 from tandem.gateway.shadow import Shadows
 from tandem.gateway.siblings import Place, Siblings
 from tandem.gateway.stored_responses import StoredResponses
@@ -96,7 +97,7 @@ def check_files(config: GatewayConfig) -> None:
     if config.keys_file:
         read_keys(Path(config.keys_file))
     if config.registry:
-        read_stages(Path(config.registry))
+        check_stages(config.servers, read_stages(Path(config.registry)))
     if config.audit_log:
         check_audit_log(Path(config.audit_log))
 

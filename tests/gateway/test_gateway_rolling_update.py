@@ -78,6 +78,17 @@ def test_versions_are_found_in_the_registry_with_weights_of_their_own(tmp_path: 
         find_version("models/qwen/1", str(tmp_path / "nothing"), tmp_path, None)
 
 
+def test_a_stage_without_a_version_is_found_by_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    registry = LocalRegistry(tmp_path / "registry", create=True)
+    registry.promote(registry.register(entry(tmp_path, 1)), "staging")
+    file = tmp_path / "gateway.yaml"
+    for stage, status, says in (("production", 2, "no version is in that stage; promote one (there is models/qwen@staging)"), ("staging", 0, "")):
+        file.write_text(json.dumps({"registry": "registry", "servers": {"m": {"model": f"models/qwen@{stage}"}}}))
+        assert main(["gateway", str(file), "--check"]) == status
+        told = capsys.readouterr()
+        assert says in told.err and told.out == ("" if status else "m: 1 server of 'models/qwen@staging' at the start\n")
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tandem.config.servers import ServersConfig
 from tandem.model_registry.local import LocalRegistry
 from tandem.model_registry.versions import Version, find
 from tandem.runtime.process.processes import Threads, available_cores, describe_exit, spawn
@@ -40,6 +41,15 @@ def stage_of(given: str) -> str | None:
     """Returns the stage that ``given`` names, for example ``qwen@production``; ``None`` for another model."""
     match = _REGISTERED.fullmatch(given)
     return match[1] if match is not None and "@" in match[1] else None
+
+
+def check_stages(servers: Mapping[str, ServersConfig], stages: Mapping[str, str]) -> None:
+    """Raises ``UserError`` for servers whose stage of the registry no version is in."""
+    for name, config in servers.items():
+        stage = stage_of(config.model)
+        if stage is not None and stage not in stages:
+            known = ", ".join(f"models/{each}" for each in stages) or "none"
+            raise UserError(f"'servers.{name}.model' is '{config.model}', and no version is in that stage; promote one (there is {known})")
 
 
 def find_version(given: str, registry: str, folder: Path, before: WeightVersion | None) -> ModelVersion:
