@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Container, Sequence
 
+from tandem.cli.vllm_flag_families import of_family
 from tandem.config.engine import EngineArgs
 from tandem.config.vllm_names import ENGINE
 from tandem.types import UserError
@@ -57,6 +58,13 @@ INSTEAD = {
     "--ssl-certfile": _TLS,
     "--ssl-ca-certs": _TLS,
     "--root-path": "let the proxy remove the prefix of the path",
+    "--disable-sliding-window": f"layers have the windows of the model's config.json; {_LEAVE}",
+    "--enable-flash-late-interaction": f"POST /pooling with task token_embed returns the vectors to compare; {_LEAVE}",
+    "--enable-force-include-usage": "send 'stream_options' with include_usage",
+    "--enable-server-load-tracking": "/metrics has vllm:num_requests_running, and /kv_cache the load of the engines",
+    "--exclude-tools-when-tool-choice-none": f"with tool_choice 'none' a prompt has no tools; {_LEAVE}",
+    "--stream-interval": f"a stream has an event after each step; {_LEAVE}",
+    "--tool-server": f"the client runs the tools; {_LEAVE}",
     "--middleware": "put a proxy before the server",
     "--uds": "use --host and --port",
     "--otlp-traces-endpoint": "Prometheus reads /metrics",
@@ -70,10 +78,24 @@ def check_flags(words: Sequence[str], known: Container[str]) -> None:
     """Raises ``UserError`` for a flag of vLLM that is not among the ``known`` ones of the command, with what to use instead."""
     for word in words:
         name = word.partition("=")[0]
-        option = name.removeprefix("--").replace("-", "_")
-        instead = INSTEAD.get(name, as_flags(ENGINE[option]) if name.startswith("--") and option in ENGINE else "")
-        if instead and name not in known:
+        if name in known or not name.startswith("-"):
+            continue
+        instead = _instead(name)
+        if name.startswith("--no-"):
+            switch = f"--{name[5:]}"
+            if switch in known:
+                instead = f"{switch} is off unless it is given; {_LEAVE}"
+            elif _instead(switch):
+                instead = f"there is no {switch} to turn off; {_LEAVE}"
+        if instead:
             raise UserError(f"'{name}' is a flag of vLLM that Tandem does not have: {instead}")
+
+
+def _instead(name: str) -> str:
+    option = name.removeprefix("--").replace("-", "_")
+    if name in INSTEAD:
+        return INSTEAD[name]
+    return as_flags(ENGINE[option]) if name.startswith("--") and option in ENGINE else of_family(name)
 
 
 def as_flags(text: str) -> str:

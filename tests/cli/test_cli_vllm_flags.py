@@ -100,6 +100,23 @@ def test_a_flag_of_vllm_that_is_missing_is_answered_with_what_to_use(capsys: pyt
     assert lines[1] == "tandem: '-pp' is a flag of vLLM that Tandem does not have: use --tensor-parallel-size" and len(lines) == 2
 
 
+def test_every_flag_of_vllm_works_or_is_answered_with_what_to_use() -> None:
+    known = parser().commands["serve"]._option_string_actions
+    flags = [line for line in (Path(__file__).parent / "vllm_serve_flags.txt").read_text().splitlines() if not line.startswith("#")]
+    answered = 0
+    for flag in flags:
+        if flag in known:
+            continue
+        with pytest.raises(UserError, match=f"'{flag}' is a flag of vLLM that Tandem does not have: ") as refusal:
+            check_flags(["m", f"{flag}=1"], known)
+        answered += 1
+        for word in re.split(r"[ ,;:]+", str(refusal.value).partition(": ")[2].replace(" no --", " ")):
+            assert not word.startswith("--") or word in known, (flag, word)
+    # Both kinds are there, so that the list is one of vLLM's flags.
+    assert len(flags) > 400 and answered < len(flags) - 40
+    check_flags(["m", "--no-such-flag", "--prot=2", "-1"], known)
+
+
 def test_numbers_of_tokens_may_have_a_unit() -> None:
     for given, tokens in (("4096", 4096), ("8k", 8000), ("8K", 8192), ("25.6k", 25_600), ("1M", 2**20)):
         assert engine_args(parse(["serve", "m", "--max-model-len", given])).max_model_len == tokens
