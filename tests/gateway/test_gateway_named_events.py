@@ -156,10 +156,10 @@ def test_a_stream_of_named_events_goes_on_at_the_other_server(tmp_path: Path) ->
             resumed = running.metric("resumed_streams_total")
             first.cut = 7
             ask = {"model": "m", "input": "x", "messages": [], "max_tokens": 9, "stream": True}
-            answers = [running.post(path, ask).content for _ in range(4)]
+            answers = [running.post(path, ask).content for _ in range(2)]
             assert all(is_ended(answer) for answer in answers) and running.metric("resumed_streams_total") > resumed
             whole = len(merged(b"".join(stream(path, "first", random.Random(0))))[0])
-            assert [len(merged(answer)[0]) for answer in answers] == [whole] * 4
+            assert [len(merged(answer)[0]) for answer in answers] == [whole] * 2
             ids = [{event["response"]["id"] for event in merged(answer)[0] if isinstance(event, dict) and "response" in event} for answer in answers]
             assert path == "/v1/messages" or all(len(each) == 1 for each in ids)
         assert all(isinstance(body["seed"], int) for server in (first, second) for body in server.asked)
@@ -191,7 +191,7 @@ def test_named_streams_of_killed_servers_go_on_with_the_same_tokens(tmp_path: Pa
             "/v1/messages": {**fields, "messages": [{"role": "user", "content": "the quick"}], "max_tokens": 400},
         }  # fmt: skip
         streams = []
-        for number in range(6):
+        for number in range(3):
             for path, ask in asks.items():
                 request = {**ask, "seed": number}
                 response = stack.enter_context(stack.enter_context(httpx.Client(timeout=120)).stream("POST", running.url + path, json=request))
@@ -199,7 +199,7 @@ def test_named_streams_of_killed_servers_go_on_with_the_same_tokens(tmp_path: Pa
                 streams.append((path, request, next(parts), parts))
         os.kill(servers[0].process.pid, signal.SIGKILL)
         received = [(path, request, begun + b"".join(parts)) for path, request, begun, parts in streams]
-        assert running.metric("resumed_streams_total") >= 2
+        assert running.metric("resumed_streams_total") >= 1
         for path, request, events in received:
             assert is_ended(events)
             found, numbers = merged(events)

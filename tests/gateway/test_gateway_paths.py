@@ -75,22 +75,22 @@ class StoringBackend:
 
 
 @contextlib.contextmanager
-def storing(folder: Path, **settings: Any) -> Iterator[tuple[list[StoringBackend], Gateway, Gateway]]:
-    """Two gateways before two backends."""
+def storing(folder: Path, gateways: int, **settings: Any) -> Iterator[tuple[list[StoringBackend], list[Gateway]]]:
+    """Some gateways before two backends."""
     backends = [StoringBackend(), StoringBackend()]
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(running_app(each.app())) for each in backends]
         listed = {"backends": [{"url": url, "name": str(number)} for number, url in enumerate(urls)]}
-        one, two = (stack.enter_context(gateway(folder, (), **listed, **settings)) for _ in range(2))
-        for each in (one, two):
+        made = [stack.enter_context(gateway(folder, (), **listed, **settings)) for _ in range(gateways)]
+        for each in made:
             until(lambda: each.metric("backend_ready") == 2, "the backends")  # noqa: B023
-        yield backends, one, two
+        yield backends, made
 
 
 def test_a_stored_response_is_found_and_continued_at_the_backend_that_has_it(tmp_path: Path) -> None:
-    with storing(tmp_path) as (backends, one, two):
+    with storing(tmp_path, 2) as (backends, (one, two)):
         for stream in (False, True):
-            for _ in range(6):
+            for _ in range(3):
                 made = one.post("/v1/responses", {"model": "m", "input": "x", "stream": stream})
                 id = made.json()["id"] if not stream else json.loads(made.text.split("data: ")[1].split("\n")[0])["response"]["id"]
                 before = [len(each.asked) for each in backends]
@@ -107,7 +107,7 @@ def test_a_stored_response_is_found_and_continued_at_the_backend_that_has_it(tmp
         lost = one.get("/v1/responses/resp_nobody%2F..%2Fv1")
         assert lost.status_code == 404 and lost.json()["error"]["code"] == "previous_response_not_found"
         assert one.post("/v1/responses", {"model": "m", "input": "y", "previous_response_id": "resp_nobody"}).status_code == 404
-        assert all(len(each.kept) > 2 for each in backends), "both were used"
+        assert all(each.kept for each in backends), "both were used"
 
 
 def test_embeddings_and_ranks_cost_what_they_say_and_counts_of_tokens_cost_nothing(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_embeddings_and_ranks_cost_what_they_say_and_counts_of_tokens_cost_nothi
     other, second = new_key("u")
     write_keys(tmp_path / "keys.json", {each.id: each for each in (record, second)})
     limits = {"t": {"limits": {"tokens_per_day": 100_000, "requests_per_day": 100}}}
-    with storing(tmp_path, keys_file=str(tmp_path / "keys.json"), tenants=limits) as (backends, one, _):
+    with storing(tmp_path, 1, keys_file=str(tmp_path / "keys.json"), tenants=limits) as (backends, (one,)):
         as_openai, as_anthropic = {"Authorization": f"Bearer {key}"}, {"x-api-key": key}
         used = 0
         for path, usage in USAGES.items():

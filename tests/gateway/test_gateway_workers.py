@@ -107,6 +107,20 @@ def ask(running: Gateway, **headers: str) -> int:
         return client.post(f"{running.url}/v1/completions", json={**ASK, "stream": False}, headers=headers).status_code
 
 
+def test_workers_share_figures_and_administration_and_end_together(tmp_path: Path) -> None:
+    with fault_backend("only") as backend, gateway(tmp_path, [backend], workers=2) as running:
+        running.wait_ready(backend)
+        until(lambda: running.metric("worker_up") == running.metric("backend_ready") == 2, "both workers")
+        assert [ask(running) for _ in range(20)] == [200] * 20 and backend.seen() == 20
+        counts = [running.metric("requests_total", worker=str(number)) for number in range(2)]
+        assert sum(counts) == 20 and min(counts) > 0
+        assert running.post("/admin/api/drain", {"backend": "only"}).json()["is_drained"] is True
+        assert [ask(running) for _ in range(10)] == [503] * 10 and running.metric("backend_ready") == 0
+        pids = children(running.process.pid)
+        assert running.stop() == 0 and len(pids) == 2 and all(map(is_gone, pids))
+
+
+@pytest.mark.full
 def test_workers_are_one_gateway_and_one_that_is_killed_is_started_again(tmp_path: Path) -> None:
     with fault_backend("first") as first, fault_backend("second") as second, gateway(tmp_path, [first, second], workers=3) as running:
         running.wait_ready(first, second)
