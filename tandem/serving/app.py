@@ -144,6 +144,11 @@ def _inference(app: FastAPI, state: ServerState) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         return await generate.tokenize(state, body, request)
 
+    @app.api_route("/v1/audio/{rest:path}", methods=["GET", "POST"], include_in_schema=False, response_model=None)
+    @app.api_route("/v1/images/{rest:path}", methods=["GET", "POST"], include_in_schema=False, response_model=None)
+    async def other_media(rest: str, request: Request) -> Response:
+        raise ApiError(404, f"there is no {request.url.path[:100]}: the models read and write text alone", code="not_supported")
+
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         return await generate.detokenize(state, body)

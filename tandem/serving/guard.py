@@ -14,7 +14,7 @@ from tandem.serving.routes import adapters, control
 from tandem.serving.state import ServerState
 
 CONTROL = frozenset((*control.PATHS, *adapters.PATHS))
-PUBLIC = ("/health", "/liveness", "/readiness", "/startup", "/metrics", "/version", "/openapi.json", "/docs")
+PUBLIC = ("/health", "/liveness", "/readiness", "/startup", "/metrics", "/version", "/ping", "/openapi.json", "/docs")
 
 _LONGEST_ID = 128
 

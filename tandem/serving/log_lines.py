@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 USAGE = "tandem.usage"
 """The key of a request's scope under which its ``Usage`` is."""
 STATS_S = 10.0
-QUIET = ("/health", "/liveness", "/readiness", "/startup", "/metrics", "/version")
+QUIET = ("/health", "/liveness", "/readiness", "/startup", "/metrics", "/version", "/ping")
 """Paths that machines ask every few seconds; only their failures would be news, and the balancer reports those."""
 _MOST_LINES = 10_000
 _LONGEST_PATH = 200

@@ -27,6 +27,29 @@ def still_alive(shared: Server) -> Any:
     assert shared.complete("x", max_tokens=1)["choices"]
 
 
+def test_audio_and_images_are_refused_in_one_line(shared: Server) -> None:
+    for path in ("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/images/generations"):
+        error = refusal(httpx.post(shared.url + path, json={"input": "a", "prompt": "a"}, timeout=60), 404)
+        assert error["message"] == f"there is no {path}: the models read and write text alone" and error["code"] == "not_supported"
+    uploaded = httpx.post(f"{shared.url}/v1/audio/transcriptions", files={"file": b"RIFF"}, data={"model": "tiny"}, timeout=60)
+    assert refusal(uploaded, 404)["code"] == "not_supported"
+
+
+def test_ping_and_load_are_those_of_vllm(shared: Server) -> None:
+    assert httpx.get(f"{shared.url}/ping").status_code == httpx.post(f"{shared.url}/ping").status_code == 200
+    until(lambda: shared.get("/load").json() == {"server_load": 0}, "no request to be in flight")
+    shared.control("/pause?mode=recompute")
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(shared.complete, "the", max_tokens=1)
+            until(lambda: shared.get("/load").json() == {"server_load": 1}, "the request to be in flight")
+            shared.control("/resume")
+            assert answer.result()["choices"]
+    finally:
+        shared.control("/resume")
+    until(lambda: shared.get("/load").json() == {"server_load": 0}, "the request to be over")
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"nonsense", b'{"prompt": "\xff\xfe"}', b'"text"', b"[]", b"null", b"[" * 100_000, b'{"prompt": ' + b"9" * 10_000 + b"}"],

@@ -12,6 +12,11 @@ def router(state: ServerState) -> APIRouter:
     """The route."""
     routes = APIRouter(tags=["probes"])
 
+    @routes.get("/load")
+    async def load() -> dict[str, int]:
+        """The requests that are in flight besides this one, as vLLM's servers say."""
+        return {"server_load": state.open_requests - 1}
+
     @routes.get("/kv_cache")
     async def kv_cache(stream: str = "", after: int = 0) -> dict[str, Any]:
         """The KV cache and the queue of all engines together: ``blocks`` of ``block_size`` tokens, of which ``free_blocks`` are held by no request;

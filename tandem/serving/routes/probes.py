@@ -28,6 +28,10 @@ def router(state: ServerState) -> APIRouter:
         why = "" if state.is_started and state.pool.has_engine else "no engine answers" if state.is_started else "loading"
         return JSONResponse({"status": why or "healthy"}, 503 if why else 200)
 
+    for method in (routes.get, routes.post):
+        # As SageMaker asks, which vLLM answers too.
+        method("/ping")(health)
+
     @routes.get("/readiness")
     async def readiness() -> Response:
         """503 while loading, draining or asleep, and while no engine answers. Asks the engines for a sign of life."""
