@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from tandem.gateway.siblings import Place
 from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.process.child import die_with_parent
 from tandem.runtime.process.processes import describe_exit
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.runtime.rpc.listener import listen
 from tandem.serving.http_process import BACKLOG, say, speak_as
 from tandem.types import UserError
@@ -42,7 +42,7 @@ def run_workers(config: GatewayConfig, serve: Serve, read: Callable[[], GatewayC
     """Serves with ``config.workers`` processes until SIGTERM or SIGINT; returns the exit status. ``read``: reads the settings again. Raises ``UserError``
     if the port cannot be taken."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-gateway-")))
+        folder = stack.enter_context(temporary_folder(prefix="tandem-gateway"))
         listeners = [stack.enter_context(each) for each in _listen(config)]
         stack.enter_context(_blocked())
         return _Supervisor(config, listeners, folder, serve, read).run()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -194,7 +195,8 @@ def test_workers_end_with_a_supervisor_that_is_killed_and_a_second_signal_cuts_o
             pids = children(running.process.pid)
             os.kill(running.process.pid, signal.SIGKILL)
             until(lambda: all(map(is_gone, pids)), "the workers to end")
-            assert len(pids) == 3
+            left = list(Path(tempfile.gettempdir()).glob(f"tandem-gateway-{running.process.pid}-*"))
+            assert len(pids) == 3 and len(left) == 1
         with gateway(tmp_path, [backend], workers=3) as running, stream(running, max_tokens=300) as (_, parts):
             running.process.send_signal(signal.SIGTERM)
             until(lambda: "draining: 1 requests are in flight" in running.log.read_text(), "the drain")
@@ -202,6 +204,7 @@ def test_workers_end_with_a_supervisor_that_is_killed_and_a_second_signal_cuts_o
             with pytest.raises(httpx.RemoteProtocolError):
                 list(parts)
             assert running.process.wait(LIMIT_S) == 1
+            assert not left[0].exists(), "the next gateway removes what a killed one has left"
 
 
 @needs_redis
