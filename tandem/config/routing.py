@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
@@ -24,7 +25,15 @@ class RouterConfig:
     slow_start_s: float = 0.0
     """Time over which a backend that comes back is given its full share, from a tenth of it: its caches are cold. 0: at once."""
 
+    prefill_apart: Literal["auto", "always", "never"] = "auto"
+    """Whether long prompts are computed at a backend with `tandem serve --role prefill`: where it pays, by the speeds that the servers have measured and
+    the streams that would wait; always; or never."""
+    prefill_apart_tokens: int = 256
+    """Tokens of a prompt, without those that the backend has cached, from which on it may be computed apart."""
+
     def check(self) -> None:
+        if not 1 <= self.prefill_apart_tokens <= 10**9:
+            raise UserError(f"'router.prefill_apart_tokens' is {self.prefill_apart_tokens}; it must be from 1 to 1000000000")
         for name in ("prefix", "session"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"'router.{name}' is {getattr(self, name):g}; it must be from 0 to 1, as no more than the prompt can be saved")

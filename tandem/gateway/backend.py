@@ -40,6 +40,14 @@ class EngineState:
     waiting: int
     waiting_tokens: int
     oldest_s: float = 0.0
+    role: str = "both"
+    """``prefill``: it computes prompts for others, and answers itself only where nobody else can."""
+    sends: bool = False
+    """Whether other servers can fetch the KV blocks of its prompts; ``receives``: whether it fetches those of others."""
+    receives: bool = False
+    prefill_tokens_per_s: float = 0.0
+    """As it has measured, 0 if it has not yet; ``transfer_tokens_per_s``: of prompts whose blocks it has fetched."""
+    transfer_tokens_per_s: float = 0.0
 
 
 @dataclass(eq=False)

@@ -79,7 +79,11 @@ class EngineStates:
             content = json.loads(await read_bounded(response, _MOST_BYTES))
         size = int(content["block_size"])
         tokens = int(content["blocks"]) * size, int(content["free_blocks"]) * size
-        backend.said(EngineState(*tokens, int(content["waiting"]), int(content["waiting_tokens"]), float(content.get("oldest_waiting_s", 0))))
+        backend.said(EngineState(
+            *tokens, int(content["waiting"]), int(content["waiting_tokens"]), float(content.get("oldest_waiting_s", 0)),
+            role=str(content.get("role", "both")), sends=bool(content.get("sends")), receives=bool(content.get("receives")),
+            prefill_tokens_per_s=float(content.get("prefill_tokens_per_s", 0)), transfer_tokens_per_s=float(content.get("transfer_tokens_per_s", 0)),
+        ))  # fmt: skip
         index = self._index()
         if index is not None and "events" in content:
             if content["is_reset"]:

@@ -45,6 +45,9 @@ class Metrics:
         )
         self.retries = Counter("tandem_gateway_retries", "Requests given to a further backend.", registry=self.registry)
         self.hedges = Counter("tandem_gateway_hedges", "Second attempts, by whether theirs was the first answer.", ("outcome",), registry=self.registry)
+        self.prefills = Counter(
+            "tandem_gateway_prefills", "Long prompts: computed apart from the answer, together with it, or failed apart.", ("outcome",), registry=self.registry
+        )
         self.resumed = Counter("tandem_gateway_resumed_streams", "Streams that went on at another backend.", registry=self.registry)
         self.shadows = Counter(
             "tandem_gateway_shadow_requests", "Copies for models in the shadow, by what came of them.", ("model", "outcome"), registry=self.registry

@@ -7,6 +7,7 @@ from typing import Protocol
 from tandem.config.gateway import GatewayConfig
 from tandem.gateway.backend import Backend
 from tandem.gateway.inference_request import InferenceRequest
+from tandem.gateway.routing.filters import answering
 from tandem.gateway.routing.prefix_index import PrefixIndex
 from tandem.gateway.routing.router import Router
 from tandem.serving.errors import ApiError, invalid, unavailable
@@ -121,7 +122,7 @@ class Pool:
         return unavailable("the backends of this model fail; they are tried again shortly", retry_after_s=max(1, math.ceil(seconds)))
 
     def _able_for(self, request: InferenceRequest) -> list[Backend]:
-        able, home, weights = self._able(request.model), request.home, request.weights
+        able, home, weights = list(answering(self._able(request.model))), request.home, request.weights
         if not home and not weights:
             return able
         return [backend for backend in able if (not home or backend.name == home) and (not weights or backend.weights == weights)]

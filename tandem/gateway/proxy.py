@@ -20,6 +20,7 @@ from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.named_events import NAMED_PATHS
 from tandem.gateway.pool import Pool
+from tandem.gateway.prefill_apart import PrefillApart
 from tandem.gateway.relay import EVENTS, relay
 from tandem.gateway.resume import Repetition, can_resume, repetition_of
 from tandem.gateway.retry_budget import RetryBudget
@@ -46,6 +47,7 @@ class Proxy:
         self._budget = RetryBudget(config.retry)
         self.stored = stored
         self._hedges = Hedges(config.hedge)
+        self._apart = PrefillApart(pool.backends, upstream, metrics)
 
     def follow(self, config: GatewayConfig) -> None:
         """Takes other settings."""
@@ -157,7 +159,8 @@ class Proxy:
             attempt.waiting_since = time.monotonic()
             if request.timeout_s is not None:
                 attempt.deadline = attempt.waiting_since + request.timeout_s - (time.monotonic() - exchange.began)
-            async with self._upstream.post(backend, request, exchange.body) as response:
+            body = await self._apart.body(exchange, backend, self._config.router)
+            async with self._upstream.post(backend, request, body) as response:
                 outcome = await self._answered(exchange, attempt, response, is_last=is_last)
         except StatusRetried as error:
             outcome = error.outcome

@@ -16,6 +16,11 @@ def in_time(request: InferenceRequest, backends: Sequence[Backend]) -> Sequence[
     return [backend for backend in backends if backend.first_byte_s(request.tokens) <= limit_s] or backends
 
 
+def answering(backends: Sequence[Backend]) -> Sequence[Backend]:
+    """Returns the backends that do more than compute prompts for others; all if there is no other."""
+    return [backend for backend in backends if backend.engine is None or backend.engine.role != "prefill"] or backends
+
+
 def with_room(request: InferenceRequest, backends: Sequence[Backend]) -> Sequence[Backend]:
     """Returns the backends that have less than ``max_requests``. If there is none, it is a retry, which finds a place beside those that have theirs."""
     return [backend for backend in backends if backend.room > 0] or backends
