@@ -34,8 +34,9 @@ async def ready_chat(state: ServerState, body: ChatCompletionRequest, request: R
     reader = state.prompt_reader(request, body.truncate_prompt_tokens, longest)
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     shown = [] if body.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
-    variables = {**state.settings.chat_template_kwargs, **effort, **(body.chat_template_kwargs or {})}
-    chat = Conversation(body.messages, body.add_generation_prompt is not False, shown, variables)
+    documents = {} if body.documents is None else {"documents": body.documents}
+    variables = {**state.settings.chat_template_kwargs, **effort, **documents, **(body.chat_template_kwargs or {})}
+    chat = Conversation(body.messages, body.add_generation_prompt is not False, shown, variables, bool(body.continue_final_message))
     text = await reader.chat_text(state.chat_template(bool(shown)), chat)
     reasoning = REASONING_FORMATS.get(state.settings.reasoning_parser or "")
     is_open = reasoning is not None and reasoning.begins_within(text[-64:])

@@ -14,6 +14,7 @@ from tandem.serving.limits import Limits
 from tandem.serving.protocol import ChatCompletionRequest, ChatMessage, OpenAIFields, SamplingFields
 from tandem.serving.text_encoder import INLINE_CHARACTERS, TextEncoder
 from tandem.text.chat import ChatTemplate
+from tandem.text.continuation import cut_at_mark, mark_end
 from tandem.text.messages import plain_calls, plain_text
 from tandem.types import UserError
 
@@ -55,12 +56,14 @@ def _logit_bias(given: dict[str, float]) -> list[list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat template is given. ``variables``: further ones, of the client."""
+    """What a chat template is given. ``variables``: further ones, of the client. ``continues_last``: the prompt ends with the last message, which the model
+    continues."""
 
     messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True
     tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
+    continues_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +101,18 @@ class PromptReader:
 
     async def chat_text(self, template: ChatTemplate, chat: Conversation) -> str:
         """Returns the text of a conversation. Raises ``ApiError`` for what the template or this server cannot read."""
+        plain: list[Mapping[str, Any]]
         try:
             plain = [_plain(message, i) for i, message in enumerate(chat.messages)]
         except UserError as error:
             raise invalid(str(error), "messages") from None
+        if chat.continues_last:
+            if chat.add_generation_prompt:
+                raise invalid("'continue_final_message' and 'add_generation_prompt' exclude each other; set the second to false", "continue_final_message")
+            try:
+                plain = mark_end(plain)
+            except UserError as error:
+                raise invalid(str(error), "continue_final_message") from None
         reserved = {"messages", "add_generation_prompt", "tools", "self"} & set(chat.variables)
         if reserved:
             raise invalid(f"'chat_template_kwargs' has {sorted(reserved)[0]!r}, which is a field of the request", "chat_template_kwargs")
@@ -118,7 +129,8 @@ class PromptReader:
 
         is_long = len(plain) > _MANY_MESSAGES or sum(len(message["content"] or "") for message in plain) > INLINE_CHARACTERS
         try:
-            return await asyncio.to_thread(render) if is_long else render()
+            text = await asyncio.to_thread(render) if is_long else render()
+            return cut_at_mark(text) if chat.continues_last else text
         except UserError as error:
             raise invalid(str(error), "messages") from None
 

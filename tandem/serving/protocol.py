@@ -157,6 +157,8 @@ class ChatCompletionRequest(OpenAIFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
