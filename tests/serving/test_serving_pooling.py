@@ -200,3 +200,11 @@ def test_an_engine_that_is_killed_is_replaced_and_the_embeddings_come(embedder: 
             running.control("/resume")
             assert [each["embedding"] for each in answer.result()["data"]] == wanted
         running.wait_idle()
+
+
+@pytest.mark.full
+def test_schemathesis_finds_nothing_where_a_model_embeds(embedder: Path, tmp_path: Path) -> None:
+    from test_serving_schema import fuzz
+
+    with server(embedder, tmp_path) as running:
+        fuzz(running, 4, seed=2)
