@@ -112,6 +112,8 @@ class Patience(_Http):
             self.connections_of_clients.remove(self._address)
             self._address = None
         super().connection_lost(exc)
+        # uvicorn leaves the timer of a connection that was reset, and with it the request, for as long as an idle connection may live.
+        self._unset_keepalive_if_required()
         self._is_lost = True
         self._call_when_lost()
 
