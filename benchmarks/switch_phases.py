@@ -27,8 +27,6 @@ from weights_shared import PlainRead
 from tandem.config.load import build
 from tandem.config.model import NewModelConfig
 from tandem.config.recipe import Recipe
-from tandem.kernels import select
-from tandem.kernels.cpu.kernels import CpuKernels
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.runtime.records.journal import Journal
@@ -60,7 +58,7 @@ def memory_read(size: int) -> list[float]:
 def shares(recipe: dict[str, object], model: Path) -> bool:
     """Whether the engines of a run of ``recipe`` compute with the published weights where they are."""
     built = build(Recipe, recipe)
-    return built.shares_weights and can_share(read_shapes(model), built.rollout.weights) and isinstance(select(built.machine.kernels), CpuKernels)
+    return built.shares_weights and can_share(read_shapes(model), built.trainer.dtype, built.rollout.weights)
 
 
 def dd(folder: Path, size: int) -> tuple[list[float], list[float]]:

@@ -1,8 +1,9 @@
 """Element-wise deltas of a model that is really trained in bf16: bytes on the wire, and what an update costs another pod and its engine, beside whole weights.
 
 A process trains a Qwen3 on the bytes of this repository's documents: some steps of AdamW at 1e-3 in fp32, then steps at the measured learning rate on bf16
-weights, each of which it publishes with a delta. This process receives every version twice, by a mirror that reads deltas and by one that does not, one after
-the other, and gives each to an engine's reader and decoder of its own. Everything is compared bit for bit.
+weights, each of which it publishes with a delta. This process receives every version three times, one after the other, by mirrors and decoders of their own:
+whole, and copied by the engine; as a delta, which is also applied to the engine's copy; as a delta, and the engine computes with what the mirror has made of
+it. Everything is compared bit for bit.
 """
 
 import json
@@ -22,9 +23,11 @@ from weight_update import shapes
 from tandem.engine.executor.rank_weights import RankWeights
 from tandem.kernels import select
 from tandem.layout.shard_offsets import whole_offsets
+from tandem.model.adopted import SharedTensors, adopt, packed_layout
 from tandem.model.changed_weights import load_changes
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
+from tandem.model.weight_digests import weight_digests
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.deadline import Deadline
 from tandem.trainer.checkpoint.replica_state import WeightShard
@@ -93,7 +96,8 @@ def serve(name: str, folder: Path, learning_rate: float, dtype: str) -> None:
         changed = sum(int((before[key] != value).sum()) for key, value in weights.items()) if before else 0
         before = {key: value.clone() for key, value in weights.items()}
         shards = [WeightShard(key, tuple(t.shape), whole_offsets(tuple(t.shape)), t.dtype, lambda t=t: t) for key, t in weights.items()]  # type: ignore[misc]
-        manifest = writer.publish(place_shards(alone().world, shards), WeightVersion(1, number))
+        layout = packed_layout(select("auto", getattr(torch, dtype)))
+        manifest = writer.publish(place_shards(alone().world, shards, list(weights), engine_layout=layout), WeightVersion(1, number))
         began = time.perf_counter()
         written = deltas.write(manifest)
         seconds = time.perf_counter() - began
@@ -104,19 +108,21 @@ def serve(name: str, folder: Path, learning_rate: float, dtype: str) -> None:
         print(json.dumps({"changed": share, "seconds": seconds, "bytes": size_bytes}), flush=True)
 
 
-class Receiver:
-    """Another pod with an engine: its mirror, and a decoder that takes what the mirror has brought."""
+SIDES = {"whole": "whole", "deltas": "delta, copied", "shared": "delta, shared"}
 
-    def __init__(self, name: str, folder: Path, dtype: str, *, reads_deltas: bool) -> None:
-        kind = "deltas" if reads_deltas else "whole"
-        store, pod = folder / f"{kind}.sqlite", "bench" + uuid.uuid4().hex[:8]
-        self.reads_deltas = reads_deltas
+
+class Receiver:
+    """Another pod with an engine: its mirror, and a decoder that takes what the mirror has brought, as one of ``SIDES``."""
+
+    def __init__(self, name: str, folder: Path, dtype: str, side: str) -> None:
+        store, pod = folder / f"pod-{side}.sqlite", "bench" + uuid.uuid4().hex[:8]
+        self.side = side
         self.mirror = WeightMirror(
             EmbeddedStore(folder / "shared.sqlite"), EmbeddedStore(store), lambda size: WeightBuffers.create(pod, size), self._open, threads=2,
-            delta_memory=delta_memory(pod) if reads_deltas else None,
+            delta_memory=None if side == "whole" else delta_memory(pod),
         )  # fmt: skip
         self.decoder = Decoder(MODELS[name], select("auto", getattr(torch, dtype)), dtype=getattr(torch, dtype))
-        self.weights = RankWeights(self.decoder, WeightSource(str(store)))
+        self.weights = RankWeights(self.decoder, WeightSource(str(store), shares=side == "shared"))
 
     def _open(self, endpoint: Endpoint, offer: Offer) -> TcpSource:
         return TcpSource("pod first", offer.host, offer.port, CREDENTIAL)
@@ -127,14 +133,21 @@ class Receiver:
         at = clock()
         got = self.mirror.bring(version, ("tcp",), Deadline(600.0))
         received, at = clock() - at, clock()
-        tensors = dict(self.weights.read(version).tensors)
-        read, at = clock() - at, clock()
-        changes = self.weights.changes()
-        if changes is None or not self.reads_deltas or not load_changes(self.decoder, tensors, changes):
-            load_parts(self.decoder, tensors, pack=True)
-        applied = clock() - at
-        self.weights.was_applied()
-        assert got.whole == ()
+        shared = self.weights.share(version)
+        if shared is not None:
+            tensors, at_taking = dict(shared.tensors), clock()
+            read = at_taking - at
+            adopt(self.decoder, SharedTensors(shared.tensors, shared.in_panels))
+            applied = clock() - at_taking
+        else:
+            tensors = dict(self.weights.read(version).tensors)
+            read, at = clock() - at, clock()
+            changes = self.weights.changes()
+            if changes is None or self.side == "whole" or not load_changes(self.decoder, tensors, changes):
+                load_parts(self.decoder, tensors, pack=True)
+            applied = clock() - at
+            self.weights.was_applied()
+        assert got.whole == () and (shared is not None) == (self.side == "shared")
         return {"receive": received, "read": read, "apply": applied, "bytes": got.fetched.size_bytes + got.delta_bytes}, tensors
 
 
@@ -144,15 +157,17 @@ def elementwise(name: str, repeat: int, learning_rate: float, dtype: str) -> str
         command = [sys.executable, __file__, name, folder, str(learning_rate), dtype]
         first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert first.stdin is not None and first.stdout is not None
-        rows: dict[str, list[dict[str, float]]] = {"whole": [], "deltas": [], "made": []}
+        rows: dict[str, list[dict[str, float]]] = {"made": [], **{side: [] for side in SIDES}}
         receivers: dict[str, Receiver] = {}
         for number in range(1, repeat + 4):
             first.stdin.write("next\n")
             first.stdin.flush()
             facts = json.loads(first.stdout.readline())
-            receivers = receivers or {kind: Receiver(name, Path(folder), dtype, reads_deltas=kind == "deltas") for kind in ("whole", "deltas")}
+            receivers = receivers or {side: Receiver(name, Path(folder), dtype, side) for side in SIDES}
             found = {kind: receiver.take(number) for kind, receiver in receivers.items()}
-            assert all(torch.equal(tensor, found["deltas"][1][key]) for key, tensor in found["whole"][1].items())
+            assert all(torch.equal(tensor, other[key]) for _, other in found.values() for key, tensor in found["whole"][1].items())
+            digests = [weight_digests(receiver.decoder) for receiver in receivers.values()]
+            assert all(each == digests[0] for each in digests), "what the engines compute with"
             print(number, facts, {kind: each for kind, (each, _) in found.items()}, file=sys.stderr)
             if number > 3:
                 rows["made"].append(facts)
@@ -167,13 +182,19 @@ def elementwise(name: str, repeat: int, learning_rate: float, dtype: str) -> str
     def median(kind: str, key: str) -> float:
         return statistics.median(each[key] for each in rows[kind])
 
-    lines = [f"| {name} parameters, {dtype}, learning rate {learning_rate:g} | whole | delta | share |", "| --- | --- | --- | --- |"]
-    whole_bytes, delta_bytes = median("whole", "bytes"), median("deltas", "bytes")
-    lines.append(f"| bytes on the wire | {whole_bytes:,.0f} | {delta_bytes:,.0f} | {delta_bytes / whole_bytes:.2%} |")
-    titles = {"receive": "the other pod receives and verifies", "read": "its engine reads and verifies", "apply": "its engine applies (does not draw)"}
+    heads = [f"{name} parameters, {dtype}, learning rate {learning_rate:g}", *SIDES.values(), "shares"]
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    titles = {
+        "bytes": "bytes on the wire", "receive": "the other pod receives and verifies, ms", "read": "its engine verifies, ms",
+        "apply": "its engine takes them, ms", "pause": "both, ms",
+    }
+    for kind in SIDES:
+        for each in rows[kind]:
+            each["pause"] = each["read"] + each["apply"]
     for key, title in titles.items():
-        whole, delta = median("whole", key), median("deltas", key)
-        lines.append(f"| {title}, ms | {whole * 1e3:.1f} | {delta * 1e3:.1f} | {delta / whole:.1%} |")
+        values = [median(side, key) * (1 if key == "bytes" else 1e3) for side in SIDES]
+        shares = ", ".join(f"{value / values[0]:.1%}" for value in values[1:])
+        lines.append(f"| {title} | {' | '.join(f'{value:,.0f}' if key == 'bytes' else f'{value:.1f}' for value in values)} | {shares} |")
     return "\n".join(lines) + (
         f"\n\n{median('made', 'changed'):.2%} of the elements changed in a step; the shim made the delta in {median('made', 'seconds') * 1e3:.0f} ms. "
         f"Medians of {repeat} versions."

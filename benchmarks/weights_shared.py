@@ -74,7 +74,7 @@ def measure(name: str, repeat: int, threads: int, folder: Path) -> tuple[int, in
             if segment._collapsing is not None:
                 segment._collapsing.join()
     writers = {kind: WeightWriter(WeightBuffers.open(buffers[kind].names), store, threads, kernels) for kind, store in stores.items()}
-    placed = {kind: place_shards(alone().world, shards, names, in_panels=kind == "panels") for kind in stores}
+    placed = {kind: place_shards(alone().world, shards, names, engine_layout="panels" if kind == "panels" else None) for kind in stores}
     pool, segments, reader = Threads(threads), OpenSegments(), WeightReader(stores["rows"], threads)
     decoder, copying = (Decoder(shapes, kernels) for _ in range(2))
     torch.set_num_threads(threads)
@@ -88,7 +88,7 @@ def measure(name: str, repeat: int, threads: int, folder: Path) -> tuple[int, in
             "register": timed(lambda version=version: writers["panels"].publish(placed["panels"], version)),
         }  # fmt: skip
         began = time.perf_counter()
-        shared = SharedReader(stores["panels"], pool, segments).take(version, verifies=True)
+        shared = SharedReader(stores["panels"], pool, segments).take(version, "panels", verifies=True)
         found["verify"] = time.perf_counter() - began
         assert shared is not None
         found["swap"] = timed(lambda shared=shared: adopt(decoder, SharedTensors(shared.tensors, shared.in_panels)))

@@ -368,8 +368,8 @@ class Recipe:
         """The key with whose value engines must copy the weights; empty if there is none."""
         rollout, trainer, engine = self.rollout, self.trainer, self.rollout.engine
         needs: tuple[tuple[str, object, object], ...] = (
-            ("machine.device", self.machine.device == "cuda", False), ("machine.kernels", self.machine.kernels in ("auto", "cpu"), True),
-            ("trainer.dtype", trainer.dtype, "float32"), ("trainer.precision", self.rollout_precision, "fp32"), ("trainer.lora", trainer.lora is None, True),
+            ("machine.device", self.machine.device == "cuda", False),
+            ("trainer.precision", self.rollout_precision, "fp32"), ("trainer.lora", trainer.lora is None, True),
             ("rollout.backend", rollout.backend, "tandem"), ("rollout.engine.quantization", engine.quantization, None),
             ("rollout.engine.tensor_parallel_size", engine.tensor_parallel_size, 1),
         )  # fmt: skip

@@ -52,8 +52,9 @@ class RolloutConfig:
     samples are the same for any number. `--inline` has one."""
     weights: Literal["auto", "shared", "copied"] = "auto"
     """`shared`: the engines of the trainer's pod, and of other pods, compute with the published weights where they are, in shared memory, and hold no copy; an
-    update verifies them there. It takes fp32 on CPUs with `machine.kernels` `cpu`, the whole weights of a model without experts, and an engine of one rank
-    without quantization. `copied`: each engine copies the weights and packs the copy. `auto`: shared where that is possible and as fast to compute with."""
+    update verifies them there. It takes CPUs, products in the dtype of the weights (`trainer.precision: fp32`), the whole weights of a model without experts,
+    and an engine of one rank without quantization. `copied`: each engine copies the weights and packs the copy. `auto`: shared where that is possible and as
+    fast to compute with."""
     verify_weights_every_steps: int = 0
     """Steps between two rollouts after which every tensor in the engines' memory is compared with what it was right after the update; under weights that have
     changed the rollout is drawn again. 0: never. On their way to the engines weights are always verified."""

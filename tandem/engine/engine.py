@@ -232,7 +232,7 @@ class Engine:
         """Updates to the published ``version``, of which every tensor-parallel rank reads its own slices. All ranks verify what they read
         before any applies it. Raises ``DamagedWeights`` and the other errors of ``WeightReader.read``; the old weights stay then.
 
-        With a source that ``shares``, an engine that can (``can_adopt``) computes with the published weights where they are, and has no copy.
+        With a source that ``shares``, an engine that can (``adoptable_layout``) computes with the published weights where they are, and has no copy.
         With a source that the engine does not verify, its version is ``DUMMY_VERSION`` from the first changed weight until ``confirm_weights``."""
         self._core.synchronize()
         called = version if source.verifies else DUMMY_VERSION

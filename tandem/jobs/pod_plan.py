@@ -17,5 +17,5 @@ def plan_of(recipe: Recipe, shapes: ModelShapes, context_tokens: int) -> PodPlan
         adapted_shapes(shapes, recipe.trainer.lora), context_tokens,
         recipe.rollout_precision, Path(recipe.trainer.offload_folder or recipe.run.directory),
         models.reward_model, models.critic, recipe.holds_reference, recipe.reference.follows, models.teacher, recipe.pods.count, recipe.ranks_here,
-        recipe.shares_weights and can_share(shapes, recipe.rollout.weights),
+        recipe.shares_weights and can_share(shapes, recipe.trainer.dtype, recipe.rollout.weights),
     )  # fmt: skip

@@ -6,6 +6,7 @@ one behind the other, so that a published matrix is a matrix of its own for ever
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tandem.layout.shard_offsets import ShardOffsets
 
@@ -30,6 +31,15 @@ def stacks_of(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
                 yield tuple(f"{match['at']}{module}.weight" for module in stack)
 
 
+def place_in_panels(row: Any, column: Any, shape: tuple[int, int]) -> Any:
+    """Returns where the element ``[row, column]`` of a matrix of ``shape`` is in its panels, in elements: integers, or arrays or tensors of them."""
+    last = (shape[0] - 1) // PANEL_ROWS
+    last_width = -(-(shape[0] - last * PANEL_ROWS) // ROUNDED_ROWS) * ROUNDED_ROWS
+    panel = row // PANEL_ROWS
+    width = PANEL_ROWS - (panel == last) * (PANEL_ROWS - last_width)
+    return panel * (PANEL_ROWS * shape[1]) + column * width + row % PANEL_ROWS
+
+
 def is_in_panels(dtype: str, shape: tuple[int, ...], parts: Sequence[ShardOffsets]) -> bool:
     """Returns whether a tensor can be in panels, and each of its ``parts`` is panels one behind the other."""
     if dtype != "float32" or len(shape) != 2 or shape[0] % ROUNDED_ROWS or not shape[1]:
@@ -44,6 +54,11 @@ def is_in_panels(dtype: str, shape: tuple[int, ...], parts: Sequence[ShardOffset
 def is_stackable(shapes: Sequence[tuple[int, ...]]) -> bool:
     """Returns whether matrices of ``shapes`` in panels, one behind the other, are their stack in panels."""
     return all(rows % PANEL_ROWS == 0 for rows, *_ in shapes[:-1]) and len({tuple(columns) for _, *columns in shapes}) == 1
+
+
+def is_stackable_in_rows(shapes: Sequence[tuple[int, ...]], item_bytes: int, alignment_bytes: int) -> bool:
+    """Returns whether row-major matrices of ``shapes``, placed one after another at multiples of ``alignment_bytes``, are their stack."""
+    return all(rows * columns * item_bytes % alignment_bytes == 0 for rows, columns in shapes[:-1]) and len({columns for _, columns in shapes}) == 1
 
 
 def stacked_order(order: Sequence[str], stacks: Sequence[Sequence[str]]) -> list[str]:

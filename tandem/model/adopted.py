@@ -7,38 +7,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import PackedWeight
+from tandem.kernels.api import Kernels, PackedWeight
+from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.panels import is_stackable
 from tandem.layout.shapes import matrix_name, published_parameters
 from tandem.model.decoder import Decoder
 from tandem.model.layer import STACKED
 from tandem.types import RunError
+from tandem.types.weights import Layout
 
 
 class SharedTensors(NamedTuple):
-    """Weights by Hugging Face name, in the decoder's dtype. Those ``in_panels`` are flat and in the layout of ``tandem.layout.panels``."""
+    """Weights by Hugging Face name, in the decoder's dtype. Those ``in_panels`` are flat and in the layout of ``tandem.layout.panels``, the others in rows."""
 
     tensors: Mapping[str, Tensor]
     in_panels: Collection[str]
 
 
-def can_adopt(decoder: Decoder) -> bool:
-    """Returns whether ``decoder`` can compute with such weights: fp32 on a CPU with kernels that multiply with panels, whole, without experts, adapter or
-    quantization."""
+def packed_layout(kernels: Kernels) -> Layout | None:
+    """Returns the layout of the matrices that ``kernels`` multiply with, if it is one that weights are published in."""
     # Imported here, because other kernels work where these cannot be built.
     from tandem.kernels.cpu.kernels import CpuKernels
 
+    if isinstance(kernels, CpuKernels):
+        return "panels"
+    return "rows" if type(kernels) is ReferenceKernels else None
+
+
+def adoptable_layout(decoder: Decoder) -> Layout | None:
+    """Returns the layout of published matrices that ``decoder`` can compute with where they are; ``None`` if there is none: it is on a GPU, a shard, or has
+    experts, an adapter, a value head or quantized weights, or its kernels round the weights."""
     shapes = decoder.shapes
     is_plain = shapes.experts is None and shapes.lora is None and shapes.value_head == "none" and decoder.quantization is None
-    return is_plain and decoder.group is None and isinstance(decoder.kernels, CpuKernels) and decoder.dtype == torch.float32
+    return packed_layout(decoder.kernels) if is_plain and decoder.group is None and decoder.device.type == "cpu" else None
 
 
 def adopt(decoder: Decoder, shared: SharedTensors) -> None:
-    """Lets ``decoder`` compute with ``shared`` weights where they are. A matrix that is not in panels is packed to memory of the decoder's own. Raises
-    ``RunError`` before anything has changed if a tensor is missing or has another size than the decoder's."""
+    """Lets ``decoder`` compute with ``shared`` weights where they are. A matrix that is not there as the decoder's kernels need it is packed to memory of the
+    decoder's own. Raises ``RunError`` before anything has changed if a tensor is missing or has another size than the decoder's."""
     tensors, shapes = shared.tensors, decoder.shapes
     known = dict(published_parameters(shapes))
-    _check(known, shared)
+    _check(known, shared, decoder.dtype)
     own = {"norm.weight": tensors["model.norm.weight"]}
     matrices = []
     for index in range(shapes.num_hidden_layers):
@@ -60,22 +69,26 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
     decoder.adopt(own, matrices, head if is_packed else None, head)
 
 
-def _check(known: Mapping[str, tuple[int, ...]], shared: SharedTensors) -> None:
+def _check(known: Mapping[str, tuple[int, ...]], shared: SharedTensors, dtype: torch.dtype) -> None:
     for name, shape in known.items():
         tensor = shared.tensors.get(name)
         expected = (math.prod(shape),) if name in shared.in_panels else shape
-        if tensor is None or tuple(tensor.shape) != expected or tensor.dtype != torch.float32:
+        if tensor is None or tuple(tensor.shape) != expected or tensor.dtype != dtype:
             raise RunError(f"the published weights do not have '{name}' in the shape of the engine's model")
 
 
 def _packed(decoder: Decoder, shared: SharedTensors, known: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> PackedWeight:
-    """Returns the stack of the matrices ``names``, of the shapes ``known``, packed: where they are, if they are in panels."""
+    """Returns the stack of the matrices ``names``, of the shapes ``known``, packed: where they are, if they are in the layout of the decoder's kernels."""
     own = [known[name] for name in names]
     if all(name in shared.in_panels for name in names) and is_stackable(own):
         return PackedWeight(_as_one([shared.tensors[name] for name in names]), sum(shape[0] for shape in own), own[0][1])
     if any(name in shared.in_panels for name in names):
         raise RunError(f"the published weights have '{names[0]}' in panels that do not stack to the engine's matrix")
-    return decoder.kernels.pack(torch.cat([shared.tensors[name] for name in names]))
+    tensors = [shared.tensors[name] for name in names]
+    if packed_layout(decoder.kernels) == "rows":
+        rows, columns = sum(shape[0] for shape in own), own[0][1]
+        return PackedWeight(_as_one([tensor.view(-1) for tensor in tensors]).view(rows, columns), rows, columns)
+    return decoder.kernels.pack(torch.cat(tensors))
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:

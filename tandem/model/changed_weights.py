@@ -16,14 +16,30 @@ Changes = Mapping[str, Tensor | None]
 """The tensors that have changed, by Hugging Face name, with the indices (int64) of the flat elements that may have; ``None``: any."""
 
 
+def changes_elements(decoder: Decoder) -> bool:
+    """Returns whether single elements of ``decoder`` are worth changing: on a GPU, to which all others would have to be sent. In host memory a few elements of
+    a hundred are on half of all cache lines, and packing a matrix from end to end takes less time than finding them."""
+    return decoder.device.type != "cpu"
+
+
 @torch.no_grad()
 def load_changes(decoder: Decoder, tensors: Mapping[str, Tensor], changes: Changes) -> bool:
     """Makes a packed ``decoder``, which holds ``tensors`` as they were before ``changes``, hold them as they are, with the bits of ``load_tensors`` and
-    ``pack``. Returns ``False``, and changes nothing, for one that is a shard, has experts, an adapter or a value head, or is not packed."""
+    ``pack``. Returns ``False``, and changes nothing, for one that is a shard, has experts, an adapter or a value head, or is not packed. Whatever is raised
+    in the middle, such as ``MemoryError``, leaves it unpacked: it has no complete set of weights, and computes with none of them before it is given all."""
     shapes = decoder.shapes
     is_plain = shapes.lora is None and shapes.experts is None and shapes.value_head == "none"
     if not (is_plain and decoder.is_packed and decoder.shard_spec.size == 1):
         return False
+    try:
+        _load(decoder, tensors, changes)
+    except BaseException:
+        decoder.unpack()
+        raise
+    return True
+
+
+def _load(decoder: Decoder, tensors: Mapping[str, Tensor], changes: Changes) -> None:
     plain = dict(_plain_parameters(decoder))
     for name in changes.keys() & plain.keys():
         _put(plain[name], tensors[name], changes[name])
@@ -36,7 +52,6 @@ def load_changes(decoder: Decoder, tensors: Mapping[str, Tensor], changes: Chang
                 replaced[index, place] = packed
     names = ["model.embed_tokens.weight" if decoder.lm_head is None else "lm_head.weight"]
     decoder.replace_packed(replaced, _repacked(decoder, decoder.packed_head, names, tensors, changes, decoder.head_quantization))
-    return True
 
 
 def _layer(module: object) -> Layer:

@@ -20,6 +20,7 @@ from tandem.trainer.offload.places import make_place
 from tandem.trainer.optimizers.make import offload_folder
 from tandem.trainer.rank_process import Rank
 from tandem.types import RunError, WeightManifest, WeightVersion
+from tandem.types.weights import Layout
 from tandem.weight_transfer.convert import ConvertedWeights, convert
 from tandem.weight_transfer.register import WeightWriter
 
@@ -80,10 +81,10 @@ class RankModels:
         if self.has_released:
             release(device)
 
-    def convert(self, in_panels: bool = False) -> ConvertedWeights:
-        """Names and places this rank's parts of the actor's weights, once; ``in_panels``: as in ``weight_transfer.convert``."""
+    def convert(self, engine_layout: Layout | None = None) -> ConvertedWeights:
+        """Names and places this rank's parts of the actor's weights, once; ``engine_layout``: as in ``weight_transfer.convert``."""
         if self.converted is None:
-            self.converted = convert(self.actor.checkpoints.state, self.rank.publishing, in_panels)
+            self.converted = convert(self.actor.checkpoints.state, self.rank.publishing, engine_layout)
         return self.converted
 
     def publish(self, writer: WeightWriter, version: WeightVersion, guard: Guard | None) -> WeightManifest:

@@ -15,6 +15,7 @@ from tandem.kernels import select, why_reference
 from tandem.kernels.cpu.kernels import CpuKernels
 from tandem.layout.residents import Phase, Residency
 from tandem.layout.shapes import ModelShapes
+from tandem.model.adopted import packed_layout
 from tandem.model.create_model import create_model
 from tandem.model.decoder import Decoder
 from tandem.model.export_dtype import export_dtype
@@ -35,6 +36,7 @@ from tandem.trainer.rank_process import Rank, start
 from tandem.trainer.step import Progress as Counts
 from tandem.trainer.tensor_record import tensor_record
 from tandem.types import RunError, WeightVersion
+from tandem.types.weights import Layout
 from tandem.types.wire_records import decode_samples, decode_scores
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
@@ -185,13 +187,14 @@ class TrainerWorker:
 
     def convert(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Names and places this rank's parts of the actor's weights under Hugging Face's names, once for the life of the actor: the values are
-        read when they are registered. Matrices go in panels where engines compute with them in the shared memory."""
+        read when they are registered. Matrices go in the layout of engines that compute with them in the shared memory."""
         models = self._held()
-        return {"tensors": len(models.convert(self._in_panels(models.actor.replica.model.shapes)).tensors)}, {}
+        return {"tensors": len(models.convert(self._engine_layout(models.actor.replica.model.shapes)).tensors)}, {}
 
-    def _in_panels(self, shapes: ModelShapes) -> bool:
-        """Returns whether engines compute with the published weights where they are."""
-        return isinstance(self.kernels, CpuKernels) and self.recipe.shares_weights and can_share(shapes, self.recipe.rollout.weights)
+    def _engine_layout(self, shapes: ModelShapes) -> Layout | None:
+        """Returns the layout of the matrices of engines that compute with the published weights where they are; ``None`` if they copy them."""
+        recipe = self.recipe
+        return packed_layout(self.kernels) if recipe.shares_weights and can_share(shapes, recipe.trainer.dtype, recipe.rollout.weights) else None
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Writes this rank's converted parts to the free segment of its pod; the pod's first rank publishes the manifest of all as ``version`` in ``store``,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.panels import is_in_panels, is_stackable, stacked_order, stacks_of
+from tandem.layout.panels import is_in_panels, is_stackable, is_stackable_in_rows, stacked_order, stacks_of
 from tandem.layout.shapes import published_parameters, trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
 from tandem.runtime.collectives.agreement import vote
@@ -24,7 +24,7 @@ from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.errors import RunError
 from tandem.types.weights import Layout
-from tandem.weight_transfer.manifest import are_partition, place
+from tandem.weight_transfer.manifest import ALIGNMENT_BYTES, are_partition, place
 
 
 class Part(NamedTuple):
@@ -78,10 +78,10 @@ class ConvertedWeights:
         return self.tensors[-1].offset_bytes + self.tensors[-1].size_bytes if self.tensors else 0
 
 
-def convert(state: TrainedState, ranks: Communicator | None = None, in_panels: bool = False) -> ConvertedWeights:
+def convert(state: TrainedState, ranks: Communicator | None = None, engine_layout: Layout | None = None) -> ConvertedWeights:
     """Names and places every part of the weights that training changes and engines have. Every one of ``ranks`` calls it, which hold all of them together
-    (``None``: the ranks of the replica). Copies and gathers no weights. ``in_panels``: matrices are written in the layout of ``tandem.layout.panels`` where
-    the parts of the ranks allow it.
+    (``None``: the ranks of the replica). Copies and gathers no weights. ``engine_layout``: of the matrices that engines multiply with, if they compute with
+    the published ones (``None``: they do not): what they stack is placed one behind the other, and written in that layout, where the ranks' parts allow it.
 
     Raises ``RunError`` on every rank if a parameter of the Hugging Face form is missing, unexpected or has another shape: such weights
     would leave a part of the engine unchanged.
@@ -93,7 +93,7 @@ def convert(state: TrainedState, ranks: Communicator | None = None, in_panels: b
         shards = [shard for shard in state.weight_shards() if shard.name not in own]
     except (RuntimeError, RunError) as error:
         trouble = str(error).splitlines()[0]
-    converted = place_shards(ranks or state.replica.ranks.world, shards, list(order), trouble, in_panels)
+    converted = place_shards(ranks or state.replica.ranks.world, shards, list(order), trouble, engine_layout)
     for tensor in converted.tensors:
         shape = order.pop(tensor.name, None)
         if shape != tensor.shape:
@@ -104,14 +104,16 @@ def convert(state: TrainedState, ranks: Communicator | None = None, in_panels: b
 
 
 def place_shards(
-    ranks: Communicator, shards: Sequence[WeightShard], order: Sequence[str] = (), trouble: str | None = None, in_panels: bool = False
-) -> ConvertedWeights:
+    ranks: Communicator, shards: Sequence[WeightShard], order: Sequence[str] = (), trouble: str | None = None,
+    engine_layout: Layout | None = None,
+) -> ConvertedWeights:  # fmt: skip
     """Assigns each part of the shards of ``ranks`` to one owner and a location in a segment; tensors in the ``order`` of their names, then
-    others. Every rank calls it; ``trouble``: why this rank cannot take part; ``in_panels``: as in ``convert``. Raises ``RunError`` on every
+    others. Every rank calls it; ``trouble``: why this rank cannot take part; ``engine_layout``: as in ``convert``. Raises ``RunError`` on every
     rank if one has trouble, or if the parts of a tensor are incomplete."""
     owned = _owners(_gathered(ranks, shards, trouble))
-    stacks = [stack for stack in stacks_of(order) if _is_in_panels(owned, stack)] if in_panels else []
-    tensors = tuple(_placed(owned, stacked_order(order, stacks), {name for stack in stacks for name in stack}))
+    stacks = [stack for stack in stacks_of(order) if _is_stackable(owned, stack, engine_layout)] if engine_layout is not None else []
+    in_panels = {name for stack in stacks for name in stack} if engine_layout == "panels" else set[str]()
+    tensors = tuple(_placed(owned, stacked_order(order, stacks), in_panels))
     for tensor in tensors:
         if not are_partition(tensor.shape, [part.offsets for part in tensor.parts]):
             raise RunError(f"the weights' conversion is missing a part of '{tensor.name}' {list(tensor.shape)}, which no rank has")
@@ -187,11 +189,13 @@ def _disjoint(parts: Sequence[tuple[ShardOffsets, int]]) -> list[tuple[ShardOffs
     return taken
 
 
-def _is_in_panels(owned: dict[str, _Owned], stack: Sequence[str]) -> bool:
-    """Returns whether every matrix of ``stack`` can be written in panels, and all of them together are the stack in panels."""
+def _is_stackable(owned: dict[str, _Owned], stack: Sequence[str], layout: Layout) -> bool:
+    """Returns whether every matrix of ``stack`` can be written in ``layout``, and all of them together, one behind the other, are the stack in it."""
     if not all(name in owned for name in stack):
         return False
     own = [owned[name] for name in stack]
+    if layout == "rows":
+        return is_stackable_in_rows([o.whole for o in own], DTYPE_BYTES[own[0].dtype], ALIGNMENT_BYTES) and len({o.dtype for o in own}) == 1
     return all(is_in_panels(o.dtype, o.whole, [offsets for offsets, _ in o.parts]) for o in own) and is_stackable([o.whole for o in own])
 
 

@@ -51,6 +51,11 @@ class PartCopy(NamedTuple):
         return _scatter(source, part.shape, self.common.within(part), out[self.common.within(self.offsets).slices]) == self.part.digest
 
 
+def is_row_major(entry: TensorEntry) -> bool:
+    """Returns whether a tensor is one row-major tensor where it was published: in rows, of parts that lie one behind the other in it."""
+    return entry.layout == "rows" and all(flat_range(entry.shape, offsets_of(part)) is not None for part in entry.parts)
+
+
 def part_copies(entry: TensorEntry, offsets: ShardOffsets) -> list[PartCopy]:
     """Returns the parts of ``entry`` that contain elements of ``offsets``."""
     is_in_rows = entry.layout == "rows"

@@ -17,9 +17,11 @@ from tandem.runtime.coordination.store import Store
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
-from tandem.weight_transfer.copying import Threads
+from tandem.types.weights import Layout, WeightManifest
+from tandem.weight_transfer.copying import Threads, address_of
+from tandem.weight_transfer.parts import is_row_major, part_copies, wants_all
 from tandem.weight_transfer.publication import current, describe
-from tandem.weight_transfer.shared_memory import Contents, OpenSegments, contents_of, decode_label
+from tandem.weight_transfer.shared_memory import Contents, OpenSegments, Segment, contents_of, decode_label
 from tandem.weight_transfer.verify import damaged_parts
 
 logger = logging.getLogger(__name__)
@@ -51,9 +53,10 @@ class SharedReader:
     def __init__(self, store: Store, threads: Threads, segments: OpenSegments) -> None:
         self._store, self._threads, self._segments = store, threads, segments
 
-    def take(self, version: WeightVersion, *, verifies: bool) -> SharedWeights | None:
+    def take(self, version: WeightVersion, layout: Layout, *, verifies: bool) -> SharedWeights | None:
         """Returns ``version`` after every part was compared with its digest, or, unless it ``verifies``, for a caller whose caller does that; ``None`` if
-        its matrices are not in panels, or the weights are in several segments: then they must be copied.
+        no matrix is in ``layout``, or the weights are in several segments: then they must be copied. A tensor whose parts are not rows one behind the other
+        is put together in private memory.
 
         Raises ``DamagedWeights`` if a part does not have its digest twice, and ``RunError`` if nothing or another version is published, or it is published
         anew each time that it is read; ``PeerDied`` as ``WeightReader.read``."""
@@ -65,21 +68,17 @@ class SharedReader:
                 raise RunError(f"weights {describe(version)} were requested, but {what}")
             (manifest, revision), before = published, damaged
             names = {entry.segment for entry in manifest.tensors}
-            if len(names) != 1 or all(entry.layout == "rows" for entry in manifest.tensors):
+            is_mixed = layout == "rows" and any(entry.layout != "rows" for entry in manifest.tensors)
+            if len(names) != 1 or is_mixed or all(entry.layout != layout for entry in manifest.tensors):
                 return None
             opened = self._segments.of(manifest)
             segment, contents = opened[names.pop()], contents_of(manifest)
             damaged = damaged_parts(manifest, opened, self._threads) if verifies else []
+            tensors, wrong = _tensors(manifest, segment)
+            damaged += wrong
             if segment.contents != contents:
                 damaged = damaged or [("", "")]
             if not damaged:
-                # One tensor for all of the segment, so that matrices of a stack can be taken as one.
-                memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
-                tensors = {}
-                for entry in manifest.tensors:
-                    flat = memory[entry.offset_bytes : entry.offset_bytes + entry.size_bytes].view(getattr(torch, entry.dtype))
-                    assert flat.numel() == math.prod(entry.shape) and flat.element_size() == DTYPE_BYTES[entry.dtype]
-                    tensors[entry.name] = flat if entry.layout == "panels" else flat.view(entry.shape)
                 in_panels = frozenset(entry.name for entry in manifest.tensors if entry.layout == "panels")
                 rereads = tuple(dict.fromkeys(name for name, _ in before if name))
                 return SharedWeights(version, manifest.size_bytes, tensors, in_panels, rereads, revision, segment.label, contents)
@@ -90,3 +89,24 @@ class SharedReader:
         raise DamagedWeights(
             f"tensor '{name}' of weights {describe(version)} was read twice and does not have its digest {digest}; the weights in shared memory are damaged"
         )
+
+
+def _tensors(manifest: WeightManifest, segment: Segment) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
+    """Returns every tensor, where it is: in panels flat, in rows in its shape; put together in private memory where its parts are not rows of it. And the
+    parts that did not have their digests in that, as ``damaged_parts``."""
+    # One tensor for all of the segment, so that matrices of a stack can be taken as one.
+    memory, tensors, damaged = torch.frombuffer(segment.memory, dtype=torch.uint8), dict[str, Tensor](), list[tuple[str, str]]()
+    for entry in manifest.tensors:
+        flat = memory[entry.offset_bytes : entry.offset_bytes + entry.size_bytes].view(getattr(torch, entry.dtype))
+        assert flat.numel() == math.prod(entry.shape) and flat.element_size() == DTYPE_BYTES[entry.dtype]
+        if entry.layout == "panels":
+            tensors[entry.name] = flat
+        elif is_row_major(entry):
+            tensors[entry.name] = flat.view(entry.shape)
+        else:
+            whole = wants_all(entry.name, entry.shape)
+            assert whole is not None
+            tensors[entry.name] = torch.empty(entry.shape, dtype=flat.dtype)
+            copies = part_copies(entry, whole)
+            damaged += [(entry.name, copy.part.digest) for copy in copies if not copy.read(address_of(segment.memory), tensors[entry.name])]
+    return tensors, damaged

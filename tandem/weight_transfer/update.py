@@ -5,21 +5,22 @@ import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.layout.shard_offsets import ShardOffsets, flat_range
+from tandem.layout.shard_offsets import ShardOffsets
 from tandem.runtime.coordination.store import Store
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
-from tandem.types.weights import TensorEntry, Updated, WeightManifest
+from tandem.types.weights import Layout, TensorEntry, Updated, WeightManifest
 from tandem.weight_transfer import elementwise
 from tandem.weight_transfer.copying import Threads, address_of
 from tandem.weight_transfer.delta import Delta, ReadDeltas
 from tandem.weight_transfer.manifest import aligned, offsets_of, place
-from tandem.weight_transfer.parts import PartCopy, Wanted, part_copies, wants_all
+from tandem.weight_transfer.parts import PartCopy, Wanted, is_row_major, part_copies, wants_all
 from tandem.weight_transfer.publication import current, describe
 from tandem.weight_transfer.shared_memory import OpenSegments, populate
 from tandem.weight_transfer.shared_weights import SharedReader, SharedWeights
@@ -34,7 +35,7 @@ class Weights:
     """One version, verified by ``read``. ``tensors`` are views of the reader's own memory, valid until its next ``read``, or after ``view`` of the shared one;
     each contains what the reader needs of it. ``rereads`` and ``revision``: as in ``Updated``. ``changes``: the tensors that are not as they were when the
     reader was last told that its tensors were applied, by name, with the indices of the elements that may differ (int64, of the flat tensor); ``None`` for
-    those: any."""
+    those: any, or not known."""
 
     version: WeightVersion
     digest: str
@@ -46,10 +47,11 @@ class Weights:
 
 
 class WeightReader:
-    """Reads one version after another into private memory that is kept between them. ``wanted``: the slices it needs of each tensor."""
+    """Reads one version after another into private memory that is kept between them. ``wanted``: the slices it needs of each tensor. ``finds_elements``:
+    whether ``Weights.changes`` has the elements that an element-wise delta changes, or their tensors alone."""
 
-    def __init__(self, store: Store, threads: int = 2, wanted: Wanted = wants_all) -> None:
-        self.store, self._wanted = store, wanted
+    def __init__(self, store: Store, threads: int = 2, wanted: Wanted = wants_all, *, finds_elements: bool = False) -> None:
+        self.store, self._wanted, self._finds_elements = store, wanted, finds_elements
         self._threads = Threads(threads)
         self._segments = OpenSegments()
         self._staging: mmap.mmap | None = None
@@ -106,7 +108,7 @@ class WeightReader:
         tensors = []
         for entry, offsets in chosen:
             dtype: torch.dtype = getattr(torch, entry.dtype)
-            if entry.layout == "rows" and all(flat_range(entry.shape, offsets_of(part)) is not None for part in entry.parts):
+            if is_row_major(entry):
                 memory, count = opened[entry.segment].memory, math.prod(entry.shape)
                 whole = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset_bytes) if count else torch.empty(0, dtype=dtype)
                 tensors.append((entry.name, whole.view(entry.shape)[offsets.slices]))
@@ -117,9 +119,9 @@ class WeightReader:
                 tensors.append((entry.name, slices))
         return Weights(manifest.version, manifest.digest, sum(tensor.nbytes for _, tensor in tensors), tensors, revision=revision)
 
-    def share(self, version: WeightVersion, *, verifies: bool) -> SharedWeights | None:
-        """Returns ``version`` in the layout of the engine's kernels, where it was published; see ``SharedReader.take``. The private memory is freed."""
-        shared = SharedReader(self.store, self._threads, self._segments).take(version, verifies=verifies)
+    def share(self, version: WeightVersion, layout: Layout, *, verifies: bool) -> SharedWeights | None:
+        """Returns ``version`` in the ``layout`` of the engine's kernels, where it was published; see ``SharedReader.take``. The private memory is freed."""
+        shared = SharedReader(self.store, self._threads, self._segments).take(version, layout, verifies=verifies)
         if shared is not None:
             self._staging, self._layout, self._held = None, [], {}
         return shared
@@ -158,12 +160,16 @@ class WeightReader:
         held = {_key(copy): self._held.pop(_key(copy), "") for _, copy in missing}
         delta = self._deltas.to(manifest) if any(held.values()) else None
         if delta is not None:
-            made = self._threads.map(lambda at: _make(delta, at[1], held[_key(at[1])], tensors[at[0]][1]), missing, [copy.size_bytes for _, copy in missing])
-            for (_, copy), where in zip(missing, made, strict=True):
+
+            def make(at: tuple[int, PartCopy]) -> _Made:
+                return _make(delta, at[1], held[_key(at[1])], tensors[at[0]][1], finds_elements=self._finds_elements)
+
+            made = self._threads.map(make, missing, [copy.size_bytes for _, copy in missing])
+            for (_, copy), (is_made, where) in zip(missing, made, strict=True):
                 self._note(copy, where)
-                if where is not None:
+                if is_made:
                     self._held[_key(copy)] = copy.part.digest
-            missing = [at for at, where in zip(missing, made, strict=True) if where is None]
+            missing = [at for at, (is_made, _) in zip(missing, made, strict=True) if not is_made]
         else:
             for _, copy in missing:
                 self._note(copy, None)
@@ -209,21 +215,29 @@ class WeightReader:
         return self._staging
 
 
-def _make(delta: Delta, copy: PartCopy, held: str, out: Tensor) -> Tensor | None:
-    """Makes the part of ``copy`` from the one with the digest ``held`` in its place of ``out``; returns the indices of its elements in the flat tensor that
-    may have changed. ``None``: the delta does not, and the part must be copied."""
+class _Made(NamedTuple):
+    """Whether a delta made a part, and the indices of its elements in the flat tensor that may have changed; ``None``: any, or not known."""
+
+    is_made: bool
+    where: Tensor | None = None
+
+
+def _make(delta: Delta, copy: PartCopy, held: str, out: Tensor, *, finds_elements: bool) -> _Made:
+    """Makes the part of ``copy`` from the one with the digest ``held`` in its place of ``out``, if the delta can."""
     part = delta.parts.get((copy.part.digest, copy.size_bytes))
     # What is published in panels is not in the private memory as it was published.
     if part is None or part.base != held or copy.to is None or copy.entry.layout == "panels":
-        return None
+        return _Made(False)
     at = out.data_ptr() + copy.to * out.element_size()
     try:
         delta.apply(part, at, at)
+        if not finds_elements:
+            return _Made(True)
         positions = elementwise.changed_positions(delta.encoding(part), part.part_bytes, part.item_bytes)
     except ValueError as error:
         logger.warning("tensor '%s' is read whole: %s", copy.entry.name, error)
-        return None
-    return torch.from_numpy(positions) + copy.to
+        return _Made(False)
+    return _Made(True, torch.from_numpy(positions) + copy.to)
 
 
 def _key(copy: PartCopy) -> tuple[str, ShardOffsets]:

@@ -7,24 +7,27 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tandem import LLM, SamplingParams
-from tandem.kernels import select
+from tandem.kernels import KernelChoice, select
 from tandem.kernels.api import PackedWeight
 from tandem.layout.shapes import ModelShapes
+from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
+from tandem.model.weight_digests import packed_tensors
 from tandem.pod.release import release
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.trainer.parallel.ranks import alone
 from tandem.types import DamagedWeights, EngineDied, WeightSource, WeightVersion
+from tandem.types.weights import Layout
 from tandem.weight_transfer.convert import place_shards
 from tandem.weight_transfer.manifest import whole_offsets
 from tandem.weight_transfer.register import WeightWriter
@@ -41,12 +44,24 @@ TRAITS: dict[str, dict[str, Any]] = {
 }
 
 
-def decoder_of(kind: str, seed: int, hidden: int = 32) -> Decoder:
+class Compute(NamedTuple):
+    """What an engine computes with: the kernels, the dtype of the weights, and the layout in which the kernels need matrices."""
+
+    kernels: KernelChoice
+    dtype: torch.dtype
+    layout: Layout
+
+
+PANELS = Compute("cpu", torch.float32, "panels")
+ROWS = [Compute("reference", torch.bfloat16, "rows"), Compute("reference", torch.float32, "rows")]
+
+
+def decoder_of(kind: str, seed: int, hidden: int = 32, compute: Compute = PANELS) -> Decoder:
     shapes = {
         "architecture": kind, "vocab_size": 80, "hidden_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 32, "intermediate_size": 2 * max(32, hidden), "max_position_embeddings": 128,
     }  # fmt: skip
-    decoder = Decoder(ModelShapes(**{**shapes, **TRAITS[kind]}), select("cpu"))
+    decoder = Decoder(ModelShapes(**{**shapes, **TRAITS[kind]}), select(compute.kernels), dtype=compute.dtype)
     initialise(decoder, seed)
     with torch.no_grad():
         for name, tensor in to_huggingface(decoder):
@@ -60,28 +75,41 @@ def decoder_of(kind: str, seed: int, hidden: int = 32) -> Decoder:
 class Pod:
     """The shared memory of a pod with what a trainer publishes, and engines."""
 
-    def __init__(self, folder: Path, kind: str, size_bytes: int = 1 << 20, hidden: int = 32) -> None:
-        self.folder, self.kind, self.hidden = folder, kind, hidden
+    def __init__(self, folder: Path, kind: str, size_bytes: int = 1 << 20, hidden: int = 32, compute: Compute = PANELS) -> None:
+        self.folder, self.kind, self.hidden, self.compute = folder, kind, hidden, compute
         self.buffers = WeightBuffers.create("test" + uuid.uuid4().hex[:8], size_bytes)
         self.source = WeightSource(str(folder / "store.sqlite"), shares=True)
         self.store, kernels = EmbeddedStore(Path(self.source.store)), select("cpu")
         self.writer = WeightWriter(self.buffers, self.store, 1, kernels)
-        save_model(decoder_of(kind, 0, hidden), folder / "model")
+        save_model(self.decoder(0), folder / "model")
 
-    def publish(self, seed: int, step: int) -> None:
-        tensors = dict(to_huggingface(decoder_of(self.kind, seed, self.hidden)))
-        shards = [WeightShard(name, tuple(t.shape), whole_offsets(tuple(t.shape)), t.dtype, lambda t=t: t) for name, t in tensors.items()]
-        self.writer.publish(place_shards(alone().world, shards, list(tensors), in_panels=True), WeightVersion(1, step))
+    def decoder(self, seed: int) -> Decoder:
+        return decoder_of(self.kind, seed, self.hidden, self.compute)
+
+    def publish(self, seed: int, step: int, axis: int | None = None) -> None:
+        """``axis``: halves of q's rows (0), or of the columns of the output's and of down (1), are parts of their own, as of two tensor-parallel ranks."""
+        cut = ("q_proj.weight",) if axis == 0 else ("o_proj.weight", "down_proj.weight")
+        tensors, shards = dict(to_huggingface(self.decoder(seed))), []
+        for name, tensor in tensors.items():
+            parts = [whole_offsets(tuple(tensor.shape))]
+            if axis is not None and name.endswith(cut):
+                ends = [size // 2 if i == axis else size for i, size in enumerate(tensor.shape)]
+                parts = [ShardOffsets((0, 0), tuple(ends)), ShardOffsets(tuple(end if i == axis else 0 for i, end in enumerate(ends)), tuple(tensor.shape))]
+            shards += [WeightShard(name, tuple(tensor.shape), part, tensor.dtype, lambda t=tensor, part=part: t[part.slices]) for part in parts]
+        self.writer.publish(place_shards(alone().world, shards, list(tensors), engine_layout=self.compute.layout), WeightVersion(1, step))
+
+    def llm(self, folder: Path, **options: Any) -> LLM:
+        dtype = str(self.compute.dtype).removeprefix("torch.")
+        return LLM(str(folder), skip_tokenizer_init=True, kernels=self.compute.kernels, dtype=dtype, max_num_seqs=4, kv_cache_tokens=1024, **options)
 
     def engine(self) -> LLM:
-        return LLM(str(self.folder / "model"), load_format="dummy", skip_tokenizer_init=True, kernels="cpu", max_num_seqs=4, kv_cache_tokens=1024)
+        return self.llm(self.folder / "model", load_format="dummy")
 
     def expected(self, seed: int) -> list[Any]:
         folder = self.folder / f"model-{seed}"
         if not folder.exists():
-            save_model(decoder_of(self.kind, seed, self.hidden), folder)
-        llm = LLM(str(folder), skip_tokenizer_init=True, kernels="cpu", max_num_seqs=4, kv_cache_tokens=1024)
-        return tokens(llm)
+            save_model(self.decoder(seed), folder)
+        return tokens(self.llm(folder))
 
     def close(self) -> None:
         self.store.close()
@@ -95,12 +123,13 @@ def tokens(llm: LLM) -> list[Any]:
 
 @pytest.fixture
 def pod(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pod]:
-    made = Pod(tmp_path, getattr(request, "param", "qwen3"))
+    kind, compute = getattr(request, "param", ("qwen3", PANELS))
+    made = Pod(tmp_path, kind, compute=compute)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("pod", list(TRAITS), indirect=True)
+@pytest.mark.parametrize("pod", [*((kind, PANELS) for kind in TRAITS), ("qwen2", ROWS[0]), ("odd", ROWS[0]), ("qwen3", ROWS[1])], indirect=True, ids=str)
 def test_an_engine_draws_the_same_from_shared_weights_as_from_its_own_version_after_version(pod: Pod) -> None:
     llm = pod.engine()
     for step, seed in enumerate((1, 2, 1)):
@@ -108,6 +137,31 @@ def test_an_engine_draws_the_same_from_shared_weights_as_from_its_own_version_af
         updated = llm.update_weights_from(pod.source, WeightVersion(1, step))
         assert llm.engine.shares_weights and updated.rereads == ()
         assert tokens(llm) == pod.expected(seed) if step < 2 else tokens(llm)
+    llm.close()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("pod", [("qwen3", PANELS), ("llama", ROWS[0])], indirect=True, ids=str)
+def test_matrices_in_parts_of_rows_or_columns_are_whole_for_an_engine_that_shares(pod: Pod, axis: int) -> None:
+    """A part of columns is no run of rows where it is published."""
+    pod.publish(1, 0, axis)
+    llm = pod.engine()
+    llm.update_weights_from(pod.source, WeightVersion(1, 0))
+    assert llm.engine.shares_weights and tokens(llm) == pod.expected(1)
+    llm.close()
+
+
+@pytest.mark.parametrize("pod", [("qwen3", compute) for compute in ROWS], indirect=True, ids=str)
+def test_matrices_in_rows_are_taken_where_they_are(pod: Pod) -> None:
+    pod.publish(1, 0)
+    llm = pod.engine()
+    llm.update_weights_from(pod.source, WeightVersion(1, 0))
+    (segment,) = (each for each in pod.buffers.segments if each.contents is not None)
+    start = llm.engine._shared.tensors["model.embed_tokens.weight"].data_ptr()  # The first of the segment.
+    held = [*packed_tensors(llm.engine.decoder)]
+    # Norms and biases of a stack alone may be put together.
+    assert [name for name, tensor in held if tensor.dim() == 2 and not start <= tensor.data_ptr() < start + segment.size_bytes] == []
+    assert sum(tensor.dim() == 2 for _, tensor in held) == 2 * 4 + 2, "the matrices of two layers, the embedding and the head"
     llm.close()
 
 

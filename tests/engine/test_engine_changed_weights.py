@@ -12,8 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tandem.engine.core import weight_updates
+from tandem.engine.executor import rank_weights
+from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
+from tandem.layout.panels import place_in_panels
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.changed_weights import load_changes
@@ -24,7 +27,7 @@ from tandem.model.weight_digests import packed_tensors
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.trainer.parallel.ranks import alone
-from tandem.types import WeightSource, WeightVersion
+from tandem.types import RunError, WeightSource, WeightVersion
 from tandem.weight_transfer.convert import place_shards
 from tandem.weight_transfer.delta import DeltaMemory, DeltaWriter, publish_reference
 from tandem.weight_transfer.register import WeightWriter
@@ -145,9 +148,11 @@ def change(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     return changed
 
 
-def test_an_engine_changes_the_elements_that_a_delta_names_and_packs_everything_where_it_must(
-    make_folder: Any, make_llm: Any, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("elements", [True, False], ids=["elements, as on a GPU", "matrices"])
+def test_an_engine_changes_what_a_delta_names_and_packs_everything_where_it_must(
+    make_folder: Any, make_llm: Any, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, elements: bool
 ) -> None:
+    monkeypatch.setattr(rank_weights, "changes_elements", lambda decoder: elements)
     llm, twin, whole = make_llm(), make_llm(), list[int]()
     load = weight_updates.load_tensors
     monkeypatch.setattr(weight_updates, "load_tensors", lambda *given, **named: (whole.append(1), load(*given, **named)))
@@ -184,3 +189,48 @@ def test_an_engine_changes_the_elements_that_a_delta_names_and_packs_everything_
     llm.engine.update_weights(change(tensors, 99).items(), WeightVersion(1, 9))
     tensors = change(tensors, 10)
     assert update(10) == 1, "it was given others in between"
+
+
+def test_an_error_in_the_middle_of_a_change_leaves_no_mixture_and_the_next_update_gives_everything(
+    make_folder: Any, make_llm: Any, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_weights, "changes_elements", lambda decoder: True)
+    llm, twin = make_llm(), make_llm()
+    tensors = load_file(make_folder() / "model.safetensors")
+    llm.update_weights_from(trainer.source, trainer.publish(tensors, 1))
+    put, left = type(llm.engine.decoder.kernels).pack_elements, [3]
+
+    def fails(self: Any, *given: Any) -> bool:
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError("no memory for the positions")
+        return put(self, *given)
+
+    tensors = change(tensors, 2)
+    version = trainer.publish(tensors, 2)
+    monkeypatch.setattr(type(llm.engine.decoder.kernels), "pack_elements", fails)
+    with pytest.raises(MemoryError):
+        llm.update_weights_from(trainer.source, version)
+    assert left == [0], "two matrices had their new elements"
+    with pytest.raises(RunError, match="no complete set of weights since an update failed"):
+        llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=2))
+    monkeypatch.undo()
+    for step in (2, 3):
+        version = trainer.publish(tensors, step)
+        llm.update_weights_from(trainer.source, version)
+        twin.engine.update_weights(tensors.items(), version)
+        assert llm.engine.held_digests() == twin.engine.held_digests()
+        tensors = change(tensors, 3)
+    prompts = [{"prompt_token_ids": [5, 6]}]
+    texts = [each.generate(prompts, SamplingParams(max_tokens=4, temperature=0))[0].outputs[0].token_ids for each in (llm, twin)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40, 64, 65, 100, 128, 150])
+def test_elements_are_where_packing_puts_them(rows: int) -> None:
+    """``pack`` of the C++ kernels is the truth: its result has the number of each element in that element's place."""
+    columns = 7
+    packed = select("cpu").pack(torch.arange(float(rows * columns)).view(rows, columns))
+    flat = torch.arange(rows * columns)
+    assert torch.equal(packed.data.view(-1)[place_in_panels(flat // columns, flat % columns, (rows, columns))], flat.float())
+    assert place_in_panels(rows - 1, 3, (rows, columns)) == int((packed.data.view(-1) == (rows - 1) * columns + 3).nonzero()[-1])

@@ -247,6 +247,9 @@ def test_a_second_pod_in_bf16_is_sent_changed_elements_alone_and_whole_weights_e
     # The first life of the second pod ends after it has received two versions: the next one has no base.
     train_two_pods(run, *bf16, "--pods.elementwise_deltas=true", "--pods.full_update_every=4", "--fault", "pod1_rollout_shim:after:receive_weights:3")
     assert difference(run, alone) == []
+    # Engines of both pods compute with what is in the shared memory of their pod, where the delta was applied.
+    for folder in (run.directory, run.directory / "pods" / "1"):
+        assert "computes with the published weights in shared memory" in (folder / "logs" / "rollout_worker.log").read_text()
     log = (run.directory / "pods" / "1" / "logs" / "rollout_shim.log").read_text()
     came = {
         int(step): (int(whole) * 2 > int(size), int(delta) > 0)

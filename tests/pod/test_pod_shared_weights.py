@@ -32,7 +32,7 @@ def test_samples_losses_and_weights_are_those_of_a_run_that_copies(undisturbed: 
     "settings",
     [
         ("--rollout.max_staleness=1",), ("--rollout.budget_tokens=4",), ("--rollout.workers=2",), ("--parallel.data=2", "--parallel.zero=3"),
-        ("--residents.plan=sleep",), ("--residents.plan=figure",),
+        ("--residents.plan=sleep",), ("--residents.plan=figure",), ("--trainer.dtype=bfloat16", "--trainer.learning_rate=1e-5"),
         # Each rank has whole panels.
         ("--parallel.tensor=2", "--model.create.hidden_size=128", "--model.create.head_dim=64", "--model.create.num_key_value_heads=2",
          "--model.create.intermediate_size=128"),
@@ -46,6 +46,7 @@ def test_it_is_the_same_run_in_every_order_of_work_and_on_every_mesh(settings: t
         done = run.train(f"--rollout.weights={weights}", *settings)
         assert done.returncode == 0, done.stdout + done.stderr
         assert run.left_behind() == []
+        assert (SHARES in log_of(run)) == (weights == "shared") or "workers" in settings[0]
         runs.append(run)
     assert difference(*runs) == []
 

@@ -62,7 +62,7 @@ def in_parts(tensors: dict[str, Tensor], first_rows: int = 0) -> ConvertedWeight
         if first_rows and len(shape) == 2 and shape[0] > first_rows:
             boxes = [ShardOffsets((0, 0), (first_rows, shape[1])), ShardOffsets((first_rows, 0), shape)]
         shards += [WeightShard(name, shape, box, tensor.dtype, lambda tensor=tensor, box=box: tensor[box.slices]) for box in boxes]
-    return place_shards(alone().world, shards, list(tensors), in_panels=True)
+    return place_shards(alone().world, shards, list(tensors), engine_layout="panels")
 
 
 def panels_of(plain: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Host:
         self.threads, self.segments = Threads(2), OpenSegments()
 
     def take(self, step: int, *, verifies: bool = True) -> SharedWeights | None:
-        return SharedReader(self.store, self.threads, self.segments).take(version(step), verifies=verifies)
+        return SharedReader(self.store, self.threads, self.segments).take(version(step), "panels", verifies=verifies)
 
     def flip(self, name: str) -> None:
         entry = next(entry for entry in self.manifest().tensors if entry.name == name)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tandem.layout.shapes import published_parameters
 from tandem.layout.sharding import local_parameters
-from tandem.model.adopted import can_adopt
+from tandem.model.adopted import adoptable_layout
+from tandem.model.changed_weights import changes_elements
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
 from tandem.runtime.coordination.open import open_store
@@ -37,16 +38,16 @@ class RankWeights:
         self.decoder, self.source = decoder, source
         self._store = open_store(source.store)
         threads = max(1, source.threads // decoder.shard_spec.size)
-        self._reader = WeightReader(self._store, threads, wanted_by(decoder.shapes, decoder.shard_spec))
+        finds_elements = changes_elements(decoder)
+        self._reader = WeightReader(self._store, threads, wanted_by(decoder.shapes, decoder.shard_spec), finds_elements=finds_elements)
         self._staged: Weights | None = None
         self._applied: tuple[object, ...] | None = None
 
     def share(self, version: WeightVersion) -> "SharedWeights | None":
         """Returns ``version`` where it was published, verified if the source says so; ``None`` if the engine must copy it. Raises the errors of
         ``SharedReader.take``."""
-        if not self.source.shares or not can_adopt(self.decoder):
-            return None
-        return self._reader.share(version, verifies=self.source.verifies)
+        layout = adoptable_layout(self.decoder) if self.source.shares else None
+        return None if layout is None else self._reader.share(version, layout, verifies=self.source.verifies)
 
     def read(self, version: WeightVersion) -> "Weights":
         """Reads, verifies and stages ``version``, or stages it unverified if the source says so. Raises the errors of ``WeightReader.read`` or ``view``."""

@@ -29,21 +29,9 @@ def indices(x: Tensor, dtype: object) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-_PANEL, _LANES = 64, 16
-"""As in gemm.h and vec.h."""
-
-
 def address(x: Tensor | None) -> int:
     """Returns the address of ``x``, 0 for none."""
     return 0 if x is None else dense(x).data_ptr()
-
-
-def packed_positions(weight: PackedWeight, rows: Tensor, columns: Tensor) -> Tensor:
-    """Returns where ``pack`` of gemm.cpp writes the elements ``[rows, columns]`` (int64): panels of PANEL rows, [columns][width] each; the last is as wide as
-    its rows, rounded up to LANES."""
-    panel = rows // _PANEL
-    width = (weight.rows - panel * _PANEL + _LANES - 1).div(_LANES, rounding_mode="floor").mul(_LANES).clamp(max=_PANEL)
-    return panel * (_PANEL * weight.columns) + columns * width + rows % _PANEL
 
 
 class Calls:

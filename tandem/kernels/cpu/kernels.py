@@ -10,10 +10,11 @@ from torch import Tensor
 from tandem.kernels.api import KVLayer, PackedGroups, PackedWeight, PagedBatch, Routing, SampledRows, TokenLogprobs
 from tandem.kernels.cpu import autograd, lm_head
 from tandem.kernels.cpu.attention_calls import AttentionCalls
-from tandem.kernels.cpu.calls import Calls, dense, packed_positions
+from tandem.kernels.cpu.calls import Calls, dense
 from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, with_parts
+from tandem.layout.panels import place_in_panels
 
 
 class CpuKernels:
@@ -47,7 +48,7 @@ class CpuKernels:
         self._calls.stream(to, source, size_bytes)
 
     def pack_elements(self, weight: PackedWeight, rows: Tensor, columns: Tensor, values: Tensor) -> bool:
-        weight.data[packed_positions(weight, rows, columns)] = values
+        weight.data[place_in_panels(rows, columns, (weight.rows, weight.columns))] = values
         return True
 
     def pack_quantized(self, weight: QuantizedWeight) -> PackedQuantized:
