@@ -30,7 +30,7 @@ def cached_prefix(index: PrefixIndex) -> Score:
 
 def displaced_prefix(index: PrefixIndex, weight: float) -> Score:
     """Returns the score of what a backend evicts for a request's prompt, though several requests have used it: who comes next computes it again. Preble
-    (Srivatsa et al., 2024) counts it in the same way."""
+    (Srivatsa et al., 2024) counts what is evicted, too, times the rate at which it was hit."""
     return lambda request, backends: [
         weight * index.displaced_tokens(request.prefix, backend) / backend.capacity if request.prefix else 0.0 for backend in backends
     ]
