@@ -57,6 +57,8 @@ from tandem.types import UserError
 
 _COLLECTED_AT = 10_000
 """Objects more than were freed, at which the garbage collector looks at the newest; Python's own number is 700."""
+_OLDER_AFTER = 2
+"""Looks at the newest objects until one at older ones, which are few after the start; Python's own number is 10. Requests that were cut leave cycles."""
 _DNS_S = 5.0
 _MOST_UNFINISHED_BODIES = 4
 
@@ -246,7 +248,7 @@ def _relieve_collector() -> None:
     counts, and each look costs about as much as several requests."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_COLLECTED_AT)
+    gc.set_threshold(_COLLECTED_AT, _OLDER_AFTER, _OLDER_AFTER)
 
 
 def _reload_on_hangup(state: GatewayState) -> None:
