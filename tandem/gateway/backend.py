@@ -41,7 +41,7 @@ class EngineState:
     waiting_tokens: int
     oldest_s: float = 0.0
     role: str = "both"
-    """``prefill``: it computes prompts for others, and answers itself only where nobody else can."""
+    """``prefill``: it computes prompts for others, and answers itself only if no other server can."""
     sends: bool = False
     """Whether other servers can fetch the KV blocks of its prompts; ``receives``: whether it fetches those of others."""
     receives: bool = False

@@ -111,7 +111,7 @@ class NamedRepetition:
 
 
 def _parsed(events: bytes) -> Iterable[Event]:
-    """Raises ``Diverged`` for what is no named event."""
+    """Raises ``Diverged`` for data that are not named events."""
     try:
         found = [json.loads(line[5:]) for line in events.splitlines() if line.startswith(b"data:") and line[5:].strip() != b"[DONE]"]
     except ValueError:

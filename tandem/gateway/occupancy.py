@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Occupancy(Collector):
-    """Gauges that are read when they are asked for. All but ``tasks`` and idle connections are 0 in a gateway that nobody uses."""
+    """Gauges that are read when they are asked for. All but ``tasks`` and idle connections are 0 in an idle gateway."""
 
     def __init__(self, state: "GatewayState", connector: SilentConnector, upstream: "Upstream") -> None:
         self._state, self._connector, self._upstream = state, connector, upstream

@@ -22,7 +22,7 @@ class OwnServers(Protocol):
         ...
 
     def coming_s(self) -> float | None:
-        """Returns in about how many seconds one is ready, 0 if that is not known; ``None`` if none comes. Whoever asks has a request for it."""
+        """Returns in about how many seconds one is ready, 0 if that is not known; ``None`` if none comes. The caller has a request for it."""
         ...
 
 

@@ -246,6 +246,6 @@ async def _make(loop: asyncio.AbstractEventLoop, address: Address, tls: ssl.SSLC
 
 
 def _discard(making: "asyncio.Task[UpstreamConnection]") -> None:
-    """Closes a connection that was made when nobody waited for it any more."""
+    """Closes a connection that was made after its caller had left."""
     if not making.cancelled() and making.exception() is None:
         making.result().close()

@@ -137,7 +137,7 @@ class _Supervisor:
 
     def _send(self, number: int) -> None:
         for worker in self._workers.values():
-            # It is this process's child until it is waited for, so the number is nobody else's.
+            # It is this process's child until it is waited for, so the number belongs to no other process.
             os.kill(worker.pid, number)
 
     def _note_settings(self) -> None:
@@ -176,7 +176,7 @@ class _Supervisor:
         os.setpgid(0, 0)
         die_with_parent(parent)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # SIGHUP waits until there is somebody to follow it.
+        # SIGHUP stays pending until its handler is installed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS - {signal.SIGHUP})
         speak_as(f"worker {number}: ")
         for other, listener in enumerate(self._listeners):

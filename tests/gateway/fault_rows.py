@@ -414,7 +414,7 @@ ROWS = (
     Row("backend silent", _mode("deaf", **_WAITS)),
     Row("backend silent in its streams", _mode("stall", **_WAITS), cuts=True),
     *(Row(f"backend answers {mode}", _mode(mode)) for mode in ("500", "502", "503", "429")),
-    Row("backend answers what is no HTTP", _mode("garbage")),
+    Row("backend answers with invalid HTTP", _mode("garbage")),
     Row("backend resets connections", _mode("reset")),
     Row("backend half-closed in its streams", _mode("half_closed"), cuts=True),
     Row("backend cuts its streams", _mode("cut"), cuts=True),

@@ -30,7 +30,7 @@ class Call:
         self._is_given_up = False
 
     def give_up(self) -> None:
-        """Closes the connection, by which vLLM knows that nobody waits, and lets the call raise ``EngineDied``, at once or when it is made."""
+        """Closes the connection, on which vLLM aborts the request, and lets the call raise ``EngineDied``, at once or when it is made."""
         with self._lock:
             self._is_given_up = True
             if self._socket is not None:

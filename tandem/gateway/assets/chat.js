@@ -163,7 +163,7 @@ async function loadModels() {
   }
   const choices = models.flatMap(choicesOf);
   for (const name of ["model", "other"]) {
-    // Where a version is gone, its model takes its place.
+    // If a version is no longer served, its model is selected.
     const kept = [settings[name], settings[name].split("@")[0]].find((value) => choices.some((choice) => choice.value === value));
     const chosen = kept ?? (choices[name === "other" && choices.length > 1 ? 1 : 0]?.value ?? "");
     byId(name).replaceChildren(...choices.map(({ value, text }) => make("option", { value, selected: value === chosen }, text)));

@@ -113,7 +113,7 @@ class PrefixIndex:
         return sum(uses > 1 for _, uses in oldest) * BLOCK_TOKENS
 
     def _capacity(self, backend: Backend) -> int:
-        """Returns how many blocks the backend holds, as far as it or its settings say; 0 if nobody does."""
+        """Returns how many blocks the backend holds, as far as it or its settings say; 0 if neither does."""
         said = backend.config.cache_tokens or (0 if backend.engine is None else backend.engine.cache_tokens)
         return min(said // BLOCK_TOKENS, self._most)
 

@@ -51,7 +51,7 @@ class FastProtocol(Patience, HttpToolsProtocol):  # type: ignore[misc]
         names = [name for name, _ in self.headers]
         encodings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
         version = self.parser.get_http_version()
-        # RFC 9112, 2.3, 3.2 and 6.1: versions with these rules, one host, and no body in an encoding that nobody decodes.
+        # RFC 9112, 2.3, 3.2 and 6.1: versions with these rules, one host, and no body in an encoding that is not decoded.
         if version not in ("1.0", "1.1") or names.count(b"host") not in ((1,) if version == "1.1" else (0, 1)) or encodings not in ([], [b"chunked"]):
             raise ValueError("the head of the request is ambiguous")
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MOST_HEAD_BYTES:

@@ -1,6 +1,6 @@
 """KV blocks of prompts that this server has computed, copied to shared memory, where other servers fetch them: until they have, or until a deadline.
 
-A copy, because a block of the engine's own cache that waited for somebody who never comes would be missing there, and one that was given to another prompt
+A copy, because a block of the engine's own cache that waited for a reader that never comes would be missing there, and one that was given to another prompt
 while it is read would be wrong numbers.
 """
 

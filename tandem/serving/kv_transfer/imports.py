@@ -32,7 +32,7 @@ class AlteredBlocks(RunError):
     """A block arrived twice without its digest."""
 
 
-class NobodyWaits(RunError):
+class TransferCancelled(RunError):
     """The client has left."""
 
 
@@ -59,7 +59,7 @@ class Fetch(TcpSource):
 
     def read(self, segment: str, contents: Contents, pieces: Sequence[Piece], into: memoryview, deadline: Deadline) -> None:
         if self._is_cancelled:
-            raise NobodyWaits("the client has left")
+            raise TransferCancelled("the client has left")
         super().read(segment, contents, pieces, into, deadline)
 
     def cancel(self) -> None:
@@ -101,7 +101,7 @@ class Imports:
             raise
 
     async def _transfer(self, request: EngineRequest, remote: RemoteBlocks, fetch: Fetch) -> Slot | None:
-        """Runs to its end even if nobody waits, because a thread may be writing to its memory."""
+        """Runs to its end even if the caller has left, because a thread may be writing to its memory."""
         began = time.monotonic()
         try:
             slot = await self._bring(request, remote, fetch)
@@ -143,7 +143,7 @@ class Imports:
 
 def _outcome(error: Exception) -> str:
     """Returns why blocks were not used, in a word."""
-    if isinstance(error, NobodyWaits):
+    if isinstance(error, TransferCancelled):
         return "cancelled"
     if isinstance(error, AlteredBlocks):
         return "altered"

@@ -1,8 +1,8 @@
 """Where the KV blocks of a prompt can be fetched, as a router carries it from one server to another: ``kv_transfer_params``, with vLLM's names where the
 meaning is the same.
 
-A router, and whoever else has it, can read it but not change it: it is signed with the key of the group. Whoever could give a server blocks of his own choice
-under the hashes of somebody else's prompt would change that prompt's answers.
+A router, like any other holder, can read it but not change it: it is signed with the key of the group. A client that could give a server blocks of its own
+choice under the hashes of another client's prompt would change that prompt's answers.
 """
 
 import hashlib

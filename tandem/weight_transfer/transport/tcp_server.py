@@ -52,9 +52,9 @@ class WeightServer(RpcServer):
         self._segments[segment.name] = segment
 
     def withdraw(self, segment: Segment) -> None:
-        """Serves ``segment`` no longer, and returns when nobody reads it, so that it can be closed."""
+        """Serves ``segment`` no longer, and returns when it has no reader, so that it can be closed."""
         self._segments.pop(segment.name, None)
-        # Whoever is sent it now finds no label before the next slice.
+        # A client to which it is sent now finds no label before the next slice.
         segment.contents = None
         with self._changed:
             self._changed.wait_for(lambda: not self._readers[segment.name])
