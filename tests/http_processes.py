@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -58,10 +59,10 @@ class LoggedProcess(HttpProcess):
 
 @contextlib.contextmanager
 def serving_command(
-    arguments: Sequence[str], log: Path, says: str, scheme: str = "http", within: Sequence[str] = ()
+    arguments: Sequence[str], log: Path, says: str, scheme: str = "http", within: Sequence[str] = (), verify: ssl.SSLContext | bool = True
 ) -> Iterator[tuple["subprocess.Popen[bytes]", str, httpx.Client]]:
     """Runs ``tandem ARGUMENTS`` until it writes ``says`` and its address; gives the process, its URL and a client. Kills it at the end if it still runs.
-    ``within``: a command that is given ``tandem`` and its arguments to run."""
+    ``within``: a command that is given ``tandem`` and its arguments to run. ``verify``: how the client shakes hands over TLS."""
     with contextlib.ExitStack() as stack:
         sink = stack.enter_context(log.open("wb"))
         process = subprocess.Popen([*within, COMMAND, *arguments], stdout=sink, stderr=sink, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -69,7 +70,7 @@ def serving_command(
         until(lambda: f"{says}{scheme}://".encode() in log.read_bytes() or process.poll() is not None, "the first line")
         assert process.poll() is None, log.read_text()
         address = log.read_text().split(f"{says}{scheme}://")[1].split()[0]
-        client = stack.enter_context(httpx.Client(timeout=LIMIT_S, limits=httpx.Limits(max_connections=None)))
+        client = stack.enter_context(httpx.Client(verify=verify, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None)))
         yield process, f"{scheme}://{address}", client
 
 

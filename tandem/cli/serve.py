@@ -18,6 +18,7 @@ import importlib.util
 import json
 import math
 import re
+import ssl
 import sys
 from dataclasses import replace
 from functools import partial
@@ -33,9 +34,11 @@ from tandem.types.input_file import read_input
 if TYPE_CHECKING:
     from tandem.serving.kv_transfer.settings import KVTransferSettings
     from tandem.serving.settings import FollowedRun
+    from tandem.serving.tls import TlsFiles
 
 MOST_KEY_BYTES = 2**16
 """Of a file with a key in its first line. An HTTP header is no longer."""
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 ROLES = ("both", "prefill", "decode")
 LEFT_OUT = ("skip_tokenizer_init", "load_format")
 """Options that a server does not have: it needs a tokenizer and the weights of the model."""
@@ -61,11 +64,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--enable-auto-tool-choice", action="store_true", help="the model decides whether it calls the tools of a request")
     parser.add_argument("--tool-call-parser", metavar="NAME", help=f"how the model writes tool calls: {', '.join(TOOL_FORMATS)}")
     parser.add_argument("--reasoning-parser", metavar="NAME", help=f"how the model writes reasoning: {', '.join(REASONING_FORMATS)} (default: it is text)")
+    parser.add_argument("--response-role", default="assistant", metavar="ROLE", help="role of the messages of chat completions (default: assistant)")
+    parser.add_argument(
+        "--max-logprobs", type=int, default=20, metavar="N", help="most likely tokens that a request may ask for at each position; -1: all (default: 20)"
+    )
+    parser.add_argument("--return-tokens-as-token-ids", action="store_true", help="log-probabilities name tokens as 'token_id:N', which no two tokens share")
+    parser.add_argument("--enable-tokenizer-info-endpoint", action="store_true", help="answer /tokenizer_info with the tokenizer's settings and chat template")
+    parser.add_argument("--root-path", default="", metavar="PREFIX", help="prefix of all paths at the proxy before the server, for example /models/qwen")
+    parser.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
+    parser.add_argument("--ssl-keyfile", metavar="FILE", help="the private key of the certificate (PEM, not encrypted)")
+    parser.add_argument("--ssl-ca-certs", metavar="FILE", help="certificates of the authorities of clients (PEM)")
+    parser.add_argument("--ssl-cert-reqs", type=int, choices=(0, 1, 2), default=0, help="clients show no certificate (0), may (1) or must (2)")
+    parser.add_argument("--ssl-ciphers", default="", metavar="CIPHERS", help="ciphers of TLS 1.2, as OpenSSL writes them")
+    parser.add_argument("--enable-ssl-refresh", action="store_true", help="read the files of the certificate again when they change")
     parser.add_argument("--allowed-origins", type=_texts, default=(), metavar="JSON", help='origins of web pages that may call (CORS), for example \'["*"]\'')
     parser.add_argument("--allowed-methods", type=_texts, default=("*",), metavar="JSON", help="methods that they may use (default: all)")
     parser.add_argument("--allowed-headers", type=_texts, default=("*",), metavar="JSON", help="headers that they may send (default: all)")
     parser.add_argument("--allow-credentials", action="store_true", help="they may send cookies")
     parser.add_argument("--disable-uvicorn-access-log", action="store_true", help="do not log a line for each request")
+    parser.add_argument(
+        "--uvicorn-log-level", choices=LOG_LEVELS, metavar="LEVEL", help=f"what is logged of HTTP: {', '.join(LOG_LEVELS)}; no lines of requests above info"
+    )
     parser.add_argument("--disable-log-stats", action="store_true", help="do not log throughput every ten seconds")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY", help="a key that clients must send, or @FILE; may be repeated")
     parser.add_argument("--control-key", metavar="KEY", help="the key of control calls, or @FILE (default: control calls are refused)")
@@ -144,7 +163,11 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
         chat_template_kwargs=options.default_chat_template_kwargs,
         tool_call_parser=options.tool_call_parser, enable_auto_tool_choice=options.enable_auto_tool_choice, reasoning_parser=options.reasoning_parser,
         allowed_origins=tuple(options.allowed_origins), allowed_methods=tuple(options.allowed_methods), allowed_headers=tuple(options.allowed_headers),
-        allow_credentials=options.allow_credentials, log_requests=not options.disable_uvicorn_access_log, log_stats=not options.disable_log_stats,
+        allow_credentials=options.allow_credentials, response_role=options.response_role, max_logprobs=options.max_logprobs,
+        return_tokens_as_token_ids=options.return_tokens_as_token_ids, tokenizer_info=options.enable_tokenizer_info_endpoint,
+        root_path="" if options.root_path == "/" else options.root_path, tls=_tls(options), follows_tls=options.enable_ssl_refresh,
+        http_log_level=options.uvicorn_log_level or "critical",
+        log_requests=not options.disable_uvicorn_access_log and options.uvicorn_log_level not in LOG_LEVELS[:3], log_stats=not options.disable_log_stats,
         api_keys=tuple(_key(key) for key in options.api_key), control_key=None if options.control_key is None else _key(options.control_key),
         instances=options.instances, threads=options.threads or max(1, available_cores() // max(1, options.instances)),
         max_waiting=options.max_waiting, drain_s=options.drain_timeout, request_s=options.request_timeout, stall_s=options.stall_timeout,
@@ -153,6 +176,28 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
         weight_version=options.weight_version, kv_events=options.kv_events, kv_transfer=_kv_transfer(options),
     )  # fmt: skip
     return run_server(settings)
+
+
+def _tls(options: argparse.Namespace) -> "TlsFiles | None":
+    from tandem.serving.tls import TlsFiles, TlsNames
+
+    cert, key, authorities, wanted = options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs, ssl.VerifyMode(options.ssl_cert_reqs)
+    if not cert and not key:
+        given = {
+            "--ssl-ca-certs": authorities, "--ssl-cert-reqs": wanted.value, "--ssl-ciphers": options.ssl_ciphers,
+            "--enable-ssl-refresh": options.enable_ssl_refresh,
+        }  # fmt: skip
+        if name := next((name for name, value in given.items() if value), None):
+            raise UserError(f"{name} is given without a certificate; give --ssl-certfile and --ssl-keyfile")
+        return None
+    if not (cert and key):
+        raise UserError(f"only one of --ssl-certfile and --ssl-keyfile is given ('{cert or key}'); give both")
+    if wanted and not authorities:
+        raise UserError(f"--ssl-cert-reqs is {wanted.value}, and no certificate of a client could be verified; name the authorities with --ssl-ca-certs")
+    return TlsFiles(
+        cert, key, authorities or "", wanted, options.ssl_ciphers,
+        TlsNames("--ssl-certfile and --ssl-keyfile", "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"),
+    )  # fmt: skip
 
 
 def _kv_transfer(options: argparse.Namespace) -> "KVTransferSettings":

@@ -17,7 +17,6 @@ _FAMILIES = {
     r"language-model-only|.*tower-.*|-dc|diffusion-.*": _TEXT,
     r".*(mamba|replayssm|gdn|kda|engram|swa-bounded|sparse-indexer).*|disable-sliding-window|disable-hybrid-.*": f"the models have attention alone; {_LEAVE}",
     r"offload-.*|cpu-offload-.*|kv-offloading-.*": "use --swap-space for keys and values; weights stay on the device, smaller with --quantization",
-    r"ssl-.*|enable-ssl-.*": "put a proxy that ends TLS before the server",
     r"(enable-)?log(ging)?-.*|aggregate-.*|disable-access-log-.*|enable-logging-.*": "the log has no prompts; use --disable-uvicorn-access-log and "
     "--disable-log-stats",
     r".*(metrics|nvtx|traces|profiler|jit-monitor|fingerprint|histogram).*|enable-force-include-usage": f"Prometheus reads /metrics; {_LEAVE}",
@@ -39,7 +38,7 @@ _FAMILIES = {
     r"shutdown-timeout": "use --drain-timeout",
     r"(ec|kv|aux|reasoning|additional)-.*config|reasoning-parser-plugin": f"there is no plugin for it; {_LEAVE}",
     r"tool-s.*|exclude-tools-.*|tokens-only|cohere-.*|anthropic-.*": "use --enable-auto-tool-choice, --tool-call-parser and --reasoning-parser",
-    r"enable-(tokenizer-info-.*|server-load-.*|offline-docs|prompt-embeds|return-.*|trace-.*)|disable-fastapi-docs|return-sampling-mask": f"there is no such "
+    r"enable-(server-load-.*|offline-docs|prompt-embeds|return-.*|trace-.*)|disable-fastapi-docs|return-sampling-mask": f"there is no such "
     f"call or field; {_LEAVE}",
     r"use-fp64-gumbel|fail-on-environ-.*": f"draws depend on the request alone, and no variable of the environment is read; {_LEAVE}",
     r"skip-tokenizer-init": f"a server needs a tokenizer; {_LEAVE}",

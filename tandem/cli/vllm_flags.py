@@ -11,7 +11,6 @@ from tandem.types import UserError
 
 _LEAVE = "leave it out"
 _GRAPHS = "CUDA graphs are on, and --enforce-eager turns them off"
-_TLS = "put a proxy that ends TLS before the server"
 _LOGS = "prompts are never logged, and --disable-uvicorn-access-log turns the line of each request off"
 INSTEAD = {
     "--model": "give the model as the first argument, without a flag",
@@ -42,9 +41,6 @@ INSTEAD = {
     "--tool-parser-plugin": "use one of the formats of --tool-call-parser",
     "--chat-template-content-format": f"the parts of a message are joined to a text; {_LEAVE}",
     "--trust-request-chat-template": "use --chat-template",
-    "--response-role": f"an answer has the role 'assistant'; {_LEAVE}",
-    "--return-tokens-as-token-ids": "send 'return_token_ids' with a request",
-    "--max-logprobs": f"a request may ask for 20; {_LEAVE}",
     "--logprobs-mode": f"'logprobs' are of temperature 1, before any filter, and /generate returns those of the draw too; {_LEAVE}",
     "--max-cpu-loras": "use --max-loras",
     "--fully-sharded-loras": _LEAVE,
@@ -53,11 +49,6 @@ INSTEAD = {
     "--enable-log-requests": _LOGS,
     "--disable-log-requests": _LOGS,
     "--max-log-len": _LOGS,
-    "--uvicorn-log-level": "use --disable-uvicorn-access-log and --disable-log-stats",
-    "--ssl-keyfile": _TLS,
-    "--ssl-certfile": _TLS,
-    "--ssl-ca-certs": _TLS,
-    "--root-path": "let the proxy remove the prefix of the path",
     "--disable-sliding-window": f"layers have the windows of the model's config.json; {_LEAVE}",
     "--enable-flash-late-interaction": f"POST /pooling with task token_embed returns the vectors to compare; {_LEAVE}",
     "--enable-force-include-usage": "send 'stream_options' with include_usage",

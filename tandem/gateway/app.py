@@ -30,7 +30,6 @@ from tandem.gateway.routing.router import reads_prefix
 from tandem.gateway.servers.servers import Servers
 from tandem.gateway.siblings import Siblings, joined_metrics
 from tandem.gateway.stored_responses import PATH
-from tandem.gateway.tls import ServerTls
 from tandem.gateway.usage import Meter
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.patient_protocol import CONNECTION
@@ -39,6 +38,7 @@ from tandem.serving.errors import ApiError, internal, invalid, unavailable, wron
 from tandem.serving.json_body import PARSED, BodyParser
 from tandem.serving.log_lines import USAGE, LogLines
 from tandem.serving.refusal import answer
+from tandem.serving.tls import ServerTls
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _JSON_HEADER = (b"content-type", b"application/json")

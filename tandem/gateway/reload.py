@@ -21,6 +21,7 @@ from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.upstream import Upstream
 from tandem.gateway.waits import watch_waits
 from tandem.serving.http_process import say
+from tandem.serving.tls import TlsFiles
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Reload:
             # The new ones are ready, or known not to be, when they get their first request.
             first = Probes(config.probes, fresh, self.session, say)
             await asyncio.gather(*map(first.probe, fresh))
-            tls = None if self.state.tls is None else self.state.tls.fresh(config.tls)
+            tls = None if self.state.tls is None else self.state.tls.fresh(TlsFiles.of(config.tls))
             keys, tokens, audit = await self._made(config)
             kept = [_follow(known[key], backend, config) if (key := (backend.name, backend.config.url)) in known else backend for backend in made]
             await self._replace(config, _Fresh([*kept, *self.joined], keys, tokens, tls, audit))

@@ -43,7 +43,6 @@ from tandem.gateway.servers.versions import check_stages
 from tandem.gateway.shadow import Shadows
 from tandem.gateway.siblings import Place, Siblings
 from tandem.gateway.stored_responses import StoredResponses
-from tandem.gateway.tls import ServerTls, check_tls, expiry_warning
 from tandem.gateway.upstream import KEEP_ALIVE_S, Upstream
 from tandem.gateway.workers import run_workers, share_of_worker
 from tandem.runtime.rpc.client_connections import ClientConnections
@@ -53,6 +52,7 @@ from tandem.serving.errors import overloaded
 from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, stop_events
 from tandem.serving.log_lines import RequestLog
 from tandem.serving.refusal import answer
+from tandem.serving.tls import ServerTls, TlsFiles, check_tls, expiry_warning
 from tandem.types import UserError
 
 _COLLECTED_AT = 10_000
@@ -85,7 +85,7 @@ def _run(
     """Serves in this process, which is all of the gateway or the worker at ``place``."""
     made = _Made(
         make_backends(config), KeyFile(Path(config.keys_file)) if config.keys_file else None, read_stages(Path(config.registry)) if config.registry else {},
-        AuditFile(Path(config.audit_log)) if config.audit_log else None, ServerTls(config.tls) if config.tls.is_on else None,
+        AuditFile(Path(config.audit_log)) if config.audit_log else None, ServerTls(TlsFiles.of(config.tls)) if config.tls.is_on else None,
     )  # fmt: skip
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, made, listener, ready, read, place))
@@ -95,7 +95,8 @@ def check_files(config: GatewayConfig) -> None:
     """Raises ``UserError`` for a file or a package that is missing or cannot be used."""
     make_backends(config)
     check_extras(config)
-    check_tls(config.tls)
+    if config.tls.is_on:
+        check_tls(TlsFiles.of(config.tls))
     if config.keys_file:
         read_keys(Path(config.keys_file))
     if config.registry:
@@ -284,7 +285,7 @@ def _announce(state: GatewayState, listener: socket.socket) -> str:
     ready = sum(backend.is_ready for backend in state.pool.backends)
     models = ", ".join(state.routes.models) or "no model yet"
     scheme = "http" if state.tls is None else "https"
-    if state.tls is not None and (warning := expiry_warning(state.config.tls)):
+    if state.tls is not None and (warning := expiry_warning(TlsFiles.of(state.config.tls))):
         say(f"warning: {warning}")
     say(f"gateway at {scheme}://{host}:{address[1]} ({ready} of {len(state.pool.backends)} backends ready: {models}); Ctrl-C stops it")
     return f"{scheme}://{host}:{address[1]}"

@@ -18,7 +18,8 @@ from tandem.serving.ignored_fields import WARNING, warned
 from tandem.serving.log_lines import RequestLog
 from tandem.serving.parsed_route import ParsedRoute
 from tandem.serving.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerateRequest, TokenizeRequest
-from tandem.serving.routes import adapters, anthropic, control, generate, kv_cache, openai, pooling, probes, responses
+from tandem.serving.root_path import RootPath, serve_docs
+from tandem.serving.routes import adapters, anthropic, control, generate, invocations, kv_cache, openai, pooling, probes, responses
 from tandem.serving.sessions import ClientLeft
 from tandem.serving.state import ServerState
 from tandem.serving.weight_versions import HEADER as WEIGHT_VERSION
@@ -61,9 +62,13 @@ def _errors(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
 
 def make_app(state: ServerState) -> FastAPI:
     """The application of one server."""
+    settings = state.settings
     app = FastAPI(
-        title="Tandem", version=tandem.__version__, responses=_errors(_ERROR_SCHEMA), docs_url="/docs", redoc_url=None, swagger_ui_oauth2_redirect_url=None
-    )
+        title="Tandem", version=tandem.__version__, responses=_errors(_ERROR_SCHEMA), docs_url=None, redoc_url=None,
+        # Starlette knows no prefix to which it could send a client.
+        servers=[{"url": settings.root_path}] if settings.root_path else None, redirect_slashes=not settings.root_path,
+    )  # fmt: skip
+    serve_docs(app, settings.root_path)
     app.router.route_class = ParsedRoute
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(InstanceDied, _died)
@@ -73,12 +78,12 @@ def make_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(Exception, _defect)
     _inference(app, state)
     app.include_router(pooling.router(state))
+    app.include_router(invocations.router(state))
     app.include_router(control.router(state))
     app.include_router(adapters.router(state.adapters))
     app.include_router(probes.router(state))
     app.include_router(kv_cache.router(state))
     app.add_middleware(Guard, state=state)
-    settings = state.settings
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=settings.allowed_methods, allow_headers=settings.allowed_headers,
@@ -86,6 +91,8 @@ def make_app(state: ServerState) -> FastAPI:
         )  # fmt: skip
     if settings.log_requests:
         app.add_middleware(RequestLog, lines=state.lines)
+    if settings.root_path:
+        app.add_middleware(RootPath, prefix=settings.root_path)
     return app
 
 
@@ -148,6 +155,11 @@ def _inference(app: FastAPI, state: ServerState) -> None:
     @app.api_route("/v1/images/{rest:path}", methods=["GET", "POST"], include_in_schema=False, response_model=None)
     async def other_media(rest: str, request: Request) -> Response:
         raise ApiError(404, f"there is no {request.url.path[:100]}: the models read and write text alone", code="not_supported")
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """The settings of the tokenizer."""
+        return await generate.tokenizer_info(state)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:

@@ -27,7 +27,8 @@ class ReadyChat:
 
 async def ready_chat(state: ServerState, body: ChatCompletionRequest, request: Request) -> ReadyChat:
     """Returns the conversation of ``body``. Raises ``ApiError``."""
-    count = (body.top_logprobs or 0) if body.logprobs else None
+    count = (state.limits.check_logprobs(body.top_logprobs, "top_logprobs") or 0) if body.logprobs else None
+    state.limits.check_logprobs(body.prompt_logprobs, "prompt_logprobs")
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     tools = [] if body.tool_choice == "none" else [tool.function for tool in body.tools or []]
     format, forced = _tool_choice(state, body, tools)

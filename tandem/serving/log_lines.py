@@ -1,6 +1,7 @@
 """The server's log: a line for each request, and every ten seconds one on throughput. Neither has a prompt, an answer or a key."""
 
 import asyncio
+import logging
 import queue
 import sys
 import threading
@@ -117,6 +118,23 @@ async def log_stats(metrics: "Metrics", lines: LogLines, period_s: float = STATS
                 f"Prefix cache hit rate: {now.prefix_hits / max(1, now.prefix_queries):.1%}"
             )
         before, at, was_busy = now, at + seconds, is_busy
+
+
+class _HttpRecords(logging.Handler):
+    """What uvicorn logs, as lines."""
+
+    def __init__(self, lines: LogLines) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.add(f"{record.levelname.lower()}: {self.format(record)}")
+
+
+def log_http(lines: LogLines) -> None:
+    """Has what uvicorn logs, at the level that it is given, written among ``lines``."""
+    logger = logging.getLogger("uvicorn")
+    logger.handlers, logger.propagate = [_HttpRecords(lines)], False
 
 
 def _printable(scope: Scope) -> str:

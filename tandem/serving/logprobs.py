@@ -16,10 +16,12 @@ Entry = dict[int, Logprob]
 @dataclass
 class CompletionLogprobs:
     """The ``logprobs`` object of a completion's choice, as its tokens come. ``count``: the number of most likely tokens
-    asked for; ``tokenizer``: gives the text of tokens without an entry; ``offset``: characters of text before the next token."""
+    asked for; ``tokenizer``: gives the text of tokens without an entry; ``shows_ids``: tokens are named by their ids; ``offset``: characters of text before
+    the next token."""
 
     count: int
     tokenizer: Tokenizer
+    shows_ids: bool = False
     offset: int = 0
     tokens: list[str] = field(default_factory=list)
 
@@ -28,9 +30,9 @@ class CompletionLogprobs:
         columns: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token, entry in zip(token_ids, entries, strict=True):
             text = self._text(token) if entry is None else entry[token].decoded_token or ""
-            columns["tokens"].append(text)
+            columns["tokens"].append(_name(token, text, self.shows_ids))
             columns["token_logprobs"].append(None if entry is None else _number(entry[token].logprob))
-            columns["top_logprobs"].append(None if entry is None else _top(entry, token, self.count))
+            columns["top_logprobs"].append(None if entry is None else _top(entry, token, self.count, self.shows_ids))
             columns["text_offset"].append(self.offset)
             self.offset += len(text)
         return columns
@@ -39,13 +41,13 @@ class CompletionLogprobs:
         return self.tokenizer.decode([token], skip_special_tokens=False) if token < self.tokenizer.vocab_size else ""
 
 
-def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], count: int) -> dict[str, Any]:
-    """The ``logprobs`` object of a chat's choice."""
+def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], count: int, shows_ids: bool = False) -> dict[str, Any]:
+    """The ``logprobs`` object of a chat's choice. ``shows_ids``: tokens are named by their ids; their ``bytes`` are those of the text."""
     return {
         "content": [
             {
-                **_chat_entry(entry[token]),
-                "top_logprobs": [_chat_entry(value) for value in entry.values() if value.rank <= count],
+                **_chat_entry(token, entry[token], shows_ids),
+                "top_logprobs": [_chat_entry(other, value, shows_ids) for other, value in entry.items() if value.rank <= count],
             }
             for token, entry in zip(token_ids, entries, strict=True)
         ],
@@ -53,9 +55,9 @@ def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Entry], count: int
     }
 
 
-def _chat_entry(value: Logprob) -> dict[str, Any]:
+def _chat_entry(token: int, value: Logprob, shows_ids: bool) -> dict[str, Any]:
     text = value.decoded_token or ""
-    return {"token": text, "logprob": _number(value.logprob), "bytes": list(text.encode("utf-8", "surrogatepass"))}
+    return {"token": _name(token, text, shows_ids), "logprob": _number(value.logprob), "bytes": list(text.encode("utf-8", "surrogatepass"))}
 
 
 def prompt_logprobs(entries: Sequence[Entry | None] | None) -> list[dict[str, Any] | None] | None:
@@ -70,10 +72,14 @@ def by_token_id(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _top(entry: Entry, drawn: int, count: int) -> dict[str, float]:
-    return {
-        value.decoded_token or "": _number(value.logprob) for token, value in entry.items() if token == drawn or value.rank <= count
-    }
+def _top(entry: Entry, drawn: int, count: int, shows_ids: bool) -> dict[str, float]:
+    shown = ((token, value) for token, value in entry.items() if token == drawn or value.rank <= count)
+    return {_name(token, value.decoded_token or "", shows_ids): _number(value.logprob) for token, value in shown}
+
+
+def _name(token: int, text: str, shows_ids: bool) -> str:
+    """Returns what a token is called: its text, which several can share, or vLLM's name with its id."""
+    return f"token_id:{token}" if shows_ids else text
 
 
 def _number(value: float) -> float:

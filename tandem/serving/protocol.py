@@ -8,7 +8,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tandem.serving.errors import invalid
 
 MAX_COMPLETIONS = 1024
-MAX_LOGPROBS = 20
 MAX_TOOLS = 1024
 MAX_SHORT_TEXT = 512
 """Characters of a stop string, a forbidden word and a cache salt, which stay in memory while a request waits."""
@@ -17,6 +16,8 @@ _INT64 = 2**63
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+LogprobCount = Annotated[int, Field(ge=-1, lt=2**31)]
+"""-1: of all tokens of the vocabulary."""
 # Otherwise a list of a million wrong entries has a million errors.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -62,7 +63,7 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: LogprobCount | None = None
     bad_words: Annotated[list[ShortText], Field(fail_fast=True, max_length=1024)] | None = None
     allowed_token_ids: TokenIds | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_numbers)] | None = None
@@ -85,6 +86,7 @@ class OpenAIFields(SamplingFields):
     cache_salt: ShortText | None = None
     num_draft_tokens: Count | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -95,12 +97,12 @@ class OpenAIFields(SamplingFields):
 
 class CompletionRequest(OpenAIFields):
     not_supported = (
-        "suffix", "use_beam_search", "prompt_embeds", "logits_processors", "return_tokens_as_token_ids",
+        "suffix", "use_beam_search", "prompt_embeds", "logits_processors"
     )  # fmt: skip
 
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: Count | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: LogprobCount | None = None
     echo: bool | None = None
 
 
@@ -147,14 +149,14 @@ Tools = Annotated[list[ChatTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 class ChatCompletionRequest(OpenAIFields):
     not_supported: ClassVar[tuple[str, ...]] = (
         "functions", "function_call", "audio", "prediction", "web_search_options", "use_beam_search", "prompt_embeds",
-        "logits_processors", "return_tokens_as_token_ids",
+        "logits_processors"
     )  # fmt: skip
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: LogprobCount | None = None
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -169,7 +171,7 @@ class ChatCompletionRequest(OpenAIFields):
 
 class GenerateSampling(SamplingFields):
     max_tokens: Count | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: LogprobCount | None = None
 
 
 class GenerateRequest(Body):

@@ -5,6 +5,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tandem.serving.follow import follow
 from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, stop_events
 from tandem.serving.kv_transfer.transfers import KVTransfers
 from tandem.serving.limits import BEFORE_LOAD_BYTES
-from tandem.serving.log_lines import log_stats
+from tandem.serving.log_lines import log_http, log_stats
 from tandem.serving.memory import freeze_start
 from tandem.serving.metrics import Metrics
 from tandem.serving.refusal import answer
@@ -33,6 +34,7 @@ from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
 from tandem.serving.state import ServerState
 from tandem.serving.text_encoder import TextEncoder
+from tandem.serving.tls import ServerTls, check_tls, expiry_warning, follow_files
 from tandem.text.chat import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 
@@ -41,6 +43,8 @@ def run_server(settings: ServerSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises ``UserError`` before any work where the settings, the
     model or the port cannot be used."""
     settings.check()
+    if settings.tls is not None:
+        check_tls(settings.tls)
     use_one_arena()
     # Texts are encoded in this process's own threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -68,15 +72,20 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
     deadlines = {"request_s": settings.request_s, "stall_s": settings.stall_s}
     protocol = type("Protocol", (PatientProtocol,), {**deadlines, "connections_of_clients": connections, "refusal": staticmethod(_too_many_connections)})
     config = uvicorn.Config(
-        make_app(state), http=protocol, log_level="critical", access_log=False, lifespan="off", loop="asyncio", backlog=BACKLOG,
+        make_app(state), http=protocol, log_config=None, log_level=settings.http_log_level, access_log=False, lifespan="off", loop="asyncio", backlog=BACKLOG,
         timeout_graceful_shutdown=5, server_header=False, timeout_keep_alive=30,
     )  # fmt: skip
+    log_http(state.lines)
+    config.load()
+    tls = None if settings.tls is None else ServerTls(settings.tls)
+    config.ssl = None if tls is None else tls.context
     server = HttpServer(config)
     stop, stop_now = stop_events()
     serving = asyncio.create_task(server.serve([listener]))
     life = asyncio.create_task(_life(state, stop, listener.getsockname()))
     hurry = asyncio.create_task(stop_now.wait())
     stats = asyncio.create_task(log_stats(state.metrics, state.lines)) if settings.log_stats else None
+    refresh = None if settings.tls is None or tls is None or not settings.follows_tls else asyncio.create_task(follow_files(tls, settings.tls, say))
     try:
         await asyncio.wait({life, hurry, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not life.done():
@@ -85,7 +94,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
             return 1
         return life.result()
     finally:
-        tasks = [task for task in (life, hurry, stats) if task is not None]
+        tasks = [task for task in (life, hurry, stats, refresh) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -99,10 +108,15 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
 async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...]) -> int:
     """Load, be ready, and drain after ``stop``."""
     settings = state.settings
-    host = host_of(address)
+    url = f"{'http' if settings.tls is None else 'https'}://{host_of(address)}:{address[1]}{settings.root_path}"
     if not settings.api_keys and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        say(f"warning: anyone who reaches {host} may use this server; give --api-key @FILE, or leave out --host")
-    say(f"loading '{settings.engine.model}'; http://{host}:{address[1]} answers probes meanwhile")
+        say(f"warning: anyone who reaches {host_of(address)} may use this server; give --api-key @FILE, or leave out --host")
+    if settings.tls is not None:
+        if settings.tls.client_ca_file and settings.tls.client_certificates == ssl.CERT_NONE:
+            say("warning: --ssl-ca-certs has no effect with --ssl-cert-reqs 0; clients need a certificate with 2")
+        if warning := expiry_warning(settings.tls):
+            say(f"warning: {warning}")
+    say(f"loading '{settings.engine.model}'; {url} answers probes meanwhile")
     loading = asyncio.create_task(_load(state))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +133,7 @@ async def _life(state: ServerState, stop: asyncio.Event, address: tuple[Any, ...
     state.is_started = True
     engines = "1 engine" if settings.instances == 1 else f"{settings.instances} engines"
     names = ", ".join((*settings.names, *state.adapters.names))
-    say(f"serving {names} at http://{host}:{address[1]} ({engines}, {state.max_model_len} tokens of context); Ctrl-C stops it")
+    say(f"serving {names} at {url} ({engines}, {state.max_model_len} tokens of context); Ctrl-C stops it")
     following = None if settings.follows is None else asyncio.create_task(follow(state.pool, settings.follows, say))
     await stopping
     if following is not None:

@@ -1,5 +1,6 @@
 """The settings of a server."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any, Literal
 
 from tandem.config.engine import EngineArgs
 from tandem.serving.kv_transfer.settings import KVTransferSettings
+from tandem.serving.limits import MAX_LOGPROBS
+from tandem.serving.tls import TlsFiles
 from tandem.text.answer_reader import REASONING_FORMATS
 from tandem.text.tool_formats import TOOL_FORMATS
 from tandem.types import UserError, WeightVersion
@@ -42,6 +45,13 @@ class ServerSettings:
         tool_call_parser: how the model writes tool calls, a name of ``TOOL_FORMATS``. ``enable_auto_tool_choice``: the model decides whether it calls
             tools, where a request offers them.
         reasoning_parser: how the model writes reasoning, a name of ``REASONING_FORMATS``.
+        response_role: the role of the messages of chat completions.
+        max_logprobs: the most likely tokens that a request may ask for at each position; -1: all of the vocabulary.
+        return_tokens_as_token_ids: log-probabilities name tokens by their ids where a request does not say otherwise.
+        tokenizer_info: answer ``GET /tokenizer_info`` with the settings of the tokenizer and the chat template.
+        root_path: the prefix of all paths that a proxy before the server leaves or removes.
+        tls: its certificate; ``None``: plain HTTP. ``follows_tls``: files that change are read again.
+        http_log_level: what the HTTP library logs, a level of uvicorn.
         log_requests: log a line for each request. ``log_stats``: log throughput every ten seconds.
         api_keys: a request needs one of them (empty: no key is needed).
         control_key: needed by control calls, which are refused without one.
@@ -70,6 +80,14 @@ class ServerSettings:
     tool_call_parser: str | None = None
     enable_auto_tool_choice: bool = False
     reasoning_parser: str | None = None
+    response_role: str = "assistant"
+    max_logprobs: int = MAX_LOGPROBS
+    return_tokens_as_token_ids: bool = False
+    tokenizer_info: bool = False
+    root_path: str = ""
+    tls: TlsFiles | None = None
+    follows_tls: bool = False
+    http_log_level: str = "critical"
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -130,6 +148,12 @@ class ServerSettings:
                 raise UserError(f"server {name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise UserError(f"--enable-auto-tool-choice needs --tool-call-parser; give one of {', '.join(TOOL_FORMATS)}")
+        if self.max_logprobs < -1:
+            raise UserError(f"--max-logprobs is {self.max_logprobs}; it must be at least 0, or -1 for all of the vocabulary")
+        if not self.response_role.strip() or not self.response_role.isprintable():
+            raise UserError(f"--response-role is {self.response_role!a}; give a role such as assistant")
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
+            raise UserError(f"--root-path is {self.root_path!a}; give the prefix of the paths, for example /models/qwen")
         self.kv_transfer.check()
         if self.kv_transfer.key and self.engine.tensor_parallel_size > 1:
             raise UserError(

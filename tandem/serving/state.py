@@ -73,7 +73,7 @@ class ServerState:
         if not self._limits:
             info, settings = self.pool.info, self.settings
             assert info is not None, "the model is loaded before requests are admitted"
-            found = make_limits(self.tokenizer, info.max_model_len, info.vocab_size, settings.max_requests, settings.max_body_bytes)
+            found = make_limits(self.tokenizer, info.max_model_len, info.vocab_size, settings.max_requests, settings.max_body_bytes, settings.max_logprobs)
             self.bodies.limit_bytes, self.bodies.client_limit_bytes = found.max_unfinished_bytes, found.max_unfinished_bytes_per_client
             self._limits.append(found)
         return self._limits[0]

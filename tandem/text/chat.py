@@ -79,7 +79,7 @@ def _compile(folder: Path, with_tools: bool, source: str | None, marks: tuple[st
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    settings = _settings(folder)
+    settings = tokenizer_settings(folder)
     if source is None:
         source = template_source(folder, with_tools)
     extension = generation_extension(marks)
@@ -97,7 +97,8 @@ def _compile(folder: Path, with_tools: bool, source: str | None, marks: tuple[st
         raise UserError(f"the chat template of '{folder}' is broken: {error}") from None
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Returns what ``tokenizer_config.json`` has. Raises ``UserError``."""
     path = folder / "tokenizer_config.json"
     try:
         settings = json.loads(read_input(path, MOST_JSON_BYTES, "save the tokenizer again"))
@@ -117,7 +118,7 @@ def template_source(folder: Path, with_tools: bool = False) -> str:
             return read_input(file, MOST_JSON_BYTES, "save the tokenizer again").decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"'{file}' cannot be read: {error}") from None
-    template = _settings(folder).get("chat_template")
+    template = tokenizer_settings(folder).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict) and isinstance(entry.get("name"), str)}
         template = named.get("tool_use", named.get("default")) if with_tools else named.get("default")

@@ -1,6 +1,7 @@
 """A server in a process of its own, on a free port."""
 
 import contextlib
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,11 +57,11 @@ class Server(LoggedProcess):
 
 
 @contextlib.contextmanager
-def server(model: Path, folder: Path, *arguments: str, ready: bool = True) -> Iterator[Server]:
-    """Runs ``tandem serve MODEL ARGUMENTS``; kills it at the end if it still runs."""
+def server(model: Path, folder: Path, *arguments: str, ready: bool = True, tls: ssl.SSLContext | None = None) -> Iterator[Server]:
+    """Runs ``tandem serve MODEL ARGUMENTS``; kills it at the end if it still runs. ``tls``: of the client of a server with a certificate."""
     log = folder / f"serve-{time.monotonic_ns()}.log"
     command = ["serve", str(model), "--port", "0", "--threads", "1", "--control-key", "control", *arguments]
-    with serving_command(command, log, "") as (process, url, client):
+    with serving_command(command, log, "", "http" if tls is None else "https", verify=True if tls is None else tls) as (process, url, client):
         running = Server(process, url, client, log)
         if ready:
             until(lambda: process.poll() is not None or running.get("/readiness").status_code == 200, "the server to be ready")

@@ -101,11 +101,16 @@ def test_inputs_in_each_form_have_the_bits_of_the_engine(embedding_server: Serve
     tokens = [Tokenizer.from_folder(embedder).encode(text, add_special_tokens=True) for text in TEXTS]
     for given in (TEXTS[0], tokens[0], [TEXTS[0]], [tokens[0]]):
         assert [each["embedding"] for each in posted(embedding_server, "/v1/embeddings", input=given)["data"]] == wanted[:1]
+        assert posted(embedding_server, "/invocations", input=given)["data"][0]["embedding"] == wanted[0]
     body = posted(embedding_server, "/pooling", input=tokens, encoding_format="base64")
     assert [list(struct.unpack(f"{len(wanted[0])}f", base64.b64decode(each["data"]))) for each in body["data"]] == wanted
     assert body["weight_versions"] == [[0, 0]] and body["model"] == "tiny" and body["usage"]["prompt_tokens"] == sum(map(len, tokens))
     kept = posted(embedding_server, "/v1/embeddings", input=TEXTS[0], truncate_prompt_tokens=3)
     assert kept["usage"]["prompt_tokens"] == 3
+    for body in ({"query": TEXTS[0], "documents": TEXTS[1:]}, {"text_1": TEXTS[0], "text_2": TEXTS[1]}, {"input": TEXTS[0], "task": "token_embed"}):
+        path = "/rerank" if "query" in body else "/score" if "text_1" in body else "/pooling"
+        (found, asked) = (posted(embedding_server, each, **body) for each in ("/invocations", path))
+        assert found.get("results", found.get("data")) == asked.get("results", asked.get("data"))
     assert kept["data"] == posted(embedding_server, "/v1/embeddings", input=tokens[0][:3])["data"]
     left = posted(embedding_server, "/v1/embeddings", input=TEXTS[0], truncate_prompt_tokens=3, truncation_side="left")
     assert left["data"] == posted(embedding_server, "/v1/embeddings", input=tokens[0][-3:])["data"]

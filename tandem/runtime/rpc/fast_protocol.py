@@ -1,5 +1,6 @@
 """The patient HTTP/1.1 by httptools, about three times as fast as h11. Importing it needs httptools."""
 
+from array import array
 from typing import Any
 
 import httptools
@@ -19,7 +20,7 @@ class Parser(httptools.HttpRequestParser):  # type: ignore[misc]
         super().__init__(protocol)
         self._protocol = protocol
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: "bytes | bytearray | memoryview[int] | array[int]") -> None:
         """Parses ``data``. Raises ``httptools.HttpParserError``."""
         try:
             super().feed_data(data)

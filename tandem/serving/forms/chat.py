@@ -7,10 +7,10 @@ from tandem.serving.forms.answer import Answer
 from tandem.text.answer_events import CallArguments, CallBegun, Content, Event, Reasoning
 
 
-def chat_message(answer: Answer, has_reasoning: bool = False) -> dict[str, Any]:
-    """Returns the assistant's message. ``has_reasoning``: with vLLM's field ``reasoning``, and ``reasoning_content``, its name in earlier versions, which
+def chat_message(answer: Answer, role: str = "assistant", has_reasoning: bool = False) -> dict[str, Any]:
+    """Returns the message of ``role``. ``has_reasoning``: with vLLM's field ``reasoning``, and ``reasoning_content``, its name in earlier versions, which
     other clients read."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content if answer.content or not answer.calls else None}
+    message: dict[str, Any] = {"role": role, "content": answer.content if answer.content or not answer.calls else None}
     if has_reasoning:
         message |= {"reasoning": answer.reasoning or None, "reasoning_content": answer.reasoning or None}
     if answer.calls:

@@ -1,6 +1,7 @@
 """``POST /generate``: tokens in, tokens out, with what a trainer needs to know of each of them."""
 
 import asyncio
+import contextlib
 import dataclasses
 import uuid
 from collections.abc import AsyncGenerator
@@ -20,7 +21,9 @@ from tandem.serving.routes.adapters import adapter_meta
 from tandem.serving.sessions import DONE, answers, begin, each, sse, submitted, while_connected
 from tandem.serving.state import ServerState
 from tandem.serving.weight_versions import WeightVersions
+from tandem.text.chat import template_source, tokenizer_settings
 from tandem.text.tokenizer import Tokenizer
+from tandem.types import UserError
 
 
 async def generate(state: ServerState, body: GenerateRequest, request: Request) -> Response:
@@ -30,6 +33,8 @@ async def generate(state: ServerState, body: GenerateRequest, request: Request) 
     adapter = state.check_model(body.model)
     tokens = body.prompt_token_ids
     sampling = body.sampling_params or GenerateSampling()
+    count = state.limits.check_logprobs(sampling.logprobs, "logprobs")
+    state.limits.check_logprobs(sampling.prompt_logprobs, "prompt_logprobs")
     reader = state.prompt_reader(request, sampling.truncate_prompt_tokens, sampling.max_tokens)
     if tokens is None:
         tokens = await reader.encode(body.prompt or "", add_special_tokens=True)
@@ -39,7 +44,7 @@ async def generate(state: ServerState, body: GenerateRequest, request: Request) 
     if key is None:
         key = 0 if sampling.seed is not None else state.pool.next_key()
     name = body.request_id or uuid.uuid4().hex
-    params = sampling_params(sampling, max_tokens=sampling.max_tokens, logprobs=sampling.logprobs, defaults=state.sampling_defaults)
+    params = sampling_params(sampling, max_tokens=sampling.max_tokens, logprobs=count, defaults=state.sampling_defaults)
     usage = request.scope.get(USAGE, Usage())
     usage.prompt = len(tokens)
     asked = EngineRequest(
@@ -113,6 +118,22 @@ async def tokenize(state: ServerState, body: TokenizeRequest, request: Request) 
 
 def _token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+
+
+async def tokenizer_info(state: ServerState) -> dict[str, Any]:
+    """``GET /tokenizer_info``: what ``tokenizer_config.json`` has, and the chat template that is used. Raises ``ApiError`` unless the operator has turned it
+    on."""
+    if not state.settings.tokenizer_info:
+        raise ApiError(404, "the tokenizer's settings are not shown: start the server with --enable-tokenizer-info-endpoint", code="not_supported")
+    folder = state.settings.tokenizer_folder
+
+    def read() -> dict[str, Any]:
+        shown = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_settings(folder)}
+        with contextlib.suppress(UserError):  # A tokenizer may have no template.
+            shown["chat_template"] = state.settings.chat_template or template_source(folder)
+        return shown
+
+    return await asyncio.to_thread(read)
 
 
 async def detokenize(state: ServerState, body: DetokenizeRequest) -> dict[str, Any]:

@@ -78,13 +78,14 @@ async def completions(state: ServerState, body: CompletionRequest, request: Requ
         state.pool.check_room(len(body.prompt))
     reader = state.prompt_reader(request, body.truncate_prompt_tokens, body.max_tokens)
     prompts = await reader.completion_prompts(body.prompt, body.add_special_tokens is not False)
-    echo, scores = bool(body.echo), body.prompt_logprobs
-    if echo and scores is None and (body.logprobs is not None or body.max_tokens == 0):
-        scores = body.logprobs or 0
+    count, shows_ids = state.limits.check_logprobs(body.logprobs, "logprobs"), _shows_ids(state, body)
+    echo, scores = bool(body.echo), state.limits.check_logprobs(body.prompt_logprobs, "prompt_logprobs")
+    if echo and scores is None and (count is not None or body.max_tokens == 0):
+        scores = count or 0
     if body.max_tokens == 0 and not echo and scores is None:
         raise invalid("'max_tokens' is 0; ask for at least 1 token, or for the prompt's own with 'echo'", "max_tokens")
     wanted = structured_outputs(body)
-    params = sampling_params(body, max_tokens=body.max_tokens, logprobs=body.logprobs, structured_outputs=wanted, defaults=state.sampling_defaults)
+    params = sampling_params(body, max_tokens=body.max_tokens, logprobs=count, structured_outputs=wanted, defaults=state.sampling_defaults)
     params |= {} if scores is None else {"prompt_logprobs": scores}
     texts = [state.tokenizer.decode(_known(state, tokens), skip_special_tokens=False) for tokens in prompts] if echo else []
 
@@ -96,8 +97,8 @@ async def completions(state: ServerState, body: CompletionRequest, request: Requ
             tokens = job.requests[number].prompt_token_ids + tokens
             entries = [*(output.prompt_logprobs or []), *entries]
         choice: dict[str, Any] = {"text": text}
-        if body.logprobs is not None:
-            writer = job.logprobs.setdefault((number, c.index), CompletionLogprobs(body.logprobs, state.tokenizer))
+        if count is not None:
+            writer = job.logprobs.setdefault((number, c.index), CompletionLogprobs(count, state.tokenizer, shows_ids))
             choice["logprobs"] = writer.take(tokens, entries)
         if body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
@@ -118,6 +119,8 @@ async def chat_completions(state: ServerState, body: ChatCompletionRequest, requ
     if body.top_logprobs and not body.logprobs:
         raise invalid("'top_logprobs' is given without 'logprobs'; set 'logprobs' to true", "top_logprobs")
     ready = await ready_chat(state, body, request)
+    role = body.messages[-1].role if body.add_generation_prompt is False else state.settings.response_role
+    shows_ids = _shows_ids(state, body)
     streams: dict[int, tuple[AnswerStream, ChatDeltas]] = {}
 
     def read(c: CompletionOutput, is_delta: bool) -> dict[str, Any]:
@@ -129,21 +132,21 @@ async def chat_completions(state: ServerState, body: ChatCompletionRequest, requ
             return {"delta": deltas.take(events), "finish_reason": reason}
         answer = Answer()
         answer.add(events)
-        return {"message": chat_message(answer, ready.plan.reasoning is not None), "finish_reason": reason}
+        return {"message": chat_message(answer, role, ready.plan.reasoning is not None), "finish_reason": reason}
 
     def write(job: Job, number: int, c: CompletionOutput, output: RequestOutput, is_first: bool, is_delta: bool) -> dict[str, Any]:
         if ready.plan.reads:
             choice = read(c, is_delta)
         else:
-            choice = {"delta": {"content": c.text}} if is_delta else {"message": {"role": "assistant", "content": c.text}}
+            choice = {"delta": {"content": c.text}} if is_delta else {"message": {"role": role, "content": c.text}}
         if ready.top_logprobs is not None and c.logprobs is not None:
-            choice["logprobs"] = chat_logprobs(c.token_ids, c.logprobs, ready.top_logprobs)
+            choice["logprobs"] = chat_logprobs(c.token_ids, c.logprobs, ready.top_logprobs, shows_ids)
         if body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return choice
 
     def opening(job: Job) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": role, "content": ""}
         choices = [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(job.n)]
         return job.body(choices, job.chunk_object, None)
 
@@ -160,6 +163,11 @@ def _check_model(state: ServerState, body: OpenAIFields) -> LoRARequest | None:
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is given without 'stream'; set 'stream' to true", "stream_options")
     return state.check_model(body.model)
+
+
+def _shows_ids(state: ServerState, body: OpenAIFields) -> bool:
+    given = body.return_tokens_as_token_ids
+    return state.settings.return_tokens_as_token_ids if given is None else given
 
 
 def _known(state: ServerState, tokens: list[int]) -> list[int]:

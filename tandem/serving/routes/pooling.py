@@ -45,32 +45,32 @@ def router(state: ServerState) -> APIRouter:
     routes = APIRouter(route_class=ParsedRoute)
 
     @routes.post("/v1/embeddings", response_model=None)
-    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    async def vectors(body: EmbeddingRequest, request: Request) -> Response:
         """The vectors of texts."""
-        return warned(body, await _embeddings(Call(state, body, request, "embd", "embed")))
+        return warned(body, await embeddings(state, body, request))
 
     @routes.post("/pooling", response_model=None)
-    async def pooling(body: PoolingRequest, request: Request) -> Response:
+    async def pooled(body: PoolingRequest, request: Request) -> Response:
         """What the model makes of texts, or of each of their tokens."""
-        return warned(body, await _pooling(Call(state, body, request, "pool", body.task)))
+        return warned(body, await pooling(state, body, request))
 
     @routes.post("/classify", response_model=None)
-    async def classify(body: ClassifyRequest, request: Request) -> Response:
+    async def classes(body: ClassifyRequest, request: Request) -> Response:
         """The scores of texts."""
-        return warned(body, await _classify(Call(state, body, request, "classify", "classify")))
+        return warned(body, await classify(state, body, request))
 
-    async def score(body: ScoreRequest, request: Request) -> Response:
+    async def scores(body: ScoreRequest, request: Request) -> Response:
         """How well texts belong together."""
-        return warned(body, await _score(Call(state, body, request, "score", None)))
+        return warned(body, await score(state, body, request))
 
-    async def rerank(body: RerankRequest, request: Request) -> Response:
+    async def ranks(body: RerankRequest, request: Request) -> Response:
         """Documents in the order of how well they answer a query."""
-        return warned(body, await _rerank(Call(state, body, request, "rerank", None)))
+        return warned(body, await rerank(state, body, request))
 
     for path in ("/score", "/v1/score"):
-        routes.post(path, response_model=None)(score)
+        routes.post(path, response_model=None)(scores)
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        routes.post(path, response_model=None)(rerank)
+        routes.post(path, response_model=None)(ranks)
     return routes
 
 
@@ -119,33 +119,33 @@ class Pooled:
         return JSONResponse(body | {"weight_versions": seen.body}, headers=seen.header)
 
 
-async def _embeddings(call: Call) -> Response:
-    body = call.body
-    assert isinstance(body, EmbeddingRequest)
+async def embeddings(state: ServerState, body: EmbeddingRequest, request: Request) -> Response:
+    """``POST /v1/embeddings``."""
+    call = Call(state, body, request, "embd", "embed")
     pooled = await _of_texts(call, body)
     data = [{"index": i, "object": "embedding", "embedding": _shown(result, body)} for i, result in enumerate(pooled.results)]
     return pooled.response(data=data)
 
 
-async def _pooling(call: Call) -> Response:
-    body = call.body
-    assert isinstance(body, PoolingRequest)
+async def pooling(state: ServerState, body: PoolingRequest, request: Request) -> Response:
+    """``POST /pooling``."""
+    call = Call(state, body, request, "pool", body.task)
     pooled = await _of_texts(call, body)
     return pooled.response(data=[{"index": i, "object": "pooling", "data": _shown(result, body)} for i, result in enumerate(pooled.results)])
 
 
-async def _classify(call: Call) -> Response:
-    body = call.body
-    assert isinstance(body, ClassifyRequest)
+async def classify(state: ServerState, body: ClassifyRequest, request: Request) -> Response:
+    """``POST /classify``."""
+    call = Call(state, body, request, "classify", "classify")
     pooled = await _of_texts(call, body)
     rows = [result.rows()[0] for result in pooled.results]
     label = call.pooling.label
     return pooled.response(data=[{"index": i, "label": label, "probs": probs, "num_classes": len(probs)} for i, probs in enumerate(rows)])
 
 
-async def _score(call: Call) -> Response:
-    body = call.body
-    assert isinstance(body, ScoreRequest)
+async def score(state: ServerState, body: ScoreRequest, request: Request) -> Response:
+    """``POST /score``."""
+    call = Call(state, body, request, "score", None)
     given = [names for names in _PAIR_NAMES if all(getattr(body, name) is not None for name in names)]
     if not given:
         raise invalid("give 'text_1' and 'text_2', or 'queries' and 'documents'", "text_1")
@@ -156,9 +156,9 @@ async def _score(call: Call) -> Response:
     return pooled.response(data=[{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)])
 
 
-async def _rerank(call: Call) -> Response:
-    body = call.body
-    assert isinstance(body, RerankRequest)
+async def rerank(state: ServerState, body: RerankRequest, request: Request) -> Response:
+    """``POST /rerank``."""
+    call = Call(state, body, request, "rerank", None)
     documents = _texts(body.documents)
     pooled, scores = await _of_pairs(call, body, [body.query], documents, ("query", "documents"))
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
