@@ -11,7 +11,7 @@ from tandem.types.errors import UserError
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """What is weighed against a backend's outstanding tokens. Weights are tokens of load that a token is worth: with 1 a token that need not be computed is
-    as good as one that nobody waits for, and no preference leads into an overloaded backend. 0 turns a part off."""
+    as good as one less to wait for, or two at a backend that has other requests; no preference leads into an overloaded backend. 0 turns a part off."""
 
     prefix: float = 0.0
     """Worth of a token of the prompt that the backend has probably in its prefix cache."""

@@ -146,7 +146,7 @@ def test_savings_are_never_more_than_the_prompt() -> None:
         pool[home].take(641)
         assert chosen(one, pool, asked) != home
         work = scores.work_before([scores.load], [(1.0, lambda request, backends: [10**6, 0])])
-        assert work(asked, pool) == [pool[0].load - 640, pool[1].load]
+        assert work(asked, pool) == [pool[0].load, pool[1].load + 2 * 640], "the second has a request, which 640 tokens of work delay too"
 
     in_task(run)
 

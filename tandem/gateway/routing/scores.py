@@ -43,8 +43,9 @@ def session(request: InferenceRequest, backends: Sequence[Backend]) -> list[floa
 
 
 def work_before(costs: Sequence[Score], savings: Sequence[tuple[float, Score]]) -> Score:
-    """Returns the score of all work before the first token of a request: all ``costs``, less the ``savings``, each times its weight. No more than its prompt is
-    saved, whatever the savings say, so that no preference ever leads into an overloaded backend."""
+    """Returns the score of all work before the first token of a request: all ``costs``, and the tokens of its prompt that the ``savings``, each times its
+    weight, do not save. At a backend that has other requests those tokens count twice, since these requests wait for them too; an idle backend computes them
+    at no other request's cost. No more than the prompt is saved, whatever the savings say, so that no preference ever leads into an overloaded backend."""
 
     def score(request: InferenceRequest, backends: Sequence[Backend]) -> list[float]:
         added = [sum(parts) for parts in zip(*(cost(request, backends) for cost in costs), strict=True)]
@@ -52,7 +53,8 @@ def work_before(costs: Sequence[Score], savings: Sequence[tuple[float, Score]]) 
             return added
         saved = [sum(parts) for parts in zip(*([weight * part for part in one(request, backends)] for weight, one in savings), strict=True)]
         return [
-            more - min(request.prompt_tokens, less) / backend.capacity for backend, more, less in zip(backends, added, saved, strict=True)
+            more + (2 if backend.attempts else 1) * max(0, request.prompt_tokens - less) / backend.capacity
+            for backend, more, less in zip(backends, added, saved, strict=True)
         ]
 
     return score
