@@ -76,8 +76,8 @@ def held_outside_layers(shapes: ModelShapes) -> list[int]:
     """The numbers of the embedding, the last norm, a language-model head of its own and a value head."""
     head, held = shapes.vocab_size * shapes.hidden_size, [shapes.vocab_size * shapes.hidden_size, shapes.hidden_size]
     held += [head] if shapes.language_head and not shapes.tie_word_embeddings else []
-    held += [shapes.hidden_size] if shapes.value_head != "none" else []
-    return held + ([1] if shapes.value_head == "token" else [])
+    held += [shapes.num_labels * shapes.hidden_size] if shapes.value_head != "none" else []
+    return held + ([shapes.num_labels] if shapes.value_head == "token" else [])
 
 
 def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:

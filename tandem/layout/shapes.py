@@ -99,6 +99,7 @@ class ModelShapes:
     layer_windows: tuple[int | None, ...] = ()
     experts: ExpertShapes | None = None
     value_head: ValueHead = "none"
+    num_labels: int = 1
     language_head: bool = True
     lora: LoraConfig | None = None
 
@@ -245,9 +246,9 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
     if shapes.language_head and not shapes.tie_word_embeddings:
         yield Parameter("lm_head.weight", (shapes.vocab_size, hidden))
     if shapes.value_head != "none":
-        yield Parameter("score.weight", (1, hidden))
+        yield Parameter("score.weight", (shapes.num_labels, hidden))
     if shapes.value_head == "token":
-        yield Parameter("score.bias", (1,))
+        yield Parameter("score.bias", (shapes.num_labels,))
 
 
 def trained_parameters(shapes: ModelShapes) -> Iterator[Parameter]:

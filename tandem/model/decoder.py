@@ -33,7 +33,7 @@ from tandem.model.rotary import rotary_table
 from tandem.model.router_balance import RouterBalance
 from tandem.model.routing import Replay, ReplayCount
 from tandem.model.trained_adapter import adapted_linear, is_adapter_parameter, packed_by
-from tandem.model.value_head import values_of
+from tandem.model.value_head import label_scores, values_of
 from tandem.types.kv_cache import KVCacheDtype
 
 
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
         has_head = self.holds("lm_head.weight") and shapes.language_head and not shapes.tie_word_embeddings
         self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if has_head else None
         has_score = self.holds("score.weight") and shapes.value_head != "none"
-        self.score = Linear(1, shapes.hidden_size, shapes.value_head == "token", dtype, device) if has_score else None
+        self.score = Linear(shapes.num_labels, shapes.hidden_size, shapes.value_head == "token", dtype, device) if has_score else None
         # Not a buffer, so that it stays fp32 when the parameters are converted.
         self._cos_sin = rotary_table(shapes).to(device)
         self._collectives = collectives(group)
@@ -213,6 +213,11 @@ class Decoder(nn.Module):
         ``forward``. With ``parallel`` every rank returns all of them."""
         assert self.score is not None and self.score.weight is not None, "the model has no value head"
         return values_of(self.kernels, self.parallel, hidden, self.score.weight, self.score.bias, rows, tokens)
+
+    def label_scores(self, hidden: Tensor) -> Tensor:
+        """Returns the value head's numbers [R, L] of ``hidden[R, H]``, one for each label, where the model has no parallel ranks of a trainer."""
+        assert self.score is not None and self.score.weight is not None, "the model has no value head"
+        return label_scores(self.kernels, hidden, self.score.weight, self.score.bias)
 
     def token_logprobs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> TokenLogprobs:
         """Returns the log-probabilities of ``targets[R]`` after the tokens ``rows[R]`` (ascending) of a packed batch of ``tokens`` tokens;

@@ -19,10 +19,9 @@ def values_of(
     ``hidden``: this rank's states, as ``Decoder.forward`` returns them. Every rank holds the head; each multiplies the states that it has, so that
     the head's gradient is placed as that of the final norm, and all ranks return all values. Products are not rounded to the precision of the
     layers', because a value has no other values to be compared with that are rounded alike."""
-    whole = whole_precision(kernels)
     if parallel is None:
-        return _dots(whole, hidden.index_select(0, rows), weight, bias)
-    own = _dots(whole, hidden, weight, bias)
+        return _dots(kernels, hidden.index_select(0, rows), weight, bias)
+    own = _dots(kernels, hidden, weight, bias)
     bounds = parallel.bounds(tokens)
     counts = [after - before for before, after in itertools.pairwise(bounds)]
     if parallel.sequence:
@@ -34,5 +33,10 @@ def values_of(
     return own.index_select(0, rows)
 
 
+def label_scores(kernels: Kernels, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns ``hidden[R] . weight[L, H] + bias[L]``, a number [R, L] for each label, with the precision of ``values_of``."""
+    return whole_precision(kernels).linear(hidden.to(weight.dtype), weight, bias).to(compute_dtype(weight.dtype))
+
+
 def _dots(kernels: Kernels, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return kernels.linear(hidden.to(weight.dtype), weight, bias).squeeze(1).to(compute_dtype(weight.dtype))
+    return label_scores(kernels, hidden, weight, bias).squeeze(1)

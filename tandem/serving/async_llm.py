@@ -4,20 +4,32 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, fields, replace
-from typing import Any, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tandem.config.engine import EngineArgs
 from tandem.engine.llm_inputs import PromptInput, prompts_of
 from tandem.engine.lora.request import LoRARequest
+from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
+from tandem.model.huggingface.pooling_config import read_pooling
 from tandem.runtime.process.processes import available_cores
 from tandem.serving.engines.instance import Instance
 from tandem.serving.engines.messages import EngineInfo, EngineRequest, Step
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
+
+if TYPE_CHECKING:
+    from tandem.engine.pooling.outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
 
 T = TypeVar("T")
 Deliver = Callable[[RequestOutput | UserError], None]
@@ -42,6 +54,7 @@ class AsyncLLM:
 
     def __init__(self, engine_args: EngineArgs) -> None:
         """Starts the engine and waits until it has loaded the model. Raises ``UserError`` if it cannot be loaded."""
+        self._engine_args = engine_args
         self._streams: dict[str, Deliver] = {}
         """By the engine's names of requests, which differ for two requests with one id, of which one was aborted."""
         self._names: dict[str, str] = {}
@@ -85,6 +98,72 @@ class AsyncLLM:
         """
         limit = self._info.max_model_len if sampling_params.truncate_prompt_tokens is None else None
         ((text, tokens, salt),) = await asyncio.to_thread(prompts_of, [prompt], self._tokenizer, limit)
+        request = EngineRequest(
+            id="", prompt_token_ids=tokens, params=_plain(sampling_params), stream=True, cache_salt=salt, priority=priority,
+            key=0 if sampling_params.seed is not None else next(self._keys), adapter=_adapter(lora_request),
+        )  # fmt: skip
+        async with contextlib.aclosing(self._outputs(request_id, request)) as outputs:
+            async for output in outputs:
+                yield replace(output, prompt=text)
+
+    async def encode(
+        self, prompt: PromptInput, pooling_params: PoolingParams, request_id: str, *, lora_request: LoRARequest | None = None, priority: int = 0,
+    ) -> "AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]":
+        """Yields what a model that embeds or scores texts makes of ``prompt``, once. The arguments are those of ``generate``, and ``pooling_params`` those of
+        ``LLM.encode``, whose bits these are. Raises ``UserError`` too if the model generates text, or the request was aborted."""
+        from tandem.engine.pooling import llm_pooling  # It imports torch, which a program that generates text does not need.
+
+        ((_, tokens, salt),) = await asyncio.to_thread(prompts_of, [prompt], self._tokenizer, self._info.max_model_len)
+        request = EngineRequest(
+            id="", prompt_token_ids=tokens, params={"max_tokens": 0}, stream=False, cache_salt=salt, priority=priority, key=0,
+            adapter=_adapter(lora_request), pooling={field.name: getattr(pooling_params, field.name) for field in fields(pooling_params)},
+        )  # fmt: skip
+        async with contextlib.aclosing(self._outputs(request_id, request)) as outputs:
+            async for output in outputs:
+                yield llm_pooling.pooled_output(output)
+
+    async def embed(self, prompt: PromptInput, request_id: str, pooling_params: PoolingParams | None = None, **options: Any) -> "EmbeddingRequestOutput":
+        """Returns the vector of ``prompt``, in ``outputs.embedding``. ``options``: ``lora_request`` and ``priority`` of ``encode``."""
+        from tandem.engine.pooling import llm_pooling
+
+        return llm_pooling.as_embedding(await self._pooled(prompt, request_id, pooling_params, "embed", options))
+
+    async def classify(
+        self, prompt: PromptInput, request_id: str, pooling_params: PoolingParams | None = None, **options: Any
+    ) -> "ClassificationRequestOutput":
+        """Returns the scores of ``prompt``, in ``outputs.probs``. The arguments are those of ``embed``."""
+        from tandem.engine.pooling import llm_pooling
+
+        return llm_pooling.as_classification(await self._pooled(prompt, request_id, pooling_params, "classify", options))
+
+    async def score(
+        self, data_1: str, data_2: str, request_id: str, pooling_params: PoolingParams | None = None, *, chat_template: str | None = None, **options: Any
+    ) -> "ScoringRequestOutput":
+        """Returns how well two texts belong together, in ``outputs.score``, as ``LLM.score`` does. The other arguments are those of ``embed``."""
+        from tandem.engine.pooling import llm_pooling
+
+        found = await asyncio.to_thread(read_pooling, Path(self._info.model_folder), self._engine_args)
+        if found is not None and found.scored_by is None:
+            asked = ((data_1, f"{request_id}-1"), (data_2, f"{request_id}-2"))
+            return llm_pooling.as_similarity(*await asyncio.gather(*(self._pooled(text, name, pooling_params, "embed", options) for text, name in asked)))
+        prompt: PromptInput = data_1
+        if found is not None:
+            pair, folder = [(data_1, data_2)], Path(self._info.tokenizer_folder or "")
+            (prompt,) = await asyncio.to_thread(llm_pooling.prompts_of_pairs, found, folder, await self.get_tokenizer(), pair, chat_template)
+        # A model that generates text refuses its prompt.
+        return llm_pooling.as_score(await self._pooled(prompt, request_id, pooling_params, "classify", options))
+
+    async def _pooled(
+        self, prompt: PromptInput, request_id: str, pooling_params: PoolingParams | None, task: PoolingTask, options: Mapping[str, Any]
+    ) -> "PoolingRequestOutput[PoolingOutput]":
+        from tandem.engine.pooling import llm_pooling
+
+        (params,) = llm_pooling.params_for(pooling_params, 1, task)
+        (output,) = [output async for output in self.encode(prompt, params, request_id, **options)]
+        return output
+
+    async def _outputs(self, request_id: str, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the outputs of ``request``, which gets a name of its own; aborts it if the iteration ends earlier."""
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | UserError]()
 
         def deliver(output: RequestOutput | UserError) -> None:
@@ -92,20 +171,15 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         name = f"{request_id}-{next(self._numbers)}"
-        request = EngineRequest(
-            id=name, prompt_token_ids=tokens, params=_plain(sampling_params), stream=True, cache_salt=salt, priority=priority,
-            key=0 if sampling_params.seed is not None else next(self._keys),
-            adapter=None if lora_request is None else [lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path],
-        )  # fmt: skip
         is_over = False
         try:
-            await self._ask(self._add(request_id, request, deliver))
+            await self._ask(self._add(request_id, replace(request, id=name), deliver))
             while not is_over:
                 output = await outputs.get()
                 is_over = isinstance(output, UserError) or output.finished
                 if isinstance(output, UserError):
                     raise output
-                yield replace(output, request_id=request_id, prompt=text, prompt_token_ids=tokens)
+                yield replace(output, request_id=request_id, prompt_token_ids=request.prompt_token_ids)
         finally:
             if not is_over and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._drop, name)
@@ -231,6 +305,10 @@ class AsyncLLM:
         self._watch.cancel()
         self._fail_all(SHUT_DOWN)
         await self._instance.stop()
+
+
+def _adapter(request: LoRARequest | None) -> list[Any] | None:
+    return None if request is None else [request.lora_name, request.lora_int_id, request.lora_path]
 
 
 def _plain(params: SamplingParams) -> dict[str, Any]:

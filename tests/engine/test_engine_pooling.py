@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import Tensor
@@ -195,8 +196,8 @@ def test_an_engine_that_generates_says_how_to_embed(make_folder: Folders) -> Non
 
 
 def test_modules_that_are_not_supported_are_named(make_folder: Folders, tmp_path: Path) -> None:
-    folder = modules(make_folder(), tmp_path / "dense", {"pooling_mode": "mean"}, "Dense")
-    with pytest.raises(UserError, match="has the module 'Dense'; supported are"):
+    folder = modules(make_folder(), tmp_path / "weighted", {"pooling_mode": "mean"}, "WeightedLayerPooling")
+    with pytest.raises(UserError, match="has the module 'WeightedLayerPooling'; supported are"):
         LLM(folder)
     folder = modules(make_folder(), tmp_path / "max", {"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": True})
     with pytest.raises(UserError, match="has the pooling mode 'max_tokens and mean_tokens'; supported are lasttoken, mean"):
@@ -241,3 +242,81 @@ def test_a_critic_values_each_token(make_folder: Folders, tmp_path: Path) -> Non
     for output in llm.encode(TEXTS, PoolingParams(use_activation=False)):
         with torch.no_grad():
             close(output.outputs.data, model(torch.tensor([output.prompt_token_ids])).logits[0])
+
+
+def test_several_labels_are_a_distribution_or_each_for_itself_as_the_folder_says(make_folder: Folders, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    names = {0: "good", 1: "bad", 2: "ugly"}
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(make_folder(), num_labels=3, id2label=names)
+    model.score.weight.data.mul_(20)
+    for kind, activation in ((None, lambda x: x.softmax(0)), ("multi_label_classification", torch.sigmoid)):
+        folder = tmp_path / str(kind)
+        model.config.problem_type = kind
+        model.save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(make_folder() / name, folder / name)
+        exact = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
+        llm = LLM(folder, max_num_batched_tokens=16, max_num_seqs=4)
+        outputs = llm.classify(TEXTS)
+        for text, output in zip(TEXTS, outputs, strict=True):
+            with torch.no_grad():
+                logits = exact(torch.tensor([output.prompt_token_ids])).logits[0]
+            close(output.outputs.probs, activation(logits))
+            (raw,) = llm.encode(text, PoolingParams(use_activation=False), pooling_task="token_classify")
+            assert raw.outputs.data.shape == (len(output.prompt_token_ids), 3)
+            close(raw.outputs.data[-1], logits)
+            assert llm.classify(text)[0].outputs.probs == output.outputs.probs
+        with pytest.raises(UserError, match="a score of a pair is one number and the model has 3 labels"):
+            llm.score("a", "b")
+
+
+def dense(folder: Path, inputs: int, outputs: int, activation: str, bias: bool = True) -> tuple[Tensor, Tensor]:
+    """Writes a ``Dense`` module; returns its weights in float64."""
+    folder.mkdir()
+    weight, shift = torch.randn(outputs, inputs), torch.randn(outputs) * bias
+    safetensors.torch.save_file({"linear.weight": weight} | ({"linear.bias": shift} if bias else {}), folder / "model.safetensors")
+    content = {"in_features": inputs, "out_features": outputs, "bias": bias, "activation_function": f"torch.nn.modules.{activation}"}
+    (folder / "config.json").write_text(json.dumps(content))
+    return weight.double(), shift.double()
+
+
+def test_dense_modules_follow_the_pooling(make_folder: Folders, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    folder = modules(make_folder(), tmp_path / "m", {"pooling_mode": "mean"}, "Dense", "Dense", "Normalize")
+    (first, shift), (second, _) = dense(folder / "2_Dense", 32, 48, "activation.Tanh"), dense(folder / "3_Dense", 48, 12, "linear.Identity", bias=False)
+    llm = LLM(folder, max_num_batched_tokens=16, max_num_seqs=4)
+    outputs = llm.embed(TEXTS)
+    for text, output in zip(TEXTS, outputs, strict=True):
+        wanted = second @ torch.tanh(first @ states(folder, output.prompt_token_ids).mean(0) + shift)
+        close(output.outputs.embedding, torch.nn.functional.normalize(wanted, dim=0))
+        assert llm.embed(text)[0].outputs.embedding == output.outputs.embedding
+    with pytest.raises(UserError, match="pooling dimensions is 32; the model has 12"):
+        llm.embed(TEXTS[0], pooling_params=PoolingParams(dimensions=32))
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"in_features": 31}, "has in_features 31 and the vectors before it have 32"),
+    ({"out_features": 9}, "tensor 'linear.weight' is \\[8, 32\\] and config.json says \\[9, 32\\]"),
+    ({"out_features": "8"}, "has out_features 8; it must be a whole number"),
+    ({"bias": False}, "has the tensors linear.bias, linear.weight; a Dense module has linear.weight"),
+    ({"activation_function": "mine.Strange"}, "has the activation_function 'Strange'; supported are torch's Identity, Tanh"),
+    ({"module_input_name": "token_embeddings"}, "has module_input_name 'token_embeddings'"),
+    (None, "has no model.safetensors \\(pytorch_model.bin is a pickle, which is never read\\)"),
+])  # fmt: skip
+def test_a_dense_module_that_cannot_be_read_is_one_line(changes: dict[str, Any] | None, says: str, make_folder: Folders, tmp_path: Path) -> None:
+    folder = modules(make_folder(), tmp_path / "m", {"pooling_mode": "mean"}, "Dense")
+    dense(folder / "2_Dense", 32, 8, "activation.Tanh")
+    path = folder / "2_Dense" / "config.json"
+    if changes is None:
+        (folder / "2_Dense" / "model.safetensors").rename(folder / "2_Dense" / "pytorch_model.bin")
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=says) as error:
+        LLM(folder, max_num_seqs=2)
+    assert "\n" not in str(error.value)
+
+
+def test_modules_in_another_order_are_refused(make_folder: Folders, tmp_path: Path) -> None:
+    folder = modules(make_folder(), tmp_path / "m", {"pooling_mode": "mean"}, "Normalize", "Dense")
+    with pytest.raises(UserError, match="has the modules Transformer, Pooling, Normalize, Dense; supported are Transformer, Pooling, Dense, Normalize"):
+        LLM(folder, max_num_seqs=2)

@@ -111,6 +111,14 @@ def test_a_revision_is_that_commit_though_the_branch_moves(hub: Hub) -> None:
     assert json.loads((local_folder(NAME, revision=first) / "config.json").read_text()) == {"model_type": "qwen3"}
 
 
+def test_the_modules_of_sentence_transformers_are_downloaded(hub: Hub) -> None:
+    names = ["modules.json", "config_sentence_transformers.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    others = ["2_Dense/pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"]
+    hub.repos[NAME].commit(FILES | dict.fromkeys([*names, *others], b"{}"))
+    folder = local_folder(NAME)
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {*READ, *names}
+
+
 def test_only_the_shards_of_the_index_are_downloaded(hub: Hub) -> None:
     shards = {f"model-0000{i}-of-00002.safetensors": bytes([i]) * 1000 for i in (1, 2)}
     index = {"weight_map": {f"layer.{i}": name for i, name in enumerate(shards)}}

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pooling_models import sentence_transformer
 from server_process import Server, server
 from tool_server import CALLS, FLAGS
 
+from tandem import LLM
+
 PROGRAMS = Path(__file__).parent / "client_programs"
-PACKAGES = (["langchain-openai", "litellm", "llama-index-llms-openai-like"], ["mcp"])
+PACKAGES = (["langchain-openai", "litellm", "llama-index-llms-openai-like", "llama-index-embeddings-openai-like"], ["mcp"])
 """Installed one after the other: LiteLLM imports ``mcp`` and does not ask for it, and asks for other versions of what it needs."""
 ENVIRONMENT = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 """LiteLLM asks the network for prices otherwise."""
@@ -41,9 +44,9 @@ def open_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         assert "Traceback" not in started.log.read_text(), started.log.read_text()
 
 
-def answers(python: Path, open_server: Server, name: str) -> dict[str, Any]:
+def answers(python: Path, open_server: Server, name: str, *given: str) -> dict[str, Any]:
     """Returns what the program ``name`` prints."""
-    command = [str(python), str(PROGRAMS / f"{name}.py"), open_server.url, CALLS, "It is 3."]
+    command = [str(python), str(PROGRAMS / f"{name}.py"), open_server.url, *(given or (CALLS, "It is 3."))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=open_server.log.parent, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -65,3 +68,13 @@ def test_llama_index_calls_tools_and_streams(python: Path, open_server: Server) 
     found = answers(python, open_server, "with_llama_index")
     assert (found["names"], found["arguments"]) == (["add", "now"], ARGUMENTS)
     assert found["text"] == found["streamed"] == "It is 3."
+
+
+def test_langchain_and_llama_index_embed_and_search(python: Path, model: Path, tmp_path: Path) -> None:
+    texts = ["the quick brown fox", "jumps over", "the lazy dog 你好"]
+    embedder = sentence_transformer(model, tmp_path / "embedder")
+    wanted = [output.outputs.embedding for output in LLM(embedder, max_num_seqs=8).embed(texts)]
+    with server(embedder, tmp_path, "--served-model-name", "tiny") as running:
+        found = answers(python, running, "embeddings", json.dumps(texts))
+        assert found["langchain"] == found["llama_index"] == [wanted] * 3 and found["nearest"] == [texts] * 2
+        assert "Traceback" not in running.log.read_text(), running.log.read_text()

@@ -10,42 +10,14 @@ from typing import Any
 
 import openai
 import pytest
-import torch
+from pooling_models import reward_model, sentence_transformer
 from server_process import Server, server
 
-from tandem import LLM, PoolingParams
+from tandem import LLM, AsyncLLM, EngineArgs, PoolingParams, SamplingParams, UserError
 from tandem.engine.pooling.pairs import cosine_similarity
 from tandem.text.tokenizer import Tokenizer
 
 TEXTS = ["the quick brown fox", "jumps over", "the lazy dog 你好"]
-
-
-def sentence_transformer(model: Path, folder: Path) -> Path:
-    """Writes ``model`` as one of Sentence Transformers, with links to its files."""
-    folder.mkdir()
-    for path in model.iterdir():
-        (folder / path.name).symlink_to(path.resolve())
-    names = ["Transformer", "Pooling", "Normalize"]
-    modules = [{"path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"} for i, name in enumerate(names)]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
-    return folder
-
-
-def reward_model(model: Path, folder: Path) -> Path:
-    """Writes a model with one score from the weights of ``model``."""
-    import shutil
-
-    import transformers
-
-    torch.manual_seed(0)
-    scoring = transformers.AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, id2label={0: "good"})
-    scoring.score.weight.data.mul_(20)
-    scoring.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(model / name, folder / name)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +159,47 @@ def test_a_reranker_by_two_words_has_the_prompt_of_its_model_card(model: Path, t
 
 
 @pytest.mark.full
+def test_asynchronous_programs_have_the_vectors_and_scores_of_an_llm(embedder: Path, model: Path, tmp_path: Path, wanted: list[list[float]]) -> None:
+    async def embedded(engine: AsyncLLM) -> list[list[float]]:
+        return [each.outputs.embedding for each in await asyncio.gather(*(engine.embed(text, f"e{i}") for i, text in enumerate(TEXTS)))]
+
+    async def pooled(engine: AsyncLLM) -> None:
+        (each,) = [output async for output in engine.encode(TEXTS[0], PoolingParams(task="token_embed"), "tokens")]
+        assert each.request_id == "tokens" and each.outputs.data[-1].tolist() == pytest.approx(wanted[0], abs=1e-6)
+        assert (await engine.score(TEXTS[0], TEXTS[1], "pair")).outputs.score == cosine_similarity(wanted[0], wanted[1])
+        with pytest.raises(UserError, match="pooling task is 'classify' and the model embeds texts"):
+            await engine.classify(TEXTS[0], "class")
+        with pytest.raises(UserError, match="this engine embeds texts and generates none"):
+            [output async for output in engine.generate(TEXTS[0], SamplingParams(max_tokens=1), "text")]
+
+    with AsyncLLM.from_engine_args(EngineArgs(model=str(embedder), max_num_seqs=8)) as engine:
+        assert asyncio.run(embedded(engine)) == wanted
+        asyncio.run(pooled(engine))
+    folder = reward_model(model, tmp_path / "reward")
+    reward = LLM(folder, max_num_seqs=4)
+    with AsyncLLM.from_engine_args(EngineArgs(model=str(folder), max_num_seqs=8)) as engine:
+        assert asyncio.run(engine.score(TEXTS[0], TEXTS[1], "pair")).outputs == reward.score(TEXTS[0], TEXTS[1])[0].outputs
+        assert asyncio.run(engine.classify(TEXTS[2], "class")).outputs == reward.classify(TEXTS[2])[0].outputs
+
+
+def test_a_generating_engine_refuses_to_pool(model: Path) -> None:
+    with AsyncLLM.from_engine_args(EngineArgs(model=str(model), max_num_seqs=8)) as engine:
+        for ask in (engine.embed(TEXTS[0], "a"), engine.score(TEXTS[0], TEXTS[1], "b")):
+            with pytest.raises(UserError, match="this engine generates text and pools nothing"):
+                asyncio.run(ask)
+
+
+def test_classes_have_the_name_of_the_likeliest_label(model: Path, tmp_path: Path) -> None:
+    folder = reward_model(model, tmp_path / "m", {0: "good", 1: "bad", 2: "ugly"})
+    wanted = [output.outputs.probs for output in LLM(folder, max_num_seqs=4).classify(TEXTS)]
+    with server(folder, tmp_path) as running:
+        data = posted(running, "/classify", input=TEXTS)["data"]
+        assert [each["probs"] for each in data] == wanted and all(each["num_classes"] == 3 for each in data)
+        assert [each["label"] for each in data] == [("good", "bad", "ugly")[probs.index(max(probs))] for probs in wanted]
+        assert "is one number and the model has 3 labels" in refused(running, "/score", text_1="a", text_2="b")
+        assert posted(running, "/invocations", input=TEXTS)["data"] == data
+
+
 def test_an_engine_that_is_killed_is_replaced_and_the_embeddings_come(embedder: Path, tmp_path: Path, wanted: list[list[float]]) -> None:
     import os
     import signal

@@ -20,11 +20,14 @@ from tandem.engine.pooling.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from tandem.engine.pooling.pairs import cosine_similarity, pair_template, pair_text, paired
+from tandem.engine.pooling.pairs import check_one_label, cosine_similarity, pair_template, pair_text, paired
 from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.engine.processing.outputs import RequestOutput
+from tandem.model.huggingface.pooling_config import ModelPooling
+from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
 
+Pooled = PoolingRequestOutput[PoolingOutput]
 GivenParams = PoolingParams | Sequence[PoolingParams] | None
 Run = Callable[[Sequence[PromptInput], list[PoolingParams]], list[RequestOutput]]
 """Computes prompts with their parameters, in order."""
@@ -40,19 +43,19 @@ def params_for(given: GivenParams, count: int, task: PoolingTask | None) -> list
     return [params if task is None else replace(params, task=task) for params in listed]
 
 
-def encoded(run: Run, prompts: Sequence[PromptInput], params: list[PoolingParams]) -> list[PoolingRequestOutput[PoolingOutput]]:
+def encoded(run: Run, prompts: Sequence[PromptInput], params: list[PoolingParams]) -> list[Pooled]:
     """Returns the vectors or scores of ``prompts`` as tensors."""
-    return [_with(output, PoolingOutput(_tensor(output))) for output in run(prompts, params)]
+    return [pooled_output(output) for output in run(prompts, params)]
 
 
 def embedded(run: Run, prompts: Sequence[PromptInput], params: list[PoolingParams]) -> list[EmbeddingRequestOutput]:
     """Returns the vectors of ``prompts``."""
-    return [_with(output, EmbeddingOutput(_tensor(output).tolist())) for output in run(prompts, params)]
+    return [as_embedding(output) for output in encoded(run, prompts, params)]
 
 
 def classified(run: Run, prompts: Sequence[PromptInput], params: list[PoolingParams]) -> list[ClassificationRequestOutput]:
     """Returns the scores of ``prompts``."""
-    return [_with(output, ClassificationOutput(_tensor(output).tolist())) for output in run(prompts, params)]
+    return [as_classification(output) for output in encoded(run, prompts, params)]
 
 
 def scored(
@@ -63,22 +66,50 @@ def scored(
         raise UserError(GENERATES)
     pairs = paired(first, second, ("data_1", "data_2"))
     if engine.pooler.model_pooling.scored_by is None:
-        outputs = embedded(run, [*first, *second], params_for(params, len(first) + len(second), "embed"))
-        queries, documents = outputs[: len(first)], outputs[len(first) :]
-        return [
-            PoolingRequestOutput(
-                f"{a.request_id}_{b.request_id}", ScoringOutput(cosine_similarity(a.outputs.embedding, b.outputs.embedding)),
-                a.prompt_token_ids + b.prompt_token_ids, a.num_cached_tokens + b.num_cached_tokens,
-            )
-            for a, b in paired(queries, documents, ("data_1", "data_2"))
-        ]  # fmt: skip
+        outputs = encoded(run, [*first, *second], params_for(params, len(first) + len(second), "embed"))
+        return [as_similarity(a, b) for a, b in paired(outputs[: len(first)], outputs[len(first) :], ("data_1", "data_2"))]
     if engine.tokenizer is None:
         raise UserError("data_1 is a text and this engine has no tokenizer; give one")
-    compiled = pair_template(engine.pooler.model_pooling, folder, template)
+    prompts = prompts_of_pairs(engine.pooler.model_pooling, folder, engine.tokenizer, pairs, template)
+    return [as_score(output) for output in encoded(run, prompts, params_for(params, len(prompts), "classify"))]
+
+
+def prompts_of_pairs(
+    pooling: ModelPooling, folder: Path, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], template: str | None
+) -> list[dict[str, Any]]:
+    """Returns what a model that scores pairs reads of each. Raises ``UserError`` for a model with several labels, and a template that is broken."""
+    check_one_label(pooling)
+    compiled = pair_template(pooling, folder, template)
     texts = [pair_text(query, document, compiled) for query, document in pairs]
-    prompts = [{"prompt": text, "prompt_token_ids": engine.tokenizer.encode(text, add_special_tokens=compiled is None)} for text in texts]
-    outputs_of_pairs = run(prompts, params_for(params, len(prompts), "classify"))
-    return [_with(output, ScoringOutput(float(_tensor(output)[0]))) for output in outputs_of_pairs]
+    return [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=compiled is None)} for text in texts]
+
+
+def pooled_output(output: RequestOutput) -> Pooled:
+    """Returns the result of a pooling request. Raises ``RunError`` for one that was aborted."""
+    return PoolingRequestOutput(output.request_id, PoolingOutput(_tensor(output)), output.prompt_token_ids, output.num_cached_tokens)
+
+
+def as_embedding(output: Pooled) -> EmbeddingRequestOutput:
+    """Returns ``output`` with its numbers as the components of a vector."""
+    return _with(output, EmbeddingOutput(output.outputs.data.tolist()))
+
+
+def as_classification(output: Pooled) -> ClassificationRequestOutput:
+    """Returns ``output`` with its numbers as the scores of labels."""
+    return _with(output, ClassificationOutput(output.outputs.data.tolist()))
+
+
+def as_score(output: Pooled) -> ScoringRequestOutput:
+    """Returns ``output`` with its number as the score of a pair."""
+    return _with(output, ScoringOutput(float(output.outputs.data[0])))
+
+
+def as_similarity(first: Pooled, second: Pooled) -> ScoringRequestOutput:
+    """Returns the cosine similarity of two vectors."""
+    return PoolingRequestOutput(
+        f"{first.request_id}_{second.request_id}", ScoringOutput(cosine_similarity(first.outputs.data.tolist(), second.outputs.data.tolist())),
+        first.prompt_token_ids + second.prompt_token_ids, first.num_cached_tokens + second.num_cached_tokens,
+    )  # fmt: skip
 
 
 def as_list(given: Any) -> list[Any]:
@@ -92,7 +123,7 @@ def _tensor(output: RequestOutput) -> torch.Tensor:
     return torch.frombuffer(bytearray(output.pooled.data), dtype=torch.float32).view(output.pooled.shape)
 
 
-def _with(output: RequestOutput, outputs: Any) -> PoolingRequestOutput[Any]:
+def _with(output: Pooled, outputs: Any) -> PoolingRequestOutput[Any]:
     return PoolingRequestOutput(output.request_id, outputs, output.prompt_token_ids, output.num_cached_tokens)
 
 

@@ -9,8 +9,8 @@ from tandem.types import WeightVersion
 
 @dataclass(frozen=True, slots=True)
 class PooledData:
-    """Numbers of a pooling request as they travel. ``shape``: [D] for a vector or a score, [T, D] for one of each token. ``data``: fp32 in the byte order
-    of the machine, row by row. ``weight_version``: the weights that computed them."""
+    """Numbers of a pooling request as they travel. ``shape``: [D] for a vector or the scores of labels, [T, D] for those of each token. ``data``: fp32 in
+    the byte order of the machine, row by row. ``weight_version``: the weights that computed them."""
 
     shape: tuple[int, ...]
     data: bytes

@@ -37,6 +37,12 @@ def paired(first: Sequence[T], second: Sequence[T], names: tuple[str, str]) -> l
     return list(zip(list(first) * (len(second) if len(first) == 1 else 1), second, strict=True))
 
 
+def check_one_label(pooling: ModelPooling) -> None:
+    """Raises ``UserError`` for a model with several labels, which has no one score of a pair."""
+    if len(pooling.labels) > 1:
+        raise UserError(f"a score of a pair is one number and the model has {len(pooling.labels)} labels; ask for its classes instead")
+
+
 def pair_template(pooling: ModelPooling, folder: Path, given: str | None = None) -> ChatTemplate | None:
     """Returns the template of pairs: the one that is ``given``, that of the tokenizer in ``folder`` if it is for pairs, or that of Qwen3-Reranker; ``None``:
     the two texts follow each other. Raises ``UserError`` for a template that is broken."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tandem.engine.pooling.dense import Dense
 from tandem.engine.pooling.outputs import PooledData
 from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.model.decoder import Decoder
@@ -26,6 +27,12 @@ class Pooler:
         self.model_pooling = model_pooling
         self.decoder = decoder
         self._words = _word_ids(model_pooling, tokenizer)
+        self.width = decoder.shapes.hidden_size
+        """Components of a vector."""
+        self._dense: list[Dense] = []
+        for module in model_pooling.dense:
+            self._dense.append(Dense.load(module, self.width, decoder.embed_tokens.device))
+            self.width = module.out_features
 
     @property
     def task(self) -> PoolingTask:
@@ -56,7 +63,7 @@ class Pooler:
         )  # fmt: skip
 
     def _check_dimensions(self, dimensions: int) -> None:
-        pooling, width = self.model_pooling, self.decoder.shapes.hidden_size
+        pooling, width = self.model_pooling, self.width
         if pooling.scored_by is not None:
             raise UserError(f"pooling dimensions is {dimensions} and the model scores texts; leave it out")
         if not pooling.is_matryoshka and dimensions != width:
@@ -75,6 +82,8 @@ class Pooler:
 
     def vectors(self, states: Tensor, params: PoolingParams) -> Tensor:
         """Returns the vectors [N, D] of hidden ``states[N, H]``, in fp32."""
+        for layer in self._dense:
+            states = layer(self.decoder.kernels, states)
         kept = states if params.dimensions is None else states[:, : params.dimensions]
         vectors = kept.to(torch.promote_types(kept.dtype, torch.float32))
         if params.use_activation:
@@ -84,15 +93,18 @@ class Pooler:
         return vectors.float()
 
     def scores(self, states: Tensor, row: int, logits_of: LogitsOf, params: PoolingParams) -> Tensor:
-        """Returns the scores [N] of hidden ``states[N, H]``, which begin at ``row`` of the step, in fp32."""
+        """Returns the scores [N, L] of hidden ``states[N, H]``, which begin at ``row`` of the step, in fp32."""
         if self.model_pooling.scored_by == "words":
             logits = logits_of(row, row + len(states))
             no, yes = self._words
-            scores = logits[:, yes] if no is None else logits[:, yes] - logits[:, no]
+            scores = (logits[:, yes] if no is None else logits[:, yes] - logits[:, no]).unsqueeze(1)
         else:
-            scores = self.decoder.values(states, torch.arange(len(states), device=states.device), len(states))
+            scores = self.decoder.label_scores(states)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return (scores.sigmoid() if params.use_activation else scores).float()
+        if params.use_activation:
+            # A sum over labels is taken one row at a time, as that over components.
+            scores = torch.stack([row.softmax(0) for row in scores.unbind(0)]) if self.model_pooling.is_one_of else scores.sigmoid()
+        return scores.float()
 
 
 def _word_ids(pooling: ModelPooling, tokenizer: Tokenizer | None) -> tuple[int | None, int]:
@@ -112,7 +124,7 @@ def _word_ids(pooling: ModelPooling, tokenizer: Tokenizer | None) -> tuple[int |
 
 
 class PooledStates:
-    """Collects the hidden states of one request, chunk by chunk. ``result``: the vector [D] or the score [1], or one for each token [T, D] or [T, 1], in
+    """Collects the hidden states of one request, chunk by chunk. ``result``: the vector [D] or the scores [L], or those of each token [T, D] or [T, L], in
     fp32 in host memory; ``None`` until the last chunk.
 
     The bits are the same for any chunks, since sums are taken token by token.
@@ -166,4 +178,4 @@ class PooledStates:
     def _results(self, states: Tensor, row: int, logits_of: LogitsOf) -> Tensor:
         if self._is_embedding:
             return self._pooler.vectors(states, self._params)
-        return self._pooler.scores(states, row, logits_of, self._params).unsqueeze(1)
+        return self._pooler.scores(states, row, logits_of, self._params)

@@ -26,11 +26,13 @@ MISSING = "models of the Hugging Face Hub need huggingface_hub, which is not ins
 SCHEME = "hf://"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_POOLING = ("modules.json", "config_sentence_transformers.json", "*_Pooling/config.json", "*_Dense/config.json", "*_LogitScore/config.json")
+"""How a model of Sentence Transformers embeds or scores texts."""
 Part = Literal["model", "description", "tokenizer", "adapter"]
 """What is needed of a model: all of it, all but its weights, its tokenizer alone, or the files of a LoRA adapter."""
 _FILES: dict[Part, tuple[str, ...]] = {
-    "model": ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES),
-    "description": ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES),
+    "model": ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES, *_POOLING, "*_Dense/model.safetensors"),
+    "description": ("config.json", "generation_config.json", INDEX, *TOKENIZER_FILES, *_POOLING),
     "tokenizer": ("config.json", "generation_config.json", *TOKENIZER_FILES),
     "adapter": ADAPTER,
 }

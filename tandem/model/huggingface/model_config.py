@@ -6,7 +6,7 @@ Dropout is not applied.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +18,14 @@ from tandem.types import UserError
 from tandem.types.input_file import MOST_JSON_BYTES, read_input
 
 TokenIds = int | Sequence[int] | None
-Heads = Literal["language", "any", "none"]
-"""The heads that a model may have: that of a language model; any; none, so that those of the folder are left out."""
+Heads = Literal["language", "any", "labels", "none"]
+"""The heads that a model may have: that of a language model; any that gives one number; any, also with several labels; none, so that those of the folder are
+left out."""
 LANGUAGE_CLASS = "ForCausalLM"
 TRUNK_CLASS = "Model"
 VALUE_CLASSES: dict[ValueHead, str] = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
 """The ends of transformers' class names by the head of a model."""
+MOST_LABELS = 2**20
 ONE_LABEL: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 """The keys of ``config.json`` for a head that gives one number."""
 _ROPE_KEYS = {
@@ -61,12 +63,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_shapes(folder: str | Path, heads: Heads = "language") -> ModelShapes:
-    """Returns the shapes of the model in ``folder``, which has a language-model head, or, with ``any``, may have a value head in its place; with
-    ``none`` those of its layers alone. Raises ``UserError`` for a folder without a model or a model that is not supported."""
+    """Returns the shapes of the model in ``folder``, which has a language-model head, or, with ``any``, may have a value head in its place, with ``labels``
+    one of several labels; with ``none`` those of its layers alone. Raises ``UserError`` for a folder without a model or a model that is not supported."""
     path = Path(folder) / "config.json"
     shapes = shapes_of(read_json(path), str(path))
     if heads == "none":
-        return replace(shapes, language_head=False, value_head="none", tie_word_embeddings=False)
+        return replace(shapes, language_head=False, value_head="none", num_labels=1, tie_word_embeddings=False)
+    if heads != "labels" and shapes.num_labels != 1:
+        raise UserError(f"'{path}' has num_labels {shapes.num_labels}; a reward model or a critic gives one number: name a model with num_labels 1")
     if heads == "language" and not shapes.language_head:
         raise UserError(
             f"model '{folder}' is a {class_of(shapes)}, which scores text and has no language-model head; name the folder of a causal language model"
@@ -82,8 +86,8 @@ def class_of(shapes: ModelShapes) -> str:
     return name.removesuffix(LANGUAGE_CLASS) + (TRUNK_CLASS if shapes.value_head == "none" else VALUE_CLASSES[shapes.value_head])
 
 
-def _value_head(config: dict[str, Any], where: str) -> ValueHead:
-    """Returns the value head that ``architectures`` names. Raises ``UserError`` for one of several labels."""
+def value_head_of(config: Mapping[str, Any], where: str = "config.json") -> tuple[ValueHead, int]:
+    """Returns the value head that ``architectures`` names, and the number of its labels. Raises ``UserError`` for a number that cannot be."""
     classes = config.get("architectures")
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     for head, suffix in VALUE_CLASSES.items():
@@ -91,10 +95,10 @@ def _value_head(config: dict[str, Any], where: str) -> ValueHead:
             # transformers writes the labels unless they are the two of its default.
             labels = config.get("id2label")
             count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
-            if count != 1:
-                raise UserError(f"'{where}' has num_labels {count}; a reward model or a critic gives one number: name a model with num_labels 1")
-            return head
-    return "none"
+            if not isinstance(count, int) or not 1 <= count <= MOST_LABELS:
+                raise UserError(f"'{where}' has num_labels {str(count)[:40]}; a head has 1 to {MOST_LABELS} labels")
+            return head, count
+    return "none", 1
 
 
 def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes:
@@ -112,7 +116,7 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
     max_position_embeddings = read.integer("max_position_embeddings", family.max_position_embeddings)
     theta, scaling = _rope(read, max_position_embeddings, family.rope_theta)
-    biases, value_head = family.biases(read), _value_head(config, where)
+    biases, (value_head, labels) = family.biases(read), value_head_of(config, where)
     # Without a language-model head nothing is tied, whatever the model that it was made from says.
     is_tied = read.boolean("tie_word_embeddings", False) and value_head == "none"
     try:
@@ -137,6 +141,7 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
             layer_windows=family.mask.read(read, layers),
             experts=None if family.experts is None else family.experts.read(read, layers),
             value_head=value_head,
+            num_labels=labels,
             language_head=value_head == "none",
         )
     except ValueError as error:

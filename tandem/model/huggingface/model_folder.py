@@ -90,7 +90,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
     if decoder.lm_head is not None:
         tensors["lm_head.weight"] = decoder.head_weight
     if decoder.score is not None:
-        tensors |= _unfused(decoder.score, ["score"], (1,))
+        tensors |= _unfused(decoder.score, ["score"], (decoder.shapes.num_labels,))
     projections = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
     for index, layer in zip(decoder.layer_numbers, decoder.layers, strict=True):
         assert isinstance(layer, Layer)

@@ -12,10 +12,13 @@ from typing import Any, Literal
 
 from tandem.config.engine import EngineArgs
 from tandem.config.pooling import PoolingType
-from tandem.model.huggingface.model_config import TRUNK_CLASS, VALUE_CLASSES, Heads, read_json
+from tandem.model.huggingface.dense_module import DenseModule, read_dense
+from tandem.model.huggingface.model_config import TRUNK_CLASS, VALUE_CLASSES, Heads, read_json, value_head_of
 from tandem.types import UserError
 
 ScoredBy = Literal["sequence", "token", "words"]
+MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
+"""Modules of Sentence Transformers, in the order in which they are supported."""
 _POOLING_MODES: dict[str, PoolingType] = {"lasttoken": "LAST", "mean": "MEAN"}
 _LEGACY_MODES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 
@@ -32,7 +35,9 @@ class ModelPooling:
         dimensions: The number of components of an embedding where a request does not say; ``None``: all.
         is_matryoshka: Whether requests may ask for fewer. ``matryoshka_dimensions``: how many; empty: any number.
         words: The tokens of no and yes; ``word_ids`` where their ids are given (no ``None``: the logit of yes alone).
-        label: The name of the score.
+        labels: The names of the scores, ``None`` for one that has none.
+        is_one_of: Whether one of several labels is right, so that their scores are a distribution (softmax), and not each for itself (sigmoid).
+        dense: Layers after the pooling.
         has_template: Whether the folder's chat template is one for pairs of a query and a document.
         is_qwen3_reranker: Whether pairs are written as Qwen3-Reranker reads them.
     """
@@ -45,14 +50,16 @@ class ModelPooling:
     matryoshka_dimensions: tuple[int, ...] = ()
     words: tuple[str, str] | None = None
     word_ids: tuple[int | None, int] | None = None
-    label: str | None = None
+    labels: tuple[str | None, ...] = (None,)
+    is_one_of: bool = False
+    dense: tuple[DenseModule, ...] = ()
     has_template: bool = False
     is_qwen3_reranker: bool = False
 
     @property
     def heads(self) -> Heads:
         """The heads of the model that are loaded."""
-        return "none" if self.scored_by is None else "language" if self.scored_by == "words" else "any"
+        return "none" if self.scored_by is None else "language" if self.scored_by == "words" else "labels"
 
 
 def read_pooling(folder: Path, args: EngineArgs) -> ModelPooling | None:
@@ -71,7 +78,7 @@ def read_pooling(folder: Path, args: EngineArgs) -> ModelPooling | None:
         raise UserError(f"pooler_config pooling_type is 'MEAN' and model '{folder}' scores texts by their last token; leave it out")
     if given.dimensions is not None and found.scored_by is not None:
         raise UserError(f"pooler_config dimensions is {given.dimensions} and model '{folder}' scores texts; leave it out")
-    hidden = config.get("hidden_size")
+    hidden = found.dense[-1].out_features if found.dense else config.get("hidden_size")
     if given.dimensions is not None and isinstance(hidden, int) and given.dimensions > hidden:
         raise UserError(f"pooler_config dimensions is {given.dimensions}; the embeddings of model '{folder}' have {hidden}")
     return replace(
@@ -123,11 +130,14 @@ def _scored(folder: Path, config: Mapping[str, Any], modules: Mapping[str, Path]
 def _head(config: Mapping[str, Any]) -> ModelPooling | None:
     classes, labels = config.get("architectures"), config.get("id2label")
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
-    label = labels.get("0", labels.get(0)) if isinstance(labels, dict) else None
     for head, suffix in VALUE_CLASSES.items():
         if any(name.endswith(suffix) for name in names):
             scored_by: ScoredBy = "sequence" if head == "sequence" else "token"
-            return ModelPooling(scored_by, use_activation=_activates(config), label=label if isinstance(label, str) else None)
+            count = value_head_of(config)[1]
+            named = labels if isinstance(labels, dict) else {i: f"LABEL_{i}" for i in range(count)}
+            shown = (named.get(str(i), named.get(i)) for i in range(count))
+            texts = tuple(label if isinstance(label, str) else None for label in shown)
+            return ModelPooling(scored_by, use_activation=_activates(config), labels=texts, is_one_of=count > 1 and _is_one_of(config))
     return None
 
 
@@ -136,9 +146,20 @@ def _activates(config: Mapping[str, Any]) -> bool:
     kind = config.get("problem_type")
     if kind == "regression":
         return False
+    name = _activation_of(config) if kind is None else None
+    return True if name is None else _is_sigmoid(name)
+
+
+def _activation_of(config: Mapping[str, Any]) -> str | None:
+    """Returns the name of the activation function that Sentence Transformers wrote for a cross encoder."""
     own = config.get("sentence_transformers")
     name = own.get("activation_fn") if isinstance(own, dict) else config.get("sbert_ce_default_activation_function")
-    return _is_sigmoid(name) if isinstance(name, str) and kind is None else True
+    return name if isinstance(name, str) else None
+
+
+def _is_one_of(config: Mapping[str, Any]) -> bool:
+    """Returns whether one of several labels is right, as transformers takes it unless the folder says otherwise."""
+    return config.get("problem_type") != "multi_label_classification" and _activation_of(config) is None
 
 
 def _cross_encoder_activates(folder: Path, default: bool) -> bool:
@@ -155,15 +176,22 @@ def _is_sigmoid(name: str) -> bool:
 
 
 def _modules(folder: Path) -> dict[str, Path]:
-    """Returns the folder of each module of Sentence Transformers by the name of its class. Raises ``UserError`` for one that is not supported."""
+    """Returns the folder of each module of Sentence Transformers by the name of its class; those of several ``Dense`` as ``Dense``, ``Dense 2`` and so on.
+    Raises ``UserError`` for modules that are not supported, or in an order that is not."""
     path = folder / "modules.json"
     if not path.is_file():
         return {}
-    listed = _json_list(path)
-    found = {str(module.get("type", "")).rpartition(".")[2]: folder / str(module.get("path", "")) for module in listed if isinstance(module, dict)}
-    for name in found:
-        if name not in ("Transformer", "Pooling", "Normalize", "LogitScore"):
-            raise UserError(f"'{path}' has the module {name!r}; supported are Transformer, Pooling, Normalize and LogitScore")
+    found: dict[str, Path] = {}
+    order: list[str] = []
+    for module in _json_list(path):
+        kind = str(module.get("type", "") if isinstance(module, dict) else module).rpartition(".")[2]
+        if kind not in MODULES:
+            raise UserError(f"'{path}' has the module {kind!r}; supported are {', '.join(MODULES)}")
+        count = order.count(kind)
+        order.append(kind)
+        found[kind if not count else f"{kind} {count + 1}"] = folder / str(module.get("path", ""))
+    if order != sorted(order, key=MODULES.index) or any(order.count(kind) > 1 for kind in order if kind != "Dense"):
+        raise UserError(f"'{path}' has the modules {', '.join(order)}; supported are {', '.join(MODULES)} in this order, and of Dense alone several")
     return found
 
 
@@ -185,7 +213,8 @@ def _sentence_transformer(folder: Path, modules: Mapping[str, Path]) -> ModelPoo
         mode = chosen[0].removesuffix("_tokens").removesuffix("_token") if len(chosen) == 1 else " and ".join(chosen) or "mean"
     if mode not in _POOLING_MODES:
         raise UserError(f"'{modules['Pooling'] / 'config.json'}' has the pooling mode {mode!r}; supported are {', '.join(_POOLING_MODES)}")
-    return ModelPooling(pooling_type=_POOLING_MODES[mode], use_activation="Normalize" in modules)
+    dense = tuple(read_dense(path) for name, path in modules.items() if name.partition(" ")[0] == "Dense")
+    return ModelPooling(pooling_type=_POOLING_MODES[mode], use_activation="Normalize" in modules, dense=dense)
 
 
 def _matryoshka(pooling: ModelPooling, config: Mapping[str, Any]) -> ModelPooling:

@@ -85,6 +85,7 @@ def _info(llm: LLM) -> EngineInfo:
         num_parameters=parameter_count(shapes),
         dtype=str(llm.engine.dtype).removeprefix("torch."),
         tokenizer_folder=None if llm.engine.tokenizer is None else str(llm.tokenizer_folder.resolve()),
+        model_folder=str(llm.model_folder.resolve()),
     )
 
 

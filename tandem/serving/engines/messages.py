@@ -45,7 +45,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is. ``num_parameters`` counts numbers, not bytes. ``tokenizer_folder``: of its tokenizer, ``None`` if it has none."""
+    """What an engine is. ``num_parameters`` counts numbers, not bytes. ``tokenizer_folder``: of its tokenizer, ``None`` if it has none.
+    ``model_folder``: of the model, here."""
 
     pid: int
     max_model_len: int
@@ -56,6 +57,7 @@ class EngineInfo:
     num_parameters: int
     dtype: str
     tokenizer_folder: str | None
+    model_folder: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from tandem.engine.pooling.outputs import PooledData
-from tandem.engine.pooling.pairs import cosine_similarity, pair_template, pair_text, paired
+from tandem.engine.pooling.pairs import check_one_label, cosine_similarity, pair_template, pair_text, paired
 from tandem.model.huggingface.pooling_config import ModelPooling
 from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.errors import invalid, unavailable
@@ -139,8 +139,10 @@ async def classify(state: ServerState, body: ClassifyRequest, request: Request) 
     call = Call(state, body, request, "classify", "classify")
     pooled = await _of_texts(call, body)
     rows = [result.rows()[0] for result in pooled.results]
-    label = call.pooling.label
-    return pooled.response(data=[{"index": i, "label": label, "probs": probs, "num_classes": len(probs)} for i, probs in enumerate(rows)])
+    labels = [call.pooling.labels[max(range(len(probs)), key=probs.__getitem__)] for probs in rows]
+    return pooled.response(
+        data=[{"index": i, "label": label, "probs": probs, "num_classes": len(probs)} for i, (label, probs) in enumerate(zip(labels, rows, strict=True))]
+    )
 
 
 async def score(state: ServerState, body: ScoreRequest, request: Request) -> Response:
@@ -192,6 +194,7 @@ async def _of_pairs(call: Call, body: PairFields, first: list[str], second: list
     """Computes the score of each pair. Raises ``ApiError``."""
     pooling, state = call.pooling, call.state
     try:
+        check_one_label(pooling)
         pairs = paired(first, second, names)
         state.pool.check_room(len(pairs))
         first = [await _first_tokens(call, text, body.max_tokens_per_query, names[0]) for text in first]
