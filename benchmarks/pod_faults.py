@@ -3,7 +3,8 @@
     python benchmarks/pod_faults.py [--faults 100] [--first-seed 1] [--work runs/bench]
 
 A run trains with five faults of different kinds: a kill of any process or of a whole machine, a cut between any two, full shared memory, a full disk, clocks
-that jump, a slow peer, a stopped process. Pods that end are started again, as a cluster's manager does, and a run that ends is resumed. It is then compared
+that jump, a slow peer, a stopped process. Every fourth run is set up in the same way: with one trainer; with the trainer's ranks in two pods; in bf16 with
+element-wise deltas that pods send on to each other; with two engines in each pod that compute with the published weights. Pods that end are started again, as a cluster's manager does, and a run that ends is resumed. It is then compared
 with the undisturbed run in one pod: every byte of the model and of the checkpoints, the rows of metrics.jsonl but for times, the evaluations, and every
 sample of every step, once each. These are the faults of tests/pod/random_faults.py. ``--work`` keeps each run (``pod-faults.jsonl``) and the folders of those
 with something wrong, so that the command can be stopped and started again; the report has all that are there. Needs root. Ends with exit code 1 where
@@ -11,6 +12,7 @@ something was wrong.
 """
 
 import json
+import shutil
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -25,7 +27,7 @@ for room in (".", "pod"):
 from four_pods import STEPS, undisturbed_run  # noqa: E402 - found by the lines above
 from network import why_not  # noqa: E402
 from pod_runs import PodRun  # noqa: E402
-from random_faults import EACH, KINDS, FaultyRun, PodFault, faulty_run, rows_of  # noqa: E402
+from random_faults import EACH, KINDS, SETUPS, FaultyRun, PodFault, Setup, faulty_run, rows_of  # noqa: E402
 
 
 def read(path: Path) -> dict[int, FaultyRun]:
@@ -47,10 +49,24 @@ def report(runs: dict[int, FaultyRun]) -> str:
     ]  # fmt: skip
     recoveries = sum((Counter(run.recoveries) for run in every), Counter[str]())
     lines += [f"Replaced or left out meanwhile: {', '.join(f'{part} {count}' for part, count in sorted(recoveries.items()))}.", ""]
+    lines += ["| runs with | runs | faults | nothing wrong |", "|---|---|---|---|"]
+    for setup in SETUPS:
+        of_setup = [run for run in every if run.setup == setup.name]
+        lines.append(f"| {setup.name} | {len(of_setup)} | {sum(len(run.faults) for run in of_setup)} | {sum(not run.wrong for run in of_setup)} |")
+    lines.append("")
     kinds, went_on = Counter(fault.kind for fault in faults), Counter(fault.kind for fault in faults if not fault.ended)
     lines += ["| fault | how often | the run went on by itself |", "|---|---|---|"]
     lines += [f"| {kind} | {kinds[kind]} | {went_on[kind]} |" for kind in KINDS]
     return "\n".join([*lines, "", "Where the command had ended, the run was resumed.", "", *rows_of(every), ""])
+
+
+def _undisturbed(folder: Path, setup: Setup) -> PodRun:
+    """Returns the undisturbed run of ``setup``, which is made once."""
+    run = PodRun(folder, name="run")
+    if not (run.directory / "model").is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+        run = undisturbed_run(folder, STEPS, *setup.settings)
+    return run
 
 
 def main() -> int:
@@ -62,13 +78,14 @@ def main() -> int:
         sys.exit(reason)
     work = options.work.resolve() / "pod-faults"
     work.mkdir(parents=True, exist_ok=True)
-    path, quiet = work / "pod-faults.jsonl", PodRun(work / "undisturbed", name="run")
-    if not (quiet.directory / "model").is_dir():
-        quiet = undisturbed_run(work / "undisturbed")
+    path = work / "pod-faults.jsonl"
     for seed in range(options.first_seed, options.first_seed + -(-options.faults // EACH)):
         if seed in read(path):
             continue
-        run = faulty_run(quiet, work / f"seed-{seed}", seed)
+        # What the command that was stopped has left.
+        shutil.rmtree(work / f"seed-{seed}", ignore_errors=True)
+        setup = SETUPS[seed % len(SETUPS)]
+        run = faulty_run(_undisturbed(work / f"undisturbed-{seed % len(SETUPS)}", setup), work / f"seed-{seed}", seed, setup=setup)
         print(run, flush=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(run)) + "\n")

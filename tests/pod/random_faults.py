@@ -26,6 +26,25 @@ _SLOW_KBIT_S = 256
 
 
 @dataclass(frozen=True, slots=True)
+class Setup:
+    """How the runs of a kind are set up: ``name`` in words, ``settings`` of the undisturbed run too, and those of ``pods``, which must change no bit."""
+
+    name: str
+    settings: tuple[str, ...] = ()
+    pods: tuple[str, ...] = ()
+
+
+_BF16 = ("--trainer.dtype=bfloat16", "--trainer.learning_rate=1e-5")
+_DELTAS = ("--pods.elementwise_deltas=true", "--pods.full_update_every=5", "--pods.peer_to_peer=true")
+SETUPS = (
+    Setup("one trainer"),
+    Setup("ranks of the trainer in two pods", ("--parallel.data=2",), ("--pods.trainer_count=2",)),
+    Setup("bf16, element-wise deltas from pod to pod", _BF16, _DELTAS),
+    Setup("two engines a pod, without a copy", ("--rollout.weights=shared",), ("--rollout.workers=2",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class PodFault:
     """One fault: its ``kind``, what it struck, when (the steps that were taken) and for how long; by how many steps the run went on while it lasted and
     how its command ``ended`` before the next fault, if it did: then the run was resumed."""
@@ -40,13 +59,15 @@ class PodFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultyRun:
-    """A run with ``faults``, in which this was ``wrong`` (empty: nothing). ``recoveries``: by what was replaced or left out; ``seconds``: of the whole run."""
+    """A run with ``faults``, in which this was ``wrong`` (empty: nothing). ``recoveries``: by what was replaced or left out; ``seconds``: of the whole run;
+    ``setup``: the name of its ``Setup``."""
 
     seed: int
     faults: tuple[PodFault, ...]
     wrong: tuple[str, ...]
     recoveries: dict[str, int]
     seconds: float
+    setup: str = SETUPS[0].name
 
 
 Fault = Callable[[FourPods, random.Random, float], str]
@@ -167,8 +188,8 @@ KINDS: dict[str, Fault] = {
 }
 
 
-def faulty_run(quiet: PodRun, folder: Path, seed: int, steps: int = STEPS, count: int = EACH, settings: Sequence[str] = ()) -> FaultyRun:
-    """Makes ``count`` faults that ``seed`` draws in a run of four pods with ``settings`` in ``folder``, which is removed if nothing is wrong. ``quiet``: the
+def faulty_run(quiet: PodRun, folder: Path, seed: int, steps: int = STEPS, count: int = EACH, setup: Setup = SETUPS[0]) -> FaultyRun:
+    """Makes ``count`` faults that ``seed`` draws in a run of four pods with ``setup`` in ``folder``, which is removed if nothing is wrong. ``quiet``: the
     undisturbed run."""
     rng, began, faults, wrong = random.Random(f"pod faults {seed}"), time.monotonic(), list[PodFault](), list[str]()
     names = list(KINDS)
@@ -176,7 +197,7 @@ def faulty_run(quiet: PodRun, folder: Path, seed: int, steps: int = STEPS, count
     kinds = [names[(seed * count + place) % len(names)] for place in range(count)]
     rng.shuffle(kinds)
     at_steps = sorted(rng.sample(range(steps - 2), count))
-    four = FourPods(folder, steps, settings)
+    four = FourPods(folder, steps, (*setup.settings, *setup.pods))
     try:
         four.start()
         for kind, at_step, after in zip(kinds, at_steps, [*at_steps[1:], steps], strict=True):
@@ -202,7 +223,7 @@ def faulty_run(quiet: PodRun, folder: Path, seed: int, steps: int = STEPS, count
         four.close()
     if not wrong:
         shutil.rmtree(folder)
-    return FaultyRun(seed, tuple(faults), tuple(wrong), dict(recoveries), round(time.monotonic() - began, 1))
+    return FaultyRun(seed, tuple(faults), tuple(wrong), dict(recoveries), round(time.monotonic() - began, 1), setup.name)
 
 
 def check_undisturbed(four: FourPods, quiet: PodRun) -> None:

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 from pod_runs import PodRun
-from random_faults import faulty_run
+from random_faults import SETUPS, faulty_run
 
 pytestmark = pytest.mark.full
 STEPS = 16
-SETTINGS = ("--parallel.data=2",)
+SETUP = SETUPS[1]
+SETTINGS = SETUP.settings
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_faults_while_ranks_are_on_two_machines_change_no_bit(seed: int, quiet: PodRun, tmp_path: Path) -> None:
-    run = faulty_run(quiet, tmp_path / "run", seed, STEPS, settings=(*SETTINGS, "--pods.trainer_count=2"))
+    run = faulty_run(quiet, tmp_path / "run", seed, STEPS, setup=SETUP)
     assert run.wrong == () and len(run.faults) == 5
