@@ -3,12 +3,12 @@
     python benchmarks/pod_faults.py [--faults 100] [--first-seed 1] [--work runs/bench]
 
 A run trains with five faults of different kinds: a kill of any process or of a whole machine, a cut between any two, full shared memory, a full disk, clocks
-that jump, a slow peer, a stopped process. Every fourth run is set up in the same way: with one trainer; with the trainer's ranks in two pods; in bf16 with
-element-wise deltas that pods send on to each other; with two engines in each pod that compute with the published weights. Pods that end are started again, as a cluster's manager does, and a run that ends is resumed. It is then compared
-with the undisturbed run in one pod: every byte of the model and of the checkpoints, the rows of metrics.jsonl but for times, the evaluations, and every
-sample of every step, once each. These are the faults of tests/pod/random_faults.py. ``--work`` keeps each run (``pod-faults.jsonl``) and the folders of those
-with something wrong, so that the command can be stopped and started again; the report has all that are there. Needs root. Ends with exit code 1 where
-something was wrong.
+that jump, a slow peer, a stopped process. The runs are set up in turn with one trainer; with the trainer's ranks in two pods; in bf16 with element-wise
+deltas that pods send on to each other; with two engines in each pod that compute with the published weights. Pods that end are started again, as a cluster's
+manager does, and a run that ends is resumed. It is then compared with the undisturbed run in one pod: every byte of the model and of the checkpoints, the rows
+of metrics.jsonl but for times, the evaluations, and every sample of every step, once each. These are the faults of tests/pod/random_faults.py. ``--work``
+keeps each run (``pod-faults.jsonl``) and the folders of those with something wrong, so that the command can be stopped and started again; the report has all
+that are there. Needs root. Ends with exit code 1 where something was wrong.
 """
 
 import json
