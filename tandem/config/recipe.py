@@ -221,11 +221,6 @@ class Recipe:
             raise UserError(f"{given}, which reach no 'embedded' store; set coordination.store to etcd")
         if not self.run.name:
             raise UserError(f"{given}, which find a run by its name; set run.name")
-        if self.trainer.lora is not None:
-            raise UserError(f"{given}; in this version they receive whole models and no adapter: remove trainer.lora, or set pods.max_count to pods.count")
-        if self.rollout.agent is not None or self.task.tools:
-            what = "rollout.agent" if self.rollout.agent is not None else "task.tools"
-            raise UserError(f"{given}; in this version they have no functions of yours: remove {what}, or set pods.max_count to pods.count")
 
     def _check_environment(self) -> None:
         """Checks that a ``verifiers`` environment, and nothing else, is scored by its own functions."""

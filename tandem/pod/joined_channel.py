@@ -49,6 +49,11 @@ class JoinedChannel:
             is_worker = isinstance(error, RpcTimeout) and is_of_worker(error)
             raise SidecarDied("rollout", "worker" if is_worker else "shim", str(error)) from None
 
+    def stacks(self, deadline_s: float) -> dict[str, str]:
+        """Returns the stacks of the processes of this life by their names, while other calls are in progress. Raises as ``CallClient.call``."""
+        reply = self.client.call("stacks", {"token": self.token}, deadline_s=deadline_s)
+        return {str(who): str(text) for who, text in reply.meta["stacks"].items()}
+
     def kill(self) -> None:
         """Leaves this life alone from now on, and lets another begin. A pod that cannot be reached finds out in the store."""
         if not self.is_ended:

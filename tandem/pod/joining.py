@@ -7,6 +7,7 @@ its workers and engines. It then takes part from the next update of weights on. 
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tandem import __version__
 from tandem.pod.failures import PodLost, SidecarDied
 from tandem.pod.joined_channel import JoinedChannel
 from tandem.pod.rollout_pod import RolloutPod
+from tandem.pod.sent_functions import SentFunctions
+from tandem.pod.sent_weights import send_weights, weight_files
 from tandem.runtime.coordination.membership import Member, leave, members
 from tandem.runtime.coordination.store import Store
 from tandem.runtime.rpc.calls import WorkerDied
@@ -26,13 +29,15 @@ logger = logging.getLogger(__name__)
 FOLDER_PROOF = "folder"
 """The file in the run's folder ``pod`` by which a pod shows that it reaches that folder."""
 _FAILURES = (SidecarDied, PodLost, WorkerDied, OSError, RunError)
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".safetensors.index.json")
+_WEIGHTS = (".safetensors", ".bin", ".pt")
+_STACKS_S = 5.0
 
 
 @dataclass
 class Joining:
     """``config``: the recipe for them, in YAML. ``most``: how many may take part at once. ``first``: the number of the first one. ``leadership``: returns
     the revision at which this controller leads. ``deadline_s``: of calls. ``folder``: that of the run, in which ``FOLDER_PROOF`` has the text ``proof``.
+    ``functions``: those that episodes run. ``sends_weights``: an update holds an adapter alone, so engines read the other weights from the model's folder.
 
     ``lives``: of the pods that are prepared or take part, by name; ``numbers``: of all so far, by name; ``news``: what has happened since it was last
     asked for."""
@@ -47,6 +52,8 @@ class Joining:
     heartbeat_timeout_s: float
     folder: str = ""
     proof: str = ""
+    functions: SentFunctions = field(default_factory=SentFunctions)
+    sends_weights: bool = False
     lives: dict[str, RolloutPod] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     news: list[dict[str, Any]] = field(default_factory=list)
@@ -115,6 +122,14 @@ class Joining:
             if what == "left":
                 self.news.append({"left": pod.number, "name": pod.name, "reason": reason})
 
+    def stacks(self) -> dict[str, str]:
+        """Returns the stacks of the processes of the pods that work for this controller, by their names; of a pod that does not answer, why."""
+        with self.changed:
+            pods = [pod for pod in self.lives.values() if pod.is_set_up and isinstance(pod.channel, JoinedChannel)]
+        with ThreadPoolExecutor(max(1, len(pods)), thread_name_prefix="stacks") as pool:
+            taken = pool.map(_stacks_of, pods)
+        return {f"{pod.name}, {who}": text for pod, of_pod in zip(pods, taken, strict=True) for who, text in of_pod.items()}
+
     def _pod(self, store: Store, member: Member) -> RolloutPod:
         number = self.numbers.setdefault(member.name, self.first + len(self.numbers))
         client = HttpClient(
@@ -137,7 +152,8 @@ class Joining:
             if pod.version != __version__:
                 raise RunError(f"it has Tandem {pod.version} and the run {__version__}; install the same version")
             meta = {"config": self.config, "number": pod.number, "deadline_s": self.deadline_s, "folder": self.folder, "proof": self.proof}
-            reply = pod.ask("setup", meta, deadline_s=self.heartbeat_timeout_s).meta
+            meta["functions"] = dict(self.functions.paths)
+            reply = pod.ask("setup", meta, self.functions.files, deadline_s=self.heartbeat_timeout_s).meta
             pod.is_set_up, pod.reaches_folder = True, bool(reply.get("reaches_folder"))
 
     def _prepare(self, pod: RolloutPod, engine: dict[str, Any]) -> None:
@@ -145,7 +161,9 @@ class Joining:
             self._set_up(pod)
             folder = Path(engine["folder"])
             files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS)}
-            pod.ask("receive_model", {}, files)
+            weights = weight_files(folder) if self.sends_weights else {}
+            pod.ask("receive_model", {"weights": weights}, files)
+            send_weights(pod, folder, weights)
             pod.ask("start_worker")
             for number in range(pod.workers):
                 pod.ask("start_engine", {**engine, "worker": number})
@@ -167,3 +185,11 @@ class Joining:
                 self._refused.add(str(error))
                 self.news.append({"refused": pod.number, "name": pod.name, "reason": str(error)})
             self.changed.notify_all()
+
+
+def _stacks_of(pod: RolloutPod) -> dict[str, str]:
+    assert isinstance(pod.channel, JoinedChannel)
+    try:
+        return pod.channel.stacks(_STACKS_S)
+    except _FAILURES as error:
+        return {"the pod": str(error)}

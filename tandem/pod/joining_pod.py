@@ -11,10 +11,11 @@ from pathlib import Path
 
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.pods import PodsConfig
-from tandem.pod.joining_shim import AGAIN
+from tandem.pod.joining_shim import AGAIN, STACKS_FOLDER
 from tandem.runtime.coordination.open import store_address
 from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import Threads, describe_exit, kill, spawn
+from tandem.runtime.process.stacks import remove_ended, stacks_in
 from tandem.runtime.rpc.credentials import read_credential
 from tandem.types import UserError
 
@@ -31,7 +32,10 @@ def serve_run(run: str, coordination: CoordinationConfig, pods: PodsConfig, *, n
         "join": store_address(coordination, Path(run)), "host": pods.host, "credential": Path(pods.credential_file).absolute(), "port": pods.port,
         "threads": threads, "lease": coordination.lease_s, "join-timeout": pods.join_timeout_s, "faults": faults,
     }  # fmt: skip
-    return _Lives([text for key, value in arguments.items() for text in (f"--{key}", str(value))]).run()
+    # Of an earlier command.
+    remove_ended(folder / STACKS_FOLDER)
+    with stacks_in(folder / STACKS_FOLDER):
+        return _Lives([text for key, value in arguments.items() for text in (f"--{key}", str(value))]).run()
 
 
 class _Lives:

@@ -18,10 +18,15 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+import yaml
+
 from tandem import __version__
+from tandem.config.yaml_text import parse_yaml
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.failures import Role
 from tandem.pod.joining import FOLDER_PROOF
+from tandem.pod.sent_functions import take_functions
+from tandem.pod.sent_weights import KeptWeights
 from tandem.pod.shim import Shim
 from tandem.runtime.coordination.election import LEADER
 from tandem.runtime.coordination.membership import Member, join, leave, members
@@ -29,6 +34,7 @@ from tandem.runtime.coordination.open import open_store, with_deadline
 from tandem.runtime.coordination.session import Session
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPlan, no_fault
+from tandem.runtime.process.stacks import named_stacks
 from tandem.runtime.records.logs import log_uncaught, setup
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, PeerDied, Progress, Reply
 from tandem.runtime.rpc.credentials import read_credential
@@ -36,6 +42,8 @@ from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
+STACKS_FOLDER = "stacks"
+"""In the folder of a pod: where its processes answer with their stacks."""
 RELEASED, AGAIN = 0, 75
 """Exit statuses: the run needs this pod no longer; this life is over and the next one may join (``EX_TEMPFAIL``)."""
 _OF_ROLLOUT = (*ROLLOUT_CALLS, "start_worker", "stop_worker", "replace_worker", "receive_weights", "verify_weights", "memory")
@@ -60,6 +68,7 @@ class JoiningShim:
         self.is_leaving = self.is_released = False
         self.ended = threading.Event()
         self.status, self.lock = RELEASED, threading.Lock()
+        self.weights = KeptWeights(self.folder / "base")
 
     # -- membership --------------------------------------------------------------------------------------------------------
 
@@ -135,11 +144,13 @@ class JoiningShim:
 
     def methods(self) -> dict[str, Method]:
         passed_on = {name: self._fenced(name, "rollout") for name in _OF_ROLLOUT} | {name: self._fenced(name, "trainer") for name in _OF_TRAINER}
-        return {"setup": self.setup, "release": self.release, "receive_model": self.receive_model, **passed_on}
+        own = {"setup": self.setup, "release": self.release, "receive_model": self.receive_model, "receive_file": self.receive_file, "stacks": self.stacks}
+        return {**own, **passed_on}
 
     def setup(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Takes this life for the controller with ``token``, with the recipe ``config``. The reply says whether it ``reaches_folder``, that of the run, as
-        ``proof`` shows. Raises ``PeerDied`` if it is another life that is meant, or another controller has it."""
+        """Takes this life for the controller with ``token``, with the recipe ``config`` and the files of its ``functions``, whose import paths these are. The
+        reply says whether it ``reaches_folder``, that of the run, as ``proof`` shows. Raises ``PeerDied`` if it is another life that is meant, or another
+        controller has it."""
         token = [int(each) for each in meta["token"]]
         with self.lock:
             if self.member is None or token[1] != self.member.revision:
@@ -153,7 +164,9 @@ class JoiningShim:
                 raise PeerDied(self.name, "setup", f"pod {self.name} was set up before")
         for name in ("pod", "model"):
             _empty(self.folder / name)
-        (self.folder / "config.yaml").write_text(str(meta["config"]), encoding="utf-8")
+        config = parse_yaml(str(meta["config"]), "the recipe of the run")
+        take_functions(config, self.folder / "functions", meta.get("functions", {}), blobs)
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
         roles: tuple[Role, ...] = ("rollout", "trainer")
         for role in roles:
             options = argparse.Namespace(
@@ -165,7 +178,8 @@ class JoiningShim:
         return {"reaches_folder": has_proof(str(meta.get("folder", "")), str(meta.get("proof", "")))}, {}
 
     def receive_model(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Takes the files of the model's folder but its weights. Raises ``RunError`` for a file that would not be in its folder."""
+        """Takes the files of the model's folder but its weights, of which files with the digests ``weights`` follow (``receive_file``). Raises ``RunError`` for
+        a file that would not be in its folder."""
         self._check(meta, "receive_model")
         folder = self.folder / "model"
         _empty(folder)
@@ -173,7 +187,18 @@ class JoiningShim:
             if Path(name).name != name:
                 raise RunError(f"'{name}' is not the name of a file of a model")
             (folder / name).write_bytes(content)
+        self.weights.expect(meta.get("weights", {}))
         return {}, {}
+
+    def receive_file(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Takes a part of a file of the model's folder, see ``KeptWeights.receive``. The reply has the ``held_bytes``."""
+        self._check(meta, "receive_file")
+        return {"held_bytes": self.weights.receive(meta, blobs["part"], self.folder / "model")}, {}
+
+    def stacks(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """The ``stacks`` of all processes of this pod, by their names."""
+        self._check(meta, "stacks")
+        return {"stacks": named_stacks(self.folder / STACKS_FOLDER, self.folder, "the rollout shim")}, {}
 
     def release(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Ends this life; ``again``: another may join. The reply says whether the pod ``left`` by itself."""

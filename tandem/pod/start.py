@@ -21,12 +21,14 @@ from tandem.pod.joining import FOLDER_PROOF, Joining
 from tandem.pod.leadership import Fence
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.rollout_pods import RolloutPods
+from tandem.pod.sent_functions import sent_functions
 from tandem.pod.trainer_pods import TrainerPod, TrainerPods
 from tandem.pod.worker import make_worker
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.learned_deadline import LearnedDeadline
 from tandem.runtime.process.processes import available_cores
+from tandem.runtime.process.waits import WAITS
 from tandem.runtime.rpc.credentials import new_credential, read_credential, write_credential
 from tandem.runtime.rpc.listener import listen
 from tandem.types import UserError
@@ -152,7 +154,9 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
             return guard.revision
 
         text = yaml.safe_dump(to_mapping(own), sort_keys=False, allow_unicode=True)
-        joining = Joining(text, first.credential, rollout.workers, pods.max_count - pods.count, pods.count, leadership, deadline_s, pods.heartbeat_timeout_s)
+        joining = Joining(text, first.credential, rollout.workers, pods.max_count - pods.count, pods.count, leadership, deadline_s, pods.heartbeat_timeout_s,
+                          functions=sent_functions(recipe), sends_weights=recipe.trainer.lora is not None)  # fmt: skip
+        WAITS.stacks_elsewhere = joining.stacks
     # A pod that was started elsewhere does it at its own address.
     sends_on = {"host": pods.host, "port": 0, "advertised": ""} if pods.peer_to_peer else {}
     return RolloutPods(

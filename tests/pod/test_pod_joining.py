@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_server import WHY_SKIPPED, EtcdServer, program
+from etcd_server import EtcdServer
+from joined_machines import CREDENTIAL, Machines, needs_etcd, shim_of
 from pod_runs import RECIPE, PodRun, difference, finish
 
 from tandem import __version__
@@ -33,7 +33,6 @@ from tandem.runtime.rpc.credentials import write_credential
 from tandem.runtime.rpc.http_server import HttpServer
 from tandem.types import UserError
 
-CREDENTIAL = "c0" * 32
 JOINS = ["--pods.max_count=2", "--pods.credential_file=f", "--coordination.store=etcd", "--run.name=r"]
 
 
@@ -279,9 +278,8 @@ def test_keys_of_joining_that_cannot_be_right_are_refused_in_one_line(values: di
     [
         (JOINS[:2], r"so pods can join from other machines, which reach no 'embedded' store; set coordination\.store to etcd"),
         (JOINS[:3], r"which find a run by its name; set run\.name"),
-        ([*JOINS, "--trainer.lora={rank: 2}"], r"they receive whole models and no adapter: remove trainer\.lora"),
     ],
-    ids=["store", "name", "adapter"],
+    ids=["store", "name"],
 )
 def test_runs_that_no_pod_can_join_are_refused_in_one_line(overrides: list[str], line: str) -> None:
     with pytest.raises(UserError, match=line):
@@ -306,70 +304,11 @@ def test_an_address_or_a_secret_that_is_not_there_is_refused_before_any_work(wro
 # -- runs ------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Machines:
-    """A run and pods that are started beside it, each with its own folder, which know of each other by etcd alone."""
-
-    folder: Path
-    etcd: EtcdServer
-    settings: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        write_credential(self.folder / "secret", CREDENTIAL)
-        self.name = f"run-{time.time_ns()}"
-        self.run = PodRun(self.folder / "run", name=self.name)
-        self.pods = dict[str, PodRun]()
-
-    @property
-    def _common(self) -> list[str]:
-        return [
-            "--coordination.store=etcd", f"--coordination.endpoints=[{self.etcd.url}]", "--coordination.lease_s=3", "--pods.max_count=3",
-            f"--pods.credential_file={self.folder / 'secret'}", f"--run.name={self.name}", *self.settings,
-        ]  # fmt: skip
-
-    def pod(self, name: str, *arguments: str) -> "subprocess.Popen[str]":
-        pod = self.pods.setdefault(name, PodRun(self.folder / name))
-        return pod.begin("pod", str(RECIPE), f"--run.directory={pod.parent}", f"--name={name}", f"--folder={pod.parent / 'files'}", *self._common, *arguments)
-
-    def train(self, *arguments: str) -> "subprocess.Popen[str]":
-        return self.run.begin("train", str(RECIPE), f"--run.directory={self.run.parent}", *self._common, *arguments)
-
-    def log(self, name: str) -> str:
-        path = self.pods[name].parent / "files" / "logs" / "rollout_shim.log"
-        return path.read_text() if path.exists() else ""
-
-    def wait_for(self, name: str, what: str, process: "subprocess.Popen[str] | None" = None) -> None:
-        ends = time.monotonic() + 240
-        while what not in self.log(name):
-            assert time.monotonic() < ends and (process is None or process.poll() is None), (what, self.log(name))
-            time.sleep(0.02)
-
-    def members(self) -> list[tuple[str, str]]:
-        """Returns what the journal has of pods, by what happened and the name."""
-        return [(next(key for key in ("joined", "left", "refused") if key in event.detail), event.detail["name"]) for event in self.run.events("membership")]
-
-    def left_behind(self) -> list[str]:
-        return [*self.run.left_behind(), *(line for pod in self.pods.values() for line in pod.left_behind())]
-
-    def close(self) -> None:
-        for run in (self.run, *self.pods.values()):
-            for pid in run.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-
 @pytest.fixture
 def machines(etcd_server: EtcdServer, tmp_path: Path) -> Iterator[Machines]:
     made = Machines(tmp_path, etcd_server)
     yield made
     made.close()
-
-
-def shim_of(pod: PodRun) -> int:
-    return next(pid for pid, line in pod.processes().items() if "joining_shim" in line)
-
-
-needs_etcd = pytest.mark.skipif(program() is None, reason=WHY_SKIPPED)
 
 
 @needs_etcd

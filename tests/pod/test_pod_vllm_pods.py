@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from etcd_server import WHY_SKIPPED, EtcdServer, program
+from joined_machines import Machines
 from pod_runs import HERE, PodRun, finish
-from test_pod_joining import Machines
 
 sys.path.append(str(HERE.parent / "backends"))
 

@@ -64,6 +64,31 @@ def stacks_of(folder: Path, pids: Iterable[int], wait_s: float = 1.0) -> dict[in
     return stacks
 
 
+def named_stacks(folder: Path, logs_of: Path, own: str) -> dict[str, str]:
+    """Returns the stacks of all processes that answer in ``folder``, by their names: that of their log file below the folder ``logs_of``, and ``own`` for this
+    process. Of one that does not answer, why."""
+    pids = answering(folder)
+    return {f"{_name(pid, logs_of, own)} (process {pid})": text or _why_silent(pid) for pid, text in stacks_of(folder, pids).items()}
+
+
+def _name(pid: int, logs_of: Path, own: str) -> str:
+    if pid == os.getpid():
+        return own
+    try:
+        output = Path(f"/proc/{pid}/fd/2").readlink()
+        return str(output.relative_to(logs_of.resolve()).with_suffix("")).replace("logs/", "")
+    except (OSError, ValueError):
+        return "a process"
+
+
+def _why_silent(pid: int) -> str:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "has ended"
+    return "is stopped (SIGSTOP)" if state == "T" else "does not answer"
+
+
 def remove_ended(folder: Path) -> None:
     """Removes what processes that have ended leave in ``folder``."""
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -108,11 +108,12 @@ class Waits:
     """The open waits of this process, and the deadlines that were learned from those that ended. Thread-safe.
 
     ``owner``: the name of this process. ``factor``, ``least_s``: of learned deadlines. ``on_expired``: takes the stacks of all parties and returns where they
-    are."""
+    are; ``stacks_elsewhere``: those on other machines, by the names of the processes."""
 
     def __init__(self, owner: str = "this process") -> None:
         self.owner, self.factor, self.least_s = owner, 10.0, 60.0
         self.on_expired: Callable[[Wait], str] = lambda wait: ""
+        self.stacks_elsewhere: Callable[[], Mapping[str, str]] = dict
         self._lock = threading.Lock()
         self._open: dict[str, Wait] = {}
         self._learned: dict[tuple[str, str], LearnedDeadline] = {}

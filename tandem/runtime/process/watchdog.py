@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tandem.runtime.process.processes import memory_of
-from tandem.runtime.process.stacks import answering, innermost, stacks_of
+from tandem.runtime.process.stacks import innermost, named_stacks
 from tandem.runtime.process.waits import WAITS, Wait, Waits
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._waits.on_expired = lambda wait: ""
+        self._waits.on_expired, self._waits.stacks_elsewhere = lambda wait: "", dict
         self._ended.set()
         self._thread.join()
 
@@ -58,30 +58,19 @@ class Watchdog:
         return alarms
 
     def expired(self, wait: Wait) -> str:
-        """Logs who waits for whom since when, and writes the stacks of all processes of the run to a file. Returns a few words on where they are."""
+        """Logs who waits for whom since when, and writes the stacks of all processes of the run, those on other machines too, to a file. Returns a few words on
+        where they are."""
         logger.warning("overdue: %s", wait.describe())
         for text, _ in wait.behind:
             logger.warning("behind it: %s", text)
-        pids = answering(self._stacks)
-        taken = stacks_of(self._stacks, pids)
+        taken = {**named_stacks(self._stacks, self._directory, self._waits.owner), **self._waits.stacks_elsewhere()}
         path = self._directory / "logs" / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{wait.id}.txt"
         parts = [wait.describe(), *(text for text, _ in wait.behind)]
-        for pid, text in taken.items():
-            who = f"{self._name(pid)} (process {pid})"
-            parts.append(f"\n{who}\n{text or _why_silent(pid)}")
-            logger.warning("%s: %s", who, innermost(text) if text else _why_silent(pid))
+        for who, text in taken.items():
+            parts.append(f"\n{who}\n{text}")
+            logger.warning("%s: %s", who, innermost(text))
         path.write_text("\n".join(parts), encoding="utf-8")
         return f"the stacks of {len(taken)} processes are in '{path}'"
-
-    def _name(self, pid: int) -> str:
-        """Returns the name of a process: that of its log file, below the run's folder."""
-        if pid == os.getpid():
-            return self._waits.owner
-        try:
-            output = Path(f"/proc/{pid}/fd/2").readlink()
-            return str(output.relative_to(self._directory.resolve()).with_suffix("")).replace("logs/", "")
-        except (OSError, ValueError):
-            return "a process"
 
     def _watch(self) -> None:
         shown, before = "", time.monotonic()
@@ -119,11 +108,3 @@ def _alarm(name: str, value: float, limit: float) -> str:
     if name == "controller/rss_bytes":
         return f"the controller takes {value / 2**30:.2f} GiB of memory, more than watchdog.memory_alarm_gib ({limit / 2**30:g})"
     return f"the controller's loop stood still for {value:.1f} s, longer than watchdog.lag_alarm_s ({limit:g}): this machine is overloaded, or was suspended"
-
-
-def _why_silent(pid: int) -> str:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "has ended"
-    return "is stopped (SIGSTOP)" if state == "T" else "does not answer"
