@@ -32,9 +32,9 @@ from tandem.types import UserError, WeightVersion
 from tandem.types.input_file import read_input
 
 if TYPE_CHECKING:
+    from tandem.runtime.tls import TlsFiles
     from tandem.serving.kv_transfer.settings import KVTransferSettings
     from tandem.serving.settings import FollowedRun
-    from tandem.serving.tls import TlsFiles
 
 MOST_KEY_BYTES = 2**16
 """Of a file with a key in its first line. An HTTP header is no longer."""
@@ -179,7 +179,7 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
 
 
 def _tls(options: argparse.Namespace) -> "TlsFiles | None":
-    from tandem.serving.tls import TlsFiles, TlsNames
+    from tandem.runtime.tls import TlsFiles, TlsNames
 
     cert, key, authorities, wanted = options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs, ssl.VerifyMode(options.ssl_cert_reqs)
     if not cert and not key:

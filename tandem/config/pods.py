@@ -7,7 +7,8 @@ from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
-_OF_JOINING = ("min_count", "join_timeout_s", "heartbeat_timeout_s", "host", "port", "credential_file")
+_OF_TLS = ("tls_cert_file", "tls_key_file", "tls_ca_file")
+_OF_JOINING = ("min_count", "join_timeout_s", "heartbeat_timeout_s", "host", "port", "credential_file", *_OF_TLS)
 _OF_DELTAS = ("elementwise_deltas", "full_update_every")
 
 
@@ -35,6 +36,14 @@ class PodsConfig:
     """Port on `host`: of the run for its weights, of `tandem pod` for calls. 0: any free one."""
     credential_file: str = ""
     """File with the secret that all pods of the run share, readable by its owner only; for example a mounted Kubernetes secret."""
+    tls_cert_file: str = ""
+    """File with the certificate of this machine, in PEM. With it calls and weights between pods are encrypted (TLS 1.3), and every pod shows a certificate of
+    its own to every other (mutual TLS), beside the secret. All machines of a run have one, or none. Files that are renewed are read again. Empty: plain TCP."""
+    tls_key_file: str = ""
+    """File with the private key of that certificate, in PEM, not encrypted."""
+    tls_ca_file: str = ""
+    """File with the certificates of the authorities of the pods, in PEM. Whoever has a certificate of theirs is taken for a pod, whatever its name is, so let
+    them sign for pods alone."""
     protocols: tuple[Literal["rdma", "mooncake", "tcp"], ...] = ("tcp",)
     """How the trainer's pod serves its weights. Each other pod takes the first of `rdma`, `mooncake` (Mooncake over TCP) and `tcp` that both have; the first
     two need the extra `mooncake`."""
@@ -87,8 +96,27 @@ class PodsConfig:
             raise UserError(f"'pods.port' is {self.port}; it must be a port, 1 to 65535, or 0 for any free one")
         if self.host in ("", "0.0.0.0", "::"):
             raise UserError(f"'pods.host' is '{self.host}', which no other machine can connect to; give an address of this machine")
+        self._check_tls()
         if not self.credential_file:
             raise UserError(
                 f"'pods.max_count' is {self.max_count}, so pods can join, and 'pods.credential_file' is not given; make the secret that they show: "
                 "(umask 077; openssl rand -hex 32 > pods.secret)"
+            )
+
+    def _check_tls(self) -> None:
+        given = [name for name in _OF_TLS if getattr(self, name)]
+        if given and len(given) < len(_OF_TLS):
+            missing = " and ".join(f"'pods.{name}'" for name in _OF_TLS if name not in given)
+            raise UserError(f"'pods.{given[0]}' is given without {missing}; pods show each other certificates: give all three, or none")
+        if not given:
+            return
+        if unencrypted := [protocol for protocol in self.protocols if protocol != "tcp"]:
+            raise UserError(
+                f"'pods.tls_cert_file' is given and pods.protocols has {unencrypted[0]}, which encrypts nothing; set pods.protocols to [tcp], or leave the "
+                "certificates out and keep the pods in a private network"
+            )
+        if self.trainer_count > 1:
+            raise UserError(
+                f"'pods.tls_cert_file' is given and pods.trainer_count is {self.trainer_count}: the sums of gradients between trainer pods are not encrypted "
+                "in this version; set pods.trainer_count to 1, or leave the certificates out and keep the pods in a private network"
             )

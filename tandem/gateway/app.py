@@ -33,12 +33,12 @@ from tandem.gateway.stored_responses import PATH
 from tandem.gateway.usage import Meter
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.patient_protocol import CONNECTION
+from tandem.runtime.tls import ServerTls
 from tandem.serving.bodies import Share, UnfinishedBodies, read_body, too_large
 from tandem.serving.errors import ApiError, internal, invalid, unavailable, wrong_method
 from tandem.serving.json_body import PARSED, BodyParser
 from tandem.serving.log_lines import USAGE, LogLines
 from tandem.serving.refusal import answer
-from tandem.serving.tls import ServerTls
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _JSON_HEADER = (b"content-type", b"application/json")

@@ -20,8 +20,8 @@ from tandem.gateway.probes import Probes
 from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.upstream import Upstream
 from tandem.gateway.waits import watch_waits
+from tandem.runtime.tls import TlsFiles
 from tandem.serving.http_process import say
-from tandem.serving.tls import TlsFiles
 from tandem.types import UserError
 
 if TYPE_CHECKING:

@@ -47,12 +47,12 @@ from tandem.gateway.upstream import KEEP_ALIVE_S, Upstream
 from tandem.gateway.workers import run_workers, share_of_worker
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
+from tandem.runtime.tls import ServerTls, TlsFiles, check_tls, expiry_warning
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.errors import overloaded
 from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, stop_events
 from tandem.serving.log_lines import RequestLog
 from tandem.serving.refusal import answer
-from tandem.serving.tls import ServerTls, TlsFiles, check_tls, expiry_warning
 from tandem.types import UserError
 
 _COLLECTED_AT = 10_000

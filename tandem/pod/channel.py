@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -75,7 +75,8 @@ class Channel(Protocol):
 class RemoteChannel:
     """A shim in a process of its own. ``deadline_s`` bounds every call, and the learned deadline of a call without progress is at least
     ``least_deadline_s``. ``number``: of its pod. ``join``: the address of the store in which it becomes a
-    member of the run, on a lease of ``lease_s``; empty: it does not. ``trainer_pod``: the id of the pod that it receives weights from."""
+    member of the run, on a lease of ``lease_s``; empty: it does not. ``trainer_pod``: the id of the pod that it receives weights from. ``tls``: as of
+    ``tls_arguments``."""
 
     role: Role
     directory: Path
@@ -90,6 +91,7 @@ class RemoteChannel:
     lease_s: float = 15.0
     trainer_pod: str = ""
     least_deadline_s: float = 0.0
+    tls: Sequence[str] = ()
     shim: "subprocess.Popen[bytes] | None" = None
     client: RpcClient | None = None
     starts: int = 0
@@ -125,6 +127,7 @@ class RemoteChannel:
             arguments += ["--pod-number", str(self.number)]
         if self.join:
             arguments += ["--join", self.join, "--member", self.member]
+        arguments += self.tls
         if self.faults is not None:
             arguments += ["--faults", str(self.faults)]
         self.shim = spawn(

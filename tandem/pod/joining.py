@@ -22,6 +22,7 @@ from tandem.runtime.coordination.membership import Member, leave, members
 from tandem.runtime.coordination.store import Store
 from tandem.runtime.rpc.calls import WorkerDied
 from tandem.runtime.rpc.http_client import HttpClient
+from tandem.runtime.rpc.pod_tls import PodTls
 from tandem.types import RunError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Joining:
     """``config``: the recipe for them, in YAML. ``most``: how many may take part at once. ``first``: the number of the first one. ``leadership``: returns
     the revision at which this controller leads. ``deadline_s``: of calls. ``folder``: that of the run, in which ``FOLDER_PROOF`` has the text ``proof``.
     ``functions``: those that episodes run. ``sends_weights``: an update holds an adapter alone, so engines read the other weights from the model's folder.
+    ``tls``: the certificates that calls show.
 
     ``lives``: of the pods that are prepared or take part, by name; ``numbers``: of all so far, by name; ``news``: what has happened since it was last
     asked for."""
@@ -54,6 +56,7 @@ class Joining:
     proof: str = ""
     functions: SentFunctions = field(default_factory=SentFunctions)
     sends_weights: bool = False
+    tls: PodTls | None = None
     lives: dict[str, RolloutPod] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     news: list[dict[str, Any]] = field(default_factory=list)
@@ -133,7 +136,7 @@ class Joining:
     def _pod(self, store: Store, member: Member) -> RolloutPod:
         number = self.numbers.setdefault(member.name, self.first + len(self.numbers))
         client = HttpClient(
-            f"pod {number} ({member.name})", int(member.facts["port"]), self.credential, str(member.facts["host"]), self.heartbeat_timeout_s
+            f"pod {number} ({member.name})", int(member.facts["port"]), self.credential, str(member.facts["host"]), self.heartbeat_timeout_s, self.tls
         )
 
         def drop() -> None:
@@ -142,7 +145,8 @@ class Joining:
 
         channel = JoinedChannel(member.name, member.revision, [self.leadership(), member.revision], client, self.deadline_s, drop)
         version = str(member.facts.get("version", "unknown"))
-        return RolloutPod(number, channel, self.workers, own_store="its own", name=member.name, revision=member.revision, version=version)
+        return RolloutPod(number, channel, self.workers, own_store="its own", name=member.name, revision=member.revision, version=version,
+                          is_encrypted=bool(member.facts.get("tls")))  # fmt: skip
 
     def _set_up(self, pod: RolloutPod) -> None:
         """Makes this controller the one that ``pod`` works for, once."""
@@ -151,6 +155,9 @@ class Joining:
                 return
             if pod.version != __version__:
                 raise RunError(f"it has Tandem {pod.version} and the run {__version__}; install the same version")
+            if pod.is_encrypted != (self.tls is not None):
+                given, missing = ("the run", "it") if self.tls is not None else ("it", "the run")
+                raise RunError(f"{given} has pods.tls_cert_file and {missing} has not; give all machines of the run certificates, or none")
             meta = {"config": self.config, "number": pod.number, "deadline_s": self.deadline_s, "folder": self.folder, "proof": self.proof}
             meta["functions"] = dict(self.functions.paths)
             reply = pod.ask("setup", meta, self.functions.files, deadline_s=self.heartbeat_timeout_s).meta

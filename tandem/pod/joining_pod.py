@@ -12,11 +12,13 @@ from pathlib import Path
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.pods import PodsConfig
 from tandem.pod.joining_shim import AGAIN, STACKS_FOLDER
+from tandem.pod.weights_between_pods import tls_arguments
 from tandem.runtime.coordination.open import store_address
 from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import Threads, describe_exit, kill, spawn
 from tandem.runtime.process.stacks import remove_ended, stacks_in
 from tandem.runtime.rpc.credentials import read_credential
+from tandem.runtime.rpc.pod_tls import tls_of
 from tandem.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ def serve_run(run: str, coordination: CoordinationConfig, pods: PodsConfig, *, n
     """Joins the run ``run`` as the member ``name``, whose files and logs are in ``folder``, and draws its samples with ``threads`` until it ends or this
     process receives SIGTERM or SIGINT. Returns the exit status. Raises ``UserError`` for what is wrong before it has joined."""
     read_credential(Path(pods.credential_file))
+    tls_of(pods)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     arguments = {
         "run": folder, "of-run": run, "member": name, "agent": f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
@@ -35,7 +38,7 @@ def serve_run(run: str, coordination: CoordinationConfig, pods: PodsConfig, *, n
     # Of an earlier command.
     remove_ended(folder / STACKS_FOLDER)
     with stacks_in(folder / STACKS_FOLDER):
-        return _Lives([text for key, value in arguments.items() for text in (f"--{key}", str(value))]).run()
+        return _Lives([text for key, value in arguments.items() for text in (f"--{key}", str(value))] + tls_arguments(pods)).run()
 
 
 class _Lives:

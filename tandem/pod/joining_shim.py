@@ -28,6 +28,7 @@ from tandem.pod.joining import FOLDER_PROOF
 from tandem.pod.sent_functions import take_functions
 from tandem.pod.sent_weights import KeptWeights
 from tandem.pod.shim import Shim
+from tandem.pod.weights_between_pods import add_tls, pod_tls
 from tandem.runtime.coordination.election import LEADER
 from tandem.runtime.coordination.membership import Member, join, leave, members
 from tandem.runtime.coordination.open import open_store, with_deadline
@@ -75,7 +76,8 @@ class JoiningShim:
     def join(self, port: int) -> None:
         """Becomes a member that answers at ``port``. Raises ``UserError`` if there is another one of this name, or the store does not let it in."""
         facts = {
-            "host": self.options.host, "port": port, "pid": os.getpid(), "machine": socket.gethostname(), "agent": self.options.agent, "version": __version__
+            "host": self.options.host, "port": port, "pid": os.getpid(), "machine": socket.gethostname(), "agent": self.options.agent, "version": __version__,
+            "tls": self.options.tls is not None,
         }  # fmt: skip
         for other in members(self.store):
             if other.name == self.name and other.facts.get("agent") == self.options.agent:
@@ -172,6 +174,7 @@ class JoiningShim:
             options = argparse.Namespace(
                 role=role, run=str(self.folder), pod_id=secrets.token_hex(6), credential=self.options.credential, pod_number=int(meta["number"]),
                 join="", member="", lease=self.lease_s, threads=int(self.options.threads), deadline=float(meta["deadline_s"]), faults=self.options.faults,
+                tls=self.options.tls,
             )  # fmt: skip
             self.shims[role] = Shim(options)
         self._say(f"draws samples as pod {meta['number']}")
@@ -270,6 +273,7 @@ def main() -> None:
     for name in ("--lease", "--join-timeout"):
         parser.add_argument(name, type=float, required=True)
     parser.add_argument("--faults", default="")
+    add_tls(parser)
     options = parser.parse_args()
     setup("rollout_shim", Path(options.run) / "logs")
     log_uncaught()
@@ -290,10 +294,11 @@ def serve(options: argparse.Namespace) -> int:
         from tandem.runtime.rpc.http_server import HttpServer
     except ImportError:
         raise UserError("a pod that joins a run needs starlette and uvicorn; install them with: pip install 'tandem-rl[serve]'") from None
+    tls = pod_tls(options)
     life = JoiningShim(options)
     point = FaultPlan.parse(options.faults).point("rollout_shim", Path(options.run)) if options.faults else no_fault
     credential = read_credential(Path(options.credential))
-    server = HttpServer(life.methods(), credential, name=f"pod {options.member}", host=options.host, port=options.port, fault_point=point)
+    server = HttpServer(life.methods(), credential, name=f"pod {options.member}", host=options.host, port=options.port, fault_point=point, tls=tls)
     server.start()
     signal.signal(signal.SIGTERM, lambda *_: life.leave())
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -13,9 +13,9 @@ from tandem.types.wire import Frame
 class RolloutPod:
     """The rollout sidecar of pod ``number`` with ``workers`` workers. ``own_store``: the address of the pod's own store, in which its engines find the
     weights of its pod; empty: it is the first pod, whose engines read that of the run. ``trains``: the pod has ranks of the trainer, which publish the weights
-    there; else it receives them. ``name``: of a pod that joined from elsewhere; ``revision``: of its joining; ``version``:
-    of its Tandem; ``is_set_up``: it works for this controller; ``is_begun``: its engines are started, or have been; ``reaches_folder``: it has the run's folder
-    under the path that the run has it."""
+    there; else it receives them. ``name``: of a pod that joined from elsewhere; ``revision``: of its joining; ``version``: of its Tandem; ``is_encrypted``: it
+    answers under TLS; ``is_set_up``: it works for this controller; ``is_begun``: its engines are started, or have been; ``reaches_folder``: it has the run's
+    folder under the path that the run has it."""
 
     number: int
     channel: RemoteChannel | JoinedChannel
@@ -25,6 +25,7 @@ class RolloutPod:
     name: str = ""
     revision: int = 0
     version: str = ""
+    is_encrypted: bool = False
     is_set_up: bool = False
     is_begun: bool = False
     reaches_folder: bool = False

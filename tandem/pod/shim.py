@@ -25,7 +25,7 @@ from tandem.layout.mesh import MeshShape
 from tandem.layout.placement import mesh_of
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.rollout_workers import RolloutWorkers
-from tandem.pod.weights_between_pods import WeightsBetweenPods
+from tandem.pod.weights_between_pods import WeightsBetweenPods, add_tls
 from tandem.runtime.coordination.membership import join
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.session import Session
@@ -250,6 +250,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--deadline", type=float, required=True)
     parser.add_argument("--faults", default="")
+    add_tls(parser)
     options = parser.parse_args()
     WAITS.begin(f"the {options.role} shim" + (f" of pod {options.pod_number}" if options.pod_number else ""))
     setup(f"{options.role}_shim", Path(options.run) / "logs")

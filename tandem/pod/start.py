@@ -23,6 +23,7 @@ from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.rollout_pods import RolloutPods
 from tandem.pod.sent_functions import sent_functions
 from tandem.pod.trainer_pods import TrainerPod, TrainerPods
+from tandem.pod.weights_between_pods import tls_arguments
 from tandem.pod.worker import make_worker
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.faults import FaultPlan
@@ -31,6 +32,7 @@ from tandem.runtime.process.processes import available_cores
 from tandem.runtime.process.waits import WAITS
 from tandem.runtime.rpc.credentials import new_credential, read_credential, write_credential
 from tandem.runtime.rpc.listener import listen
+from tandem.runtime.rpc.pod_tls import tls_of
 from tandem.types import UserError
 
 
@@ -83,6 +85,7 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
     if inline:
         return inline_channel("trainer"), inline_channel("rollout")
     if recipe.pods.may_join:
+        tls_of(recipe.pods)
         # The trainer's shim listens there much later.
         listen(recipe.pods.host, recipe.pods.port).close()
     credential = read_credential(Path(recipe.pods.credential_file)) if recipe.pods.credential_file else new_credential()
@@ -92,6 +95,7 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
         return RemoteChannel(
             role, directory, pod_id, folder / "credential", credential, recipe.machine.call_deadline_s, max(1, threads // count), faults,
             lease_s=recipe.coordination.lease_s, least_deadline_s=longest_episode_s(recipe) if role == "rollout" else 0.0,
+            tls=tls_arguments(recipe.pods),
         )  # fmt: skip
 
     trainer, rollout = remote_channel("trainer"), remote_channel("rollout", recipe.pods.count)
@@ -155,7 +159,8 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
 
         text = yaml.safe_dump(to_mapping(own), sort_keys=False, allow_unicode=True)
         joining = Joining(text, first.credential, rollout.workers, pods.max_count - pods.count, pods.count, leadership, deadline_s, pods.heartbeat_timeout_s,
-                          functions=sent_functions(recipe), sends_weights=recipe.trainer.lora is not None)  # fmt: skip
+                          functions=sent_functions(recipe), sends_weights=recipe.trainer.lora is not None,
+                          tls=tls_of(pods))  # fmt: skip
         WAITS.stacks_elsewhere = joining.stacks
     # A pod that was started elsewhere does it at its own address.
     sends_on = {"host": pods.host, "port": 0, "advertised": ""} if pods.peer_to_peer else {}

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tandem.config.pods import PodsConfig
 from tandem.runtime.coordination.open import open_store
 from tandem.runtime.coordination.store import Store
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply
 from tandem.runtime.rpc.credentials import read_credential
+from tandem.runtime.rpc.pod_tls import PodTls, tls_files
 from tandem.types import RunError, WeightManifest, WeightVersion
 from tandem.weight_transfer.delta import DeltaMemory, DeltaWriter, publish_reference
 from tandem.weight_transfer.publication import current
@@ -30,6 +32,7 @@ class WeightsBetweenPods:
     def __init__(self, options: argparse.Namespace, buffers: Callable[[], WeightBuffers | None]) -> None:
         self._pod, self._threads, self._lease_s = str(options.pod_id), int(options.threads), float(options.lease)
         self._credential = read_credential(Path(options.credential))
+        self._tls = pod_tls(options)
         self._buffers = buffers
         self._stores: dict[str, Store] = {}
         self._service: WeightService | None = None
@@ -48,7 +51,7 @@ class WeightsBetweenPods:
             if self._service is None:
                 self._service = WeightService(
                     self._pod, buffers.segments, self._store(meta["store"]), self._credential, protocols,
-                    host=meta["host"], port=int(meta["port"]), advertised=meta["advertised"], lease_s=self._lease_s,
+                    host=meta["host"], port=int(meta["port"]), advertised=meta["advertised"], lease_s=self._lease_s, tls=self._tls,
                 )  # fmt: skip
             return {"ports": {offer.protocol: offer.port for offer in self._service.endpoint.offers}}, {}
 
@@ -109,7 +112,7 @@ class WeightsBetweenPods:
         if self._service is None:
             self._service = WeightService(
                 self._pod, self._mirror.buffers.segments, self._mirror.shared, self._credential, ("tcp",),
-                host=where["host"], port=int(where["port"]), advertised=where["advertised"], lease_s=self._lease_s,
+                host=where["host"], port=int(where["port"]), advertised=where["advertised"], lease_s=self._lease_s, tls=self._tls,
             )  # fmt: skip
         self._service.tell_holding(manifest)
 
@@ -133,4 +136,20 @@ class WeightsBetweenPods:
         if offer.protocol != "tcp":
             return MooncakeSource(endpoint, offer)
         # More than two connections gain where a network carries more than a core receives.
-        return TcpSource(f"pod {endpoint.pod}", offer.host, offer.port, self._credential, connections=min(8, max(2, self._threads)))
+        connections = min(8, max(2, self._threads))
+        return TcpSource(f"pod {endpoint.pod}", offer.host, offer.port, self._credential, connections=connections, tls=self._tls)
+
+
+def pod_tls(options: argparse.Namespace) -> PodTls | None:
+    """Returns the certificates of ``--tls``, ``None`` without it. Raises ``UserError`` for files that cannot be used."""
+    return None if options.tls is None else PodTls(tls_files(*options.tls))
+
+
+def tls_arguments(pods: PodsConfig) -> list[str]:
+    """Returns ``--tls`` for the shim of a pod."""
+    paths = (pods.tls_cert_file, pods.tls_key_file, pods.tls_ca_file)
+    return ["--tls", *(str(Path(path).absolute()) for path in paths)] if pods.tls_cert_file else []
+
+
+def add_tls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tls", nargs=3, default=None, metavar=("CERT", "KEY", "CA"))

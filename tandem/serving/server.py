@@ -18,6 +18,7 @@ from tandem.runtime.machine.heap import large_memory_given_back, use_one_arena
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
+from tandem.runtime.tls import ServerTls, check_tls, expiry_warning, follow_files
 from tandem.serving.app import make_app
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
@@ -34,7 +35,6 @@ from tandem.serving.routes.adapters import ServedAdapters
 from tandem.serving.settings import ServerSettings
 from tandem.serving.state import ServerState
 from tandem.serving.text_encoder import TextEncoder
-from tandem.serving.tls import ServerTls, check_tls, expiry_warning, follow_files
 from tandem.text.chat import ChatTemplate
 from tandem.text.tokenizer import Tokenizer
 

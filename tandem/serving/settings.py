@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.engine import EngineArgs
+from tandem.runtime.tls import TlsFiles
 from tandem.serving.kv_transfer.settings import KVTransferSettings
 from tandem.serving.limits import MAX_LOGPROBS
-from tandem.serving.tls import TlsFiles
 from tandem.text.answer_reader import REASONING_FORMATS
 from tandem.text.tool_formats import TOOL_FORMATS
 from tandem.types import UserError, WeightVersion

@@ -10,6 +10,7 @@ from whole_tensors import converted
 
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.rpc.pod_tls import PodTls
 from tandem.types import WeightManifest, WeightVersion
 from tandem.weight_transfer.delta import DeltaMemory, DeltaWriter, publish_reference
 from tandem.weight_transfer.register import WeightWriter
@@ -36,7 +37,7 @@ def delta_memory() -> DeltaMemory:
 @dataclass
 class TwoPods:
     """``folder`` has the run's store and that of the second pod. ``port``: how the second pod reaches a port of the first one.
-    ``full_update_every``: with element-wise deltas, if it is not 0."""
+    ``full_update_every``: with element-wise deltas, if it is not 0. ``tls``: of each pod."""
 
     folder: Path
     size_bytes: int = 2 << 20
@@ -48,12 +49,13 @@ class TwoPods:
     deadline_s: float = 60.0
     protocols: tuple[Protocol, ...] = ("tcp",)
     full_update_every: int = 0
+    tls: tuple[PodTls | None, PodTls | None] = (None, None)
 
     def __post_init__(self) -> None:
         self.shared, self.own = EmbeddedStore(self.folder / "shared.sqlite"), EmbeddedStore(self.folder / "own.sqlite")
         self.buffers = WeightBuffers.create(pod_id(), self.size_bytes)
         self.writer = WeightWriter(WeightBuffers.open(self.buffers.names), self.shared, 1)
-        self.service = WeightService("first", self.buffers.segments, self.shared, CREDENTIAL, self.protocols)
+        self.service = WeightService("first", self.buffers.segments, self.shared, CREDENTIAL, self.protocols, tls=self.tls[0])
         every = self.full_update_every
         self.deltas = DeltaWriter(self.buffers.segments, delta_memory(), 1, lambda step: step % every == 0) if every else None
         self.mirror = WeightMirror(
@@ -65,7 +67,8 @@ class TwoPods:
         if offer.protocol != "tcp":
             return MooncakeSource(endpoint, offer)
         peer = f"pod {endpoint.pod}"
-        return TcpSource(peer, offer.host, self.port(offer.port), self.credential, connections=self.connections, silent_s=self.silent_s)
+        port, (_, tls) = self.port(offer.port), self.tls
+        return TcpSource(peer, offer.host, port, self.credential, connections=self.connections, silent_s=self.silent_s, tls=tls)
 
     def publish(self, tensors: Sequence[tuple[str, Tensor]], version: WeightVersion) -> WeightManifest:
         manifest = self.writer.publish(converted(tensors), version)

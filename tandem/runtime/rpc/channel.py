@@ -100,6 +100,8 @@ class Channel:
 
     def __init__(self, connection: socket.socket, *, watch: int | None = None) -> None:
         self._socket, self._watch = connection, watch
+        # Under TLS bytes may have arrived that the system knows nothing of any more.
+        self._pending: Callable[[], int] = getattr(connection, "pending", lambda: 0)
         self._reader = FrameReader(self._receive_into)
         self._sending = threading.Lock()
         self._readable, self._writable = select.poll(), select.poll()
@@ -171,12 +173,16 @@ class Channel:
                 parts[at] = memoryview(parts[at])[sent:]
 
     def _receive_into(self, view: memoryview, deadline: Deadline | None) -> int:
-        if deadline is not None or self._watch is not None:
+        while True:
+            if (deadline is not None or self._watch is not None) and not self._pending():
+                try:
+                    self._wait(self._readable, deadline)
+                except EOFError:
+                    return 0
             try:
-                self._wait(self._readable, deadline)
-            except EOFError:
-                return 0
-        return self._socket.recv_into(view)
+                return self._socket.recv_into(view)
+            except BlockingIOError:  # Under TLS: what arrived was not for the reader.
+                continue
 
     def _wait(self, poll: "select.poll", deadline: Deadline | None) -> None:
         """Waits until the socket is ready or has failed. Raises ``TimeoutError``, and ``EOFError`` where the peer's process has ended."""

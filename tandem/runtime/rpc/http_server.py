@@ -2,13 +2,13 @@
 
 ``POST /call/NAME`` with ``Authorization: Bearer CREDENTIAL`` and one frame as its body; the answer is a stream of frames that ends with the
 response. ``GET /health`` answers without a credential. Needs the extra ``serve``; sidecars of one machine use ``rpc_server``, which starts
-without it. There is no encryption: put it behind a proxy with TLS where the network is not trusted.
+without it. With ``tls`` callers show a certificate of a pod before anything is read, ``/health`` included; without it nothing is encrypted.
 """
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import uvicorn
@@ -21,11 +21,16 @@ from tandem.runtime.process.waits import WAITS
 from tandem.runtime.rpc.call_server import CallServer, run_call
 from tandem.runtime.rpc.calls import Method
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
+from tandem.runtime.rpc.pod_tls import PodTls
 from tandem.types.wire import Frame, decode, encode
 
 
 class HttpServer(CallServer):
     """Answers calls over HTTP. A connection beyond ``max_connections`` is answered with status 503. See ``CallServer`` for the arguments."""
+
+    def __init__(self, methods: Mapping[str, Method], credential: str, *, name: str, tls: PodTls | None = None, **options: Any) -> None:
+        self._tls = tls
+        super().__init__(methods, credential, name=name, **options)
 
     def _open(self) -> None:
         routes = [Route("/call/{name}", self._call, methods=["POST"]), Route("/health", _health)]
@@ -34,6 +39,8 @@ class HttpServer(CallServer):
             Starlette(routes=routes), http=protocol, log_config=None, access_log=False, lifespan="off", loop="asyncio",
             limit_concurrency=self.max_connections + 1, timeout_graceful_shutdown=1, server_header=False,
         )  # fmt: skip
+        config.load()
+        config.ssl = None if self._tls is None else self._tls.server
         self._server = uvicorn.Server(config)
 
     def serve_forever(self) -> None:

@@ -16,6 +16,7 @@ from tandem.runtime.process.waits import WAITS
 from tandem.runtime.rpc.call_server import CallServer, run_call
 from tandem.runtime.rpc.calls import Blobs, Meta, Method
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
+from tandem.types.errors import RunError
 from tandem.types.wire import Frame
 
 logger = logging.getLogger(__name__)
@@ -59,14 +60,20 @@ class RpcServer(CallServer):
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection:
-                self._converse(Channel(connection), connection)
+            with connection, self._secured(connection) as secured:
+                self._converse(Channel(secured), secured)
+        except RunError as error:
+            logger.warning("%s: a connection was refused: %s", self.name, error)
         except (OSError, EOFError, BrokenFrame) as error:
             logger.info("%s: a connection was dropped: %s", self.name, error or type(error).__name__)
         except Exception:
             logger.exception("%s: a connection failed", self.name)
         finally:
             self._connections.release()
+
+    def _secured(self, connection: socket.socket) -> socket.socket:
+        """Returns what carries the conversation over ``connection``. Raises ``RunError`` for a caller that is not one."""
+        return connection
 
     def _converse(self, channel: Channel, connection: socket.socket) -> None:
         deadline = Deadline(self.request_s)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem.runtime.coordination.store import Store
+from tandem.runtime.rpc.pod_tls import PodTls
 from tandem.types.errors import UserError
 from tandem.types.weights import WeightManifest
 from tandem.weight_transfer.shared_memory import Segment
@@ -17,11 +18,12 @@ logger = logging.getLogger(__name__)
 
 class WeightService:
     """``host``: the address that is listened on; ``advertised``: the one that other pods connect to, ``host`` if empty. ``port``: that of plain TCP, 0
-    for any free one. ``lease_s``: of the endpoint in the store. Raises ``UserError`` if a port cannot be taken, or a protocol is not there."""
+    for any free one. ``lease_s``: of the endpoint in the store. ``tls``: of plain TCP. Raises ``UserError`` if a port cannot be taken, or a protocol is not
+    there."""
 
     def __init__(
         self, pod: str, segments: Sequence[Segment], store: Store, credential: str, protocols: Sequence[Protocol], *,
-        host: str = "127.0.0.1", port: int = 0, advertised: str = "", lease_s: float = 15.0,
+        host: str = "127.0.0.1", port: int = 0, advertised: str = "", lease_s: float = 15.0, tls: PodTls | None = None,
     ) -> None:  # fmt: skip
         if not advertised and host in ("0.0.0.0", "::", ""):
             raise UserError(f"weights are served on every address ('{host}'); say which one other pods connect to (advertised)")
@@ -31,7 +33,7 @@ class WeightService:
         try:
             for protocol in protocols:
                 if protocol == "tcp":
-                    server = WeightServer(segments, credential, name=f"the weights of pod {pod}", host=host, port=port)
+                    server = WeightServer(segments, credential, name=f"the weights of pod {pod}", host=host, port=port, tls=tls)
                     server.start()
                     self._services.append(server)
                     offers.append(Offer("tcp", advertised or host, server.port))

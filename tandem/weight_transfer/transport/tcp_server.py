@@ -1,4 +1,4 @@
-"""Plain TCP, the side that has the weights: sends ranges of its segments from their pages, without a copy by this process. No torch.
+"""Plain TCP, the side that has the weights: sends ranges of its segments from their pages, without a copy by this process (but under TLS). No torch.
 
 After the handshake a client sends ``read`` frames with the segment, the version and manifest digest that it must hold, and ranges ``[offset, bytes]``.
 Each is answered by a frame ``bytes`` with the same version and digest, and the bytes behind it; or by ``refused``. A segment whose label changes while it
@@ -9,6 +9,7 @@ it alone says so with ``release``, which is answered by ``released``.
 import contextlib
 import logging
 import os
+import select
 import socket
 import struct
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
+from tandem.runtime.rpc.pod_tls import PodTls, TlsSocket, wait_for
 from tandem.runtime.rpc.rpc_server import RpcServer
 from tandem.types.sample import WeightVersion
 from tandem.types.wire import Frame
@@ -35,14 +37,15 @@ _LOOK_S = 0.25
 class WeightServer(RpcServer):
     """Serves ``segments`` to clients with the ``credential``. ``silent_s``: how long a client may take nothing of what is sent, or ask nothing. ``released``:
     called, in any thread, with the name of a segment that its only client needs no longer; it must not wait for ``withdraw``. ``what``: the segments hold, for
-    messages."""
+    messages. ``tls``: clients show a certificate of a pod first, and what is sent is encrypted."""
 
     def __init__(
         self, segments: Sequence[Segment], credential: str, *, name: str, host: str = "127.0.0.1", port: int = 0, silent_s: float = 60.0,
-        released: Callable[[str], None] = lambda segment: None, what: str = "weights",
+        released: Callable[[str], None] = lambda segment: None, what: str = "weights", tls: PodTls | None = None,
     ) -> None:  # fmt: skip
         self._segments = {segment.name: segment for segment in segments}
         self._secret, self._silent_s, self._released, self._what = credential, silent_s, released, what
+        self._tls = tls
         self._readers: Counter[str] = Counter()
         self._changed = threading.Condition()
         super().__init__({}, credential, name=name, host=host, port=port)
@@ -59,6 +62,9 @@ class WeightServer(RpcServer):
         with self._changed:
             self._changed.wait_for(lambda: not self._readers[segment.name])
             del self._readers[segment.name]
+
+    def _secured(self, connection: socket.socket) -> socket.socket:
+        return connection if self._tls is None else self._tls.accept(connection, Deadline(self.request_s))
 
     def _converse(self, channel: Channel, connection: socket.socket) -> None:
         limit_sends(connection)
@@ -122,10 +128,16 @@ class WeightServer(RpcServer):
         while size:
             if segment.contents != contents:
                 raise BrokenFrame(f"the {self._what} {describe(contents.version)} were replaced while they were sent")
+            count = min(size, SLICE_BYTES)
             try:
-                sent = os.sendfile(connection.fileno(), segment.fileno(), offset, min(size, SLICE_BYTES))
+                if isinstance(connection, TlsSocket):
+                    sent = connection.send(segment.memory[offset : offset + count])
+                else:
+                    sent = os.sendfile(connection.fileno(), segment.fileno(), offset, count)
             except BlockingIOError:
-                silent.nap_s()
+                nap_s = silent.nap_s()
+                if isinstance(connection, TlsSocket):
+                    wait_for(connection, select.POLLOUT, nap_s)
                 continue
             silent = Deadline(self._silent_s)
             offset, size = offset + sent, size - sent

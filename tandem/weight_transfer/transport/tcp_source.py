@@ -5,6 +5,7 @@ import errno
 import os
 import select
 import socket
+import ssl
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tandem.runtime.process.deadline import LOOK_S, Deadline
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
+from tandem.runtime.rpc.pod_tls import PodTls, RefusedTls, describe_tls
 from tandem.types.errors import RunError
 from tandem.types.wire import PREFIX, Frame, decode_body, frame_sizes
 from tandem.weight_transfer.shared_memory import Contents
@@ -28,13 +30,14 @@ _HEADER_BYTES = 2**16
 
 class TcpSource:
     """The weights' server at ``host`` and ``port``, named ``peer`` in messages. ``connections``: as many threads receive. ``silent_s``: the longest
-    time without a byte before a connection counts as broken. ``what`` it serves, for messages."""
+    time without a byte before a connection counts as broken. ``what`` it serves, for messages. ``tls``: both sides show certificates of pods first."""
 
     def __init__(
-        self, peer: str, host: str, port: int, credential: str, *, connections: int = 2, silent_s: float = 10.0, what: str = "weights"
-    ) -> None:
+        self, peer: str, host: str, port: int, credential: str, *, connections: int = 2, silent_s: float = 10.0, what: str = "weights",
+        tls: PodTls | None = None,
+    ) -> None:  # fmt: skip
         self.peer, self._address, self._credential = f"{peer} at {host}:{port}", (host, port), credential
-        self._silent_s, self._what = silent_s, what
+        self._silent_s, self._what, self._tls = silent_s, what, tls
         self.connections = connections
         self._open: set[_Connection] = set()
 
@@ -57,7 +60,7 @@ class TcpSource:
             raise SourceLost(f"the connection to {self.peer} broke: {describe_loss(error)}") from None
 
     def _connection(self, deadline: Deadline) -> "_Connection":
-        return _Connection(self._address, self.peer, self._credential, self._silent_s, deadline, self._open, self._what)
+        return _Connection(self._address, self.peer, self._credential, self._silent_s, deadline, self._open, self._what, self._tls)
 
     def abort(self) -> None:
         """Breaks the connections that are open, from another thread."""
@@ -96,6 +99,8 @@ def describe_loss(error: BaseException) -> str:
         return str(error) or "it was silent for too long"
     if isinstance(error, EOFError):
         return "it was closed"
+    if isinstance(error, ssl.SSLError):
+        return describe_tls(error)
     return (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
 
 
@@ -122,13 +127,16 @@ class _Connection:
     """One connection, admitted by the server. A read may take until ``deadline``, and ``silent_s`` without a byte. It is one of ``among`` until it ends."""
 
     def __init__(
-        self, address: tuple[str, int], peer: str, credential: str, silent_s: float, deadline: Deadline, among: "set[_Connection]", what: str
+        self, address: tuple[str, int], peer: str, credential: str, silent_s: float, deadline: Deadline, among: "set[_Connection]", what: str,
+        tls: PodTls | None,
     ) -> None:  # fmt: skip
         self._peer, self._silent_s, self._deadline, self._among, self._what = peer, silent_s, deadline, among, what
         self._socket = _connected(address, Deadline(silent_s, deadline))
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time_value(LOOK_S))
+            if tls is not None:
+                self._socket = _secured(tls, self._socket, peer, Deadline(silent_s, deadline))
             self._channel = Channel(self._socket)
             introduce(self._channel, credential, peer, Deadline(silent_s, deadline))
         except BaseException:
@@ -199,6 +207,13 @@ class _Connection:
             if not count:
                 raise EOFError
             return count
+
+
+def _secured(tls: PodTls, connection: socket.socket, peer: str, deadline: Deadline) -> socket.socket:
+    try:
+        return tls.connect(connection, deadline)
+    except RefusedTls as error:
+        raise RefusedTls(f"{peer}: {error}") from None
 
 
 def _connected(address: tuple[str, int], deadline: Deadline) -> socket.socket:

@@ -52,7 +52,8 @@ class TlsFiles:
 
 
 class ServerTls:
-    """The certificates in use. ``context``: for the listening socket; it hands each connection that begins to the newest certificate."""
+    """The certificates in use. ``context``: for the listening socket; it hands each connection that begins to the newest certificate. ``before_each``: called
+    before each connection."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises ``UserError`` for files that cannot be used."""
@@ -60,6 +61,7 @@ class ServerTls:
         self._current, self._digest = self.context, _digest(files)
         # OpenSSL calls it for every connection, also for clients that name no server.
         self.context.sni_callback = self._choose
+        self.before_each: Callable[[], None] = lambda: None
 
     def fresh(self, files: TlsFiles) -> tuple[ssl.SSLContext, str] | None:
         """Returns what ``follow`` takes if the files have changed, else ``None``. Raises ``UserError`` for files that cannot be used."""
@@ -71,6 +73,7 @@ class ServerTls:
         self._current, self._digest = fresh
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        self.before_each()
         connection.context = self._current
 
 
