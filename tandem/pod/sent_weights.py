@@ -90,7 +90,8 @@ class KeptWeights:
         with _named(begun):
             if whole.exists():
                 whole.replace(begun)
-            held = begun.stat().st_size if begun.exists() else 0
+            begun.touch()
+            held = begun.stat().st_size
             if not len(part) and held < size_bytes:
                 _check_free(begun, size_bytes - held)
                 return held

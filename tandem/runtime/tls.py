@@ -1,6 +1,5 @@
 """TLS of a server's own address: its certificate is checked before it serves, and exchanged while it does."""
 
-import asyncio
 import contextlib
 import hashlib
 import ssl
@@ -15,8 +14,6 @@ from tandem.types import UserError
 
 _NOT_YET_VALID, _EXPIRED = 9, 10
 """OpenSSL's ``X509_V_ERR_CERT_NOT_YET_VALID`` and ``X509_V_ERR_CERT_HAS_EXPIRED``."""
-REFRESH_S = 2.0
-"""How often files that are followed are read."""
 _SOON_S = 14 * 86_400
 _DAY_S = 86_400
 
@@ -75,24 +72,6 @@ class ServerTls:
     def _choose(self, connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
         self.before_each()
         connection.context = self._current
-
-
-async def follow_files(tls: ServerTls, files: TlsFiles, say: Callable[[str], None], period_s: float = REFRESH_S) -> None:
-    """Takes the content of files that change. Those that cannot be used are named once, and the certificate stays the one before."""
-    refused = ""
-    while True:
-        await asyncio.sleep(period_s)
-        try:
-            fresh = await asyncio.to_thread(tls.fresh, files)
-        except UserError as error:
-            if str(error) != refused:
-                refused = str(error)
-                say(f"the certificate stays as it was: {refused}")
-            continue
-        refused = ""
-        if fresh is not None:
-            tls.follow(fresh)
-            say(f"the certificate '{files.cert_file}' was read again")
 
 
 def expiry_warning(files: TlsFiles) -> str | None:

@@ -18,12 +18,13 @@ from tandem.runtime.machine.heap import large_memory_given_back, use_one_arena
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
-from tandem.runtime.tls import ServerTls, check_tls, expiry_warning, follow_files
+from tandem.runtime.tls import ServerTls, check_tls, expiry_warning
 from tandem.serving.app import make_app
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
 from tandem.serving.errors import ApiError, overloaded
 from tandem.serving.follow import follow
+from tandem.serving.followed_certificate import follow_files
 from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, stop_events
 from tandem.serving.kv_transfer.transfers import KVTransfers
 from tandem.serving.limits import BEFORE_LOAD_BYTES

@@ -20,7 +20,7 @@ from tandem import __version__
 from tandem.config.pods import PodsConfig
 from tandem.config.recipe import Recipe, load_config
 from tandem.pod.joining import Joining
-from tandem.pod.joining_shim import AGAIN, JoiningShim
+from tandem.pod.joining_shim import AGAIN, STACKS_FOLDER, JoiningShim
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.start import open_channels
 from tandem.runtime.coordination.embedded import EmbeddedStore
@@ -28,6 +28,7 @@ from tandem.runtime.coordination.etcd import EtcdStore
 from tandem.runtime.coordination.leased_key import LeasedKey
 from tandem.runtime.coordination.membership import join, leave, members
 from tandem.runtime.coordination.session import Session
+from tandem.runtime.process.stacks import stacks_in
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.runtime.rpc.credentials import write_credential
 from tandem.runtime.rpc.http_server import HttpServer
@@ -62,7 +63,7 @@ def life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
     write_credential(tmp_path / "credential", CREDENTIAL)
     options = argparse.Namespace(
         run=str(tmp_path), of_run="r", member="n", agent="a", join=str(tmp_path / "store.sqlite"), host="127.0.0.1", credential=str(tmp_path / "credential"),
-        port=0, threads=1, lease=60.0, join_timeout=60.0, faults="",
+        port=0, threads=1, lease=60.0, join_timeout=60.0, faults="", tls=None,
     )  # fmt: skip
     made = Life(JoiningShim(options))
     monkeypatch.setattr(made.shim, "end", lambda status, why: made.ends.append((status, why)))
@@ -85,6 +86,15 @@ def test_a_life_answers_the_controller_that_set_it_up_and_no_other(life: Life) -
     with pytest.raises(PeerDied, match=r"was fenced: a call has token \[6, \d+\], and this life \[7"):
         life.call("memory", life.token(6))
     assert life.ends == []
+
+
+def test_a_life_tells_its_controller_alone_where_its_processes_are(life: Life, tmp_path: Path) -> None:
+    life.set_up(life.token())
+    with stacks_in(tmp_path / STACKS_FOLDER):
+        (stack,) = life.call("stacks", life.token())["stacks"].items()
+        with pytest.raises(PeerDied, match="was fenced"):
+            life.call("stacks", life.token(6))
+    assert stack[0] == f"the rollout shim (process {os.getpid()})" and "in stacks_of" in stack[1] and "in named_stacks" in stack[1]
 
 
 def test_a_new_controller_ends_a_life_that_works_for_the_one_before(life: Life) -> None:

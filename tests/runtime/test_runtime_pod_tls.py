@@ -90,7 +90,7 @@ def test_a_caller_of_another_authority_is_refused_and_refuses_itself(folder: Pat
     with pytest.raises(RunError, match=r"pod 1 refused the call 'echo': its certificate is not that of a pod .*(issuer|self.signed)"):
         client(server.port, PodTls(files(folder, "stranger", "other"))).call("echo", deadline_s=20)
     # It trusts the server's authority, and is not trusted.
-    with pytest.raises(PeerDied, match="it closed the connection before it answered, as one does that accepts no certificate"):
+    with pytest.raises(PeerDied, match=r"it closed the connection before it answered, as one does that accepts no certificate|reset by peer|Broken pipe"):
         client(server.port, PodTls(files(folder, "stranger"))).call("echo", deadline_s=20)
 
 

@@ -40,12 +40,14 @@ class HttpClient(CallClient):
             return result(FrameReader(_reading(response, stream)).receive)
         except RefusedTls as error:
             raise self.refused(name, str(error)) from None
-        except ssl.SSLError as error:
-            raise self.refused(name, describe_tls(error)) from None
-        except http.client.RemoteDisconnected as error:
+        except (ssl.SSLError, http.client.RemoteDisconnected) as error:
+            if self.tls is None:
+                raise self.died(name, error) from None
+            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+                raise self.refused(name, describe_tls(error)) from None
             # A server ends a handshake without a word.
-            hint = "" if self.tls is None else ", as one does that accepts no certificate of this machine's authorities"
-            raise self.died(name, OSError(f"it closed the connection before it answered{hint}") if hint else error) from None
+            hint = "it closed the connection before it answered, as one does that accepts no certificate of this machine's authorities"
+            raise self.died(name, OSError(hint)) from None
         except http.client.HTTPException as error:
             raise self.died(name, error) from None
         finally:
