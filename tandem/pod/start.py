@@ -70,6 +70,16 @@ def check_inline(recipe: Recipe, inline: bool) -> None:
         raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
 
 
+def check_joining(recipe: Recipe) -> None:
+    """Raises ``UserError`` where pods that are started elsewhere could not join: for the address of this machine, the secret, certificates or functions."""
+    if recipe.pods.may_join:
+        # The trainer's shim listens there much later.
+        listen(recipe.pods.host, recipe.pods.port).close()
+        read_credential(Path(recipe.pods.credential_file))
+        tls_of(recipe.pods)
+        sent_functions(recipe)
+
+
 def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPlan | None, fence: Fence = lambda: None) -> tuple[Channel, Channel]:
     """Channels to the trainer's and to the rollout's sidecar, which is that of all pods; nothing runs yet. ``directory`` has the recipe's
     ``config.yaml``. ``fence``: as of ``leading``."""
@@ -84,10 +94,7 @@ def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPl
     check_inline(recipe, inline)
     if inline:
         return inline_channel("trainer"), inline_channel("rollout")
-    if recipe.pods.may_join:
-        tls_of(recipe.pods)
-        # The trainer's shim listens there much later.
-        listen(recipe.pods.host, recipe.pods.port).close()
+    check_joining(recipe)
     credential = read_credential(Path(recipe.pods.credential_file)) if recipe.pods.credential_file else new_credential()
     write_credential(folder / "credential", credential)
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from pod_runs import RECIPE, PodRun, difference, finish
 from tandem import __version__
 from tandem.config.pods import PodsConfig
 from tandem.config.recipe import Recipe, load_config
+from tandem.jobs.start import train
 from tandem.pod.joining import Joining
 from tandem.pod.joining_shim import AGAIN, STACKS_FOLDER, JoiningShim
 from tandem.pod.rollout_pod import RolloutPod
@@ -301,14 +303,23 @@ def test_runs_that_no_pod_can_join_are_refused_in_one_line(overrides: list[str],
     [
         (["--pods.host=nowhere.invalid"], "host 'nowhere.invalid' is not an address of this machine"),
         (["--pods.credential_file=missing"], "the pod's credential missing cannot be read"),
+        (["--pods.tls_cert_file=no.crt", "--pods.tls_key_file=no.key", "--pods.tls_ca_file=no.crt"], r"the file 'no\.crt' \('pods\.tls_cert_file'\) cannot be"),
     ],
-    ids=["host", "secret"],
+    ids=["host", "secret", "certificate"],
 )
-def test_an_address_or_a_secret_that_is_not_there_is_refused_before_any_work(wrong: list[str], line: str, tmp_path: Path) -> None:
-    recipe = load_config(RECIPE, [*JOINS, *wrong])
+def test_an_address_or_a_file_that_is_not_there_is_refused_before_any_work(
+    wrong: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(RECIPE.parent / "rewards.py", tmp_path)
+    write_credential(tmp_path / "f", CREDENTIAL)
+    recipe = load_config(RECIPE, [*JOINS, *wrong, f"--run.directory={tmp_path / 'runs'}"])
     assert isinstance(recipe, Recipe)
     with pytest.raises(UserError, match=line):
         open_channels(recipe, tmp_path, False, None)
+    with pytest.raises(UserError, match=line):
+        train(recipe, progress=False)
+    assert not (tmp_path / "runs").exists()
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------------

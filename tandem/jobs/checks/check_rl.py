@@ -40,11 +40,11 @@ from tandem.model.model_source import found_model
 from tandem.pod.leadership import check_coordination
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents.plan import PodPlan, largest_micro_batch
+from tandem.pod.start import check_joining
 from tandem.rl.agents.check_agent import check_agent
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.runtime.machine.gpus import check_pod_device, pod_device
-from tandem.runtime.rpc.listener import listen
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import Prompt, UserError
 from tandem.weight_transfer import elementwise
@@ -132,9 +132,8 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
             check_shown(source, recipe.sft.demonstrations, folder)
     check_offload_folder(recipe.trainer.offload_folder)
     check_targets(recipe.checkpoint, recipe.registry)
+    check_joining(recipe)
     check_coordination(recipe.coordination, recipe.run.name or "run")
-    if recipe.pods.may_join and recipe.pods.port:
-        listen(recipe.pods.host, recipe.pods.port).close()
     # One worker shows whether the functions load.
     with RewardPool(replace(recipe.rewards, workers=1)) as rewards:
         check_columns(first.columns, rewards.columns)
