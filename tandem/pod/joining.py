@@ -20,10 +20,10 @@ from tandem.pod.sent_functions import SentFunctions
 from tandem.pod.sent_weights import send_weights, weight_files
 from tandem.runtime.coordination.membership import Member, leave, members
 from tandem.runtime.coordination.store import Store
-from tandem.runtime.rpc.calls import WorkerDied
+from tandem.runtime.rpc.calls import CallError, WorkerDied
 from tandem.runtime.rpc.http_client import HttpClient
 from tandem.runtime.rpc.pod_tls import PodTls
-from tandem.types import RunError
+from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -198,5 +198,6 @@ def _stacks_of(pod: RolloutPod) -> dict[str, str]:
     assert isinstance(pod.channel, JoinedChannel)
     try:
         return pod.channel.stacks(_STACKS_S)
-    except _FAILURES as error:
+    except (CallError, RunError, UserError) as error:
+        # A pod that is stuck is the reason why they are asked for.
         return {"the pod": str(error)}

@@ -165,5 +165,7 @@ def test_a_pod_that_is_stopped_is_named_in_the_report_of_the_watchdog(machines: 
     os.kill(shim, signal.SIGCONT)
     done = finish(train)
     assert done.returncode == 0 and difference(machines.run, undisturbed) == [], done.stdout + done.stderr
-    assert "\na, the pod\npod 1 (a) is stuck in 'stacks': no sign of life" in reports[0].read_text(), reports[0].read_text()
+    text = reports[0].read_text()
+    assert text.startswith("the controller waits for pod 1 (a) in 'rollout' since "), text
+    assert "\na, the pod\npod 1 (a) is stuck in 'stacks': no sign of life" in text, text
     assert finish(pod).returncode == 0 and machines.left_behind() == []

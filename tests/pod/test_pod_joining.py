@@ -263,6 +263,21 @@ def test_a_pod_that_cannot_be_prepared_is_said_once_and_tried_again_in_its_next_
     assert pod.number == 1 and run.joining.told() == [{"joined": 1, "name": "first"}]
 
 
+def test_a_pod_that_does_not_answer_keeps_no_stacks_from_the_report(run: Run) -> None:
+    run.joining.most = 2
+    sessions = [run.add("silent"), run.add("fine")]
+    ends = time.monotonic() + 30
+    while len(run.joining.lives) < 2 or not all(pod.is_set_up for pod in run.joining.lives.values()):
+        run.joining.look(run.store, members(run.store), {"folder": str(run.folder)})
+        assert time.monotonic() < ends
+    run.servers[0].methods["stacks"] = lambda meta, blobs, progress: threading.Event().wait(60)  # type: ignore[assignment, return-value]
+    run.servers[1].methods["stacks"] = lambda meta, blobs, progress: ({"stacks": {"a worker": "its stack"}}, {})
+    stacks = run.joining.stacks()
+    assert stacks["fine, a worker"] == "its stack" and "is stuck in 'stacks': no result within 5 s" in stacks["silent, the pod"]
+    for session in sessions:
+        session.close()
+
+
 # -- keys ------------------------------------------------------------------------------------------------------------------
 
 
