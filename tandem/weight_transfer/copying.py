@@ -15,8 +15,6 @@ import xxhash
 CHUNK_BYTES = 256 * 1024
 _SAMPLE_BYTES = 4096
 
-Copy = Callable[[int, int, int], object]
-"""Copies to an address from another so many bytes, as ``memmove``."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -26,16 +24,15 @@ def address_of(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def copy_and_digest(destination: int, source: int, size_bytes: int, *, of_source: bool, copy: Copy = ctypes.memmove) -> str:
+def copy_and_digest(destination: int, source: int, size_bytes: int, *, of_source: bool) -> str:
     """Copies ``size_bytes`` between two addresses that do not overlap; returns the xxh3-128, in hexadecimal, of the source or of the copy.
-    If another process may write the source concurrently, only the copy's digest is meaningful. ``copy`` may leave the copy out of the cache where the
-    digest is the source's."""
+    If another process may write the source concurrently, only the copy's digest is meaningful."""
     digest = xxhash.xxh3_128()
     for at in range(0, size_bytes, CHUNK_BYTES):
         count = min(CHUNK_BYTES, size_bytes - at)
         if of_source:
             digest.update((ctypes.c_char * count).from_address(source + at))
-        copy(destination + at, source + at, count)
+        ctypes.memmove(destination + at, source + at, count)
         if not of_source:
             digest.update((ctypes.c_char * count).from_address(destination + at))
     return digest.hexdigest()

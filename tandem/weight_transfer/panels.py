@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-import threading
 from typing import Protocol
 
 import torch
@@ -11,63 +10,54 @@ from torch import Tensor
 
 from tandem.layout.panels import PANEL_ROWS
 from tandem.layout.shard_offsets import ShardOffsets
-from tandem.weight_transfer.copying import CHUNK_BYTES, looks_equal
+from tandem.weight_transfer.copying import digest_of, looks_equal
 
-_own = threading.local()
+DIGESTED_BYTES = 241
+"""The fewest bytes that kernels digest; xxh3 has other rules for fewer."""
+_SAMPLE_COLUMNS = 16
 
 
-class PacksPanels(Protocol):
+class PublishingKernels(Protocol):
     """The kernels that multiply with panels (``tandem.kernels.cpu``)."""
 
     def pack_part(self, weight: Tensor, panel: int, first: int, deep: int, to: int) -> None:
         """Writes some columns of panel ``panel`` of ``weight[N, K]`` to an address."""
         ...
 
-    def stream(self, to: int, source: int, size_bytes: int) -> None:
-        """Copies past the cache."""
+    def write_panels(self, weight: Tensor, to: int | None) -> str:
+        """Writes all panels of ``weight[N, K]`` to an address, or nowhere; returns their digest."""
+        ...
+
+    def copy_and_digest(self, to: int, source: int, size_bytes: int) -> str:
+        """Copies between addresses past the cache; returns the digest of the bytes."""
         ...
 
 
-def write_panels(kernels: PacksPanels, source: Tensor, destination: int | None) -> str:
-    """Writes ``source[N, K]`` in panels to the address ``destination`` (``None``: nowhere), a piece of a panel at a time, which is digested where it is put
-    together, in the cache. Returns the xxh3-128 of the panels, in hexadecimal."""
-    rows, columns = source.shape
-    deep, digest, piece = max(16, CHUNK_BYTES // (PANEL_ROWS * source.element_size()) // 16 * 16), xxhash.xxh3_128(), _piece()
-    at = 0
-    for panel in range(-(-rows // PANEL_ROWS)):
-        width_bytes = min(PANEL_ROWS, rows - panel * PANEL_ROWS) * source.element_size()
-        for first in range(0, columns, deep):
-            count = min(deep, columns - first)
-            kernels.pack_part(source, panel, first, count, piece)
-            digest.update((ctypes.c_char * (count * width_bytes)).from_address(piece))
-            if destination is not None:
-                kernels.stream(destination + at, piece, count * width_bytes)
-            at += count * width_bytes
-    return digest.hexdigest()
+def write_panels(kernels: PublishingKernels, source: Tensor, destination: int | None) -> str:
+    """Writes ``source[N, K]`` in panels to the address ``destination`` (``None``: nowhere). Returns the xxh3-128 of the panels, in hexadecimal."""
+    if source.nbytes >= DIGESTED_BYTES:
+        return kernels.write_panels(source, destination)
+    small = torch.empty_like(source)
+    kernels.pack_part(source, 0, 0, source.shape[1], small.data_ptr())
+    if destination is not None:
+        ctypes.memmove(destination, small.data_ptr(), small.nbytes)
+    return digest_of(small.data_ptr(), small.nbytes)
 
 
-def look_equal(kernels: PacksPanels, source: Tensor, panels: int) -> bool:
+def look_equal(kernels: PublishingKernels, source: Tensor, panels: int) -> bool:
     """Returns whether samples of ``source[N, K]`` are equal to what is in panels at the address ``panels`` (see ``copying.looks_equal``): the beginning, the
     middle and the end of its first and its last panel."""
     rows, columns = source.shape
-    deep = min(columns, 16)
+    deep, sample = min(columns, _SAMPLE_COLUMNS), torch.empty(PANEL_ROWS * _SAMPLE_COLUMNS, dtype=source.dtype)
     for panel in {0, (rows - 1) // PANEL_ROWS}:
         width = min(PANEL_ROWS, rows - panel * PANEL_ROWS)
         for first in {0, columns // 2 // 16 * 16, max(0, columns - 1) // 16 * 16}:
             count = min(deep, columns - first)
-            kernels.pack_part(source, panel, first, count, _piece())
+            kernels.pack_part(source, panel, first, count, sample.data_ptr())
             at = panels + (panel * PANEL_ROWS * columns + first * width) * source.element_size()
-            if not looks_equal(_piece(), at, count * width * source.element_size()):
+            if not looks_equal(sample.data_ptr(), at, count * width * source.element_size()):
                 return False
     return True
-
-
-def _piece() -> int:
-    """Returns the address of this thread's memory for a piece of a panel, on a cache line."""
-    memory: Tensor | None = getattr(_own, "memory", None)
-    if memory is None:
-        memory = _own.memory = torch.empty(2 * CHUNK_BYTES, dtype=torch.uint8)
-    return -(-memory.data_ptr() // 64) * 64
 
 
 def read_panels(source: int, shape: tuple[int, ...], chosen: ShardOffsets, out: Tensor) -> str:

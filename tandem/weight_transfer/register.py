@@ -13,7 +13,7 @@ from tandem.types.weights import Layout, PartEntry, TensorEntry, WeightManifest
 from tandem.weight_transfer.convert import ConvertedWeights
 from tandem.weight_transfer.copying import Threads, address_of, copy_and_digest, digest_of, looks_equal
 from tandem.weight_transfer.manifest import make_manifest
-from tandem.weight_transfer.panels import PacksPanels, look_equal, write_panels
+from tandem.weight_transfer.panels import DIGESTED_BYTES, PublishingKernels, look_equal, write_panels
 from tandem.weight_transfer.publication import Replaceable, check_newer, describe, publish, replaceable
 from tandem.weight_transfer.shared_memory import Contents, Segment, WeightBuffers, contents_of
 
@@ -23,7 +23,7 @@ class WeightWriter:
     a writer for the same buffers and ``store``; rank 0 reads and writes the store. ``kernels`` write matrices in panels, where the weights were converted
     so, and copy past the cache."""
 
-    def __init__(self, buffers: WeightBuffers, store: Store, threads: int = 2, kernels: PacksPanels | None = None) -> None:
+    def __init__(self, buffers: WeightBuffers, store: Store, threads: int = 2, kernels: PublishingKernels | None = None) -> None:
         self.buffers, self.store, self._kernels = buffers, store, kernels
         self._threads = Threads(threads)
         self._touched: set[str] = set()
@@ -93,9 +93,9 @@ class WeightWriter:
                 return write_panels(self._kernels, source, base + places[i])
             if digest is not None and looks_equal(base + places[i], source.data_ptr(), sizes[i]) and digest_of(source.data_ptr(), sizes[i]) == digest:
                 return digest
-            if self._kernels is None:
+            if self._kernels is None or sizes[i] < DIGESTED_BYTES:
                 return copy_and_digest(base + places[i], source.data_ptr(), sizes[i], of_source=True)
-            return copy_and_digest(base + places[i], source.data_ptr(), sizes[i], of_source=True, copy=self._kernels.stream)
+            return self._kernels.copy_and_digest(base + places[i], source.data_ptr(), sizes[i])
 
         return self._threads.map(write, range(len(own)), sizes)
 

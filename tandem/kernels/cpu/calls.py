@@ -4,6 +4,8 @@ Floating tensors are dense fp32 on CPU (see ``dense``); index tensors are conver
 with plain sizes, by far the fastest way to allocate a small tensor.
 """
 
+from ctypes import c_char
+
 from torch import Tensor, empty, empty_like, float32, float64, int64
 
 from tandem.kernels.api import PackedGroups, PackedWeight, Routing, SampledRows
@@ -69,8 +71,15 @@ class Calls:
         rows, columns = weight.shape
         self._c.pack_part(weight.data_ptr(), rows, columns, panel, first, deep, to)
 
-    def stream(self, to: int, source: int, size_bytes: int) -> None:
-        self._c.stream(to, source, size_bytes)
+    def write_panels(self, weight: Tensor, to: int | None) -> str:
+        digest = bytearray(16)
+        self._c.write_panels(weight.data_ptr(), *weight.shape, to, (c_char * 16).from_buffer(digest))
+        return digest.hex()
+
+    def copy_and_digest(self, to: int, source: int, size_bytes: int) -> str:
+        digest = bytearray(16)
+        self._c.copy_and_digest(to, source, size_bytes, (c_char * 16).from_buffer(digest))
+        return digest.hex()
 
     def linear_with(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         # The check of ``dense``, inlined: for one token the call costs as much as the arithmetic.

@@ -43,9 +43,15 @@ class CpuKernels:
         as ``pack`` lays them out one behind the other, to the address ``to``. On the calling thread alone."""
         self._calls.pack_part(weight, panel, first, deep, to)
 
-    def stream(self, to: int, source: int, size_bytes: int) -> None:
-        """Copies like ``memmove`` between addresses that do not overlap, past the cache: for a destination that is not read soon."""
-        self._calls.stream(to, source, size_bytes)
+    def write_panels(self, weight: Tensor, to: int | None) -> str:
+        """Writes ``weight[N, K]``, N a multiple of 16, as ``pack`` lays it out to the address ``to`` (``None``: nowhere), past the cache. Returns the xxh3-128
+        of what was written, which must be more than 240 bytes, in hexadecimal. On the calling thread alone."""
+        return self._calls.write_panels(weight, to)
+
+    def copy_and_digest(self, to: int, source: int, size_bytes: int) -> str:
+        """Copies like ``memmove`` between addresses that do not overlap, past the cache: for a destination that is not read soon. Returns the xxh3-128 of
+        the bytes, which must be more than 240, in hexadecimal."""
+        return self._calls.copy_and_digest(to, source, size_bytes)
 
     def pack_elements(self, weight: PackedWeight, rows: Tensor, columns: Tensor, values: Tensor) -> bool:
         weight.data[place_in_panels(rows, columns, (weight.rows, weight.columns))] = values

@@ -119,19 +119,15 @@ void pack_columns(const float* from, int64_t stride, int64_t k, int64_t columns,
     const int64_t rows = std::min<int64_t>(LANES, columns - n);
     for (int64_t i = 0; i < k; i += LANES) {
       const int deep = static_cast<int>(std::min<int64_t>(LANES, k - i));
+      if (rows == LANES && deep == LANES) {
+        transpose_block(from + n * stride + i, stride, to + i * width + n, width);
+        continue;
+      }
       V block[LANES];
 #pragma GCC unroll 16
-      for (int r = 0; r < LANES; ++r) {
-        const float* at = from + (n + r) * stride + i;
-        block[r] = r >= rows ? zero() : deep == LANES ? load(at) : load_n(at, deep);
-      }
+      for (int r = 0; r < LANES; ++r) block[r] = r >= rows ? zero() : load_n(from + (n + r) * stride + i, deep);
       transpose(block);
-      if (deep == LANES) {
-#pragma GCC unroll 16
-        for (int r = 0; r < LANES; ++r) store(to + (i + r) * width + n, block[r]);
-      } else {
-        for (int r = 0; r < deep; ++r) store(to + (i + r) * width + n, block[r]);
-      }
+      for (int r = 0; r < deep; ++r) store(to + (i + r) * width + n, block[r]);
     }
   }
 }

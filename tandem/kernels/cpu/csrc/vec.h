@@ -181,6 +181,27 @@ INLINE V exp(V x) {
   return where_less(x, low, zero(), scale_by_power(p, n));
 }
 
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+// 8 rows of 8 lanes, each `stride` registers behind the other, transposed in place.
+INLINE void transpose_eight(__m256* rows, int stride) {
+  __m256 t[8], u[8];
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_ps(rows[2 * i * stride], rows[(2 * i + 1) * stride]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(rows[2 * i * stride], rows[(2 * i + 1) * stride]);
+  }
+  for (int i = 0; i < 2; ++i) {
+    u[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    u[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    u[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    rows[i * stride] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+    rows[(i + 4) * stride] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+  }
+}
+#endif
+
 // 16 rows of 16 lanes, transposed in place.
 INLINE void transpose(V rows[LANES]) {
 #if defined(__AVX512F__)
@@ -205,11 +226,44 @@ INLINE void transpose(V rows[LANES]) {
     rows[i].v = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
     rows[i + 8].v = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
   }
+#elif defined(__AVX2__) && defined(__FMA__)
+  transpose_eight(&rows[0].a, 2);
+  transpose_eight(&rows[8].b, 2);
+  transpose_eight(&rows[0].b, 2);
+  transpose_eight(&rows[8].a, 2);
+  for (int i = 0; i < 8; ++i) {
+    const __m256 high = rows[i].b;
+    rows[i].b = rows[i + 8].a;
+    rows[i + 8].a = high;
+  }
 #else
   float from[LANES][LANES], to[LANES][LANES];
   for (int i = 0; i < LANES; ++i) store(from[i], rows[i]);
   for (int i = 0; i < LANES; ++i)
     for (int j = 0; j < LANES; ++j) to[j][i] = from[i][j];
   for (int i = 0; i < LANES; ++i) rows[i] = load(to[i]);
+#endif
+}
+
+// 16 rows of 16 numbers, `from_stride` apart, to 16 columns of rows `to_stride` apart.
+INLINE void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  // Eight by eight: so many rows stay in registers.
+  for (int r = 0; r < LANES; r += 8)
+    for (int c = 0; c < LANES; c += 8) {
+      __m256 rows[8];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) rows[i] = _mm256_loadu_ps(from + (r + i) * from_stride + c);
+      transpose_eight(rows, 1);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) _mm256_storeu_ps(to + (c + i) * to_stride + r, rows[i]);
+    }
+#else
+  V rows[LANES];
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; ++i) rows[i] = load(from + i * from_stride);
+  transpose(rows);
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; ++i) store(to + i * to_stride, rows[i]);
 #endif
 }
