@@ -1,9 +1,9 @@
 """Element-wise deltas of a model that is really trained in bf16: bytes on the wire, and what an update costs another pod and its engine, beside whole weights.
 
 A process trains a Qwen3 on the bytes of this repository's documents: some steps of AdamW at 1e-3 in fp32, then steps at the measured learning rate on bf16
-weights, each of which it publishes with a delta. This process receives every version three times, one after the other, by mirrors and decoders of their own:
+weights, each of which it publishes with a delta. This process receives every version five times, one after the other, by mirrors and decoders of their own:
 whole, and copied by the engine; as a delta, which is also applied to the engine's copy; as a delta, and the engine computes with what the mirror has made of
-it. Everything is compared bit for bit.
+it; and both of these staged before the engine's pause. What the engines hold is compared bit for bit.
 """
 
 import json
@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 from weight_update import shapes
 
-from tandem.engine.executor.rank_weights import RankWeights
+from tandem import LLM
 from tandem.kernels import select
 from tandem.layout.shard_offsets import whole_offsets
-from tandem.model.adopted import SharedTensors, adopt, packed_layout
-from tandem.model.changed_weights import load_changes
+from tandem.model.adopted import packed_layout
 from tandem.model.decoder import Decoder
-from tandem.model.huggingface.model_folder import load_parts
-from tandem.model.weight_digests import weight_digests
+from tandem.model.huggingface.model_folder import save_model
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.deadline import Deadline
 from tandem.trainer.checkpoint.replica_state import WeightShard
@@ -108,47 +106,42 @@ def serve(name: str, folder: Path, learning_rate: float, dtype: str) -> None:
         print(json.dumps({"changed": share, "seconds": seconds, "bytes": size_bytes}), flush=True)
 
 
-SIDES = {"whole": "whole", "deltas": "delta, copied", "shared": "delta, shared"}
+SIDES = {
+    "whole": "whole", "deltas": "delta, copied", "shared": "delta, shared", "staged": "delta, copied, staged", "shared_staged": "delta, shared, staged",
+}  # fmt: skip
 
 
 class Receiver:
-    """Another pod with an engine: its mirror, and a decoder that takes what the mirror has brought, as one of ``SIDES``."""
+    """Another pod with an engine: its mirror, and an engine that takes what the mirror has brought, as one of ``SIDES``."""
 
     def __init__(self, name: str, folder: Path, dtype: str, side: str) -> None:
         store, pod = folder / f"pod-{side}.sqlite", "bench" + uuid.uuid4().hex[:8]
-        self.side = side
+        self.side, self.shares = side, side.startswith("shared")
         self.mirror = WeightMirror(
             EmbeddedStore(folder / "shared.sqlite"), EmbeddedStore(store), lambda size: WeightBuffers.create(pod, size), self._open, threads=2,
             delta_memory=None if side == "whole" else delta_memory(pod),
         )  # fmt: skip
-        self.decoder = Decoder(MODELS[name], select("auto", getattr(torch, dtype)), dtype=getattr(torch, dtype))
-        self.weights = RankWeights(self.decoder, WeightSource(str(store), shares=side == "shared"))
+        model = folder / f"model-{side}"
+        save_model(Decoder(MODELS[name], select("auto", getattr(torch, dtype)), dtype=getattr(torch, dtype)), model)
+        self.llm = LLM(str(model), skip_tokenizer_init=True, load_format="dummy", dtype=dtype, max_num_seqs=4, kv_cache_tokens=512)
+        self.source = WeightSource(str(store), shares=self.shares)
 
     def _open(self, endpoint: Endpoint, offer: Offer) -> TcpSource:
         return TcpSource("pod first", offer.host, offer.port, CREDENTIAL)
 
-    def take(self, number: int) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Seconds of each part and the bytes from the other pod; the weights."""
-        version, clock = WeightVersion(1, number), time.perf_counter
+    def take(self, number: int) -> dict[str, float]:
+        """Seconds of each part, and the bytes from the other pod. The engine has no requests."""
+        version, clock, engine = WeightVersion(1, number), time.perf_counter, self.llm.engine
         at = clock()
         got = self.mirror.bring(version, ("tcp",), Deadline(600.0))
         received, at = clock() - at, clock()
-        shared = self.weights.share(version)
-        if shared is not None:
-            tensors, at_taking = dict(shared.tensors), clock()
-            read = at_taking - at
-            adopt(self.decoder, SharedTensors(shared.tensors, shared.in_panels))
-            applied = clock() - at_taking
-        else:
-            tensors = dict(self.weights.read(version).tensors)
-            read, at = clock() - at, clock()
-            changes = self.weights.changes()
-            if changes is None or self.side == "whole" or not load_changes(self.decoder, tensors, changes):
-                load_parts(self.decoder, tensors, pack=True)
-            applied = clock() - at
-            self.weights.was_applied()
-        assert got.whole == () and (shared is not None) == (self.side == "shared")
-        return {"receive": received, "read": read, "apply": applied, "bytes": got.fetched.size_bytes + got.delta_bytes}, tensors
+        if self.side.endswith("staged"):
+            assert engine.stage_weights_from(self.source, version).result()
+        staged, at = clock() - at, clock()
+        self.llm.update_weights_from(self.source, version)
+        pause = clock() - at
+        assert got.whole == () and engine.shares_weights == self.shares
+        return {"receive": received, "stage": staged, "pause": pause, "bytes": got.fetched.size_bytes + got.delta_bytes}
 
 
 def elementwise(name: str, repeat: int, learning_rate: float, dtype: str) -> str:
@@ -165,18 +158,17 @@ def elementwise(name: str, repeat: int, learning_rate: float, dtype: str) -> str
             facts = json.loads(first.stdout.readline())
             receivers = receivers or {side: Receiver(name, Path(folder), dtype, side) for side in SIDES}
             found = {kind: receiver.take(number) for kind, receiver in receivers.items()}
-            assert all(torch.equal(tensor, other[key]) for _, other in found.values() for key, tensor in found["whole"][1].items())
-            digests = [weight_digests(receiver.decoder) for receiver in receivers.values()]
+            digests = [receiver.llm.engine.held_digests() for receiver in receivers.values()]
             assert all(each == digests[0] for each in digests), "what the engines compute with"
-            print(number, facts, {kind: each for kind, (each, _) in found.items()}, file=sys.stderr)
+            print(number, facts, found, file=sys.stderr)
             if number > 3:
                 rows["made"].append(facts)
-                for kind, (each, _) in found.items():
+                for kind, each in found.items():
                     rows[kind].append(each)
         first.kill()
         first.wait()
         for receiver in receivers.values():
-            receiver.weights.close()
+            receiver.llm.close()
             receiver.mirror.close()
 
     def median(kind: str, key: str) -> float:
@@ -185,16 +177,13 @@ def elementwise(name: str, repeat: int, learning_rate: float, dtype: str) -> str
     heads = [f"{name} parameters, {dtype}, learning rate {learning_rate:g}", *SIDES.values(), "shares"]
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     titles = {
-        "bytes": "bytes on the wire", "receive": "the other pod receives and verifies, ms", "read": "its engine verifies, ms",
-        "apply": "its engine takes them, ms", "pause": "both, ms",
+        "bytes": "bytes on the wire", "receive": "the other pod receives and verifies, ms", "stage": "its engine stages them while it samples, ms",
+        "pause": "its engine pauses, ms",
     }
-    for kind in SIDES:
-        for each in rows[kind]:
-            each["pause"] = each["read"] + each["apply"]
     for key, title in titles.items():
         values = [median(side, key) * (1 if key == "bytes" else 1e3) for side in SIDES]
-        shares = ", ".join(f"{value / values[0]:.1%}" for value in values[1:])
-        lines.append(f"| {title} | {' | '.join(f'{value:,.0f}' if key == 'bytes' else f'{value:.1f}' for value in values)} | {shares} |")
+        shares = "" if key == "stage" else ", ".join(f"{value / values[0]:.1%}" for value in values[1:])
+        lines.append(f"| {title} | {' | '.join(f'{value:,.0f}' if key == 'bytes' else f'{value:.2f}' for value in values)} | {shares} |")
     return "\n".join(lines) + (
         f"\n\n{median('made', 'changed'):.2%} of the elements changed in a step; the shim made the delta in {median('made', 'seconds') * 1e3:.0f} ms. "
         f"Medians of {repeat} versions."

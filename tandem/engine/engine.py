@@ -1,7 +1,6 @@
 """The inference engine: takes requests and returns outputs, one step at a time."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,9 +10,11 @@ from tandem.engine.core.components import make_components
 from tandem.engine.core.engine_core import EngineCore
 from tandem.engine.core.integrity import sequences_of
 from tandem.engine.core.lifecycle import State, Transition
+from tandem.engine.core.published_weights import PublishedWeights
 from tandem.engine.core.scheduler import PauseMode
+from tandem.engine.core.staging import Staging
 from tandem.engine.core.weight_updates import replace_weights
-from tandem.engine.executor.rank_weights import RankWeights, StagedWeights
+from tandem.engine.executor.rank_weights import StagedWeights
 from tandem.engine.executor.ranks import Ranks
 from tandem.engine.kv_cache.block_events import BlockEvents
 from tandem.engine.kv_cache.block_exchange import BlockExchange, kv_layout
@@ -29,16 +30,11 @@ from tandem.engine.processing.outputs import CompletionOutput, Continuation, Req
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.settings import EngineSettings
 from tandem.layout.shapes import ModelShapes
-from tandem.model.adopted import SharedTensors
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.pooling_config import ModelPooling
 from tandem.model.weight_digests import weight_digests
 from tandem.text.tokenizer import Tokenizer
-from tandem.types import EngineDied, RunError, Updated, UserError, WeightSource, WeightVersion
-
-if TYPE_CHECKING:
-    from tandem.weight_transfer.shared_weights import SharedWeights
-
+from tandem.types import RunError, Updated, UserError, WeightSource, WeightVersion
 
 NO_TOKENS = SamplingParams(temperature=0, max_tokens=1)
 """The parameters of requests that draw no tokens."""
@@ -75,11 +71,10 @@ class Engine:
         if not decoder.is_packed:
             decoder.pack()
         self._ranks = ranks
-        self._weights: RankWeights | None = None
-        self._shared: SharedWeights | None = None
         self.pooler = None if model_pooling is None else Pooler(decoder, model_pooling, tokenizer)
         self._components = make_components(decoder, settings, version, ranks, speculative, draft, self.pooler)
         self._scheduler, self._runner = self._components.scheduler, self._components.runner
+        self._published = PublishedWeights(self._components, self._digest_weights)
         self._adapters = self._runner.adapters
         self._logger = StatsLogger()
         self._inputs = InputProcessor(settings, tokenizer, decoder.shapes.vocab_size, speculative)
@@ -183,7 +178,7 @@ class Engine:
         if self._scheduler.pause in (None, PauseMode.WAIT):
             self._core.step()
             # Before anything that was computed leaves the engine.
-            self._check_shared()
+            self._published.check_shared()
         return self._outputs.take_outputs()
 
     def listen(self, on_completion: Callable[[str, CompletionOutput], None] | None) -> None:
@@ -226,46 +221,32 @@ class Engine:
         """
         self._core.synchronize()
         self.weight_digests = replace_weights(self._components, tensors, version, draft_tensors, self._digest_weights)
-        self._shared = None
+        self._published.shared = None
 
     def update_weights_from(self, source: WeightSource, version: WeightVersion) -> Updated:
         """Updates to the published ``version``, of which every tensor-parallel rank reads its own slices. All ranks verify what they read
         before any applies it. Raises ``DamagedWeights`` and the other errors of ``WeightReader.read``; the old weights stay then.
 
         With a source that ``shares``, an engine that can (``adoptable_layout``) computes with the published weights where they are, and has no copy.
-        With a source that the engine does not verify, its version is ``DUMMY_VERSION`` from the first changed weight until ``confirm_weights``."""
+        With a source that the engine does not verify, its version is ``DUMMY_VERSION`` from the first changed weight until ``confirm_weights``. A version that
+        ``stage_weights_from`` has staged is not read again."""
         self._core.synchronize()
-        called = version if source.verifies else DUMMY_VERSION
-        if self._ranks is not None:
-            staged = self._ranks.read_weights(source, version)
-            self.update_weights(staged, called)
-            return staged.updated
-        if self._weights is None or self._weights.source != source:
-            if self._weights is not None:
-                self._weights.close()
-            self._weights = RankWeights(self.decoder, source)
-        shared = None if self._digest_weights else self._weights.share(version)
-        if shared is not None:
-            replace_weights(self._components, SharedTensors(shared.tensors, shared.in_panels), called, None, with_digests=False)
-            self._shared = shared
-            return Updated(version, shared.size_bytes, shared.rereads, shared.revision)
-        weights = self._weights.read(version)
-        changes = self._weights.changes()
-        self.weight_digests = replace_weights(self._components, weights.tensors, called, None, self._digest_weights, changes)
-        self._weights.was_applied()
-        self._shared = None
-        return Updated(version, weights.size_bytes, weights.rereads, weights.revision)
+        if self._ranks is None:
+            updated, self.weight_digests = self._published.update(source, version)
+            return updated
+        staged = self._ranks.read_weights(source, version)
+        self.update_weights(staged, version if source.verifies else DUMMY_VERSION)
+        return staged.updated
+
+    def stage_weights_from(self, source: WeightSource, version: WeightVersion, on_end: Callable[[], None] = lambda: None) -> Staging:
+        """Begins to read, verify and pack the published ``version`` in a thread, while the engine computes with the weights that it has; the next
+        ``update_weights_from`` of it only puts it in their place. ``on_end`` is called by the thread at its end. May be called while a step is in flight."""
+        return self._published.stage(source, version, on_end)
 
     @property
     def shares_weights(self) -> bool:
         """Whether the engine computes with published weights where they are, and holds no copy."""
-        return self._shared is not None
-
-    def _check_shared(self) -> None:
-        if self._shared is not None and not self._shared.are_there:
-            raise EngineDied(
-                f"the shared memory with the weights of step {self._shared.version.step} was written to while the engine computed with them"
-            )
+        return self._published.shared is not None
 
     def confirm_weights(self, version: WeightVersion) -> None:
         """Calls the weights that were taken unverified ``version``, when others have verified all of them."""
@@ -351,7 +332,7 @@ class Engine:
             raise UserError("a tensor-parallel engine cannot sleep; stop it, or use one rank")
         self._core.sleep(frees_weights=level > 1)
         if level > 1:
-            self._shared = None
+            self._published.shared = None
 
     def wake_up(self) -> None:
         """Allocates the memory of the KV cache again after ``sleep``."""
@@ -370,9 +351,7 @@ class Engine:
         """Stops the other ranks of a tensor-parallel engine and closes shared memory. The engine cannot be used afterwards."""
         if self._ranks is not None:
             self._ranks.close()
-        if self._weights is not None:
-            self._weights.close()
-            self._weights = None
+        self._published.close()
 
     # -- statistics ----------------------------------------------------------------------------------------------------
 

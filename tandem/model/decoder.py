@@ -350,6 +350,21 @@ class Decoder(nn.Module):
         self._packed_matrices = [*matrices]
         self._packed = self._steps(self._packed_matrices, [None] * len(matrices))
 
+    def twin(self) -> "Decoder":
+        """Returns another decoder of the same model, kernels and quantization, whose weights are uninitialised. Not for a shard or one that trains."""
+        assert self.group is None and self.parallel is None
+        twin = Decoder(self.shapes, self.kernels, dtype=self.dtype, device=self.device)
+        twin.quantization, twin.kv_cache_dtype = self.quantization, self.kv_cache_dtype
+        return twin
+
+    def exchange_weights(self, twin: "Decoder") -> None:
+        """Computes with the weights of ``twin`` from now on, which has those of this decoder then. Nothing is copied, so it takes as long for any size."""
+        assert twin.shapes == self.shapes and twin.is_packed
+        for name in ("_parameters", "_modules", "_packed", "_packed_head", "_packed_embedding", "_packed_matrices", "_adopted"):
+            own = getattr(self, name)
+            setattr(self, name, getattr(twin, name))
+            setattr(twin, name, own)
+
     @torch.no_grad()
     def freeze(self, fill: Callable[[int], None]) -> None:
         """Quantizes the plain matrices of every layer as ``quantization`` says, for training an adapter beside them: they have no gradient, and no plain

@@ -1,14 +1,17 @@
 """A server that follows a run: it takes each version of the weights that the run's trainer publishes, while it answers clients.
 
 It reads the run's shared memory as a rollout engine does, and verifies every digest; it writes nothing of the run, so the run's numbers do not depend on it
-and its end costs the run nothing. Requests in flight during an update are handled by the pause modes of vLLM: ``wait`` finishes them on the weights that they
-began with, ``abort`` answers them with the tokens that they have. New requests wait for the update. Imports no torch.
+and its end costs the run nothing. Weights are read and verified while requests are computed, where the memory has room for both; the pause is short.
+Requests in flight during an update are handled by the pause modes of vLLM: ``wait`` finishes them on the weights that they began with, ``abort`` answers them
+with the tokens that they have. New requests wait for the update. Imports no torch.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from tandem.runtime.coordination.open import open_store
 from tandem.runtime.coordination.store import Store, WatchTimeout
@@ -19,6 +22,7 @@ from tandem.serving.settings import FollowedRun
 from tandem.types import DamagedWeights, RunError, UserError, WeightSource, WeightVersion
 from tandem.weight_transfer.publication import KEY, current
 
+T = TypeVar("T")
 WATCH_S = 2.0
 """How long one look at the store may wait for new weights."""
 ATTEMPTS = 3
@@ -83,8 +87,8 @@ async def follow(pool: Pool, run: FollowedRun, say: Callable[[str], None]) -> No
                 if version is None:
                     await asyncio.sleep(PAUSE_S / 4)
                     continue
-                await _take(pool, run, Weights(version, source=WeightSource(run.store, opening=published.opening)))
-                say(f"serving the weights of step {version.step} (incarnation {version.incarnation})")
+                how = await _take(pool, run, Weights(version, source=WeightSource(run.store, opening=published.opening)))
+                say(f"serving the weights of step {version.step} (incarnation {version.incarnation}); {how}")
                 said = ""
             except (UserError, ApiError) as error:
                 if str(error) != said:
@@ -95,22 +99,29 @@ async def follow(pool: Pool, run: FollowedRun, say: Callable[[str], None]) -> No
         published.close()
 
 
-async def _take(pool: Pool, run: FollowedRun, weights: Weights) -> None:
-    """Pauses the engines, lets all of them take ``weights``, and resumes what was not paused before."""
+async def _take(pool: Pool, run: FollowedRun, weights: Weights) -> str:
+    """Lets the engines stage ``weights`` while they answer clients, then pauses them, lets all of them take what they have staged, and resumes what was not
+    paused before. Returns how, for the log."""
     if pool.is_sleeping:
         raise RunError("the engines are asleep; they take the next weights after /wake_up")
+    is_staged = await _again_if_damaged(lambda: pool.stage(weights))
     was_paused = pool.is_paused
     if not was_paused:
         await pool.pause(run.mode)
     try:
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                await pool.update(weights)
-                return
-            except DamagedWeights:
-                if attempt == ATTEMPTS:
-                    raise
-                await asyncio.sleep(PAUSE_S / 4)
+        began = time.monotonic()
+        await _again_if_damaged(lambda: pool.update(weights))
+        return f"{'staged before' if is_staged else 'not staged'}, taken in {(time.monotonic() - began) * 1e3:.1f} ms"
     finally:
         if not was_paused:
             await pool.resume()
+
+
+async def _again_if_damaged(do: Callable[[], Awaitable[T]]) -> T:
+    """Returns the result of ``do()``, which is tried up to ``ATTEMPTS`` times where the weights are damaged: the trainer may repair them."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return await do()
+        except DamagedWeights:
+            await asyncio.sleep(PAUSE_S / 4)
+    return await do()

@@ -178,7 +178,7 @@ def test_an_engine_changes_what_a_delta_names_and_packs_everything_where_it_must
     assert update(6) == 0, "tensors of a version that follows from one that it missed are copied whole, and packed where they have changed"
     tensors = change(tensors, 7)
     # Its private copy is damaged, which nothing but the digest of what comes of the delta can tell.
-    reader = llm.engine._weights._reader
+    reader = llm.engine._published._weights._reader
     reader._staging[200] ^= 4
     assert update(7) == 0 and "is read whole: the elements before the update are not those that the delta begins with" in caplog.text
     llm.engine.sleep(level=2)

@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,7 @@ def test_each_version_is_served_whole_and_named_in_header_and_body(followed: tup
         assert answer.headers[HEADER] == f"{version[0]}.{step}" and answer.json()["weight_versions"] == [version]
         expected = greedy(model)
         assert answer.json()["choices"][0]["token_ids"][: len(expected)] == expected
+    assert running.log.read_text().count("; staged before, taken in ") == 2
     generated = running.post("/generate", {"prompt": PROMPT, "sampling_params": {"max_tokens": 2}})
     assert generated.headers[HEADER] == "1.2" and generated.json()["weight_versions"] == [[1, 2]]
 
@@ -131,7 +133,7 @@ def test_damaged_weights_are_not_served_and_a_dead_engine_and_a_resumed_run_are_
     # An engine that dies begins with the published weights, not with those of the folder.
     (engine,) = running.engines()
     os.kill(engine, signal.SIGKILL)
-    until(lambda: running.get("/readiness").status_code == 200 and running.engines() != [engine], "another engine")
+    until(lambda: running.engines() not in ([], [engine]) and running.get("/readiness").status_code == 200, "another engine")
     answer = ask(running)
     expected = greedy(three_models[1])
     assert answer.json()["weight_versions"] == [[1, 1]] and answer.json()["choices"][0]["token_ids"][: len(expected)] == expected
@@ -152,6 +154,22 @@ def test_damaged_weights_are_not_served_and_a_dead_engine_and_a_resumed_run_are_
     run.begin()
     run.publish(three_models[2], 2, incarnation=2)
     until(lambda: ask(running, 1).json()["weight_versions"] == [[2, 2]], "the weights of the resumed run")
+
+
+@pytest.mark.full
+def test_an_engine_that_is_killed_while_it_stages_begins_again_with_the_new_weights(followed: tuple[FakeRun, Server], three_models: list[Path]) -> None:
+    run, running = followed
+    (engine,) = running.engines()
+    os.kill(engine, signal.SIGSTOP)
+    run.publish(three_models[1], 1)
+    time.sleep(1.0)  # It is asked to stage them, and cannot answer.
+    assert "serving the weights of step 1" not in running.log.read_text()
+    os.kill(engine, signal.SIGKILL)
+    until(lambda: ask(running, 1).json().get("weight_versions") == [[1, 1]], "an engine with the weights of step 1")
+    expected = greedy(three_models[1])
+    assert ask(running).json()["choices"][0]["token_ids"][: len(expected)] == expected
+    run.publish(three_models[2], 2)
+    until(lambda: ask(running, 1).json()["weight_versions"] == [[1, 2]], "the weights of step 2")
 
 
 @pytest.mark.parametrize("what", ["no run", "ended", "on data", "adapter"])

@@ -16,17 +16,19 @@ from tandem.engine.spec_decode.draft_model import DraftModel
 from tandem.engine.spec_decode.proposers import new_draft
 from tandem.model.adopted import SharedTensors, adopt
 from tandem.model.changed_weights import load_changes
+from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_tensors
 from tandem.model.weight_digests import weight_digests
 from tandem.types import WeightVersion
 
 
 def replace_weights(
-    components: EngineComponents, tensors: Iterable[tuple[str, Tensor]] | StagedWeights | SharedTensors, version: WeightVersion,
+    components: EngineComponents, tensors: Iterable[tuple[str, Tensor]] | StagedWeights | SharedTensors | Decoder, version: WeightVersion,
     draft_tensors: Iterable[tuple[str, Tensor]] | None, with_digests: bool, changes: Mapping[str, Tensor | None] | None = None,
 ) -> dict[str, str]:
     """As ``Engine.update_weights``, while no step is in flight. Returns the digests of the plain weights ``with_digests``, else none. ``changes``: where
-    ``tensors`` differ from what the decoder holds, as ``load_changes``; ``None``: not known."""
+    ``tensors`` differ from what the decoder holds, as ``load_changes``; ``None``: not known. A ``Decoder``: a twin that holds them packed, and holds the
+    others afterwards."""
     scheduler, runner = components.scheduler, components.runner
     draft = None if draft_tensors is None else new_draft(runner.proposer, draft_tensors)
     is_kept = scheduler.pause is PauseMode.KEEP
@@ -49,9 +51,12 @@ def replace_weights(
 
 
 def _load(
-    runner: ModelRunner, tensors: Iterable[tuple[str, Tensor]] | StagedWeights | SharedTensors, with_digests: bool,
+    runner: ModelRunner, tensors: Iterable[tuple[str, Tensor]] | StagedWeights | SharedTensors | Decoder, with_digests: bool,
     changes: Mapping[str, Tensor | None] | None,
 ) -> dict[str, str]:  # fmt: skip
+    if isinstance(tensors, Decoder):
+        runner.decoder.exchange_weights(tensors)
+        return {}
     if isinstance(tensors, SharedTensors):
         adopt(runner.decoder, tensors)
         return {}

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tandem.config.repetition_detection import RepetitionDetectionParams
+from tandem.engine.core.staging import Staging
 from tandem.engine.kv_cache.block_events import BlockEvents
 from tandem.engine.kv_cache.block_exchange import BlockDigest
 from tandem.engine.llm import LLM
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 * 2**20
 """Of KV blocks that are copied between two steps: a few milliseconds."""
+_STAGED = "staged"
+"""The event of a thread that has staged weights, or failed to."""
+_LATER: dict[str, Any] = {}
+"""The result of a call that is answered later."""
 Copy = Generator[None, None, dict[str, Any]]
 """A call that copies one part between two steps, and returns its result at the end."""
 
@@ -60,9 +65,10 @@ class EngineLoop:
             "update_weights": self._update_weights, "finish_weight_update": self._finish_weight_update, "read_published": self._read_published,
             "weight_info": self._weight_info, "weight_checker": self._weight_checker, "add_lora": self._add_lora, "remove_lora": self._remove_lora,
             "record_block_events": self._record_block_events, "kv_layout": self._kv_layout, "export_blocks": self._export_blocks,
-            "import_blocks": self._import_blocks,
+            "import_blocks": self._import_blocks, _STAGED: self._end_staging,
         }  # fmt: skip
         self._copies: deque[tuple[int, Copy]] = deque()
+        self._stagings: dict[int, Staging] = {}
 
     def run(self) -> None:
         """Serve until ``None`` comes in."""
@@ -128,6 +134,8 @@ class EngineLoop:
     def _handle(self, frame: Frame) -> None:
         if frame.kind == "call":
             self._call(frame.call, frame.method, frame.meta)
+        elif frame.method == _STAGED:
+            self._call(frame.call, _STAGED, {"number": frame.call})
         elif frame.method == "add":
             self._take_request(message_from(EngineRequest, frame.meta))
         else:
@@ -165,7 +173,7 @@ class EngineLoop:
 
     def _call(self, number: int, name: str, arguments: dict[str, Any]) -> None:
         try:
-            result = self._calls[name](**arguments)
+            result = self._stage_published(number, **arguments) if name == "stage_published" else self._calls[name](**arguments)
         except Exception as error:
             if not isinstance(error, UserError):
                 logger.exception("'%s' failed", name)
@@ -175,7 +183,7 @@ class EngineLoop:
             self._copies.append((number, result))
         elif result.get("waits"):
             self._waiting_pause = number
-        else:
+        elif result is not _LATER:
             self._answer(number, result)
 
     def _answer(self, number: int, result: dict[str, Any]) -> None:
@@ -303,6 +311,18 @@ class EngineLoop:
         staged, self._staged = self._staged, None
         self._engine.update_weights(staged, WeightVersion(*version))
         return self._weight_info()
+
+    def _stage_published(self, number: int, version: list[int], source: dict[str, Any]) -> dict[str, Any]:
+        """Begins to read, verify and pack what a run has published as ``version``, while requests are computed; answered when that has ended."""
+        ended = Frame({}, {}, "event", _STAGED, number)
+        self._stagings[number] = self._engine.stage_weights_from(WeightSource(**source), WeightVersion(*version), lambda: self.inbox.put(ended))
+        return _LATER
+
+    def _end_staging(self, number: int) -> dict[str, Any]:
+        try:
+            return {"is_staged": self._stagings.pop(number).result()}
+        except PeerDied as death:
+            raise RunError(str(death)) from None
 
     def _read_published(self, version: list[int], source: dict[str, Any]) -> dict[str, Any]:
         """Reads, verifies and takes what a run has published as ``version``, or leaves the weights as they are."""

@@ -19,7 +19,7 @@ from tandem.serving.errors import ApiError, internal, invalid, overloaded, unava
 from tandem.serving.measured_rate import MeasuredRate
 from tandem.serving.metrics import Metrics
 from tandem.serving.settings import ServerSettings
-from tandem.types import RunError, UserError
+from tandem.types import DamagedWeights, RunError, UserError
 
 MAX_ATTEMPTS = 3
 """Engines that a request may outlive: one that kills every engine must end."""
@@ -383,6 +383,20 @@ class Pool:
     async def wake_up(self) -> None:
         await self.call("wake_up")
         self.is_sleeping = False
+
+    async def stage(self, weights: Weights) -> bool:
+        """Lets every engine stage published ``weights`` beside its steps, so that ``update`` takes little time; returns whether all have. Raises
+        ``DamagedWeights`` where they are; the weights in use are not touched. An engine that fails otherwise has nothing staged, and ``update`` says why."""
+        if weights.staging is None:
+            return False
+        name, arguments = weights.staging
+        # Requests are computed meanwhile, so other control calls need not wait.
+        calls = [slot.instance.call(name, **arguments) for slot in self.slots if slot.instance is not None]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, DamagedWeights):
+                raise answer
+        return all(isinstance(answer, dict) and answer["is_staged"] for answer in answers)
 
     async def update(self, weights: Weights) -> list[dict[str, Any]]:
         """Takes ``weights``, which are staged or published, everywhere. Where no engine can take them none does. One that cannot where others could, as

@@ -60,5 +60,14 @@ class Weights:
     @property
     def call(self) -> tuple[str, dict[str, Any]]:
         """The call, with its arguments, that makes an engine take them between two steps."""
-        version = list(self.version)
-        return ("read_published", {"version": version, "source": asdict(self.source)}) if self.source else ("finish_weight_update", {"version": version})
+        return ("read_published", self._published) if self.source else ("finish_weight_update", {"version": list(self.version)})
+
+    @property
+    def staging(self) -> tuple[str, dict[str, Any]] | None:
+        """The call that makes an engine stage them beside its steps; ``None`` where they are not published."""
+        return ("stage_published", self._published) if self.source else None
+
+    @property
+    def _published(self) -> dict[str, Any]:
+        assert self.source is not None
+        return {"version": list(self.version), "source": asdict(self.source)}
