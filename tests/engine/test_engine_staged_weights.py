@@ -58,7 +58,9 @@ def across_an_update(llm: LLM, source: WeightSource, step: int, *, stages: bool)
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["shared", "copied"])
-@pytest.mark.parametrize("pod", [("qwen3", PANELS), *(pytest.param(each, marks=pytest.mark.full) for each in (("odd", ROWS[0]), ("llama", PANELS)))], indirect=True)
+@pytest.mark.parametrize(
+    "pod", [("qwen3", PANELS), pytest.param(("odd", ROWS[0]), marks=pytest.mark.full), pytest.param(("llama", PANELS), marks=pytest.mark.full)], indirect=True
+)
 def test_tokens_around_an_update_are_those_of_an_engine_that_reads_in_its_pause(pod: Pod, shares: bool) -> None:
     source = replace(pod.source, shares=shares)
     staged, plain = pod.engine(), pod.engine()
