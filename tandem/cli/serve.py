@@ -9,6 +9,7 @@ examples:
   tandem serve Qwen/Qwen3-0.6B --max-model-len 4096
   tandem serve runs/sort/model --port 8001 --served-model-name sort --instances 2
   tandem serve runs/sort --follow                 the weights of a run that is training, each version as it is published
+  tandem serve MODEL --follow s3://bucket/sort    the same of a run elsewhere, which writes them there (pods.weights_url)
   tandem serve models/qwen --lora-modules sql=adapters/sql --speculative-config '{"method": "ngram"}'
   tandem serve runs/sort/model --host 0.0.0.0 --api-key @key.txt --control-key @control.txt
 """
@@ -51,7 +52,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: 8000)")
     parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="name of the model for clients (default: MODEL)")
-    parser.add_argument("--follow", action="store_true", help="MODEL is the folder of a run in a pod: serve each version of the weights that it publishes")
+    parser.add_argument(
+        "--follow", nargs="?", const=True, default=False, metavar="URL",
+        help="MODEL is the folder of a run in a pod: serve each version of the weights that it publishes; with URL, MODEL is a model, and the run is one that "
+        "writes its weights there (pods.weights_url)",
+    )  # fmt: skip
     parser.add_argument(
         "--follow-mode", choices=("wait", "abort"), default="wait",
         help="requests in flight when new weights come: finished on those before (wait), or answered with what they have (abort), as by /pause",
@@ -130,6 +135,8 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"'tandem serve' needs {module}, which is not installed; pip install 'tandem-rl[serve]'")
     from tandem.model.model_source import hold_model
 
+    if isinstance(options.follow, str):
+        return _follow_storage(options)
     if options.follow:
         from tandem.jobs.followed_run import followed_run
 
@@ -141,6 +148,25 @@ def run(options: argparse.Namespace) -> int:
         options.model, revision=given.revision, download_dir=given.download_dir, weight_cache_gib=given.weight_cache_gib, verify=given.verify
     ) as held:
         return _serve(options, held.path)
+
+
+def _follow_storage(options: argparse.Namespace) -> int:
+    """Serves the weights that a run writes to a storage, in the dtype that they have there."""
+    from tandem.model.model_source import hold_model
+    from tandem.runtime.process.processes import available_cores
+    from tandem.serving.follow_storage import StoredRun
+    from tandem.serving.settings import FollowedRun
+
+    given = engine_args(options)
+    threads = min(2, available_cores())
+    with StoredRun(options.follow, threads, lambda line: print(f"tandem: {line}", file=sys.stderr, flush=True)) as run:
+        newest = run.newest()
+        if newest is not None and newest.manifest.tensors and getattr(options, "dtype", None) is None:
+            options.dtype = newest.manifest.tensors[0].dtype
+        with hold_model(
+            options.model, revision=given.revision, download_dir=given.download_dir, weight_cache_gib=given.weight_cache_gib, verify=given.verify
+        ) as held:
+            return _serve(options, held.path, FollowedRun(run.store, options.follow_mode))
 
 
 def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | None" = None) -> int:

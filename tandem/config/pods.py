@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.config.addresses import check_no_secret
 from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
@@ -10,6 +11,7 @@ from tandem.types.errors import UserError
 _OF_TLS = ("tls_cert_file", "tls_key_file", "tls_ca_file")
 _OF_JOINING = ("min_count", "join_timeout_s", "heartbeat_timeout_s", "host", "port", "credential_file", *_OF_TLS)
 _OF_DELTAS = ("elementwise_deltas", "full_update_every")
+_OF_PODS = ("protocols", "peer_to_peer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class PodsConfig:
     """With `elementwise_deltas`: each step that is a multiple of it sends what has changed whole, so that no more than so many versions follow from each
     other."""
 
+    weights_url: str = ""
+    """With `elementwise_deltas`: a folder or an object storage (`s3://bucket/runs/sort`), one for each run, to which every version is written: a whole one
+    every `full_update_every` versions, and between them what has changed. Pods that join from other machines read the weights there, and from the trainer's
+    pod where that fails; servers that follow it (`tandem serve MODEL --follow URL`) need nothing else of the run. Empty: nothing is written."""
+
     @property
     def may_join(self) -> bool:
         """Whether pods that are started elsewhere may join."""
@@ -78,11 +85,12 @@ class PodsConfig:
             )
         if not self.protocols:
             raise UserError("'pods.protocols' is empty, so no other pod could receive weights; leave it out for plain TCP")
+        check_no_secret("'pods.weights_url'", self.weights_url)
         if not self.are_several:
             fix = "set pods.count or pods.max_count to more than 1"
-            refuse_unread("pods", self, "the run has one pod", "protocols", "peer_to_peer", *_OF_DELTAS, fix=fix)
+            refuse_unread("pods", self, "the run has one pod", *_OF_PODS, *(() if self.weights_url else _OF_DELTAS), fix=fix)
         if not self.elementwise_deltas:
-            refuse_unread("pods", self, "pods.elementwise_deltas is false", "full_update_every", fix="set pods.elementwise_deltas to true")
+            refuse_unread("pods", self, "pods.elementwise_deltas is false", "full_update_every", "weights_url", fix="set pods.elementwise_deltas to true")
         elif "tcp" not in self.protocols:
             served = ", ".join(self.protocols)
             raise UserError(f"'pods.elementwise_deltas' is true and pods.protocols is [{served}]; deltas are sent over plain TCP: add tcp to pods.protocols")

@@ -124,7 +124,7 @@ class Pod:
             self.loaded = (self.trainer_step, str(loaded["digest"])) if loaded["digest"] is not None else None
             self.all_damaged, self.boundaries = bool(loaded["damaged"]), {}
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
-            if self.shared_store:
+            if self.shared_store and self.pods.are_several:
                 self.trainer.serve_weights(self.shared_store, self.pods.protocols, host=self.pods.host, port=self.pods.port)
         for note in loaded["notes"]:
             self._tell_once(note)
@@ -207,8 +207,10 @@ class Pod:
                 self._write_delta(version.step, detail)
 
     def _write_delta(self, step: int, detail: dict[str, Any]) -> None:
-        made = self.trainer.write_delta(self.shared_store, self.pods.full_update_every)
+        made = self.trainer.write_delta(self.shared_store, self.pods.full_update_every, self.pods.weights_url)
         detail.update(delta_bytes=made["bytes"], delta_seconds=made["seconds"])
+        if self.pods.weights_url:
+            detail["stored_bytes"] = made["stored_bytes"]
         if made["trouble"]:
             self.records.callback.message(f"step {step}: other pods read whole weights, because their delta could not be made: {made['trouble']}")
 

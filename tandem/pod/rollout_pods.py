@@ -39,7 +39,7 @@ class RolloutPods:
     ``away``: why the others do not, by number; ``lost``: those that were left out since the last update of weights and outside a rollout, as it is
     reported. ``least``: the pods that an update of weights waits for, up to ``join_timeout_s``. ``sends_on``: where pods send
     on the weights that they have received, as ``serves`` of ``receive_weights``; empty: they do not. ``reads_deltas``: whether pods read element-wise
-    deltas."""
+    deltas. ``weights_url``: the storage that pods of other machines read weights from, if it is given."""
 
     pods: Sequence[RolloutPod]
     open_store: Callable[[], Store]
@@ -52,6 +52,7 @@ class RolloutPods:
     join_timeout_s: float = 600.0
     sends_on: Mapping[str, Any] = field(default_factory=dict)
     reads_deltas: bool = False
+    weights_url: str = ""
     there: list[RolloutPod] = field(default_factory=list)
     away: dict[int, str] = field(default_factory=dict)
     lost: list[dict[str, Any]] = field(default_factory=list)
@@ -98,7 +99,8 @@ class RolloutPods:
 
         def receive(pod: RolloutPod) -> None:
             if pod.receives:
-                stores = {"store": self.store_address, "own_store": pod.own_store, "deltas": self.reads_deltas}
+                url = self.weights_url if pod.name else ""
+                stores = {"store": self.store_address, "own_store": pod.own_store, "deltas": self.reads_deltas, "weights_url": url}
                 pod.ask("receive_weights", {**stores, "version": version, "protocols": [], "deadline_s": self.deadline_s, "serves": self.sends_on})
 
         received: list[RolloutPod] = []

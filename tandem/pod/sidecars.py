@@ -85,10 +85,10 @@ class TrainerSidecar:
         ports: dict[str, int] = self.channel.call("serve_weights", meta).meta["ports"]
         return ports
 
-    def write_delta(self, store: str, full_every: int) -> dict[str, Any]:
-        """Make the element-wise delta from the version before to the published one, for other pods, unless the step is a multiple of ``full_every``. Returns
-        its ``bytes`` (0: there is none), the ``seconds`` and the ``trouble``, if any."""
-        return self.channel.call("write_delta", {"store": store, "full_every": full_every}).meta
+    def write_delta(self, store: str, full_every: int, weights_url: str = "") -> dict[str, Any]:
+        """Make the element-wise delta from the version before to the published one, for other pods, unless the step is a multiple of ``full_every``, and begin
+        to write the version to ``weights_url``. Returns its ``bytes`` (0: there is none), the ``stored_bytes``, the ``seconds`` and the ``trouble``, if any."""
+        return self.channel.call("write_delta", {"store": store, "full_every": full_every, "weights_url": weights_url}).meta
 
     def save(self, step: int, in_use: Collection[int]) -> list[tuple[int, str]]:
         """Begin the checkpoint of ``step``; those of steps ``in_use`` are not removed for it. Returns (step, digest) of those that were committed

@@ -133,8 +133,9 @@ def _trainer_pods(recipe: Recipe, first: RemoteChannel, rollout: RolloutPods) ->
 
 
 def shared_store(recipe: Recipe, directory: Path) -> str:
-    """Returns the address of the store in which the pods of the run in ``directory`` find weights, empty if there is one pod."""
-    return store_address(recipe.coordination, directory) if recipe.pods.are_several else ""
+    """Returns the address of the store in which the pods of the run in ``directory`` find weights, empty if there is one pod, whose weights are not written
+    to a storage either."""
+    return store_address(recipe.coordination, directory) if recipe.pods.are_several or recipe.pods.weights_url else ""
 
 
 def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> RolloutPods:
@@ -173,5 +174,5 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
     sends_on = {"host": pods.host, "port": 0, "advertised": ""} if pods.peer_to_peer else {}
     return RolloutPods(
         made, lambda: open_store(address), address, rollout.engine.max_num_seqs, deadline_s, answer, joining, pods.min_count, pods.join_timeout_s, sends_on,
-        pods.elementwise_deltas,
+        pods.elementwise_deltas, pods.weights_url,
     )

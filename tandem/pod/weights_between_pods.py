@@ -13,10 +13,13 @@ from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply
 from tandem.runtime.rpc.credentials import read_credential
 from tandem.runtime.rpc.pod_tls import PodTls, tls_files
+from tandem.storage.files import open_storage
 from tandem.types import RunError, WeightManifest, WeightVersion
-from tandem.weight_transfer.delta import DeltaMemory, DeltaWriter, publish_reference
+from tandem.weight_transfer.delta import Delta, DeltaMemory, DeltaReference, DeltaWriter, publish_reference
 from tandem.weight_transfer.publication import current
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
+from tandem.weight_transfer.stored.storage_source import StoredWeights
+from tandem.weight_transfer.stored.storage_writer import StorageWriter
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, check_protocols
 from tandem.weight_transfer.transport.mirror import WeightMirror
 from tandem.weight_transfer.transport.mooncake import MooncakeSource, available
@@ -38,6 +41,7 @@ class WeightsBetweenPods:
         self._service: WeightService | None = None
         self._mirror: WeightMirror | None = None
         self._deltas: DeltaWriter | None = None
+        self._storage: StorageWriter | None = None
         self._lock = threading.Lock()
 
     def serve_weights(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -57,23 +61,38 @@ class WeightsBetweenPods:
 
     def write_delta(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Makes the element-wise delta from the version before to the one that is published in the run's ``store`` now, serves it, and says so in the store.
-        Every ``full_every`` steps there is none. The reply has its ``bytes``, 0 if there is none, the ``seconds``, and ``trouble``: why there is none
-        although there should be."""
+        Every ``full_every`` steps there is none. With ``weights_url`` the version is also written to that storage, by a thread. The reply has its ``bytes``, 0
+        if there is none, the ``stored_bytes`` of the file for the storage, the ``seconds``, and ``trouble``: why there is none although there should be."""
         store, began, trouble, full_every = self._store(meta["store"]), time.monotonic(), "", int(meta["full_every"])
         with self._lock:
             buffers, published = self._buffers(), current(store)
-            if self._service is None or buffers is None or published is None:
-                raise RunError(f"pod {self._pod} serves no weights yet; they are served before a delta of them is made")
+            if buffers is None or published is None:
+                raise RunError(f"pod {self._pod} has no weights yet; they are published before a delta of them is made")
             if self._deltas is None:
                 self._deltas = DeltaWriter(buffers.segments, self._delta_memory(), self._threads, lambda step: step % full_every == 0)
             try:
                 written = self._deltas.write(published[0])
             except RunError as error:
                 written, trouble = None, str(error)
-            if written is not None:
+            if written is not None and self._service is not None:
                 self._service.serve_too(written[1])
             publish_reference(store, None if written is None else written[0])
-        return {"bytes": 0 if written is None else written[0].size_bytes, "seconds": time.monotonic() - began, "trouble": trouble}, {}
+            stored_bytes = 0
+            if meta.get("weights_url"):
+                try:
+                    stored_bytes = self._store_version(str(meta["weights_url"]), full_every, buffers, published[0], written)
+                except RunError as error:
+                    trouble = trouble or str(error)
+        size_bytes = 0 if written is None else written[0].size_bytes
+        return {"bytes": size_bytes, "stored_bytes": stored_bytes, "seconds": time.monotonic() - began, "trouble": trouble}, {}
+
+    def _store_version(
+        self, url: str, full_every: int, buffers: WeightBuffers, manifest: WeightManifest, written: tuple[DeltaReference, Segment] | None
+    ) -> int:  # fmt: skip
+        """Lets ``manifest`` be written to the storage at ``url``. Returns the bytes of its file."""
+        if self._storage is None:
+            self._storage = StorageWriter(open_storage(url, create=True), buffers.segments, full_every)
+        return self._storage.write(manifest, None if written is None else Delta(written[0], written[1].memory))
 
     def _delta_memory(self) -> DeltaMemory:
         return DeltaMemory(lambda number, size_bytes: Segment.create(self._pod, f"delta-{number}", size_bytes))
@@ -84,7 +103,8 @@ class WeightsBetweenPods:
         ``version``, the ``bytes`` that came from the other pod, the ``protocol`` (empty: it was here before), the tensors that were read again
         (``rereads``), how often a connection broke (``breaks``), the pods that sent it beside the trainer's (``peers``) and the ``seconds``. ``serves``: the
         ``host``, ``port`` and ``advertised`` host, as of ``serve_weights``, at which this pod sends it on to others from now on. ``deltas``: whether
-        element-wise deltas are read; the reply has their ``delta_bytes``, and why they or parts of them were not used (``whole``)."""
+        element-wise deltas are read; the reply has their ``delta_bytes``, and why they or parts of them were not used (``whole``). ``weights_url``: the storage
+        that the version is read from, if it can be."""
         protocols, began = check_protocols(meta["protocols"] or (*available(), "tcp")), time.monotonic()
         version = None if meta["version"] is None else WeightVersion(*meta["version"])
         with self._lock:
@@ -93,6 +113,7 @@ class WeightsBetweenPods:
                 self._mirror = WeightMirror(
                     shared, own, lambda size_bytes: WeightBuffers.create(self._pod, size_bytes), self._open_source, pod=self._pod,
                     delta_memory=self._delta_memory() if meta.get("deltas") else None, threads=self._threads,
+                    stored=StoredWeights(open_storage(meta["weights_url"], create=True)) if meta.get("weights_url") else None,
                 )  # fmt: skip
             arrived = self._mirror.bring(
                 version, protocols, Deadline(float(meta["deadline_s"])), lambda done, total: progress({"bytes": done, "total_bytes": total})
@@ -108,7 +129,7 @@ class WeightsBetweenPods:
 
     def _send_on(self, where: Meta, manifest: WeightManifest) -> None:
         """Serves what the mirror has received, and says so in the run's store."""
-        assert self._mirror is not None and self._mirror.buffers is not None
+        assert self._mirror is not None and self._mirror.buffers is not None and self._mirror.shared is not None
         if self._service is None:
             self._service = WeightService(
                 self._pod, self._mirror.buffers.segments, self._mirror.shared, self._credential, ("tcp",),
@@ -120,6 +141,8 @@ class WeightsBetweenPods:
         """Ends the service and removes the shared memory that weights were received into."""
         if self._service is not None:
             self._service.close()
+        if self._storage is not None:
+            self._storage.close()
         if self._deltas is not None:
             self._deltas.close()
         if self._mirror is not None:

@@ -79,11 +79,11 @@ def read(storage: Storage, name: str) -> bytes:
 
 def read_blocks(storage: Storage, name: str, size: int = 4 << 20) -> Iterator[bytes]:
     """A file in blocks of ``size`` bytes, the last one shorter. Raises ``FileNotFoundError``, and ``RunError`` where the storage fails."""
-    with _service(storage.url):
+    with service_errors(storage.url):
         file = storage.open(name)
     with file:
         while True:
-            with _service(storage.url):
+            with service_errors(storage.url):
                 data = file.read(size)
             if not data:
                 return
@@ -171,14 +171,14 @@ class RemoteStorage:
     root: str
 
     def files(self) -> list[StoredFile]:
-        with _service(self.url):
+        with service_errors(self.url):
             entries = self.backend.find(self.root, detail=True)
         start = len(self.root.rstrip("/")) + 1
         named = [StoredFile(path[start:], int(entry["size"])) for path, entry in entries.items()]
         return sorted(file for file in named if not any(part.startswith(".") for part in file.name.split("/")))
 
     def open(self, name: str) -> BinaryIO:
-        with _service(self.url):
+        with service_errors(self.url):
             file = self.backend.open(f"{self.root}/{name}", "rb")
         # The files of most backends have no bounded ``readline``.
         return cast(BinaryIO, file if isinstance(file, io.BufferedIOBase) else io.BufferedReader(file))
@@ -188,11 +188,11 @@ class RemoteStorage:
         source.unlink()
 
     def copy(self, name: str, source: Path) -> None:
-        with _service(self.url):
+        with service_errors(self.url):
             self.backend.put_file(str(source), f"{self.root}/{name}")
 
     def remove(self, name: str) -> None:
-        with _service(self.url):
+        with service_errors(self.url):
             try:
                 self.backend.rm_file(f"{self.root}/{name}")
             except FileNotFoundError:
@@ -227,7 +227,8 @@ def _disk(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _service(url: str) -> Iterator[None]:
+def service_errors(url: str) -> Iterator[None]:
+    """Raises ``RunError`` for any error of the storage at ``url`` but a missing file."""
     try:
         yield
     except (FileNotFoundError, RunError, UserError):

@@ -29,9 +29,12 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.serving.weight_versions import HEADER
+from tandem.storage.files import open_storage
 from tandem.types import WeightVersion
+from tandem.weight_transfer.publication import current
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import WeightBuffers
+from tandem.weight_transfer.stored.storage_writer import StorageWriter
 
 PROMPT = "the quick brown"
 
@@ -154,6 +157,48 @@ def test_damaged_weights_are_not_served_and_a_dead_engine_and_a_resumed_run_are_
     run.begin()
     run.publish(three_models[2], 2, incarnation=2)
     until(lambda: ask(running, 1).json()["weight_versions"] == [[2, 2]], "the weights of the resumed run")
+
+
+@pytest.mark.full
+def test_a_server_elsewhere_follows_a_run_by_the_storage_that_it_writes_to(tmp_path: Path, three_models: list[Path]) -> None:
+    """It has the storage and the model's folder, and nothing else of the run; the storage is damaged, repaired and away meanwhile."""
+    run, stored = FakeRun(tmp_path / "run", three_models[0]), tmp_path / "stored"
+    writer = StorageWriter(open_storage(str(stored), create=True), run.buffers.segments, 100)
+
+    def publish(model: int, step: int) -> Path:
+        run.publish(three_models[model], step)
+        published = current(run.store)
+        assert published is not None
+        writer.write(published[0], None)
+        assert writer.wait(60)
+        return stored / f"weights-000001-{step:010d}.anchor"
+
+    def is_served(running: Server, model: int, step: int) -> None:
+        until(lambda: ask(running, 1).json()["weight_versions"] == [[1, step]], f"the weights of step {step}")
+        expected = greedy(three_models[model])
+        assert ask(running).json()["choices"][0]["token_ids"][: len(expected)] == expected
+
+    with server(three_models[0], tmp_path, "--follow", str(stored)) as running:
+        publish(1, 1)
+        is_served(running, 1, 1)
+        file = publish(2, 2)
+        is_served(running, 2, 2)
+        stored.rename(tmp_path / "away")
+        until(lambda: "the weights stay as they are" in running.log.read_text(), "the storage to be missed")
+        assert ask(running, 1).json()["weight_versions"] == [[1, 2]]
+        shutil.rmtree(tmp_path / "away")
+        stored.mkdir()
+        file = publish(1, 3)
+        is_served(running, 1, 3)
+        data = bytearray(file.read_bytes())
+        data[-9] ^= 1
+        (stored / "weights-000001-0000000004.anchor").write_bytes(data)
+        until(lambda: "'weights-000001-0000000004.anchor'" in running.log.read_text(), "the damage to be named")
+        assert ask(running, 1).json()["weight_versions"] == [[1, 3]]
+        publish(2, 4)
+        is_served(running, 2, 4)
+    writer.close()
+    run.buffers.close()
 
 
 @pytest.mark.full

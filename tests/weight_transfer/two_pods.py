@@ -11,10 +11,13 @@ from whole_tensors import converted
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.pod_tls import PodTls
+from tandem.storage.files import open_storage
 from tandem.types import WeightManifest, WeightVersion
-from tandem.weight_transfer.delta import DeltaMemory, DeltaWriter, publish_reference
+from tandem.weight_transfer.delta import Delta, DeltaMemory, DeltaWriter, publish_reference
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
+from tandem.weight_transfer.stored.storage_source import StoredWeights
+from tandem.weight_transfer.stored.storage_writer import StorageWriter
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol
 from tandem.weight_transfer.transport.mirror import Mirrored, WeightMirror
 from tandem.weight_transfer.transport.mooncake import MooncakeSource
@@ -37,7 +40,8 @@ def delta_memory() -> DeltaMemory:
 @dataclass
 class TwoPods:
     """``folder`` has the run's store and that of the second pod. ``port``: how the second pod reaches a port of the first one.
-    ``full_update_every``: with element-wise deltas, if it is not 0. ``tls``: of each pod."""
+    ``full_update_every``: with element-wise deltas, if it is not 0. ``tls``: of each pod. ``weights_url``: the storage that versions are written to, and read
+    from first."""
 
     folder: Path
     size_bytes: int = 2 << 20
@@ -50,6 +54,7 @@ class TwoPods:
     protocols: tuple[Protocol, ...] = ("tcp",)
     full_update_every: int = 0
     tls: tuple[PodTls | None, PodTls | None] = (None, None)
+    weights_url: str = ""
 
     def __post_init__(self) -> None:
         self.shared, self.own = EmbeddedStore(self.folder / "shared.sqlite"), EmbeddedStore(self.folder / "own.sqlite")
@@ -58,9 +63,10 @@ class TwoPods:
         self.service = WeightService("first", self.buffers.segments, self.shared, CREDENTIAL, self.protocols, tls=self.tls[0])
         every = self.full_update_every
         self.deltas = DeltaWriter(self.buffers.segments, delta_memory(), 1, lambda step: step % every == 0) if every else None
+        self.stored = StorageWriter(open_storage(self.weights_url, create=True), self.buffers.segments, every) if self.weights_url else None
         self.mirror = WeightMirror(
             self.shared, self.own, lambda size: WeightBuffers.create(pod_id(), size), self.open_source, patience_s=self.patience_s,
-            delta_memory=delta_memory() if every else None,
+            delta_memory=delta_memory() if every else None, stored=StoredWeights(open_storage(self.weights_url)) if self.weights_url else None,
         )  # fmt: skip
 
     def open_source(self, endpoint: Endpoint, offer: Offer) -> Source:
@@ -78,6 +84,9 @@ class TwoPods:
             if written is not None:
                 self.service.serve_too(written[1])
             publish_reference(self.shared, None if written is None else written[0])
+            if self.stored is not None:
+                self.stored_bytes = self.stored.write(manifest, None if written is None else Delta(written[0], written[1].memory))
+                assert self.stored.wait(60)
         return manifest
 
     def bring(self, version: WeightVersion | None = None) -> Mirrored:
@@ -85,6 +94,8 @@ class TwoPods:
 
     def close(self) -> None:
         self.service.close()
+        if self.stored is not None:
+            self.stored.close()
         if self.deltas is not None:
             self.deltas.close()
         self.mirror.close()

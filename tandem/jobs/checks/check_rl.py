@@ -22,6 +22,7 @@ from tandem.jobs.checks.check_run import (
     check_model_on_mesh,
     check_offload,
     check_offload_folder,
+    check_storage,
     check_targets,
     describe_offloaded,
     folder_to_check,
@@ -180,6 +181,7 @@ def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
     buffers."""
     if recipe.pods.elementwise_deltas and not elementwise.is_available():
         raise UserError("'pods.elementwise_deltas' is true and needs numpy, which is not installed; pip install 'tandem-rl[deltas]', or set it to false")
+    check_storage("pods.weights_url", recipe.pods.weights_url)
     check_kv_cache(recipe.rollout.engine, context)
     planned = plan_of(recipe, shapes, context)
     check_free(2 * recipe.pods.count * segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype))

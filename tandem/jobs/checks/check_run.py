@@ -56,14 +56,19 @@ def check_offload(trainer: TrainerConfig, device: Device) -> None:
             )
 
 
-def check_targets(checkpoint: CheckpointConfig, registry: RegistryConfig) -> None:
-    """Raises ``UserError`` or ``RunError`` where checkpoints can be neither uploaded nor registered as asked."""
-    if checkpoint.upload:
-        storage = open_storage(checkpoint.upload, create=True)
+def check_storage(key: str, url: str) -> None:
+    """Raises ``UserError`` or ``RunError`` where the storage at ``url``, which the recipe names at ``key``, cannot be used. Empty: there is none."""
+    if url:
+        storage = open_storage(url, create=True)
         try:
             check_reachable(storage)
         except RunError as error:
-            raise RunError(f"'checkpoint.upload': {error}, or leave the key empty") from None
+            raise RunError(f"'{key}': {error}, or leave the key empty") from None
+
+
+def check_targets(checkpoint: CheckpointConfig, registry: RegistryConfig) -> None:
+    """Raises ``UserError`` or ``RunError`` where checkpoints can be neither uploaded nor registered as asked."""
+    check_storage("checkpoint.upload", checkpoint.upload)
     if registry.is_on:
         open_registry(registry, create=True).close()
 

@@ -15,6 +15,8 @@ from tandem.weight_transfer.copying import Threads
 from tandem.weight_transfer.delta import Delta, DeltaMemory, publish_reference, reference_to
 from tandem.weight_transfer.publication import current, describe, publish, replaceable
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers, check_free, contents_of
+from tandem.weight_transfer.stored.storage_source import StorageSource, StoredWeights
+from tandem.weight_transfer.stored.stored_file import SEGMENT, StoredDamage
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, choose, endpoint_of, peers_with
 from tandem.weight_transfer.transport.fetch import Fetched, fetch
 from tandem.weight_transfer.transport.local_parts import LocalParts
@@ -44,8 +46,23 @@ class Mirrored:
     whole: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A version that is verified in this pod's memory, and not published to its engines yet. ``origin``: who sent it, for the log. The rest as of
+    ``Mirrored``."""
+
+    manifest: WeightManifest
+    protocol: str
+    fetched: Fetched
+    origin: str
+    delta: Delta | None
+    peers: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+
+
 class WeightMirror:
-    """``shared``: the store of the run, in which the trainer's pod publishes; ``own``: the store of this pod, which its engines read.
+    """``shared``: the store of the run, in which the trainer's pod publishes; ``own``: the store of this pod, which its engines read. ``stored``: the object
+    storage that the run writes its versions to, which is read first; without ``shared``, alone.
 
     Two buffers take turns, as in the trainer's pod: what the engines may be reading is not written to. They are made by ``create`` for the first
     version, of its size, and live as long as the mirror. ``patience_s``: as of ``fetch``. ``pod``: this one's id, which is not asked for its own weights.
@@ -54,10 +71,10 @@ class WeightMirror:
     """
 
     def __init__(
-        self, shared: Store, own: Store, create: Callable[[int], WeightBuffers], open_source: OpenSource, *, patience_s: float = 10.0, pod: str = "",
-        delta_memory: DeltaMemory | None = None, threads: int = 1,
+        self, shared: Store | None, own: Store, create: Callable[[int], WeightBuffers], open_source: OpenSource | None, *, patience_s: float = 10.0,
+        pod: str = "", delta_memory: DeltaMemory | None = None, threads: int = 1, stored: StoredWeights | None = None,
     ) -> None:  # fmt: skip
-        self.shared, self.own, self._patience_s, self._pod = shared, own, patience_s, pod
+        self.shared, self.own, self._patience_s, self._pod, self._stored = shared, own, patience_s, pod, stored
         self._create, self._open_source = create, open_source
         self.buffers: WeightBuffers | None = None
         self._source: tuple[Endpoint, Offer, Source] | None = None
@@ -82,57 +99,112 @@ class WeightMirror:
         """
         if self._stuck is not None:
             raise SourceStuck(str(self._stuck))
-        published = current(self.shared)
-        if published is None:
-            raise RunError("no weights are published; the trainer registers them before other pods receive them")
-        manifest = published[0]
-        if version is not None and manifest.version != version:
-            raise RunError(f"weights {describe(version)} were requested, but {describe(manifest.version)} are published")
+        manifest, revision = self._published(version)
         before = replaceable(self.own)
         held = before[0] if before else None
         is_again = held is not None and (held.version, held.digest) == (manifest.version, manifest.digest) and self._owns(held)
-        if held is not None and is_again and published[1] == self._revision:
+        if held is not None and is_again and revision == self._revision:
             return Mirrored(held, "", NOTHING_FETCHED)
+        arrived = self._from_storage(manifest, held, is_again, deadline, on_progress) if self._stored is not None else None
+        if arrived is None:
+            arrived = self._from_pods(manifest, held, is_again, protocols, deadline, on_progress)
+        if self._delta_memory is not None:
+            publish_reference(self.own, None if arrived.delta is None else arrived.delta.reference)
+        publish(self.own, arrived.manifest, before)
+        self._brought[_segment_of(arrived.manifest)], self._revision = arrived.manifest, revision
+        told, delta_bytes = describe(manifest.version), arrived.delta.reference.size_bytes if arrived.delta else 0
+        logger.info("weights %s came from %s over %s", told, arrived.origin, arrived.protocol)
+        logger.info("of the %d bytes of weights %s %d came whole, and %d of a delta", manifest.size_bytes, told, arrived.fetched.size_bytes, delta_bytes)
+        return Mirrored(arrived.manifest, arrived.protocol, arrived.fetched, arrived.peers, delta_bytes, arrived.whole)
+
+    def _published(self, version: WeightVersion | None) -> tuple[WeightManifest, int]:
+        """Returns the manifest of ``version`` and the revision of its publication."""
+        if self.shared is None:
+            assert self._stored is not None
+            newest = self._stored.newest()
+            published = None if newest is None else (newest.manifest, 0)
+        else:
+            published = current(self.shared)
+        if published is None:
+            raise RunError("no weights are published; the trainer registers them before other pods receive them")
+        if version is not None and published[0].version != version:
+            raise RunError(f"weights {describe(version)} were requested, but {describe(published[0].version)} are published")
+        return published
+
+    def _from_storage(
+        self, manifest: WeightManifest, held: WeightManifest | None, is_again: bool, deadline: Deadline, on_progress: Callable[[int, int], None]
+    ) -> "_Arrived | None":
+        """Reads ``manifest`` from the storage; ``None`` if that cannot be, and it can be read from other pods."""
+        assert self._stored is not None
+        stored, contents = self._stored, contents_of(manifest)
+
+        def begin(size_bytes: int) -> Segment:
+            assert self._delta_memory is not None
+            return self._delta_memory.begin(size_bytes)
+
+        try:
+            stored.wait_for(contents, Deadline(self._patience_s, deadline))
+            uses_delta = self._delta_memory is not None and not is_again and held is not None and elementwise.is_available()
+            delta = stored.delta_to(contents, begin) if uses_delta else None
+            into, known = self._into(manifest, held, is_again, delta)
+            source = StorageSource(stored)
+            fetched = fetch(
+                source, manifest, SEGMENT, into, known, peer=stored.url, deadline=deadline, patience_s=self._patience_s, on_progress=on_progress
+            )
+            return _Arrived(_in(manifest, into), "storage", fetched, f"'{stored.url}'", delta, whole=tuple(known.whole))
+        except (RunError, CallError, FileNotFoundError) as error:
+            if isinstance(error, StoredDamage):
+                stored.ask_for_anchor(str(error))
+            if self.shared is None:
+                raise
+            logger.warning("weights %s are read from other pods: %s", describe(manifest.version), error)
+            return None
+
+    def _into(self, manifest: WeightManifest, held: WeightManifest | None, is_again: bool, delta: Delta | None) -> tuple[Segment, LocalParts]:
+        """Returns the segment that the version is brought to, and what is here of it."""
+        into = self._buffers(manifest).other(None if held is None else held.tensors[0].segment)
+        known = self._known(into, held, is_again, delta)
+        self._brought.pop(into.name, None)
+        return into, known
+
+    def _from_pods(
+        self, manifest: WeightManifest, held: WeightManifest | None, is_again: bool, protocols: Collection[Protocol], deadline: Deadline,
+        on_progress: Callable[[int, int], None],
+    ) -> "_Arrived":  # fmt: skip
+        """Reads ``manifest`` from the pods that have it."""
+        assert self.shared is not None
         segment = _segment_of(manifest)
         endpoint = endpoint_of(self.shared, segment)
         offer = choose(endpoint, protocols)
-        into = self._buffers(manifest).other(None if held is None else held.tensors[0].segment)
-        peer, patience_s = endpoint.pod, self._patience_s
+        self._buffers(manifest)
         delta, whole = (None, ()) if is_again or held is None else self._receive_delta(manifest, endpoint, deadline)
-        known = self._known(into, held, is_again, delta)
-        self._brought.pop(into.name, None)
+        into, known = self._into(manifest, held, is_again, delta)
         try:
             source = self._source_of(endpoint, offer)
             peers = peers_with(self.shared, contents_of(manifest), self._pod) if isinstance(source, TcpSource) else []
             if isinstance(source, TcpSource) and peers:
                 source = SeveralSenders([self._sender(*each) for each in peers], Sender(source, segment))
-            fetched = fetch(source, manifest, segment, into, known, peer=peer, deadline=deadline, patience_s=patience_s, on_progress=on_progress)
+            fetched = fetch(
+                source, manifest, segment, into, known, peer=endpoint.pod, deadline=deadline, patience_s=self._patience_s, on_progress=on_progress
+            )
         except SourceStuck as stuck:
             self._stuck = stuck
             raise
         except BaseException:
             self._close_source()
             raise
-        ours = replace(manifest, tensors=tuple(replace(entry, segment=into.name) for entry in manifest.tensors))
-        if self._delta_memory is not None:
-            publish_reference(self.own, None if delta is None else delta.reference)
-        publish(self.own, ours, before)
-        self._brought[into.name], self._revision = ours, published[1]
         names = tuple(peer.pod for peer, _, _ in peers)
-        told, delta_bytes = describe(manifest.version), delta.reference.size_bytes if delta else 0
-        logger.info("weights %s came from pod %s over %s", told, ", ".join(names) or endpoint.pod, offer.protocol)
-        logger.info("of the %d bytes of weights %s %d came whole, and %d of a delta", manifest.size_bytes, told, fetched.size_bytes, delta_bytes)
-        return Mirrored(ours, offer.protocol, fetched, names, delta_bytes, (*whole, *known.whole))
+        return _Arrived(_in(manifest, into), offer.protocol, fetched, f"pod {', '.join(names) or endpoint.pod}", delta, names, (*whole, *known.whole))
 
     def _receive_delta(self, manifest: WeightManifest, endpoint: Endpoint, deadline: Deadline) -> tuple[Delta | None, tuple[str, ...]]:
         """Returns the delta that leads to ``manifest`` if the pod of ``endpoint`` has one, in this pod's memory; and why it could not be read."""
-        reference = None if self._delta_memory is None else reference_to(self.shared, manifest)
+        reference = None if self._delta_memory is None or self.shared is None else reference_to(self.shared, manifest)
         if reference is None or self._delta_memory is None:
             return None, ()
         try:
             if not elementwise.is_available():
                 raise RunError("numpy is not installed here: pip install 'tandem-rl[deltas]'")
-            source = self._open_source(endpoint, choose(endpoint, _DELTA_PROTOCOLS))
+            source = self._opened(endpoint, choose(endpoint, _DELTA_PROTOCOLS))
             return receive_delta(source, reference, self._delta_memory.begin, peer=endpoint.pod, deadline=deadline, patience_s=self._patience_s), ()
         except (RunError, CallError, OSError) as error:
             if isinstance(error, TimeoutError):
@@ -141,9 +213,13 @@ class WeightMirror:
             return None, (f"the delta to weights {describe(manifest.version)}: {error}",)
 
     def _sender(self, endpoint: Endpoint, offer: Offer, segment: str) -> Sender:
-        source = self._open_source(endpoint, offer)
+        source = self._opened(endpoint, offer)
         assert isinstance(source, TcpSource)
         return Sender(source, segment)
+
+    def _opened(self, endpoint: Endpoint, offer: Offer) -> Source:
+        assert self._open_source is not None
+        return self._open_source(endpoint, offer)
 
     def _known(self, into: Segment, held: WeightManifest | None, is_again: bool, delta: Delta | None) -> LocalParts:
         """Returns the parts of earlier versions that are in this pod's memory: in ``into`` itself, from the version before the last, and those of the last."""
@@ -170,7 +246,7 @@ class WeightMirror:
         """Returns a source that is kept between versions, because memory that is registered for RDMA is registered once."""
         if self._source is None or self._source[:2] != (endpoint, offer):
             self._close_source()
-            self._source = (endpoint, offer, self._open_source(endpoint, offer))
+            self._source = (endpoint, offer, self._opened(endpoint, offer))
         return self._source[2]
 
     def _close_source(self) -> None:
@@ -192,6 +268,10 @@ class WeightMirror:
                 "have changed, so the pod must be started again"
             )
         return self.buffers
+
+
+def _in(manifest: WeightManifest, segment: Segment) -> WeightManifest:
+    return replace(manifest, tensors=tuple(replace(entry, segment=segment.name) for entry in manifest.tensors))
 
 
 def _segment_of(manifest: WeightManifest) -> str:
