@@ -28,14 +28,16 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.process.deadline import Deadline
+from tandem.storage.files import open_storage
 from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.trainer.parallel.ranks import alone
 from tandem.types import WeightSource, WeightVersion
 from tandem.weight_transfer.convert import place_shards
-from tandem.weight_transfer.delta import DeltaMemory, DeltaWriter, publish_reference
+from tandem.weight_transfer.delta import Delta, DeltaMemory, DeltaWriter, publish_reference
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
+from tandem.weight_transfer.stored.storage_writer import StorageWriter
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer
 from tandem.weight_transfer.transport.mirror import WeightMirror
 from tandem.weight_transfer.transport.service import WeightService
@@ -44,6 +46,8 @@ from tandem.weight_transfer.transport.tcp_source import TcpSource
 CREDENTIAL = "a credential of the benchmark"
 MODELS = {"4M": shapes(2000, 256, 4, 768, 4), "25M": shapes(8000, 512, 7, 1536, 8), "140M": replace(shapes(32000, 1024, 8, 2816, 16), rms_norm_eps=1e-6)}
 WARM_STEPS, TOKENS = 12, 128
+FULL_EVERY = 20
+"""As ``pods.full_update_every``."""
 
 
 def trained(name: str, learning_rate: float, dtype: torch.dtype):  # type: ignore[no-untyped-def]
@@ -89,6 +93,7 @@ def serve(name: str, folder: Path, learning_rate: float, dtype: str) -> None:
     buffers = WeightBuffers.create(pod, segment_bytes(MODELS[name], dtype))
     writer, deltas = WeightWriter(buffers, store, 2), DeltaWriter(buffers.segments, delta_memory(pod), 2, lambda step: False)
     service = WeightService("first", buffers.segments, store, CREDENTIAL, ("tcp",))
+    stored = StorageWriter(open_storage(str(folder / "stored"), create=True), buffers.segments, FULL_EVERY)
     before: dict[str, Tensor] = {}
     for number, (_, weights) in enumerate(zip(sys.stdin, trained(name, learning_rate, getattr(torch, dtype)), strict=False), 1):
         changed = sum(int((before[key] != value).sum()) for key, value in weights.items()) if before else 0
@@ -102,8 +107,13 @@ def serve(name: str, folder: Path, learning_rate: float, dtype: str) -> None:
         if written is not None:
             service.serve_too(written[1])
         publish_reference(store, None if written is None else written[0])
+        began = time.perf_counter()
+        stored_bytes = stored.write(manifest, None if written is None else Delta(written[0], written[1].memory))
+        stored_s = time.perf_counter() - began
+        assert stored.wait(600)
         share, size_bytes = changed / sum(value.numel() for value in weights.values()), 0 if written is None else written[0].size_bytes
-        print(json.dumps({"changed": share, "seconds": seconds, "bytes": size_bytes}), flush=True)
+        facts = {"changed": share, "seconds": seconds, "bytes": size_bytes, "stored": stored_bytes, "stored_s": stored_s}
+        print(json.dumps(facts), flush=True)
 
 
 SIDES = {
@@ -152,6 +162,7 @@ def elementwise(name: str, repeat: int, learning_rate: float, dtype: str) -> str
         assert first.stdin is not None and first.stdout is not None
         rows: dict[str, list[dict[str, float]]] = {"made": [], **{side: [] for side in SIDES}}
         receivers: dict[str, Receiver] = {}
+        whole_bytes = 0
         for number in range(1, repeat + 4):
             first.stdin.write("next\n")
             first.stdin.flush()
@@ -161,6 +172,7 @@ def elementwise(name: str, repeat: int, learning_rate: float, dtype: str) -> str
             digests = [receiver.llm.engine.held_digests() for receiver in receivers.values()]
             assert all(each == digests[0] for each in digests), "what the engines compute with"
             print(number, facts, found, file=sys.stderr)
+            whole_bytes = max(facts["stored"], whole_bytes)
             if number > 3:
                 rows["made"].append(facts)
                 for kind, each in found.items():
@@ -186,7 +198,9 @@ def elementwise(name: str, repeat: int, learning_rate: float, dtype: str) -> str
         lines.append(f"| {title} | {' | '.join(f'{value:,.0f}' if key == 'bytes' else f'{value:.2f}' for value in values)} | {shares} |")
     return "\n".join(lines) + (
         f"\n\n{median('made', 'changed'):.2%} of the elements changed in a step; the shim made the delta in {median('made', 'seconds') * 1e3:.0f} ms. "
-        f"Medians of {repeat} versions."
+        f"Medians of {repeat} versions. The file of a version in a storage has {median('made', 'stored'):,.0f} bytes, an anchor {whole_bytes:,}: "
+        f"{median('made', 'stored') / whole_bytes:.2%}, and {((FULL_EVERY - 1) * median('made', 'stored') / whole_bytes + 1) / FULL_EVERY:.1%} with one anchor "
+        f"in {FULL_EVERY}; the trainer's pod makes it in {median('made', 'stored_s') * 1e3:.1f} ms."
     )
 
 

@@ -1,7 +1,6 @@
 """The weights of a run that is elsewhere: brought from the object storage that it writes them to (``pods.weights_url``) to shared memory of this machine, where
 the engines take them as those of a run here. Imports no torch."""
 
-import logging
 import secrets
 import threading
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from tandem.weight_transfer.stored.storage_source import StoredWeights
 from tandem.weight_transfer.stored.stored_file import StoredVersion
 from tandem.weight_transfer.transport.mirror import WeightMirror
 
-logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Between two looks at the storage."""
 _TRANSFER_S = 3600.0
@@ -62,9 +60,10 @@ class StoredRun:
     def _follow(self) -> None:
         while True:
             try:
-                if self._stored.newest() is not None:
-                    self._mirror.bring(None, (), Deadline(_TRANSFER_S))
-                    self._said = ""
+                if self._stored.newest() is None:
+                    raise RunError(f"'{self._stored.url}' has no weights")
+                self._mirror.bring(None, (), Deadline(_TRANSFER_S))
+                self._said = ""
             except (UserError, CallError, OSError) as error:
                 if str(error) != self._said:
                     self._said = str(error)

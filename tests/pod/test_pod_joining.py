@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import signal
 import threading
@@ -359,6 +360,39 @@ def test_a_pod_that_was_started_elsewhere_draws_samples_and_the_curve_is_that_of
     assert machines.members() == [("joined", "a")] and machines.run.events("recovery") == []
     assert [f"weights of step {step} (incarnation 1) came from pod" in machines.log("a") for step in range(7)] == [True] * 7
     assert EtcdStore(machines.etcd.config(), f"/tandem/{machines.name}/").list("") == []
+
+
+@pytest.mark.full
+@needs_etcd
+@pytest.mark.parametrize("is_away", [False, True], ids=["there", "away for a while"])
+def test_of_two_pods_the_far_one_reads_its_weights_from_object_storage_and_no_bit_changes(is_away: bool, machines: Machines, tmp_path: Path) -> None:
+    stored, bf16 = tmp_path / "stored", ("--trainer.dtype=bfloat16", "--trainer.learning_rate=1e-5")
+    alone = PodRun(tmp_path / "alone", name=machines.name)
+    done = alone.train(*bf16)
+    assert done.returncode == 0, done.stdout + done.stderr
+    machines.settings = ("--pods.elementwise_deltas=true", "--pods.full_update_every=3", f"--pods.weights_url={stored}")
+    pod, train = machines.pod("a"), machines.train("--pods.min_count=2", *bf16)
+    if is_away:
+        machines.wait_for("a", "weights of step 1 ", train)
+        stored.rename(tmp_path / "elsewhere")
+        stored.write_text("a file in the place of the folder")
+        machines.wait_for("a", "are read from other pods", train)
+        stored.unlink()
+        (tmp_path / "elsewhere").rename(stored)
+    done = finish(train)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert finish(pod).returncode == 0 and machines.members() == [("joined", "a")] and machines.run.events("recovery") == []
+    assert difference(machines.run, alone) == [] and machines.left_behind() == []
+    came = [re.search(rf"weights of step {step} \(incarnation 1\) came from '(.*)' over storage", machines.log("a")) for step in range(7)]
+    assert all(came) or (is_away and came[0] and not all(came))
+    if not is_away:
+        assert sorted(path.name for path in stored.iterdir()) == kept_of(7, 3)
+
+
+def kept_of(steps: int, full_every: int) -> list[str]:
+    """Returns the names of the files that a run of so many versions leaves: from the last anchor but one on."""
+    anchors = [step for step in range(steps) if step % full_every == 0]
+    return [f"weights-000001-{step:010d}.{'anchor' if step in anchors else 'delta'}" for step in range(anchors[-2], steps)]
 
 
 @pytest.mark.full

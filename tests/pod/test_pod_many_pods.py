@@ -171,6 +171,9 @@ def test_a_count_that_cannot_be_right_is_refused_in_one_line() -> None:
         (PodsConfig(count=2, elementwise_deltas=True, full_update_every=0), r"'pods\.full_update_every' is 0; it must be at least 1"),
         (PodsConfig(count=2, full_update_every=5), r"'pods\.full_update_every' is 5, which is not read: pods\.elementwise_deltas is false"),
         (PodsConfig(elementwise_deltas=True), r"'pods\.elementwise_deltas' is true, which is not read: the run has one pod"),
+        (PodsConfig(weights_url="stored"), r"'pods\.weights_url' is 'stored', which is not read: pods\.elementwise_deltas is false; set"),
+        (PodsConfig(elementwise_deltas=True, weights_url="stored", peer_to_peer=True), r"'pods\.peer_to_peer' is true, which is not read: the run has one pod"),
+        (PodsConfig(elementwise_deltas=True, weights_url="s3://key:secret@b/c"), r"'pods\.weights_url' has a password or a signature in its address"),
         (PodsConfig(count=2, elementwise_deltas=True, protocols=("rdma",)), r"pods\.protocols is \[rdma\]; deltas are sent over plain TCP: add tcp"),
     ],
 )
