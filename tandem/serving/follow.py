@@ -106,14 +106,18 @@ async def _take(pool: Pool, run: FollowedRun, weights: Weights) -> str:
         raise RunError("the engines are asleep; they take the next weights after /wake_up")
     is_staged = await _again_if_damaged(lambda: pool.stage(weights))
     was_paused = pool.is_paused
-    if not was_paused:
-        await pool.pause(run.mode)
     try:
+        if not was_paused:
+            # Without an engine there is nothing to pause, and the next one begins with these weights.
+            with contextlib.suppress(ApiError):
+                await pool.pause(run.mode)
         began = time.monotonic()
         await _again_if_damaged(lambda: pool.update(weights))
         return f"{'staged before' if is_staged else 'not staged'}, taken in {(time.monotonic() - began) * 1e3:.1f} ms"
     finally:
         if not was_paused:
+            # First, so that an engine that takes the place of one that hangs begins with its requests.
+            pool.is_paused = False
             await pool.resume()
 
 
