@@ -133,7 +133,7 @@ class Receiver:
         )  # fmt: skip
         model = folder / f"model-{side}"
         save_model(Decoder(MODELS[name], select("auto", getattr(torch, dtype)), dtype=getattr(torch, dtype)), model)
-        self.llm = LLM(str(model), skip_tokenizer_init=True, load_format="dummy", dtype=dtype, max_num_seqs=4, kv_cache_tokens=512)
+        self.llm = LLM(str(model), skip_tokenizer_init=True, load_format="dummy", dtype=dtype, max_num_seqs=4, max_model_len=256, kv_cache_tokens=1024)
         self.source = WeightSource(str(store), shares=self.shares)
 
     def _open(self, endpoint: Endpoint, offer: Offer) -> TcpSource:
