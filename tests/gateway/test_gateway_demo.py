@@ -102,6 +102,8 @@ def test_the_demo_answers_in_the_page_and_ctrl_c_ends_all_of_it(demo: tuple[Any,
         opened.open(address)
         assert opened.page.url == f"{url}/" and opened.texts("#model option") == ["sort (weights 0.0)"]
         opened.page.click("#open-settings")
+        # At temperature 1 a model that has not learned anything ends one answer of 14 before it begins.
+        opened.page.fill("[name=temperature]", "0")
         opened.page.fill("[name=max_tokens]", "5")
         opened.page.check("[name=probabilities]")
         opened.page.get_by_role("button", name="Done").click()
@@ -110,7 +112,7 @@ def test_the_demo_answers_in_the_page_and_ctrl_c_ends_all_of_it(demo: tuple[Any,
         assert facts.startswith("weights 0.0 · ") and "plain text" in facts and opened.texts(".answer .note:visible") != ["The answer is empty."]
         opened.page.get_by_role("button", name="Probabilities").click()
         opened.wait_end()
-        assert 1 <= opened.page.locator(".token").count() <= 5
+        assert opened.page.locator(".token").count() == 5
         opened.page.locator(".token").first.click()
         assert len(opened.texts(".token-detail tbody tr")) >= 5
         opened.open(f"{url}/admin")
