@@ -17,7 +17,7 @@ from tandem.gateway.admin import ADMIN, answer_admin
 from tandem.gateway.admission import Admission
 from tandem.gateway.audit import AUDIT, AuditFile, Entry
 from tandem.gateway.auth import Auth, Caller
-from tandem.gateway.headers import Headers
+from tandem.gateway.headers import Headers, first_values
 from tandem.gateway.inference_request import INFERENCE_PATHS, InferenceRequest, for_model, read_request
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.openapi import READ_PATHS, description
@@ -36,6 +36,7 @@ from tandem.runtime.rpc.patient_protocol import CONNECTION
 from tandem.runtime.tls import ServerTls
 from tandem.serving.bodies import Share, UnfinishedBodies, read_body, too_large
 from tandem.serving.errors import ApiError, internal, invalid, unavailable, wrong_method
+from tandem.serving.http_process import say
 from tandem.serving.json_body import PARSED, BodyParser
 from tandem.serving.log_lines import USAGE, LogLines
 from tandem.serving.refusal import answer
@@ -77,6 +78,8 @@ class GatewayState:
     """Follows a change of the file of settings; returns the keys that have changed. Raises ``UserError``."""
     servers: Servers = field(default_factory=Servers)
     """Those that it has started."""
+    say: Callable[[str], None] = say
+    """Writes a line for the operator; that of a worker begins with its number."""
     is_draining: bool = False
     open_requests: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
@@ -238,7 +241,9 @@ class GatewayApp:
         if state.is_draining:
             raise unavailable("the gateway is shutting down", retry_after_s=1)
         most = int(state.config.max_body_mib * 2**20)
-        if int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0")) > most:
+        headers: Headers = scope["headers"]
+        first = first_values(headers)
+        if int(first.get(b"content-length", b"0")) > most:
             # It says so itself: nothing of it is received.
             raise too_large(most)
         # Nothing has to be waited for where all of it came with the head, as it mostly does.
@@ -251,8 +256,7 @@ class GatewayApp:
         # A body is JSON here whatever its Content-Type says, as clients of OpenAI's API do not always say.
         parsed: dict[str, Any] = {"headers": [_JSON_HEADER]}
         await state.parser.parse(parsed, body, None)
-        headers: Headers = scope["headers"]
-        given = next((value for name, value in headers if name == b"x-request-id"), b"")
+        given = first.get(b"x-request-id", b"")
         id = given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else new_id()
         return self._routed(read_request(
             id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client, tenant=tenant, by_prefix=reads_prefix(state.config)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.config.gateway import GatewayConfig, LimitConfig, TenantConfig
 from tandem.gateway.audit import Entry
-from tandem.gateway.headers import Headers
+from tandem.gateway.headers import Headers, first_values
 from tandem.gateway.keys import KeyFile, KeyRecord, find_key
 from tandem.gateway.local_admin import check_local
 from tandem.gateway.rate_limit import Share, shares_of
@@ -104,5 +104,7 @@ class Auth:
 
 def _given(headers: Headers) -> str:
     """Returns the key of a request as OpenAI's clients send it, else as Anthropic's do; empty if there is none."""
-    bearer = next((value[7:] for name, value in headers if name == b"authorization" and value[:7].lower() == b"bearer "), None)
-    return (next((value for name, value in headers if name == b"x-api-key"), b"") if bearer is None else bearer).decode("latin-1")
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].decode("latin-1")
+    return first_values(headers).get(b"x-api-key", b"").decode("latin-1")

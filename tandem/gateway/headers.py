@@ -12,6 +12,11 @@ _OF_REQUEST = frozenset((b"host", b"content-length", b"expect"))
 """Written anew for the request to the backend."""
 
 
+def first_values(headers: Headers) -> dict[bytes, bytes]:
+    """Returns the first value of each header; names are in lower case, as ASGI servers give them."""
+    return dict(reversed(headers))
+
+
 def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Returns ``headers``, with names in lower case, without those of the connection: the well-known ones and those that ``Connection`` names."""
     plain = [(name.lower(), value) for name, value in headers]

@@ -2,10 +2,11 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tandem.gateway.headers import Headers
+from tandem.gateway.headers import Headers, first_values
 from tandem.gateway.routing.prefix_index import Prefix, read_prefix
 from tandem.serving.errors import invalid
 
@@ -98,10 +99,11 @@ def read_request(
     previous = content.get("previous_response_id") if path == "/v1/responses" else None
     longest = prompts * _generated(path, content)
     prefix, share = read_prefix(content) if by_prefix else ((), 0.0)
+    first = first_values(headers)
     return InferenceRequest(
-        id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(headers),
-        _priority(content), prefix, share, _idempotency_key(headers, tenant), _last_event_id(headers, stream=bool(stream)),
-        session_of(headers, content, tenant), model, previous[:_LONGEST_SESSION] if isinstance(previous, str) else "",
+        id, path, query, headers, body, client, model, bool(stream), tokens, longest, content.get("seed") is not None, tenant, _timeout_s(first),
+        _priority(content), prefix, share, _idempotency_key(first, tenant), _last_event_id(first, stream=bool(stream)),
+        session_of(first, content, tenant), model, previous[:_LONGEST_SESSION] if isinstance(previous, str) else "",
         longest if path in MAX_TOKENS or _limit(content) is not None else None, content.get("seed") is not None or _is_zero(content.get("temperature")),
     )  # fmt: skip
 
@@ -115,34 +117,35 @@ def for_model(request: InferenceRequest, content: dict[str, Any], model: str | N
     return replace(request, model=model, body=body, prefix=read_prefix(content)[0] if by_prefix else ())
 
 
-def _idempotency_key(headers: Headers, tenant: str) -> str:
+def _idempotency_key(headers: Mapping[bytes, bytes], tenant: str) -> str:
     """Returns the header ``Idempotency-Key``, within its tenant; empty if there is none. Raises ``ApiError`` for one that is too long."""
-    given = next((value for name, value in headers if name == b"idempotency-key"), b"").decode("latin-1")
+    given = headers.get(b"idempotency-key", b"").decode("latin-1")
     if len(given) > _LONGEST_SESSION:
         raise invalid(f"the header Idempotency-Key has {len(given)} characters; give at most {_LONGEST_SESSION}")
     return f"{tenant}\0{given}" if given else ""
 
 
-def _last_event_id(headers: Headers, *, stream: bool) -> bytes:
+def _last_event_id(headers: Mapping[bytes, bytes], *, stream: bool) -> bytes:
     """Returns the header ``Last-Event-ID``; empty if there is none. Raises ``ApiError`` if the request is not one that can go on."""
-    given = next((value for name, value in headers if name == b"last-event-id"), b"")
+    given = headers.get(b"last-event-id", b"")
     if given and not stream:
         raise invalid("the header Last-Event-ID goes on with a stream; set 'stream' to true, or leave it out")
-    if given and not any(name == b"idempotency-key" and value for name, value in headers):
+    if given and not headers.get(b"idempotency-key"):
         raise invalid("the header Last-Event-ID needs the Idempotency-Key that the request had before")
     return given
 
 
-def session_of(headers: Headers, content: dict[str, Any], tenant: str) -> str:
+def session_of(headers: Mapping[bytes, bytes], content: dict[str, Any], tenant: str) -> str:
     """Returns the session that a request names, within its tenant; empty if it names none."""
-    given: Any = next((value.decode("latin-1") for name, value in headers if name == b"x-session-id" and value), None)
-    given = given or next((content[name] for name in _SESSION_FIELDS if isinstance(content.get(name), str) and content[name]), None)
+    given: Any = headers.get(b"x-session-id", b"").decode("latin-1")
+    if not given:
+        given = next((value for name in _SESSION_FIELDS if isinstance(value := content.get(name), str) and value), None)
     return f"{tenant}\0{given[:_LONGEST_SESSION]}" if given else ""
 
 
-def _timeout_s(headers: Headers) -> float | None:
+def _timeout_s(headers: Mapping[bytes, bytes]) -> float | None:
     """Returns the header ``X-Request-Timeout``. Raises ``ApiError`` if it is no number of seconds."""
-    given = next((value for name, value in headers if name == b"x-request-timeout"), None)
+    given = headers.get(b"x-request-timeout")
     if given is None:
         return None
     try:

@@ -1,9 +1,10 @@
 """Limits on requests and tokens: reserved before a request is sent on, settled when it has ended. Here in the memory of one gateway."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from tandem.config.gateway import LIMITS, LimitConfig
@@ -32,7 +33,15 @@ class Share:
 
     def used(self, requests: int, tokens: int, input_tokens: int) -> int:
         """Returns what of it was used, of ``tokens`` in all of which ``input_tokens`` were the prompt."""
-        return {"requests": requests, "tokens": tokens, "input_tokens": input_tokens, "output_tokens": max(0, tokens - input_tokens)}[self.unit]
+        return _amount(self.unit, requests, tokens, input_tokens)
+
+
+def _amount(unit: Unit, requests: int, tokens: int, input_tokens: int) -> int:
+    if unit == "requests":
+        return requests
+    if unit == "tokens":
+        return tokens
+    return input_tokens if unit == "input_tokens" else max(0, tokens - input_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +68,28 @@ class Limits(Protocol):
 
 @dataclass
 class _Counter:
-    """One limit's use. ``used``: settled in ``window``; ``held``: reserved. What is held ends with its request, at the latest with the process."""
+    """One limit's use. ``used``: settled in ``window``; ``held``: reserved, and ``held_amount`` the sum of that. What is held ends with its request, at the
+    latest with the process."""
 
     window: int = 0
     used: int = 0
     held: dict[str, int] = field(default_factory=dict)
+    held_amount: int = 0
 
     def taken(self, window: int) -> int:
         """Returns what is used in ``window`` and reserved."""
         if window != self.window:
             self.window, self.used = window, 0
-        return self.used + sum(self.held.values())
+        return self.used + self.held_amount
+
+    def hold(self, id: str, amount: int) -> None:
+        """Reserves ``amount`` for the request ``id``, in place of what it has."""
+        self.held_amount += amount - self.held.get(id, 0)
+        self.held[id] = amount
+
+    def release(self, id: str) -> None:
+        """Ends what is reserved for the request ``id``."""
+        self.held_amount -= self.held.pop(id, 0)
 
 
 class EmbeddedLimits(Limits):
@@ -88,19 +108,20 @@ class EmbeddedLimits(Limits):
         now = self._clock()
         if len(self._counters) > self._purge_at:
             self._purge(now)
-        left = [share.limit - self._counter(share, now)[1] - share.amount for share in shares]
+        counters = [self._counter(share, now) for share in shares]
+        left = [share.limit - taken - share.amount for share, (_, taken) in zip(shares, counters, strict=True)]
         for share, rest in zip(shares, left, strict=True):
             if rest < 0:
                 return refusal(share, now)
-        for share in shares:
-            self._counters[share.name].held[id] = share.amount
+        for share, (counter, _) in zip(shares, counters, strict=True):
+            counter.hold(id, share.amount)
         return left
 
     async def settle(self, id: str, shares: Sequence[Share], tokens: int, requests: int, input_tokens: int = 0) -> None:
         now = self._clock()
         for share in shares:
             counter, _ = self._counter(share, now)
-            counter.held.pop(id, None)
+            counter.release(id)
             if share.window_s:
                 counter.used += share.used(requests, tokens, input_tokens)
             elif not counter.held:
@@ -122,7 +143,9 @@ class EmbeddedLimits(Limits):
         self._purge_at = max(_MOST_COUNTERS, 2 * len(self._counters))
 
     def _counter(self, share: Share, now: float) -> tuple[_Counter, int]:
-        counter = self._counters.setdefault(share.name, _Counter())
+        counter = self._counters.get(share.name)
+        if counter is None:
+            counter = self._counters[share.name] = _Counter()
         return counter, counter.taken(int(now // share.window_s) if share.window_s else 0)
 
 
@@ -138,14 +161,19 @@ def resets_in_s(share: Share, now: float) -> float:
 
 def shares_of(who: str, limits: LimitConfig, tokens: int, input_tokens: int = 0) -> list[Share]:
     """Returns what a request of ``tokens`` tokens, its prompt of ``input_tokens`` and the most it may generate, takes of the limits of ``who``."""
-    return [_share(who, name, limit, tokens, input_tokens) for name in LIMITS if (limit := getattr(limits, name)) is not None]
+    return [Share(name, limit, window_s, _amount(unit, 1, tokens, input_tokens), unit) for name, limit, window_s, unit in _limits_of(who, limits)]
 
 
-def _share(who: str, name: str, limit: int, tokens: int, input_tokens: int) -> Share:
+@functools.lru_cache(maxsize=4096)
+def _limits_of(who: str, limits: LimitConfig) -> tuple[tuple[str, int, int, Unit], ...]:
+    """Returns name, limit, window in seconds and unit of each of the limits of ``who``."""
+    return tuple((f"{who}:{name}", limit, *_counted(name)) for name in LIMITS if (limit := getattr(limits, name)) is not None)
+
+
+def _counted(name: str) -> tuple[int, Unit]:
+    """Returns the window in seconds and the unit of the limit ``name``."""
     unit: Unit = next((each for each in _TOKEN_UNITS if name.startswith(f"{each}_per")), "requests")
-    window_s = _MINUTE_S if name.endswith("_minute") else _DAY_S if name.endswith("_day") else 0
-    share = Share(f"{who}:{name}", limit, window_s, 0, unit)
-    return replace(share, amount=share.used(1, tokens, input_tokens))
+    return _MINUTE_S if name.endswith("_minute") else _DAY_S if name.endswith("_day") else 0, unit
 
 
 def refused(over: Refusal) -> ApiError:

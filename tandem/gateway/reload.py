@@ -21,7 +21,6 @@ from tandem.gateway.routing.model_routes import ModelRoutes
 from tandem.gateway.upstream import Upstream
 from tandem.gateway.waits import watch_waits
 from tandem.runtime.tls import TlsFiles
-from tandem.serving.http_process import say
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Reload:
 
     async def start(self) -> None:
         """Begins to probe the backends, to watch what they owe, and to follow the key file and the keys of the tokens' issuer."""
-        self.probes = Probes(self.state.config.probes, self.backends, self.session, say)
+        self.probes = Probes(self.state.config.probes, self.backends, self.session, self.state.say)
         self._watch()
         self._keys = asyncio.create_task(self._refresh_keys())
         self._follow_issuer()
@@ -119,14 +118,14 @@ class Reload:
             known = {(backend.name, backend.config.url): backend for backend in self.backends if backend not in self.joined}
             fresh = [backend for backend in made if (backend.name, backend.config.url) not in known]
             # The new ones are ready, or known not to be, when they get their first request.
-            first = Probes(config.probes, fresh, self.session, say)
+            first = Probes(config.probes, fresh, self.session, self.state.say)
             await asyncio.gather(*map(first.probe, fresh))
             tls = None if self.state.tls is None else self.state.tls.fresh(TlsFiles.of(config.tls))
             keys, tokens, audit = await self._made(config)
             kept = [_follow(known[key], backend, config) if (key := (backend.name, backend.config.url)) in known else backend for backend in made]
             await self._replace(config, _Fresh([*kept, *self.joined], keys, tokens, tls, audit))
             changed += ["tls"] if tls is not None and "tls" not in changed else []
-        say(f"the settings were read again; {', '.join(changed) or 'nothing'} changed")
+        self.state.say(f"the settings were read again; {', '.join(changed) or 'nothing'} changed")
         return changed
 
     async def _made(self, config: GatewayConfig) -> "tuple[KeyFile | None, Tokens | None, AuditFile | None]":
@@ -136,7 +135,7 @@ class Reload:
         if config.keys_file != before.keys_file:
             keys = KeyFile(Path(config.keys_file)) if config.keys_file else None
         if config.oidc != before.oidc:
-            tokens = make_tokens(config, say)
+            tokens = make_tokens(config, self.state.say)
             problem = "" if tokens is None else await tokens.read(self.session)
             if problem:
                 raise UserError(f"the keys of {config.oidc.issuer} cannot be read: {problem}; correct 'oidc'")
@@ -166,7 +165,7 @@ class Reload:
             self._follow_issuer()
         state.config = config
         self._retire(gone)
-        old, self.probes = self.probes, Probes(config.probes, self.backends, self.session, say)
+        old, self.probes = self.probes, Probes(config.probes, self.backends, self.session, self.state.say)
         self._watch_again()
         if ended is not None and ended is not fresh.audit:
             await asyncio.to_thread(ended.close)
@@ -192,7 +191,7 @@ class Reload:
             problem = None if keys is None else keys.problem
             if problem != said:
                 said = problem
-                say(f"the keys stay as they were: {said}" if said else "the key file can be read again")
+                self.state.say(f"the keys stay as they were: {said}" if said else "the key file can be read again")
 
     def _retire(self, gone: list[Backend]) -> None:
         """What is in flight at backends that are gone is watched to its end."""

@@ -50,7 +50,7 @@ from tandem.runtime.rpc.listener import listen
 from tandem.runtime.tls import ServerTls, TlsFiles, check_tls, expiry_warning
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.errors import overloaded
-from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, stop_events
+from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, speaker, stop_events
 from tandem.serving.log_lines import RequestLog
 from tandem.serving.refusal import answer
 from tandem.types import UserError
@@ -140,13 +140,13 @@ def _protocol(config: GatewayConfig, connections: ClientConnections) -> type:
     return type("Protocol", (Base,), values)
 
 
-def _most_clients(config: GatewayConfig) -> int:
+def _most_clients(config: GatewayConfig, tell: Callable[[str], None]) -> int:
     """Returns how many connections clients may have: each can need one to a backend, so that no backend is taken to fail when files run out here. Says so
     where that is less than the settings allow at once."""
     most, wanted = max_connections() // 2, sum(backend.max_requests for backend in config.backends) + config.queue.max_waiting
     if most < wanted:
-        say(f"warning: the limit of open files is room for {most} clients; 'max_requests' and 'queue.max_waiting' allow {wanted}; raise the hard limit "
-            "(ulimit -Hn, LimitNOFILE)")  # fmt: skip
+        tell(f"warning: the limit of open files is room for {most} clients; 'max_requests' and 'queue.max_waiting' allow {wanted}; raise the hard limit "
+             "(ulimit -Hn, LimitNOFILE)")  # fmt: skip
     return most
 
 
@@ -159,6 +159,7 @@ async def _serve(
     place: Place | None,
 ) -> int:  # fmt: skip
     backends, stages = made.backends, made.stages
+    tell = say if place is None else speaker(f"worker {place.number}")
     connector = SilentConnector(limit=0, ttl_dns_cache=int(_DNS_S), keepalive_timeout=KEEP_ALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
     skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -170,15 +171,15 @@ async def _serve(
         admission = Admission(config, pool)
         largest = int(config.max_body_mib * 2**20)
         bodies = UnfinishedBodies(largest * _MOST_UNFINISHED_BODIES, largest * _MOST_UNFINISHED_BODIES)
-        shared = make_shared_limits(config, say)
+        shared = make_shared_limits(config, tell)
         limits: Limits = shared or EmbeddedLimits()
-        auth = Auth(config, made.keys, make_tokens(config, say))
+        auth = Auth(config, made.keys, make_tokens(config, tell))
         upstream = Upstream(backends, passes_keys=not auth.needs_key, connect_s=config.timeouts.connect_s)
         shadows = Shadows(pool, upstream, metrics)
         proxy = Proxy(config, pool, upstream, metrics, admission, shadows, StoredResponses(pool, upstream, session))
-        connections = ClientConnections(_most_clients(config), config.max_connections_per_client)
+        connections = ClientConnections(_most_clients(config, tell), config.max_connections_per_client)
         routes = ModelRoutes(config.routes, pool, stages)
-        state = GatewayState(config, pool, routes, proxy, admission, metrics, bodies, auth, connections, limits)
+        state = GatewayState(config, pool, routes, proxy, admission, metrics, bodies, auth, connections, limits, say=tell)
         state.audit, state.tls = made.audit, made.tls
         metrics.registry.register(Occupancy(state, connector, upstream))
         reload = Reload(state, session, upstream, stages, backends, read, make_backends)
@@ -187,7 +188,7 @@ async def _serve(
             _reload_on_hangup(state)
         beside = [asyncio.create_task(shared.keep())] if shared is not None else []
         beside.append(asyncio.create_task(EngineStates(config.probes.state_s, backends, session, lambda: pool.index, admission.wake).keep()))
-        beside += [asyncio.create_task(follow_stages(Path(config.registry), stages, say))] if config.registry else []
+        beside += [asyncio.create_task(follow_stages(Path(config.registry), stages, tell))] if config.registry else []
         if place is not None:
             state.siblings = Siblings(place, functools.partial(act_for_sibling, state))
         try:
@@ -195,7 +196,7 @@ async def _serve(
             if state.siblings is not None:
                 await state.siblings.start()
                 await learn_drained(state)
-            async with running_servers(config, reload, admission.waits_of, stages, session, say) as state.servers:
+            async with running_servers(config, reload, admission.waits_of, stages, session, tell) as state.servers:
                 pool.own = {group.name: group for group in state.servers.groups}
                 return await _until_stopped(state, listener, ready)
         finally:
@@ -234,7 +235,7 @@ async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Ca
         is_drained = drained.done() and drained.result()
         left = state.open_requests
         state.lines.close()
-        say("stopped" if is_drained else f"stopped; {left} requests were cut off")
+        state.say("stopped" if is_drained else f"stopped; {left} requests were cut off")
         return 0 if is_drained else 1
     finally:
         for task in (drained, hurry, keeping):
@@ -262,7 +263,7 @@ def _reload_on_hangup(state: GatewayState) -> None:
             outcome["changed"] = await state.reload()
         except UserError as error:
             outcome["refused"] = str(error)
-            say(f"the settings stay as they were: {error}")
+            state.say(f"the settings stay as they were: {error}")
         if state.audit is not None:
             state.audit.act("reload", "SIGHUP", **outcome)
 
@@ -281,13 +282,13 @@ def _announce(state: GatewayState, listener: socket.socket) -> str:
     address = listener.getsockname()
     host = host_of(address)
     if not (state.config.keys_file or state.config.oidc.issuer) and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        say(f"warning: anyone who reaches {host} may use this gateway; set keys_file or oidc, or leave out --host")
+        state.say(f"warning: anyone who reaches {host} may use this gateway; set keys_file or oidc, or leave out --host")
     ready = sum(backend.is_ready for backend in state.pool.backends)
     models = ", ".join(state.routes.models) or "no model yet"
     scheme = "http" if state.tls is None else "https"
     if state.tls is not None and (warning := expiry_warning(TlsFiles.of(state.config.tls))):
-        say(f"warning: {warning}")
-    say(f"gateway at {scheme}://{host}:{address[1]} ({ready} of {len(state.pool.backends)} backends ready: {models}); Ctrl-C stops it")
+        state.say(f"warning: {warning}")
+    state.say(f"gateway at {scheme}://{host}:{address[1]} ({ready} of {len(state.pool.backends)} backends ready: {models}); Ctrl-C stops it")
     return f"{scheme}://{host}:{address[1]}"
 
 
@@ -296,7 +297,7 @@ async def _drain(state: GatewayState, stop: asyncio.Event) -> bool:
     await stop.wait()
     state.is_draining = True
     if state.open_requests:
-        say(f"draining: {state.open_requests} requests are in flight; a second signal cuts them off")
+        state.say(f"draining: {state.open_requests} requests are in flight; a second signal cuts them off")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(state.config.drain_s):
                 while state.open_requests:

@@ -22,7 +22,7 @@ from tandem.runtime.process.child import die_with_parent
 from tandem.runtime.process.processes import describe_exit
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.runtime.rpc.listener import listen
-from tandem.serving.http_process import BACKLOG, say, speak_as
+from tandem.serving.http_process import BACKLOG, say, speaker
 from tandem.types import UserError
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -161,7 +161,7 @@ class _Supervisor:
         try:
             status = self._work(number, parent, announces=is_first)
         except UserError as error:
-            say(str(error))
+            speaker(f"worker {number}")(str(error))
             status = _BAD_SETTINGS
         except BaseException:
             traceback.print_exc()
@@ -178,7 +178,6 @@ class _Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # SIGHUP stays pending until its handler is installed.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS - {signal.SIGHUP})
-        speak_as(f"worker {number}: ")
         for other, listener in enumerate(self._listeners):
             if other != number:
                 listener.close()

@@ -5,13 +5,13 @@ import contextlib
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
 
 BACKLOG = 2048
 """Connections that the system keeps until they are accepted."""
-_speaker = ""
 _OTHER_FILES = 64
 """Open files that are not connections of clients."""
 
@@ -56,10 +56,9 @@ def host_of(address: tuple[Any, ...]) -> str:
 
 def say(text: str) -> None:
     """Writes one line for the operator to standard error."""
-    print(f"tandem: {_speaker}{text}", file=sys.stderr, flush=True)
+    print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
-def speak_as(name: str) -> None:
-    """Has ``say`` begin every line of this process with ``name``: it is one of several of one program."""
-    global _speaker
-    _speaker = name
+def speaker(name: str) -> Callable[[str], None]:
+    """Returns ``say`` for one of several processes of a program, which begins every line with its ``name``."""
+    return lambda text: say(f"{name}: {text}")

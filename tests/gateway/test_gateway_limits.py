@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,41 @@ def test_what_is_reserved_counts_until_it_is_settled_and_then_what_was_used() ->
     assert store.reserve("b", shares) == [15]
     store.settle("b", shares, 0, 0)
     assert store.reserve("c", shares) == [15], "what nobody answered costs nothing"
+
+
+def test_what_is_left_of_each_limit_is_that_of_adding_up_all_requests() -> None:
+    """Random reservations, settlements and minutes, beside a list of what every request has."""
+    draw, store, limits = random.Random(0), Store(), LimitConfig(requests_per_minute=60, input_tokens_per_minute=2000, tokens_per_day=60_000, concurrent=12)
+    running: dict[str, tuple[list[Share], int, int]] = {}
+    settled: list[tuple[float, int, int, int]] = []
+    refusals = 0
+    for number in range(2000):
+        if draw.random() < 0.05:
+            store.clock.now += 20
+        now = store.clock.now
+        if running and draw.random() < 0.45:
+            id = draw.choice(list(running))
+            shares, tokens, prompt = running.pop(id)
+            used = draw.randrange(prompt, tokens + 1)
+            store.settle(id, shares, used, 1, prompt)
+            settled.append((now, 1, prompt, used))
+            continue
+        prompt = draw.randrange(1, 100)
+        tokens = prompt + draw.randrange(100)
+        shares = shares_of("tenant t", limits, tokens, prompt)
+        amounts = {"requests_per_minute": (1, 60, 60, 1), "input_tokens_per_minute": (prompt, 2000, 60, 2), "tokens_per_day": (tokens, 60_000, 86_400, 3)}
+        expected = {"concurrent": 12 - len(running) - 1}
+        for name, (amount, limit, window_s, field) in amounts.items():
+            of_window = sum(each[field] for each in settled if each[0] // window_s == now // window_s)
+            expected[name] = limit - of_window - sum((1, each[2], each[1])[field - 1] for each in running.values()) - amount
+        left = store.reserve(str(number), shares)
+        if isinstance(left, Refusal):
+            refusals += 1
+            assert min(expected.values()) < 0
+        else:
+            assert {share.name.partition(":")[2]: rest for share, rest in zip(shares, left, strict=True)} == expected
+            running[str(number)] = shares, tokens, prompt
+    assert 100 < refusals < 1500 and len(settled) > 300
 
 
 def test_prompts_and_answers_have_limits_of_their_own() -> None:
