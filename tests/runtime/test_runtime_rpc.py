@@ -368,6 +368,19 @@ def test_a_credential_is_for_its_owner_only(tmp_path):
         read_credential(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("", "has 0 characters, which can be guessed"), (" \n", "has 0 characters"), ("hunter2", "has 7 characters"), ("a" * 20 + "\nb", "is not one word")],
+)
+def test_a_file_without_a_secret_is_refused_with_the_command_that_makes_one(text, line, tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(UserError, match=line) as raised:
+        read_credential(path)
+    assert f"make one with: (umask 077; openssl rand -hex 32 > {path})" in str(raised.value)
+
+
 def test_the_control_channel_starts_without_torch():
     code = (
         "import sys, tandem.runtime.rpc.rpc_client, tandem.runtime.rpc.rpc_server, tandem.runtime.rpc.http_client, "
