@@ -5,7 +5,6 @@ from pathlib import Path
 
 from tandem.types.errors import UserError
 
-
 LEAST_CHARACTERS = 16
 
 
