@@ -182,6 +182,17 @@ def test_deltas_that_could_not_be_sent_are_refused_in_one_line(pods: PodsConfig,
         pods.check()
 
 
+def test_a_storage_with_the_weights_of_another_run_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = ["--pods.count=2", "--pods.elementwise_deltas=true", f"--pods.weights_url={tmp_path / 'stored'}", f"--run.directory={tmp_path / 'runs'}"]
+    recipe = load_config(RECIPE, settings)
+    assert isinstance(recipe, Recipe)
+    monkeypatch.chdir(RECIPE.parent)
+    check_rl_run(recipe)
+    (tmp_path / "stored" / "weights-000001-0000000006.anchor").write_bytes(b"of a run")
+    with pytest.raises(UserError, match=r"'pods\.weights_url' is '.*stored', which has the weights of another run \('weights-000001-0000000006\.anchor'\)"):
+        check_rl_run(recipe)
+
+
 def test_deltas_without_numpy_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(elementwise, "is_available", lambda: False)
     recipe = load_config(RECIPE, ["--pods.count=2", "--pods.elementwise_deltas=true", f"--run.directory={tmp_path}"])

@@ -46,11 +46,13 @@ from tandem.rl.agents.check_agent import check_agent
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.runtime.machine.gpus import check_pod_device, pod_device
+from tandem.storage.files import open_storage
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import Prompt, UserError
 from tandem.weight_transfer import elementwise
 from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.shared_memory import check_free
+from tandem.weight_transfer.stored.stored_file import parse_name
 
 LONGEST_PROMPT_SHOWN = 400
 """Characters of the first prompt that a dry run shows."""
@@ -115,6 +117,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         if recipe.sft is not None:
             _check_batch(recipe.sft, recipe.parallel)
         planned = _check_pod(recipe, shapes, context)
+        _check_own_storage(recipe.pods.weights_url)
         source = stack.enter_context(contextlib.closing(prompt_source(recipe, folder)))
         if recipe.rollout.multi_turn is not None:
             # One worker shows whether the tools load.
@@ -186,6 +189,13 @@ def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
     planned = plan_of(recipe, shapes, context)
     check_free(2 * recipe.pods.count * segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype))
     return planned
+
+
+def _check_own_storage(url: str) -> None:
+    """Raises ``UserError`` if the storage at ``url`` has the weights of a run, for one that begins."""
+    held = [file.name for file in open_storage(url).files() if parse_name(file.name) is not None] if url else []
+    if held:
+        raise UserError(f"'pods.weights_url' is '{url}', which has the weights of another run ('{held[-1]}'); give each run a folder of its own, or empty it")
 
 
 def _check_folder(folder: Path, is_of_hub: bool) -> None:

@@ -6,8 +6,6 @@ deltas has a gap: the next version is an anchor. Files before the last anchor bu
 """
 
 import logging
-import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from tandem.runtime.process.temporary import temporary_folder
 from tandem.storage.files import Storage
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
@@ -43,7 +42,8 @@ class StorageWriter:
 
     def __init__(self, storage: Storage, segments: Sequence[Segment], full_every: int) -> None:
         self._storage, self._segments, self._full_every = storage, {segment.name: segment for segment in segments}, full_every
-        self._folder = Path(tempfile.mkdtemp(prefix="tandem-stored-"))
+        self._scratch = temporary_folder()
+        self._folder = self._scratch.__enter__()
         self._before: WeightManifest | None = None
         self._since_anchor = 0
         self._is_broken = True
@@ -181,7 +181,7 @@ class StorageWriter:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(_CLOSE_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.__exit__(None, None, None)
 
 
 def _write(file: BinaryIO, content: memoryview) -> None:
