@@ -296,6 +296,40 @@ def test_under_load_no_request_fails_through_updates_and_one_that_is_given_up(tm
         assert running.post("/admin/api/update", {"model": "tiny"}).status_code == 400
 
 
+@pytest.mark.full
+def test_weights_that_are_given_up_in_place_give_way_to_those_before_under_their_own_number(tmp_path: Path) -> None:
+    """One real server has the new weights, the other one refuses them: after the way back the number is the one before, and so are all the bits."""
+    from tiny_model import make_model
+
+    with serving(tmp_path, count=2, update={"settle_s": 3}) as running:
+        better = make_model(tmp_path / "better", tmp_path / "tokenizer", 1)
+        until(lambda: running.metric("backend_ready") == 2, "both servers")
+
+        def ask() -> tuple[str, Any]:
+            body = {"model": "tiny", "prompt": "Hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0, "logprobs": 2}
+            response = running.post("/v1/completions", body)
+            return response.headers["x-tandem-weight-version"], response.json()["choices"][0]["logprobs"]
+
+        before = ask()
+        assert before[0] == "0.0" and ask() == before
+        assert running.post("/admin/api/update", {"model": "tiny", "version": str(better)}).status_code == 200
+        until(lambda: "1.0" in [each["weight_version"] for each in update_of(running)["servers"]], "the first server")
+        seen = {}
+        until(lambda: seen.update([ask()]) or "1.0" in seen, "an answer of the new weights")
+        assert seen["1.0"] != before[1]
+        cut = tmp_path / "cut"
+        cut.write_bytes((better / "model.safetensors").read_bytes()[:2000])
+        cut.rename(better / "model.safetensors")
+        until(lambda: update_of(running)["update"]["outcome"] in ("done", "failed", "stuck"), "the end of the update")
+        assert update_of(running)["update"]["outcome"] == "failed" and "refuses /update_weights" in running.log.read_text()
+        assert {each["name"] for each in update_of(running)["servers"]} == {"tiny-0", "tiny-1"}, "the same processes"
+        assert [ask() for _ in range(6)] == [before] * 6
+        other = make_model(tmp_path / "other", tmp_path / "tokenizer", 2)
+        assert running.post("/admin/api/update", {"model": "tiny", "version": str(other)}).status_code == 200
+        until(lambda: update_of(running)["update"]["outcome"] == "done", "the next update")
+        assert ask()[0] == "2.0", "the number of weights that were given up is used for nothing else"
+
+
 RECIPE = """
 algorithm: {name: pretrain}
 model:
