@@ -335,6 +335,8 @@ class GatewayConfig:
     audit_log: str = ""
     """File to which a line of JSON is added for each request: who asked for what and what it cost, without prompt and answer. It may be moved away while the
     gateway runs."""
+    audit_prompts: bool = False
+    """Whether these lines have what clients sent, prompts included (`body`): whoever reads the file reads them, and it grows by all of it."""
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     """Tenants by name."""
     other_tenants: TenantConfig = field(default_factory=TenantConfig)
@@ -367,6 +369,8 @@ class GatewayConfig:
         for name in ("request_s", "stall_s", "drain_s"):
             if not 0 < getattr(self, name) <= 2_000_000:
                 raise UserError(f"'{name}' is {getattr(self, name)}; it must be above 0 seconds, at most 2000000")
+        if self.audit_prompts and not self.audit_log:
+            raise UserError("'audit_prompts' is true without 'audit_log', the file that would get them; give both")
         self._check_workers()
         if self.max_connections_per_client < 0:
             raise UserError(f"'max_connections_per_client' is {self.max_connections_per_client}; it must be at least 0")

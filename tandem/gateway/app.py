@@ -157,6 +157,8 @@ class GatewayApp:
         refusal: ApiError | None = None
         is_complete = False
         headers: Headers = scope["headers"]
+        given = next((value for name, value in headers if name == b"x-request-id"), b"")
+        id = given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else new_id()
         state.open_requests += 1
         try:
             client = scope["client"][0] if scope.get("client") else ""
@@ -166,7 +168,7 @@ class GatewayApp:
                 entry.tenant, entry.key = caller.tenant, None if caller.key is None else caller.key.id
             with state.bodies.of(client) as share:
                 try:
-                    request = await self._read(scope, receive, share, caller.tenant)
+                    request = await self._read(id, scope, receive, share, caller.tenant)
                 finally:
                     is_complete = share.is_complete
             if request is None:  # The client left.
@@ -183,13 +185,14 @@ class GatewayApp:
         finally:
             state.open_requests -= 1
         if refusal is not None:
-            await answer(refusal, send, None if is_complete or refusal.status == 408 else receive)
+            await answer(refusal, send, None if is_complete or refusal.status == 408 else receive, scope["path"], id)
 
     async def _admitted(self, request: InferenceRequest, caller: Caller, scope: Scope, send: Send) -> None:
         """Answers a request within the limits of its caller. Raises ``ApiError``."""
         state = self._state
         caller.check_model(request.asked_model)
         state.routes.check_model(request.asked_model)
+        state.pool.check_context(request)
         shares = caller.shares(request.tokens, request.asked_model, request.prompt_tokens)
         # The client chooses the request's id, and may choose one twice.
         reservation = new_id() if shares else ""
@@ -233,7 +236,7 @@ class GatewayApp:
             response = JSONResponse(error.body, error.status, headers=error.headers)
         await response(scope, receive, send)
 
-    async def _read(self, scope: Scope, receive: Receive, share: Share, tenant: str) -> InferenceRequest | None:
+    async def _read(self, id: str, scope: Scope, receive: Receive, share: Share, tenant: str) -> InferenceRequest | None:
         """Returns the request with its body, ``None`` if the client left. Raises ``ApiError``."""
         state = self._state
         if scope["method"] != "POST":
@@ -256,8 +259,8 @@ class GatewayApp:
         # A body is JSON here whatever its Content-Type says, as clients of OpenAI's API do not always say.
         parsed: dict[str, Any] = {"headers": [_JSON_HEADER]}
         await state.parser.parse(parsed, body, None)
-        given = first.get(b"x-request-id", b"")
-        id = given.decode("ascii") if given and _REQUEST_ID.fullmatch(given) else new_id()
+        if AUDIT in scope and state.config.audit_prompts:
+            scope[AUDIT].body = parsed[PARSED]
         return self._routed(read_request(
             id, scope["path"], scope["query_string"], headers, body, parsed[PARSED], share.client, tenant=tenant, by_prefix=reads_prefix(state.config)
         ), parsed[PARSED])  # fmt: skip

@@ -1,4 +1,4 @@
-"""The audit log: a line of JSON for each request, without prompt and answer."""
+"""The audit log: a line of JSON for each request, without its answer, and without its prompt unless the operator asks for it."""
 
 import datetime
 import json
@@ -31,6 +31,8 @@ class Entry:
     key: str | None = None
     model: str | None = None
     stream: bool | None = None
+    body: Any = None
+    """What the client sent, if the log gets it."""
     administration: dict[str, Any] = field(default_factory=dict)
     """What an administrator does: ``action``, and to what."""
 
@@ -43,8 +45,11 @@ class _OwnersFile(WatchedFileHandler):
 
 
 def check_audit_log(path: Path) -> None:
-    """Raises ``UserError`` if ``path`` cannot be written."""
+    """Raises ``UserError`` if ``path`` cannot be written. Leaves no file where there was none."""
+    has_been = path.exists()
     _opened(path).close()
+    if not has_been:
+        path.unlink(missing_ok=True)
 
 
 def _opened(path: Path) -> _OwnersFile:
@@ -107,7 +112,8 @@ class AuditLog:
                     "tenant": entry.tenant, "key": entry.key, "method": scope["method"], "path": scope["path"][:_LONGEST],
                     "model": entry.model and entry.model[:_LONGEST],
                     "stream": entry.stream, "status": status, "prompt_tokens": usage.prompt, "completion_tokens": usage.completion,
-                    "seconds": round(time.monotonic() - began, 3), **entry.administration,
+                    "seconds": round(time.monotonic() - began, 3), **({} if entry.body is None else {"body": entry.body}),
+                    **entry.administration,
                 })  # fmt: skip
 
 

@@ -62,6 +62,8 @@ class Backend:
     api_key: str | None = None
     health: Health = Health.UNKNOWN
     models: tuple[str, ...] = ()
+    contexts: dict[str, int] = field(default_factory=dict)
+    """The tokens of the context of each model that says it."""
     weights: str | None = None
     restarts: int = 0
     outstanding_tokens: int = 0

@@ -17,7 +17,7 @@ from tandem.gateway.metrics import Metrics
 from tandem.gateway.named_events import NAMED_PATHS, NamedRepetition
 from tandem.gateway.resume import Delivered, Repetition
 from tandem.gateway.usage import Meter
-from tandem.serving.errors import ApiError
+from tandem.serving.errors import ApiError, anthropic_error
 
 CLIENT_LEFT = 499
 """Counted as the status of an answer whose client has left; none is ever sent with it."""
@@ -63,21 +63,21 @@ class Exchange:
     @property
     def can_go_on(self) -> bool:
         """Whether another backend can go on with the stream that the client receives."""
-        return self.is_stream and self.weights is not None and (self.delivered.is_whole or isinstance(self.repetition, Repetition))
+        return self.is_stream and self.weights is not None and (self.delivered.is_whole or self.repetition is not None)
 
     @property
     def needed_weights(self) -> str | None:
         """The version of the weights that the next backend must have, because the client has a part of the stream; ``None`` if it has none."""
         if self.has_begun:
             return self.weights
-        return self.repetition.weights if isinstance(self.repetition, Repetition) and self.request.last_event_id else None
+        return self.repetition.weights if self.repetition is not None and self.request.last_event_id else None
 
     def begin_stream(self, weights: str | None) -> None:
         """Notes the version of the weights with which the stream begins. ``None``: the backend promises no same tokens, so that its events have no ids."""
         self.weights = weights
         if weights is None:
             self.repetition = None
-        elif isinstance(self.repetition, Repetition):
+        elif self.repetition is not None:
             self.repetition.begin(weights)
 
     async def start(self, status: int, headers: Headers) -> None:
@@ -102,8 +102,8 @@ class Exchange:
         """Returns ``error`` as an event of the request's kind of stream."""
         if self.request.path not in NAMED_PATHS:
             return b"data: " + json.dumps(error.body).encode() + b"\n\n" + _DONE
-        about = {"message": error.message, "code": error.code, "param": None}
-        body = {"type": "error", "error": {"type": "api_error", **about}} if self.request.path == "/v1/messages" else {"type": "error", **about}
+        about = {"type": "error", "message": error.message, "code": error.code, "param": None}
+        body = anthropic_error(error, self.request.id) if self.request.path == "/v1/messages" else about
         return b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"
 
     def count_output(self, tokens: int) -> None:

@@ -74,6 +74,8 @@ class InferenceRequest:
     """The version of the weights that it asks for (``MODEL@0.7``); empty: any."""
     home: str = ""
     """The name of the backend that alone can serve it, because that holds the answer before; empty: any."""
+    longest_prompt: int = 0
+    """Tokens of its longest prompt, if all are token ids that are not cut; else 0."""
     shadows: "tuple[InferenceRequest, ...]" = ()
     """Its copies for models in the shadow."""
 
@@ -105,6 +107,7 @@ def read_request(
         _priority(content), prefix, share, _idempotency_key(first, tenant), _last_event_id(first, stream=bool(stream)),
         session_of(first, content, tenant), model, previous[:_LONGEST_SESSION] if isinstance(previous, str) else "",
         longest if path in MAX_TOKENS or _limit(content) is not None else None, content.get("seed") is not None or _is_zero(content.get("temperature")),
+        longest_prompt=_longest_prompt(path, content),
     )  # fmt: skip
 
 
@@ -173,6 +176,15 @@ def _prompt(content: dict[str, Any], body_bytes: int) -> tuple[int, int]:
     if isinstance(given[0], list):
         return len(given), sum(len(each) for each in given if isinstance(each, list))
     return len(given), body_bytes // BYTES_PER_TOKEN + 1
+
+
+def _longest_prompt(path: str, content: dict[str, Any]) -> int:
+    """Returns the length of the longest prompt of token ids, 0 if there is none or it is cut to fit."""
+    name = {"/v1/completions": "prompt", "/generate": "prompt_token_ids"}.get(path, "")
+    given, sampling = content.get(name), content.get("sampling_params")
+    if not isinstance(given, list) or not given or any(isinstance(part, dict) and part.get("truncate_prompt_tokens") for part in (content, sampling)):
+        return 0
+    return len(given) if isinstance(given[0], int) else max((len(each) for each in given if isinstance(each, list)), default=0)
 
 
 def _generated(path: str, content: dict[str, Any]) -> int:

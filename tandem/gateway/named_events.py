@@ -8,13 +8,16 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from tandem.gateway.named_position import NamedPosition, created_in, ids_in, kinds_digest, name_of, renamed
 from tandem.gateway.stream_events import Diverged
+from tandem.gateway.stream_position import ReceivedText
 
 NAMED_PATHS = ("/v1/responses", "/v1/messages")
 _ENDS = ("response.completed", "response.incomplete", "response.failed", "message_stop", "error")
-_IDS = ("id", "item_id", "call_id")
 _DELTA_FIELDS = ("text", "thinking", "partial_json", "signature")
 """Of ``delta`` in an event of ``/v1/messages``."""
+
+_NOTHING = ReceivedText()
 
 Event = dict[str, Any]
 
@@ -25,28 +28,45 @@ def is_ended(events: bytes) -> bool:
 
 
 class NamedRepetition:
-    """Takes what the client has ``received``, whole events, out of a repetition of its stream."""
+    """Takes what the client has ``received`` out of a repetition of its stream. ``has_ids``: what is left has ids, from which any gateway can go on."""
 
-    def __init__(self, received: bytes) -> None:
-        """Raises ``Diverged`` if that is no stream of named events."""
-        self._begun: list[Event] = []
-        """The events that are no delta."""
-        self._texts: dict[tuple[Any, ...], str] = {}
-        for event in _parsed(received):
-            if (part := _part(event)) is None:
-                self._begun.append(event)
-            else:
-                self._texts[part[0]] = self._texts.get(part[0], "") + part[1]
-        self._numbers = _numbers(received)
-        self._count = 0
-        self._repeated: dict[tuple[Any, ...], int] = {}
-        self._ids: dict[str, str] = {}
-        """Those that the client has, by those of the repetition."""
-        self._created: Any = None
+    def __init__(self, received: NamedPosition, *, has_ids: bool = False) -> None:
+        self._received, self._has_ids = received, has_ids
+        self._count, self._kinds = 0, kinds_digest()
+        self._texts: dict[str, ReceivedText] = {}
+        self._names: dict[str, str] = {}
+        """The ids that the client has, by those of the repetition."""
+        self._number, self._created, self._weights = received.number, received.created, received.weights
+
+    @property
+    def weights(self) -> str:
+        """The version of the weights of the stream, empty before it is known."""
+        return self._weights
+
+    @property
+    def position(self) -> NamedPosition:
+        """How far the client has received the stream by now."""
+        before = self._received
+        texts = {**before.texts, **{name: text for name, text in self._texts.items() if text.length >= before.texts.get(name, _NOTHING).length}}
+        count, kinds = (self._count, str(self._kinds.hexdigest())) if self._count >= before.count else (before.count, before.kinds)
+        ids = tuple(self._names.values()) if len(self._names) >= len(before.ids) else before.ids
+        return NamedPosition(count, kinds, ids, texts, self._number, self._created, self._weights)
+
+    def begin(self, weights: str) -> None:
+        """Notes the version of the weights that the stream begins with."""
+        self._weights = weights
+
+    def again(self) -> "NamedRepetition":
+        """Returns what takes what the client has by now out of a further repetition."""
+        return NamedRepetition(self.position, has_ids=self._has_ids)
 
     def rest(self, events: bytes) -> bytes:
         """Returns of whole ``events`` of the repetition what the client has not received. Raises ``Diverged``."""
-        return b"".join(_written(new) for event in _parsed(events) if (new := self._new(event)) is not None)
+        return b"".join(self._event(new) for event in _parsed(events) if (new := self._new(event)) is not None)
+
+    def _event(self, event: Event) -> bytes:
+        name = b"id: %s\n" % self.position.to_id().encode() if self._has_ids else b""
+        return name + b"event: %s\ndata: %s\n\n" % (event["type"].encode(), json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode())
 
     def _new(self, event: Event) -> Event | None:
         if event["type"] == "error":
@@ -54,60 +74,37 @@ class NamedRepetition:
         if (part := _part(event)) is not None:
             return self._new_part(event, *part)
         self._count += 1
-        if self._count <= len(self._begun):
-            before = self._begun[self._count - 1]
-            if before["type"] != event["type"]:
-                raise Diverged("another instance gives other events; are its weights the same?")
-            self._learn(before, event)
+        self._kinds.update(event["type"].encode() + b"\n")
+        if self._count > self._received.count:
+            if any(self._texts.get(name, _NOTHING).length < text.length for name, text in self._received.texts.items()):
+                raise Diverged("another instance gives fewer tokens; are its weights the same?")
+            return self._as_before(event)
+        known = self._received.ids
+        for id in ids_in(event):
+            if id not in self._names and len(self._names) < len(known):
+                self._names[id] = known[len(self._names)]
+        if self._count == self._received.count and (len(self._names) < len(known) or self._kinds.hexdigest() != self._received.kinds):
+            raise Diverged("another instance gives other events; are its weights the same?")
+        return None
+
+    def _new_part(self, event: Event, name: str, text: str) -> Event | None:
+        left = self._texts.setdefault(name, ReceivedText()).repeat(self._received.texts.get(name, _NOTHING), text)
+        if not left:
             return None
-        if any(self._repeated.get(key, 0) < len(text) for key, text in self._texts.items()):
-            raise Diverged("another instance gives fewer tokens; are its weights the same?")
-        return self._as_before(event)
-
-    def _new_part(self, event: Event, key: tuple[Any, ...], text: str) -> Event | None:
-        place, received = self._repeated.get(key, 0), self._texts.get(key, "")
-        known = text[: max(0, len(received) - place)]
-        if known != received[place : place + len(known)]:
-            raise Diverged("another instance gives other tokens; are its weights the same?")
-        self._repeated[key] = place + len(text)
-        left = text[len(known) :]
-        return self._as_before(_with_text(event, left)) if left else None
-
-    def _learn(self, before: Any, now: Any) -> None:
-        """Notes which ids of the repetition stand for which that the client has."""
-        if isinstance(before, dict) and isinstance(now, dict):
-            for name in before.keys() & now.keys():
-                if name in _IDS and isinstance(before[name], str) and isinstance(now[name], str):
-                    self._ids[now[name]] = before[name]
-                elif name == "created_at":
-                    self._created = before[name]
-                else:
-                    self._learn(before[name], now[name])
-        elif isinstance(before, list) and isinstance(now, list):
-            for pair in zip(before, now, strict=False):
-                self._learn(*pair)
+        if self._count < self._received.count:
+            raise Diverged("another instance gives more tokens; are its weights the same?")
+        return self._as_before(_with_text(event, left))
 
     def _as_before(self, event: Event) -> Event:
         """Returns ``event`` with the ids, the time and the numbers of the stream that the client receives."""
-        new: Event = self._renamed(event)
-        if "sequence_number" in new:
-            new["sequence_number"] = self._numbers
-            self._numbers += 1
+        self._created = created_in(event) if self._created is None else self._created
+        for id in ids_in(event):
+            self._names.setdefault(id, name_of(id, self._names))
+        new: Event = renamed(event, self._names, self._created)
+        if type(event.get("sequence_number")) is int:
+            new["sequence_number"] = self._number
+            self._number += 1
         return new
-
-    def _renamed(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self._renamed(each) for each in value]
-        if not isinstance(value, dict):
-            return value
-        new = {name: self._id(each) if name in _IDS and isinstance(each, str) else self._renamed(each) for name, each in value.items()}
-        return new | {"created_at": self._created} if "created_at" in new and self._created is not None else new
-
-    def _id(self, id: str) -> str:
-        """Returns the client's form of an id; the ids of a response's items contain that of the response."""
-        if id in self._ids:
-            return self._ids[id]
-        return next((id.replace(now, before) for now, before in self._ids.items() if now in id), id)
 
 
 def _parsed(events: bytes) -> Iterable[Event]:
@@ -121,19 +118,14 @@ def _parsed(events: bytes) -> Iterable[Event]:
     return found
 
 
-def _numbers(events: bytes) -> int:
-    """Returns the number of the next event."""
-    return 1 + max((event["sequence_number"] for event in _parsed(events) if type(event.get("sequence_number")) is int), default=-1)
-
-
-def _part(event: Event) -> tuple[tuple[Any, ...], str] | None:
-    """Returns which text an event is a part of, and the part; ``None`` if it is no delta."""
+def _part(event: Event) -> tuple[str, str] | None:
+    """Returns the name of the text that an event is a part of, and the part; ``None`` if it is no delta."""
     delta = event.get("delta")
     if event["type"].endswith(".delta") and isinstance(delta, str):
-        return (event["type"], event.get("output_index"), event.get("content_index")), delta
+        return f"{event['type']} {event.get('output_index')} {event.get('content_index')}", delta
     if event["type"] == "content_block_delta" and isinstance(delta, dict):
         name = next((name for name in _DELTA_FIELDS if isinstance(delta.get(name), str)), None)
-        return None if name is None else ((name, event.get("index")), delta[name])
+        return None if name is None else (f"{name} {event.get('index')}", delta[name])
     return None
 
 
@@ -142,7 +134,3 @@ def _with_text(event: Event, text: str) -> Event:
     if isinstance(delta, str):
         return event | {"delta": text}
     return event | {"delta": {name: text if name in _DELTA_FIELDS else value for name, value in delta.items()}}
-
-
-def _written(event: Event) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode())

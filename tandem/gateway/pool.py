@@ -72,6 +72,17 @@ class Pool:
             names = ", ".join(known)
             raise ApiError(404, f"the model '{model[:100]}' is not served here; there is {names}", param="model", code="model_not_found")
 
+    def check_context(self, request: InferenceRequest) -> None:
+        """Raises ``ApiError`` for a prompt of token ids that is longer than the context of each backend that serves its model: waiting would not help. Other
+        prompts are counted by the backend alone, and a backend that has not said how long its context is may have room."""
+        if not request.longest_prompt:
+            return
+        serving = self._serving(request.model)
+        model = request.model
+        contexts = [max(each.contexts.values(), default=0) if model is None else each.contexts.get(model, 0) for each in serving]
+        if contexts and all(0 < context < request.longest_prompt for context in contexts):
+            raise invalid(f"the prompt has {request.longest_prompt} tokens; the longest context of the backends of this model has {max(contexts)}", "prompt")
+
     def choose(self, request: InferenceRequest, tried: Sequence[Backend] = (), weights: str | None = None) -> Backend | None:
         """Returns the backend for the next attempt of ``request``, ``None`` if none can take it. ``tried``: those that have failed it. ``weights``: the version
         that it must have, with which the answer has begun."""

@@ -129,6 +129,7 @@ class Probes:
             entries = [entry for entry in json.loads(text)["data"][:_MOST_MODELS] if isinstance(entry["id"], str)]
             backend.weights = next((_version(entry.get("weight_version")) for entry in entries if entry.get("owned_by") == "tandem"), None)
             backend.models = _served(backend.config.models, entries)
+            backend.contexts = {entry["id"]: length for entry in entries if type(length := entry.get("max_model_len")) is int and length > 0}
         except (AttributeError, TypeError, KeyError):
             if not backend.config.models:
                 raise ValueError("/v1/models is not a list of models") from None

@@ -22,7 +22,7 @@ from tandem.gateway.named_events import NAMED_PATHS
 from tandem.gateway.pool import Pool
 from tandem.gateway.prefill_apart import PrefillApart
 from tandem.gateway.relay import EVENTS, relay
-from tandem.gateway.resume import Repetition, can_resume, repetition_of
+from tandem.gateway.resume import can_resume, repetition_of
 from tandem.gateway.retry_budget import RetryBudget
 from tandem.gateway.shadow import Shadows
 from tandem.gateway.stored_responses import PATH, StoredResponses
@@ -31,7 +31,7 @@ from tandem.gateway.upstream import Upstream
 from tandem.gateway.upstream_connection import UpstreamConnection
 from tandem.gateway.usage import Meter
 from tandem.runtime.rpc.patient_protocol import Patience
-from tandem.serving.errors import ApiError
+from tandem.serving.errors import ApiError, id_headers
 
 RETRIED = (429, 500, 502, 503, 504)
 """Statuses with which a request is given to another backend, where there is one."""
@@ -206,10 +206,10 @@ class Proxy:
         _settle_blamed(exchange, Outcome.UNKNOWN if outcome is Outcome.UNKNOWN else Outcome.FAILURE)
         if response.content_type == EVENTS and can_resume(exchange.request):
             exchange.begin_stream(backend.weights)
-        headers = [(name, value) for name, value in end_to_end(response.headers) if name != b"x-request-id"]
+        headers = [(name, value) for name, value in end_to_end(response.headers) if name not in (b"x-request-id", b"request-id")]
         if exchange.request.idempotency_key:
             headers.append((b"x-tandem-repeatable", b"true" if backend.is_tandem else b"false"))
-        await relay(exchange, attempt, response, [*headers, (b"x-request-id", exchange.request.id.encode()), *exchange.headers])
+        await relay(exchange, attempt, response, [*headers, *id_headers(exchange.request.path, exchange.request.id), *exchange.headers])
         return outcome
 
     async def _go_on(self, exchange: Exchange, attempt: Attempt, response: UpstreamConnection) -> None:
@@ -217,10 +217,11 @@ class Proxy:
         if response.status != 200 or response.content_type != EVENTS:
             said = Outcome.of_status(response.status)
             raise StatusRetried(f"it answers {response.status}", Outcome.FAILURE if said is Outcome.SUCCESS else said, is_paid=False)
-        if exchange.request.path in NAMED_PATHS:
-            exchange.repetition = exchange.delivered.named_repetition()
+        if exchange.repetition is not None:
+            exchange.repetition = exchange.repetition.again()
         else:
-            exchange.repetition = exchange.repetition.again() if isinstance(exchange.repetition, Repetition) else exchange.delivered.repetition()
+            is_named = exchange.request.path in NAMED_PATHS
+            exchange.repetition = exchange.delivered.named_repetition() if is_named else exchange.delivered.repetition()
         self._metrics.resumed.inc()
         await relay(exchange, attempt, response, [])
 

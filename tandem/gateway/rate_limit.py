@@ -183,7 +183,7 @@ def refused(over: Refusal) -> ApiError:
     name = share.name.rpartition(":")[2].replace("_", " ")
     if over.retry_after_s is None:
         return ApiError(429, f"the request may take {share.amount} {unit}, more than the limit ({name}: {share.limit}); make it smaller", kind=kind,
-                        code="rate_limit_exceeded")  # fmt: skip
+                        code="rate_limit_exceeded", is_final=True)  # fmt: skip
     after = max(1, math.ceil(over.retry_after_s))
     return ApiError(429, f"rate limit reached ({name}: {share.limit}); try again in {after} s", kind=kind, code="rate_limit_exceeded", retry_after_s=after)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.named_events import NAMED_PATHS, NamedRepetition
+from tandem.gateway.named_position import NamedPosition
 from tandem.gateway.stream_events import Diverged, bodies, is_usage, lists, set_list, texts, with_texts
-from tandem.gateway.stream_position import Position, ReceivedChoice
+from tandem.gateway.stream_position import Position
 from tandem.serving.errors import invalid
 
 REPEATABLE_PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -34,16 +35,22 @@ def seeded(body: bytes, seed: int) -> bytes:
     return body.rstrip()[:-1] + b',"seed":%d}' % seed
 
 
-def repetition_of(request: InferenceRequest) -> "Repetition | None":
+def repetition_of(request: InferenceRequest) -> "Repetition | NamedRepetition | None":
     """Returns what gives the events of a stream ids, and takes out what the client has by ``Last-Event-ID``; ``None`` for a request without a key. Raises
-    ``ApiError`` for an id that no gateway gave."""
-    if not request.idempotency_key or not request.stream or request.path not in REPEATABLE_PATHS:
+    ``ApiError`` for an id that no gateway gave, and for a path whose streams have none."""
+    if not can_resume(request):
+        if request.last_event_id:
+            raise invalid(f"streams of {request.path} have no ids to go on from; leave the header Last-Event-ID out")
         return None
+    if not request.idempotency_key:
+        return None
+    given = request.last_event_id
     try:
-        received = Position.of_id(request.last_event_id) if request.last_event_id else Position()
+        if request.path in NAMED_PATHS:
+            return NamedRepetition(NamedPosition.of_id(given) if given else NamedPosition(), has_ids=True)
+        return Repetition(Position.of_id(given) if given else Position(), has_ids=True)
     except ValueError:
         raise invalid("the header Last-Event-ID is not the id of an event of such a stream; leave it out to begin anew") from None
-    return Repetition(received, has_ids=True)
 
 
 class Delivered:
@@ -67,7 +74,9 @@ class Delivered:
 
     def named_repetition(self) -> NamedRepetition:
         """Returns what takes them, named events, out of the same stream from another backend. Raises ``Diverged`` if they are none."""
-        return NamedRepetition(b"".join(self._parts))
+        sent = NamedRepetition(NamedPosition())
+        sent.rest(b"".join(self._parts))
+        return sent.again()
 
     def repetition(self) -> "Repetition":
         """Returns what takes them out of the same stream from another backend."""
@@ -127,7 +136,7 @@ class Repetition:
         """Returns the part of a choice that is new, ``None`` if there is none."""
         received, repeated = self._received.choice(choice["index"]), self._repeated.choice(choice["index"])
         had_begun, counts = received.has_begun or repeated.has_begun, dict(repeated.entries)
-        fresh = {name: _fresh(received, repeated, name, text) for name, text in texts(choice).items()}
+        fresh = {name: repeated.text(name).repeat(received.text(name), text) for name, text in texts(choice).items()}
         repeated.take_rest(choice)
         if received.has_ended:
             return None
@@ -142,14 +151,3 @@ class Repetition:
             if "delta" in new:
                 new["delta"].pop("role", None)
         return new if is_new else None
-
-
-def _fresh(received: ReceivedChoice, repeated: ReceivedChoice, name: str, text: str) -> str:
-    """Adds ``text`` to what was repeated; returns the part that is new. Raises ``Diverged`` where the text that was received ends, if that was another one."""
-    sent, again = received.text(name), repeated.text(name)
-    known = max(0, sent.length - again.length)
-    again.add(text[:known])
-    if known and again.length == sent.length and again.digest != sent.digest:
-        raise Diverged("another instance gives other tokens; are its weights the same?")
-    again.add(text[known:])
-    return text[known:]

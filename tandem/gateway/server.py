@@ -151,7 +151,7 @@ def _most_clients(config: GatewayConfig, tell: Callable[[str], None]) -> int:
 
 
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
-    await answer(overloaded("your address has too many open connections; close some"), send, receive)
+    await answer(overloaded("your address has too many open connections; close some"), send, receive, scope["path"])
 
 
 async def _serve(
@@ -285,6 +285,8 @@ def _announce(state: GatewayState, listener: socket.socket) -> str:
         state.say(f"warning: anyone who reaches {host} may use this gateway; set keys_file or oidc, or leave out --host")
     ready = sum(backend.is_ready for backend in state.pool.backends)
     models = ", ".join(state.routes.models) or "no model yet"
+    if state.config.audit_prompts:
+        say(f"warning: the audit log '{state.config.audit_log}' gets the prompts of all clients (audit_prompts)")
     scheme = "http" if state.tls is None else "https"
     if state.tls is not None and (warning := expiry_warning(TlsFiles.of(state.config.tls))):
         state.say(f"warning: {warning}")

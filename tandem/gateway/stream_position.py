@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.gateway.stream_events import is_usage, lists, texts
+from tandem.gateway.stream_events import Diverged, is_usage, lists, texts
 
-_DIGEST_BYTES = 8
+DIGEST_BYTES = 8
 
 
 @dataclass
@@ -16,7 +16,7 @@ class ReceivedText:
     """One text of a choice. ``_known``: the digest of a text that is not known itself."""
 
     length: int = 0
-    _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES))
+    _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
     _known: str | None = None
 
     @classmethod
@@ -30,6 +30,16 @@ class ReceivedText:
     def add(self, text: str) -> None:
         self.length += len(text)
         self._hash.update(text.encode("utf-8", "surrogatepass"))
+
+    def repeat(self, sent: "ReceivedText", text: str) -> str:
+        """Adds ``text`` of a repetition of what was ``sent``; returns the part that is new. Raises ``Diverged`` where what was sent ends, if that was another
+        text."""
+        known = max(0, sent.length - self.length)
+        self.add(text[:known])
+        if known and self.length == sent.length and self.digest != sent.digest:
+            raise Diverged("another instance gives other tokens; are its weights the same?")
+        self.add(text[known:])
+        return text[known:]
 
 
 @dataclass
@@ -112,18 +122,18 @@ class Position:
         """Returns the position that ``to_id`` gave. Raises ``ValueError`` for anything else."""
         try:
             weights, listed, has_usage, same = json.loads(base64.urlsafe_b64decode(given))
-            choices = {_number(index): _choice_of(*rest) for index, *rest in listed}
+            choices = {count_of(index): _choice_of(*rest) for index, *rest in listed}
             return cls(choices, bool(has_usage), dict(same), str(weights))
         except (TypeError, AttributeError, RecursionError, UnicodeError) as error:
             raise ValueError(str(error)) from None
 
 
 def _choice_of(given: dict[str, Any], entries: dict[str, Any], has_begun: Any, has_ended: Any) -> ReceivedChoice:
-    known = {str(name): ReceivedText.known(_number(length), str(digest)) for name, (length, digest) in given.items()}
-    return ReceivedChoice(known, {str(name): _number(count) for name, count in entries.items()}, bool(has_begun), bool(has_ended))
+    known = {str(name): ReceivedText.known(count_of(length), str(digest)) for name, (length, digest) in given.items()}
+    return ReceivedChoice(known, {str(name): count_of(count) for name, count in entries.items()}, bool(has_begun), bool(has_ended))
 
 
-def _number(given: Any) -> int:
+def count_of(given: Any) -> int:
     """Raises ``ValueError`` for what is no count."""
     if type(given) is not int or given < 0:
         raise ValueError(f"{given!r} is no count")

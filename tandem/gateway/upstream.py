@@ -10,6 +10,7 @@ from typing import Any
 from tandem.gateway.backend import Backend
 from tandem.gateway.headers import to_backend
 from tandem.gateway.inference_request import InferenceRequest
+from tandem.gateway.named_events import NAMED_PATHS
 from tandem.gateway.resume import REPEATABLE_PATHS, can_resume, seed_of, seeded
 from tandem.gateway.upstream_connection import Address, UpstreamConnection, address_of, connect, quoted
 
@@ -42,7 +43,7 @@ class Upstream:
 
     def repeatable_body(self, request: InferenceRequest) -> bytes:
         """Returns the body of a request with a seed, if its answer may have to be repeated at another of Tandem's servers, else its body."""
-        is_repeated = bool(request.idempotency_key) and request.path in REPEATABLE_PATHS
+        is_repeated = bool(request.idempotency_key) and request.path in (*REPEATABLE_PATHS, *NAMED_PATHS)
         if not (can_resume(request) or is_repeated) or request.has_seed or not any(backend.is_tandem for backend in self._backends):
             return request.body
         return seeded(request.body, seed_of(request.idempotency_key) if request.idempotency_key else random.getrandbits(62))

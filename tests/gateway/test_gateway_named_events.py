@@ -1,9 +1,11 @@
 """Streams of ``/v1/responses`` and ``/v1/messages`` that go on at another server: the same events, each once, under the ids that the client has."""
 
+import base64
 import contextlib
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +19,10 @@ from gateway_process import gateway
 from http_processes import until
 
 from tandem.gateway.named_events import NamedRepetition, is_ended
+from tandem.gateway.named_position import NamedPosition
 from tandem.gateway.resume import MOST_BYTES, Delivered
 from tandem.gateway.stream_events import Diverged
+from tandem.gateway.stream_position import Position
 from tandem.serving.forms.answer import Answer
 from tandem.serving.forms.anthropic import MessageWriter
 from tandem.serving.forms.responses import ResponseWriter
@@ -59,7 +63,7 @@ def merged(events: bytes) -> tuple[list[Any], list[int]]:
     found: list[Any] = []
     numbers = []
     for block in events.decode().split("\n\n")[:-1]:
-        name, data = block.split("\n")
+        *_, name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         numbers += [event.pop("sequence_number")] if "sequence_number" in event else []
@@ -75,6 +79,53 @@ def merged(events: bytes) -> tuple[list[Any], list[int]]:
     return found, numbers
 
 
+def sent(events: bytes) -> NamedRepetition:
+    """Returns what takes ``events`` out of a repetition."""
+    delivered = Delivered()
+    delivered.add(events)
+    return delivered.named_repetition()
+
+
+@pytest.mark.parametrize("path", WRITERS)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stream_goes_on_from_any_id_however_often_it_breaks(seed: int, path: str) -> None:
+    draw = random.Random(seed)
+    one = NamedRepetition(NamedPosition(), has_ids=True)
+    one.begin("0.7")
+    first = stream(path, "first", draw)
+    received = b"".join(one.rest(event) for event in first[: draw.randint(1, len(first) - 1)])
+    for number in range(3):
+        # The gateway has died, and of the next one a backend: each begins anew, with other parts, under other ids.
+        ids = re.findall(rb"^id: (.*)$", received, flags=re.M)
+        assert len(ids) == received.count(b"\n\n")
+        position = NamedPosition.of_id(ids[-1])
+        assert position.weights == "0.7" and position.to_id().encode() == ids[-1]
+        resumed = NamedRepetition(position, has_ids=True)
+        for again in range(draw.randint(0, 2)):
+            other = stream(path, f"{number}again{again}", draw)
+            received += b"".join(resumed.rest(event) for event in other[: draw.randint(0, len(other) - 2)])
+            resumed = resumed.again()
+        other = stream(path, f"server{number}", draw)
+        end = len(other) if number == 2 else draw.randint(0, len(other) - 1)
+        received += b"".join(resumed.rest(event) for event in other[:end])
+    found, numbers = merged(received)
+    assert numbers == list(range(len(numbers)))
+    plain = [re.sub(r'"call_\w+?([23])"', r'"call_\1"', json.dumps(each)) for each in (found, merged(b"".join(first))[0])]
+    assert json.loads(plain[0]) == json.loads(plain[1])
+
+
+@pytest.mark.parametrize("given", [
+    b"7", b"", b"!!", b"[]", base64.urlsafe_b64encode(b"[1,2,3,4]"), Position().to_id().encode(), base64.urlsafe_b64encode(b"[" * 100_000),
+    base64.urlsafe_b64encode(b'["w",-1,"",[],{},0,null]'), base64.urlsafe_b64encode(b'["w",1,"",[],{"a":["b","c"]},0,null]'),
+    base64.urlsafe_b64encode(b'["w",1,"",3,{},0,null]'),
+])  # fmt: skip
+def test_what_is_no_position_of_named_events_is_refused(given: bytes) -> None:
+    with pytest.raises(ValueError):
+        NamedPosition.of_id(given)
+    with pytest.raises(ValueError):
+        Position.of_id(NamedPosition().to_id().encode())
+
+
 @pytest.mark.parametrize("path", WRITERS)
 @pytest.mark.parametrize("seed", range(40))
 def test_two_halves_are_one_stream_wherever_it_is_cut(seed: int, path: str) -> None:
@@ -82,9 +133,9 @@ def test_two_halves_are_one_stream_wherever_it_is_cut(seed: int, path: str) -> N
     first, second, third = (stream(path, server, draw) for server in ("first", "another", "3rd"))
     received = b"".join(first[: draw.randint(1, len(first) - 1)])
     # The second one breaks too, and the third goes on from where the client is.
-    repetition = NamedRepetition(received)
+    repetition = sent(received)
     received += b"".join(repetition.rest(event) for event in second[: draw.randint(0, len(second) - 1)])
-    rest, left = NamedRepetition(received), third
+    rest, left = draw.choice([sent(received), repetition.again()]), third
     while left:
         count = draw.randint(1, 3)
         received += rest.rest(b"".join(left[:count]))
@@ -108,10 +159,10 @@ def test_another_answer_ends_the_stream(path: str) -> None:
     received = b"".join(first[:-6])
     for other in (["I think 😀, no", *TEXTS[1:]], ["I think", *TEXTS[1:]], [TEXTS[0], "", *TEXTS[2:]]):
         with pytest.raises(Diverged, match="weights"):
-            NamedRepetition(received).rest(b"".join(stream(path, "b", draw, other)))
+            sent(received).rest(b"".join(stream(path, "b", draw, other)))
     for broken in (b'event: error\ndata: {"type": "error", "message": "full"}\n\n', b"data: {\n\n", b"data: []\n\n", b'data: {"a": 1}\n\n'):
         with pytest.raises(Diverged):
-            NamedRepetition(received).rest(broken)
+            sent(received).rest(broken)
     delivered = Delivered()
     delivered.add(b"x" * (MOST_BYTES + 1))
     assert not delivered.is_whole
@@ -164,12 +215,39 @@ def test_a_stream_of_named_events_goes_on_at_the_other_server(tmp_path: Path) ->
             assert path == "/v1/messages" or all(len(each) == 1 for each in ids)
         assert all(isinstance(body["seed"], int) for server in (first, second) for body in server.asked)
         # Other weights after all: an error in the form of the stream.
-        second.texts = ["No", *TEXTS[1:]]
+        second.texts = ["No, I do not think so at all", *TEXTS[1:]]
         for path in WRITERS:
             texts: list[str] = []
             until(lambda: texts.append(running.post(path, ask).text) or "other tokens" in texts[-1], "a stream that cannot go on")  # noqa: B023
             last = texts[-1].split("\n\n")[-2].split("\n")
             assert last[0] == "event: error" and json.loads(last[1].removeprefix("data: "))["type"] == "error"
+
+
+def test_where_a_gateway_dies_a_named_stream_goes_on_at_another(tmp_path: Path) -> None:
+    first, second = Server("first"), Server("second")
+    key = {"Idempotency-Key": "order 66"}
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(running_app(each.app())) for each in (first, second)]
+        one, heir = (stack.enter_context(gateway(tmp_path, (), backends=[url])) for url in urls)
+        for path in WRITERS:
+            ask = {"model": "m", "input": "x", "messages": [], "max_tokens": 9, "stream": True}
+            until(lambda: one.metric("backend_ready") == heir.metric("backend_ready") == 1, "both servers")
+            with one.client.stream("POST", one.url + path, json=ask, headers=key) as response:
+                assert response.headers["x-tandem-repeatable"] == "true"
+                received = b"".join(response.iter_bytes())
+            # What the client had when the gateway died.
+            received = b"".join(part + b"\n\n" for part in received.split(b"\n\n")[:9])
+            last = re.findall(rb"^id: (.*)$", received, flags=re.M)[-1].decode()
+            rest = heir.post(path, ask, headers={**key, "Last-Event-ID": last})
+            assert rest.status_code == 200 and first.asked[-1]["seed"] == second.asked[-1]["seed"]
+            whole = merged(b"".join(stream(path, "first", random.Random(0))))[0]
+            found, numbers = merged(received + rest.content)
+            assert numbers == list(range(len(numbers))) and is_ended(rest.content)
+            assert json.loads(json.dumps(found).replace("call_second", "call_first")) == json.loads(json.dumps(whole))
+            refused = heir.post(path, ask, headers={**key, "Last-Event-ID": Position().to_id()})
+            assert refused.status_code == 400 and "is not the id of an event" in refused.json()["error"]["message"]
+        os.kill(one.process.pid, signal.SIGKILL)
+        assert heir.post("/generate", {"prompt": "x", "stream": True}, headers={**key, "Last-Event-ID": last}).status_code == 400
 
 
 @pytest.mark.full

@@ -142,6 +142,28 @@ def test_the_audit_log_has_a_line_for_each_request_and_neither_prompt_nor_key(
     assert datetime.datetime.fromisoformat(lines[0]["time"]).tzinfo is not None and moved.read_text().count("\n") >= 1
 
 
+def test_the_audit_log_has_prompts_where_the_operator_asks_for_them(backends: tuple[FaultBackend, FaultBackend], tmp_path: Path) -> None:
+    log = tmp_path / "audit.jsonl"
+    ask = {"model": "m", "prompt": "SECRET é\n", "max_tokens": 2, "user": None}
+    with gateway(tmp_path, backends, audit_log=str(log), audit_prompts=True) as running:
+        running.wait_ready(*backends)
+        assert f"warning: the audit log '{log}' gets the prompts of all clients (audit_prompts)" in running.log.read_text()
+        assert running.post("/v1/completions", ask).status_code == 200
+        assert running.post("/v1/completions", {**ask, "model": "nobody's"}).status_code == 404
+        assert running.client.post(f"{running.url}/v1/completions", content=b"{").status_code == 400
+        assert running.stop() == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["status"], line.get("body")) for line in lines] == [(200, ask), (404, {**ask, "model": "nobody's"}), (400, None)]
+    assert log.stat().st_mode & 0o077 == 0
+
+
+def test_check_leaves_no_audit_log(tmp_path: Path) -> None:
+    (tmp_path / "gateway.yaml").write_text(json.dumps({"backends": ["http://127.0.0.1:9"], "audit_log": str(tmp_path / "audit.jsonl")}))
+    assert main(["gateway", str(tmp_path / "gateway.yaml"), "--check"]) == 1 and not (tmp_path / "audit.jsonl").exists()
+    (tmp_path / "audit.jsonl").write_text("a line\n")
+    assert main(["gateway", str(tmp_path / "gateway.yaml"), "--check"]) == 1 and (tmp_path / "audit.jsonl").read_text() == "a line\n"
+
+
 @contextlib.contextmanager
 def tls_backend(folder: Path, authority: str) -> Iterator[str]:
     """A server that takes only clients with a certificate of ``authority``."""
@@ -200,14 +222,18 @@ def test_a_backend_is_reached_by_mutual_tls_and_neither_side_takes_a_stranger(tm
     ({"oidc": {"issuer": "https://a", "audience": "b", "algorithms": ["HS256"]}}, "'oidc.algorithms' has HS256"),
     ({"oidc": {"issuer": "https://a", "audience": "b", "leeway_s": -1}}, "'oidc.leeway_s' is -1"),
     ({"audit_log": "/dev/null/x"}, "cannot be written"),
+    ({"audit_log": "missing/audit.jsonl"}, "missing/audit.jsonl' cannot be written: No such file or directory; correct 'audit_log'"),
+    ({"audit_prompts": True}, "'audit_prompts' is true without 'audit_log'"),
+    ({"keys_file": "missing.json"}, "missing.json"),
     ({"backends": [{"url": "http://a", "ca_file": "x"}]}, "write https://"),
     ({"backends": [{"url": "https://a", "cert_file": "x"}]}, "only one of 'cert_file' and 'cert_key_file'"),
     ({"backends": [{"url": "https://a", "ca_file": "missing.pem"}]}, "does not exist"),
 ])  # fmt: skip
+@pytest.mark.parametrize("check", [[], ["--check"]])
 def test_settings_of_tokens_certificates_and_audit_that_cannot_work_are_one_line(
-    settings: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any], line: str, check: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "gateway.yaml").write_text(json.dumps({"backends": ["http://127.0.0.1:9"], "port": 0, **settings}))
-    assert main(["gateway", str(tmp_path / "gateway.yaml")]) == 2
+    assert main(["gateway", str(tmp_path / "gateway.yaml"), *check]) == 2
     message = capsys.readouterr().err
     assert line in message and message.count("\n") == 1
