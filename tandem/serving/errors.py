@@ -29,6 +29,10 @@ class ApiError(Exception):
         return {**retry, **({"X-Should-Retry": "false"} if self.is_final else {}), **({"Allow": self.allow} if self.allow else {})}
 
 
+class ClientLeft(Exception):
+    """Raised where the client of a request has left before its answer."""
+
+
 def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 

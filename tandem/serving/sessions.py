@@ -15,15 +15,11 @@ from tandem.serving.engines.messages import EngineRequest
 from tandem.serving.engines.pool import Pool
 from tandem.serving.engines.slot import Slot
 from tandem.serving.engines.stream import Outputs, Stream
-from tandem.serving.errors import ApiError
+from tandem.serving.errors import ApiError, ClientLeft
 
 DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
-
-
-class ClientLeft(Exception):
-    """The client closed its connection before it was answered."""
 
 
 @contextlib.contextmanager

@@ -5,13 +5,16 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from http_processes import LIMIT_S, HttpProcess, LoggedProcess, end, serving_command, until
+
+from tandem.cli.main import main
 
 QUICK = {
     "probes": {"interval_s": 0.1, "timeout_s": 1.0, "failures": 2},
@@ -50,6 +53,15 @@ class Gateway(LoggedProcess):
 
     def wait_idle(self) -> None:
         until(lambda: self.metric("in_flight_requests") == 0 and self.metric("outstanding_tokens") == 0, "the gateway to be idle")
+
+
+def refusal(settings: Mapping[str, Any], folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """Returns the line with which ``tandem gateway FLAGS`` refuses a file of ``settings``, which need name no backend."""
+    (folder / "gateway.yaml").write_text(json.dumps({"backends": ["http://127.0.0.1:9"], "port": 0, **settings}))
+    assert main(["gateway", str(folder / "gateway.yaml"), *flags]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1, message
+    return message
 
 
 @contextlib.contextmanager

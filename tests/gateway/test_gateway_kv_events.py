@@ -1,18 +1,14 @@
 """Events of engines correct what the router believes that their prefix caches hold."""
 
 import asyncio
-import http.server
-import json
 import random
-import threading
-from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 from gateway_process import gateway, until
+from json_server import JsonServer
 from routing_cases import backends
 
 from tandem.config.gateway import BackendConfig, BreakerConfig
@@ -140,32 +136,16 @@ def test_after_an_eviction_the_router_no_longer_counts_on_the_prefix(tmp_path: P
 
 def test_backends_that_come_are_asked_for_their_state_and_those_that_go_no_more() -> None:
     """As after the file was read again: the list is changed in place."""
-    asked: Counter[int] = Counter()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked[self.server.server_address[1]] += 1
-            body = json.dumps({"block_size": 16, "blocks": 10, "free_blocks": 4, "waiting": 0, "waiting_tokens": 0}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
-    for server in servers:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    made = [Backend.make(BackendConfig(url=f"http://127.0.0.1:{server.server_port}"), BreakerConfig()) for server in servers]
+    state = {"block_size": 16, "blocks": 10, "free_blocks": 4, "waiting": 0, "waiting_tokens": 0}
+    first, second = (JsonServer(lambda path: state) for _ in range(2))
+    made = [Backend.make(BackendConfig(url=server.url), BreakerConfig()) for server in (first, second)]
     for each in made:
         each.health, each.weights = Health.READY, "0.1"
-    first, second = (server.server_port for server in servers)
 
-    async def seen(port: int, more: int = 1) -> None:
-        wanted = asked[port] + more
+    async def seen(server: JsonServer, more: int = 1) -> None:
+        wanted = server.asked + more
         async with asyncio.timeout(60):
-            while asked[port] < wanted:
+            while server.asked < wanted:
                 await asyncio.sleep(0.01)
 
     async def follow() -> None:
@@ -173,16 +153,15 @@ def test_backends_that_come_are_asked_for_their_state_and_those_that_go_no_more(
         async with aiohttp.ClientSession() as session:
             keeping = asyncio.create_task(EngineStates(0.02, listed, session, lambda: None, lambda: None).keep())
             await seen(first)
-            assert not asked[second]
+            assert not second.asked
             listed[:] = [made[1]]
             await seen(second, 5)
-            before = asked[first]
+            before = first.asked
             await seen(second, 5)
-            assert asked[first] == before and made[1].engine is not None
+            assert first.asked == before and made[1].engine is not None
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
 
     asyncio.run(follow())
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    for server in (first, second):
+        server.stop()

@@ -72,8 +72,7 @@ def test_queue_router_tokens_keys_and_audit_log_are_followed_without_a_dropped_s
         until(lambda: "added" in moved.read_text(), "the key file to be followed")
         assert running.post("/admin/api/undrain", {"backend": "first"}, headers={"Authorization": f"Bearer {user}"}).status_code == 403
         assert running.stop() == 0
-    one.server.shutdown()
-    one.server.server_close()
+    one.server.stop()
     before = [json.loads(line) for line in audit.read_text().splitlines()]
     assert {(line["by"], tuple(line["changed"])) for line in before if line.get("action") == "reload" and "by" in line} == {("SIGHUP", ("keys_file", "oidc"))}
     lines = [json.loads(line) for line in moved.read_text().splitlines()]

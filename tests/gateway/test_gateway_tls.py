@@ -15,10 +15,8 @@ import pytest
 from certificates import certificate
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from gateway_process import Gateway, fault_backend, gateway
+from gateway_process import Gateway, fault_backend, gateway, refusal
 from http_processes import until
-
-from tandem.cli.main import main
 
 GOOD = {"cert_file": "server.crt", "key_file": "server.key"}
 
@@ -50,10 +48,7 @@ def test_files_that_cannot_work_are_one_line(
         certificate(tmp_path, "server")
         certificate(tmp_path, "other")
     make(tmp_path)
-    (tmp_path / "gateway.yaml").write_text(json.dumps({"backends": ["http://127.0.0.1:9"], "port": 0, "tls": tls}))
-    assert main(["gateway", str(tmp_path / "gateway.yaml"), *check]) == 2
-    message = capsys.readouterr().err
-    assert says in message and message.count("\n") == 1
+    assert says in refusal({"tls": tls}, tmp_path, capsys, *check)
 
 
 def serial(running: Gateway, client: ssl.SSLContext) -> int:

@@ -12,11 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_process import FaultBackend, Gateway, fault_backend, gateway
+from gateway_process import FaultBackend, Gateway, fault_backend, gateway, refusal
 from http_processes import LIMIT_S, until
 from redis_server import Redis, needs_redis
 
-from tandem.cli.main import main
 from tandem.config.gateway import BackendConfig, GatewayConfig, LimitConfig, QueueConfig
 from tandem.gateway import redis_limits
 from tandem.gateway.keys import new_key, write_keys
@@ -43,10 +42,7 @@ ASK = {"model": "m", "prompt": "x", "stream": True}
 def test_settings_that_several_processes_cannot_keep_are_one_line(
     settings: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "gateway.yaml").write_text(json.dumps({"backends": ["http://127.0.0.1:9"], "port": 0, **settings}))
-    assert main(["gateway", str(tmp_path / "gateway.yaml")]) == 2
-    message = capsys.readouterr().err
-    assert line in message and message.count("\n") == 1
+    assert line in refusal(settings, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("workers", [1, 3, 7])

@@ -1,13 +1,12 @@
 """An OpenID Connect issuer for tests."""
 
-import http.server
 import json
-import threading
 import time
 from typing import Any
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from json_server import JsonServer
 
 AUDIENCE = "tandem"
 
@@ -18,24 +17,12 @@ class Issuer:
     def __init__(self) -> None:
         self.keys: dict[str, Any] = {"one": rsa.generate_private_key(65537, 2048), "two": ec.generate_private_key(ec.SECP256R1())}
         self.listed = ["one", "two"]
-        issuer = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                content = issuer.configuration if self.path.endswith("/openid-configuration") else {"keys": [issuer.public(id) for id in issuer.listed]}
-                body = json.dumps(content).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/realm"
+        self.server = JsonServer(self._answer)
+        self.url = f"{self.server.url}/realm"
         self.configuration = {"issuer": self.url, "jwks_uri": f"{self.url}/keys"}
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def _answer(self, path: str) -> Any:
+        return self.configuration if path.endswith("/openid-configuration") else {"keys": [self.public(id) for id in self.listed]}
 
     def public(self, id: str) -> dict[str, Any]:
         key = self.keys[id].public_key()

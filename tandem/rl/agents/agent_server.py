@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.rl.agents.check_agent import check_packages
 from tandem.rl.agents.model_calls import ModelCall
 from tandem.rl.agents.session import Asked, Session, SessionEnded, TooLong
-from tandem.serving.errors import ApiError, error_body, invalid, unauthorised
+from tandem.serving.errors import ApiError, ClientLeft, error_body, invalid, unauthorised
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -23,10 +23,6 @@ MODEL = "tandem"
 
 _START_S = 30.0
 _LOG_LEVEL = "warning"
-
-
-class ClientLeft(Exception):
-    """Raised where the client of a request has left before its answer."""
 
 
 class AgentServer:
