@@ -5,6 +5,7 @@ Only the controller is changed, which holds no tensors: it writes to the memory 
 trainer, the engine and their shims are unchanged.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -48,7 +49,11 @@ def flip_inside_engine(directory: Path) -> None:
 
 def children(pid: str) -> list[str]:
     """Returns the processes that the threads of ``pid`` have started."""
-    return [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread has ended meanwhile.
+            found += (task / "children").read_text().split()
+    return found
 
 
 def flip_pattern(pid: str, pattern: bytes, place: int = 0, bit: int = 0) -> int:
