@@ -95,6 +95,7 @@ class _Leadership:
         with contextlib.suppress(UserError):
             if self._guard is not None and (entry := self._store.get(LEADER)) is not None and entry.revision == self._guard.revision:
                 self._clear()
+                self._store.forget_requests()
         self._session.close()
         self._store.close()
 

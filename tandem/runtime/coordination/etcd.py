@@ -120,6 +120,10 @@ class EtcdStore:
     def _deadline(self) -> Patience:
         return Patience(self.config.deadline_s)
 
+    def forget_requests(self) -> None:
+        """Removes the keys of the newest requests of all processes, which must make none any more."""
+        self._call("kv/deleterange", self._range(REQUESTS), self._deadline())
+
     def _call(self, method: str, body: Mapping[str, Any], deadline: Patience, lease: int | None = None) -> dict[str, Any]:
         newest = self._newest
         try:
