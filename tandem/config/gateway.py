@@ -12,8 +12,10 @@ from tandem.config.addresses import check_no_secret
 from tandem.config.hedge import HedgeConfig
 from tandem.config.limits import check_at_least_one, check_seconds
 from tandem.config.oidc import OidcConfig
+from tandem.config.roles import Role
 from tandem.config.routing import RouteConfig, RouterConfig, check_routes
 from tandem.config.servers import ServersConfig, check_servers
+from tandem.config.servers_apart import check_roles
 from tandem.config.tls import TlsConfig
 from tandem.types.errors import UserError
 
@@ -38,6 +40,9 @@ class BackendConfig:
     """Requests that it has at once; more wait in the gateway, where they can still go to another one."""
     zone: str = ""
     """Where it runs, for example a rack or a data centre; see `router.zone_tokens`."""
+    role: Role | None = None
+    """What it does among the servers of its models that exchange KV blocks: `prefill` computes prompts for others, `decode` answers, `both` does either.
+    Empty: as it says itself (`tandem serve --role`)."""
     cache_tokens: int = 0
     """Tokens that its prefix cache holds, for `router.prefix`; `tandem serve` and vLLM say it when they start. 0: not known."""
     ca_file: str = ""
@@ -279,7 +284,7 @@ class GatewayConfig:
     backends: tuple[BackendConfig, ...] = ()
     """The servers behind the gateway that others have started."""
     servers: Mapping[str, ServersConfig] = field(default_factory=dict)
-    """Servers that the gateway starts itself, by the name of their model for clients."""
+    """Servers that the gateway starts itself, by the name of their model for clients or, with `served_model_name`, another one."""
     host: str = "127.0.0.1"
     """Address that it listens on."""
     port: int = 8080
@@ -355,6 +360,7 @@ class GatewayConfig:
             if labels.count(label) > 1:
                 raise UserError(f"two backends have the name '{label}'; give each a name of its own ('name')")
         check_servers(self.servers, labels, self.registry)
+        check_roles(self.servers, self.backends)
         self.router.check_read(self.balance, self.zone)
         check_routes(self.routes)
         if not 0 <= self.port <= 65535:

@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.config.limits import check_at_least_one, check_seconds
+from tandem.config.roles import Role
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 MOST_SERVERS = 1024
 """In one gateway."""
 OWN_FLAGS = {
-    "host": "its servers listen on 127.0.0.1", "port": "it gives each a free port", "served_model_name": "a server's name is that of its section",
+    "host": "its servers listen on 127.0.0.1", "port": "it gives each a free port", "served_model_name": "write it as 'served_model_name' of the section",
+    "role": "write it as 'role' of the section",
     "api_key": "it makes one for each", "control_key": "it makes one for each", "model": "write it as 'model' of the section", "config": "write the flags here",
     "follow": "its servers take other weights by updates", "follow_mode": "its servers take other weights by updates",
     "weight_version": "it says which weights they are",
@@ -79,6 +81,11 @@ class ServersConfig:
     model: str
     """What they serve, as `tandem serve` takes it: a folder (from the folder of the gateway's file), a model of the Hub or an address in object storage. With
     `registry` also `models/NAME/3`, and `models/NAME@production`, the version in that stage, which they follow."""
+    served_model_name: str = ""
+    """Its name for clients. Empty: that of the section. Sections with one name have the servers of one model, each with another `role`."""
+    role: Role = "both"
+    """`prefill`: they compute prompts, and answer themselves only while no other server of the model can; `decode`: they fetch the KV blocks of those prompts
+    and answer. If a section of a model has a role, all of its servers exchange KV blocks, with a key that the gateway makes (or the flag `kv-transfer-key`)."""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags of `tandem serve` with their values, for example `{max-model-len: 4096, device: cuda, tensor-parallel-size: 2}`."""
     count: int = 1
@@ -99,6 +106,10 @@ class ServersConfig:
     log_folder: str = ""
     """Folder of their logs. Empty: one that is removed when the gateway ends; the last lines of a server that dies are in the gateway's log in any case."""
 
+    def model_name(self, section: str) -> str:
+        """Returns the model's name for clients."""
+        return self.served_model_name or section
+
     @property
     def most(self) -> int:
         """How many servers there may be at once."""
@@ -115,7 +126,7 @@ class ServersConfig:
 
     def refuse_restart(self, name: str, before: "ServersConfig | None") -> None:
         """Raises ``UserError`` if servers of the section ``name`` that run with ``before`` would have to be started anew to follow these settings."""
-        kept = ("model", "flags", "gpus", "servers_per_gpu", "log_folder")
+        kept = ("model", "served_model_name", "role", "flags", "gpus", "servers_per_gpu", "log_folder")
         key = name if before is None else next((f"{name}.{key}" for key in kept if getattr(self, key) != getattr(before, key)), None)
         if key is not None:
             raise UserError(f"'servers.{key}' cannot change while the gateway runs; restart it, or put back what was there")
@@ -125,6 +136,11 @@ class ServersConfig:
         if not self.model:
             raise UserError("a section of 'servers' has an empty 'model'; name a folder or a model of the Hub")
         check_at_least_one("servers", self, "servers_per_gpu", "max_requests")
+        if self.role == "prefill" and self.scale.max_count and self.scale.min_count < 1:
+            raise UserError(
+                f"'servers.scale.min_count' is {self.scale.min_count} with role: prefill; no request waits for these servers, so that none would be started "
+                "again; make it at least 1"
+            )
         low, high = (self.scale.min_count, self.scale.max_count) if self.scale.max_count else (1, MOST_SERVERS)
         if not low <= self.count <= high:
             raise UserError(f"'servers.count' is {self.count}; it must be from {low} to {high}{', as scale says' if self.scale.max_count else ''}")
@@ -150,6 +166,8 @@ def check_servers(servers: Mapping[str, ServersConfig], names: list[str], regist
             raise UserError(f"'servers.{name}.model' is '{config.model}', a stage of the model registry; name the folder of that in 'registry'")
         if not name or not name.isprintable() or any(letter in name for letter in ' "\\'):
             raise UserError(f"'servers' has the section {name!r}; its name is the model's name for clients: give it letters, digits and -_./ alone")
+        if not config.served_model_name.isprintable() or any(letter in config.served_model_name for letter in ' "\\'):
+            raise UserError(f"'servers.{name}.served_model_name' is {config.served_model_name!r}; give it letters, digits and -_./ alone")
         taken = next((each for each in names if each.rpartition("-")[0] == name and each.rpartition("-")[2].isdigit()), None)
         if taken is not None:
             raise UserError(f"'backends' has the name '{taken}', which a server of '{name}' has; give the backend another one")

@@ -63,7 +63,8 @@ async def _answer(state: "GatewayState", scope: Scope, receive: Receive) -> dict
         noted |= {"model": model[:_LONGEST], "version": version[:_LONGEST]}
         state.lines.add(f"{who} updates the servers of {model[:_LONGEST]} to {version[:_LONGEST]}")
         try:
-            return _group_state(await state.servers.update(model, version))
+            first, *_ = await state.servers.update(model, version)
+            return _group_state(first)
         except UserError as error:
             raise invalid(str(error)) from None
     if (method, action) == ("POST", "reload"):
@@ -174,7 +175,7 @@ def state_of(state: "GatewayState", now: float) -> dict[str, Any]:
 
 def _backend_state(backend: Backend) -> dict[str, Any]:
     return {
-        "name": backend.name, "url": backend.config.url, "health": backend.health.value, "is_drained": backend.is_drained,
+        "name": backend.name, "role": backend.role, "url": backend.config.url, "health": backend.health.value, "is_drained": backend.is_drained,
         "is_leaving": backend.is_leaving, "models": backend.models,
         "weight_version": backend.weights, "weight": backend.config.weight, "in_flight": len(backend.attempts), "max_requests": backend.config.max_requests,
         "outstanding_tokens": backend.outstanding_tokens, "breaker": backend.breaker.state, "restarts": backend.restarts,
@@ -186,7 +187,7 @@ def _group_state(group: Group) -> dict[str, Any]:
     decisions = [{"time": when, "from": before, "to": decision.count, "reason": decision.reason} for when, before, decision in reversed(group.decisions)]
     update = group.update
     return {
-        "model": group.name, "version": group.version.name, "weight_version": group.version.weights_text, "updates": group.outcomes,
+        "model": group.model, "role": group.config.role, "version": group.version.name, "weight_version": group.version.weights_text, "updates": group.outcomes,
         "update": None if update is None else {
             "from": update.before.name, "to": update.target.name, "began": update.began_s, "outcome": update.outcome, "reason": update.reason
         },

@@ -41,7 +41,7 @@ class EngineState:
     waiting_tokens: int
     oldest_s: float = 0.0
     role: str = "both"
-    """``prefill``: it computes prompts for others, and answers itself only if no other server can."""
+    """``prefill``: it computes prompts for others, and answers itself only if no other server can; as it says itself."""
     sends: bool = False
     """Whether other servers can fetch the KV blocks of its prompts; ``receives``: whether it fetches those of others."""
     receives: bool = False
@@ -103,6 +103,11 @@ class Backend:
     @property
     def is_tandem(self) -> bool:
         return self.weights is not None
+
+    @property
+    def role(self) -> str:
+        """What it does among servers that exchange KV blocks: as the settings say, or as it says itself."""
+        return self.config.role or (self.engine.role if self.engine is not None else "both")
 
     @property
     def capacity(self) -> float:

@@ -73,11 +73,11 @@ class Metrics:
         self._free = gauge("free_cache_tokens", "Room of the KV cache, as a Tandem server says.", "backend")
         self._engine_waiting = gauge("backend_waiting_tokens", "Tokens of prompts that wait in the backend, as a Tandem server says.", "backend")
         self._cached = gauge("prefix_blocks", "Blocks of prompts that the backend probably has in its prefix cache.", "backend")
-        self._servers = gauge("servers", "Servers that the gateway has started: ready, loading or leaving.", "model", "state")
-        self._wanted = gauge("servers_wanted", "Servers that there should be.", "model")
-        self._restarts = gauge("server_restarts", "Servers that have died and were started again.", "model")
-        self._updates = gauge("server_updates", "Rolling updates: done, failed (all servers are back) or stuck (not all are).", "model", "outcome")
-        self._scaled = gauge("scale_decisions", "Changes of the number of servers, up or down.", "model", "direction")
+        self._servers = gauge("servers", "Servers that the gateway has started: ready, loading or leaving.", "model", "role", "state")
+        self._wanted = gauge("servers_wanted", "Servers that there should be.", "model", "role")
+        self._restarts = gauge("server_restarts", "Servers that have died and were started again.", "model", "role")
+        self._updates = gauge("server_updates", "Rolling updates: done, failed (all servers are back) or stuck (not all are).", "model", "role", "outcome")
+        self._scaled = gauge("scale_decisions", "Changes of the number of servers, up or down.", "model", "role", "direction")
         self._ready = gauge("backend_ready", "1 if the backend is ready by its probes and not drained by an administrator.", "backend")
         self._breaker = gauge("backend_breaker_open", "0 closed, 0.5 half-open, 1 open.", "backend")
 
@@ -91,13 +91,13 @@ class Metrics:
         """Returns all figures."""
         for group in servers.groups:
             for state, count in group.states.items():
-                self._servers.labels(group.name, state).set(count)
-            self._wanted.labels(group.name).set(group.desired)
-            self._restarts.labels(group.name).set(group.restarts)
+                self._servers.labels(group.model, group.config.role, state).set(count)
+            self._wanted.labels(group.model, group.config.role).set(group.desired)
+            self._restarts.labels(group.model, group.config.role).set(group.restarts)
             for outcome, count in group.outcomes.items():
-                self._updates.labels(group.name, outcome).set(count)
+                self._updates.labels(group.model, group.config.role, outcome).set(count)
             for direction, count in group.changes.items():
-                self._scaled.labels(group.name, direction).set(count)
+                self._scaled.labels(group.model, group.config.role, direction).set(count)
         for model, count in admission.waiting.items():
             self._waiting.labels(model).set(count)
             self._waiting_tokens.labels(model).set(admission.waiting_tokens[model])

@@ -1,7 +1,7 @@
 """All backends: which of them can serve a request, and which gets it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from tandem.config.gateway import GatewayConfig
@@ -16,6 +16,8 @@ from tandem.serving.errors import ApiError, invalid, unavailable
 class OwnServers(Protocol):
     """Servers of one model that the gateway starts itself."""
 
+    @property
+    def model(self) -> str: ...
     @property
     def are_resting(self) -> bool:
         """Whether none runs because nothing is asked for; the next request has one started."""
@@ -32,8 +34,8 @@ class Pool:
     def __init__(self, config: GatewayConfig, backends: list[Backend]) -> None:
         self.backends = backends
         self._config, self._router = config, Router(config)
-        self.own: Mapping[str, OwnServers] = {}
-        """The servers that the gateway starts, by their model."""
+        self.own: Sequence[OwnServers] = ()
+        """The servers that the gateway starts."""
         self._follows_cache = config.queue.follow_cache
 
     def follow(self, config: GatewayConfig) -> None:
@@ -45,11 +47,11 @@ class Pool:
     @property
     def models(self) -> tuple[str, ...]:
         """The models of all backends that are not down, each once."""
-        return tuple(dict.fromkeys([*self.own, *(model for backend in self.backends for model in backend.models)]))
+        return tuple(dict.fromkeys([*(servers.model for servers in self.own), *(model for backend in self.backends for model in backend.models)]))
 
     @property
     def is_ready(self) -> bool:
-        return any(backend.is_ready for backend in self.backends) or any(servers.are_resting for servers in self.own.values())
+        return any(backend.is_ready for backend in self.backends) or any(servers.are_resting for servers in self.own)
 
     def weight_versions(self, model: str) -> list[str]:
         """Returns the versions of the weights that backends of ``model`` have, each once; none of those that do not say it."""
@@ -117,7 +119,7 @@ class Pool:
             return 0.0
         if request.home:
             return None  # What it continues is not with another server.
-        times = [seconds for model, servers in self.own.items() if request.model in (model, None) and (seconds := servers.coming_s()) is not None]
+        times = [seconds for servers in self.own if request.model in (servers.model, None) and (seconds := servers.coming_s()) is not None]
         return min(times, default=None)
 
     def first_byte_s(self, request: InferenceRequest) -> float:

@@ -104,7 +104,7 @@ def _can_prefill(prefill: Backend, request: InferenceRequest, backend: Backend) 
     state = prefill.engine
     serves = request.model is None or request.model in prefill.models
     is_open = prefill.is_ready and prefill.room > 0 and serves and prefill.breaker.allows()
-    return is_open and state is not None and state.role == "prefill" and state.sends and prefill.weights == backend.weights
+    return is_open and state is not None and prefill.role == "prefill" and state.sends and prefill.weights == backend.weights
 
 
 def _with(body: bytes, fields: bytes) -> bytes:

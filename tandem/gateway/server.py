@@ -197,7 +197,7 @@ async def _serve(
                 await state.siblings.start()
                 await learn_drained(state)
             async with running_servers(config, reload, admission.waits_of, stages, session, tell) as state.servers:
-                pool.own = {group.name: group for group in state.servers.groups}
+                pool.own = state.servers.groups
                 return await _until_stopped(state, listener, ready)
         finally:
             for task in beside:

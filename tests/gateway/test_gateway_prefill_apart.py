@@ -4,14 +4,18 @@ import json
 import signal
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from gateway_process import Gateway, gateway
 from http_processes import until
 from routing_cases import backends, in_task
 
+from tandem.config.gateway import GatewayConfig
+from tandem.config.load import build
 from tandem.config.routing import RouterConfig
 from tandem.gateway.backend import EngineState
 from tandem.gateway.prefill_apart import pays
@@ -56,6 +60,19 @@ def test_a_server_that_computes_prompts_answers_only_where_nobody_else_can() -> 
     assert answering([one, other]) == [one, other], "nothing is known of them"
     one.engine, other.engine = state("prefill"), state("decode")
     assert answering([one, other]) == [other] and answering([one]) == [one]
+
+
+def test_the_role_in_the_file_is_that_of_a_backend_that_does_not_say_it() -> None:
+    one, other = backends(1, 1)
+    one.config = replace(one.config, role="prefill")
+    assert (one.role, other.role) == ("prefill", "both") and answering([one, other]) == [other]
+    other.engine = state("decode")
+    assert other.role == "decode"
+
+
+def test_backends_that_only_compute_prompts_are_refused() -> None:
+    with pytest.raises(UserError, match="all 'backends' have 'role: prefill'; give those that answer role: decode"):
+        build(GatewayConfig, {"backends": [{"url": "http://h:1", "role": "prefill"}]})
 
 
 def test_a_number_of_tokens_that_cannot_be_is_refused() -> None:
@@ -120,3 +137,58 @@ def test_the_answers_of_two_servers_are_those_of_one_and_a_death_of_the_first_ch
         decode.wait_idle()
         until(lambda: decode.metric("tandem:kv_transfer_held_bytes") == 0, "nothing to be held")
         running.wait_idle()
+
+
+@pytest.mark.full
+def test_one_file_starts_servers_for_prompts_and_for_answers_which_die_and_take_new_weights(tmp_path: Path) -> None:
+    """Three real servers: the answers are those of one server, whichever of them is killed; after a rolling update they are those of the new weights."""
+    from test_gateway_servers import serving
+    from tiny_model import make_model, make_tokenizer
+
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    second = make_model(tmp_path / "second", tokenizer, 1)
+    request = {"model": "tiny", "prompt": [4 + 3 * i % 280 for i in range(300)], "max_tokens": 12, "temperature": 0.9, "seed": 5, "return_token_ids": True}
+
+    def answer(at: Any) -> Any:
+        return at.post("/v1/completions", request).json()["choices"][0]["token_ids"]
+
+    flags = {"max-num-batched-tokens": 64, "max-num-seqs": 16, "threads": 1}
+    one = {"served_model_name": "tiny", "flags": flags}
+    expected = []
+    for folder in ("alone", "alone-second"):
+        (tmp_path / folder).mkdir()
+        with serving(tmp_path / folder, model=str(second if "second" in folder else "model"), flags=flags) as alone:
+            until(lambda: alone.get("/readiness").status_code == 200, "the server")
+            expected.append(answer(alone))
+    assert expected[0] != expected[1]
+
+    (tmp_path / "apart").mkdir()
+    settings: dict[str, Any] = {
+        "servers": {"prompts": {"model": "model", "role": "prefill", **one}, "answers": {"model": "model", "role": "decode", "count": 2, **one}},
+        "router": {"prefill_apart": "always"}, "probes": {"interval_s": 0.1, "state_s": 0.05},
+    }  # fmt: skip
+    with serving(tmp_path / "apart", gateway=settings) as running:
+
+        def states() -> list[dict[str, Any]]:
+            return running.get("/admin/api/state").json()["backends"]
+
+        def are_ready(weights: str = "0.0") -> bool:
+            roles = sorted(each["role"] for each in states() if each["health"] == "ready" and each["weight_version"] == weights)
+            return roles == ["decode", "decode", "prefill"] and all(running.metric("free_cache_tokens", backend=each["name"]) > 0 for each in states())
+
+        until(are_ready, "three servers")
+        assert running.get("/v1/models").json()["data"][0]["id"] == "tiny" and len(running.get("/v1/models").json()["data"]) == 1
+        assert [answer(running) for _ in range(4)] == [expected[0]] * 4
+        assert running.metric("prefills_total", outcome="apart") >= 1 and running.metric("prefills_total", outcome="failed") == 0
+        for name in ("prompts-0", "answers-1"):
+            server = next(each for each in psutil.Process(running.process.pid).children() if f"{name}." in " ".join(each.cmdline()))
+            server.kill()
+            assert [answer(running) for _ in range(4)] == [expected[0]] * 4
+            until(are_ready, f"{name} to be back")
+        update = running.client.post(f"{running.url}/admin/api/update", json={"model": "tiny", "version": str(second)})
+        assert update.status_code == 200, update.text
+        while running.metric("server_updates", model="tiny", role="prefill", outcome="done") == 0:
+            assert answer(running) in expected
+        until(lambda: are_ready("1.0"), "three servers with the new weights")
+        before = running.metric("prefills_total", outcome="apart")
+        assert [answer(running) for _ in range(2)] == [expected[1]] * 2 and running.metric("prefills_total", outcome="apart") > before

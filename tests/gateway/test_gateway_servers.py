@@ -71,6 +71,9 @@ def test_servers_on_cpus_have_cores_of_their_own_while_there_are_enough() -> Non
     assert too_few_cores({"a": config, "b": config}, 2) == "warning: 4 servers share 2 cores and slow each other down; lower 'count' of 'servers'"
 
 
+ONE = {"model": "x", "served_model_name": "m"}
+
+
 @pytest.mark.parametrize(
     ("servers", "says"),
     [
@@ -81,7 +84,17 @@ def test_servers_on_cpus_have_cores_of_their_own_while_there_are_enough() -> Non
         ({"m": {"model": "x", "count": 1025}}, "it must be from 1 to 1024"),
         ({"m": {"model": "x", "start_s": 0}}, "'servers.start_s' is 0.0; it must be above 0"),
         ({"m": {"model": "x", "flags": {"port": 8000}}}, "the flag 'port', which the gateway gives itself: it gives each a free port; leave it out"),
-        ({"m": {"model": "x", "flags": {"--served-model-name": "y"}}}, "a server's name is that of its section"),
+        ({"m": {"model": "x", "flags": {"--served-model-name": "y"}}}, "write it as 'served_model_name' of the section"),
+        ({"m": {"model": "x", "flags": {"role": "prefill"}}}, "write it as 'role' of the section"),
+        ({"m": {"model": "x", "served_model_name": 'a"b'}}, "'servers.m.served_model_name' is 'a\"b'"),
+        ({"m": {"model": "x", "role": "prefil"}}, "'servers.m.role' is 'prefil'"),
+        ({"m": {"model": "x", "role": "prefill"}}, "'servers.m' has role prefill, and no server answers with the prompts that it computes; add a section with"),
+        ({"m": {"model": "x", "role": "decode"}}, "'servers.m' has role decode, and no server computes prompts for 'm'"),
+        ({"m": {"model": "x", "role": "prefill", "scale": {"max_count": 2, "min_count": 0}}}, "'servers.scale.min_count' is 0 with role: prefill"),
+        ({"m": {"model": "x"}, "n": {"model": "x", "served_model_name": "m"}}, "'servers.m' and 'servers.n' both serve 'm' with role both"),
+        ({"p": {**ONE, "role": "prefill"}, "d": {**ONE, "model": "y", "role": "decode"}}, "serves 'm' from 'x' and 'servers.d' from 'y'"),
+        ({"p": {**ONE, "role": "prefill", "flags": {"dtype": "bfloat16"}}, "d": {**ONE, "role": "decode"}}, "the flag dtype (bfloat16 and not given)"),
+        ({"p": {**ONE, "role": "prefill", "flags": {"kv-transfer-key": "@a"}}, "d": {**ONE, "role": "decode"}}, "values of the flag kv-transfer-key,"),
         ({"m": {"model": "x", "flags": {"device": "cuda:1"}}}, "write cuda, and the GPUs in 'gpus'"),
         ({"m": {"model": "x", "gpus": ["0"]}}, "'servers.gpus' is given, and its servers compute on the CPU; add the flag device: cuda"),
         ({"m": {"model": "x", "flags": GPU, "gpus": ["0", "0"]}}, "names a GPU twice: 0, 0"),

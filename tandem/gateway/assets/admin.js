@@ -49,7 +49,7 @@ function servers(state) {
   const rows = state.servers.map((each) => {
     const [last] = each.decisions;
     return [
-      each.model, make("span", { title: `${each.path} · weights ${each.weight_version}` }, each.version), each.update ? make("span", { title: each.update.reason },
+      each.role === "both" ? each.model : `${each.model} (${each.role})`, make("span", { title: `${each.path} · weights ${each.weight_version}` }, each.version), each.update ? make("span", { title: each.update.reason },
         `${OUTCOMES[each.update.outcome]} ${each.update.to}`) : "–", `${count(each.ready)} of ${count(each.wanted)}`,
       each.min_count === each.max_count ? "–" : `${count(each.min_count)} to ${count(each.max_count)}`, count(each.loading), count(each.leaving),
       make("span", { title: each.last_death }, count(each.restarts)),

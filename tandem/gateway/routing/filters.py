@@ -18,7 +18,7 @@ def in_time(request: InferenceRequest, backends: Sequence[Backend]) -> Sequence[
 
 def answering(backends: Sequence[Backend]) -> Sequence[Backend]:
     """Returns the backends that do more than compute prompts for others; all if there is no other."""
-    return [backend for backend in backends if backend.engine is None or backend.engine.role != "prefill"] or backends
+    return [backend for backend in backends if backend.role != "prefill"] or backends
 
 
 def with_room(request: InferenceRequest, backends: Sequence[Backend]) -> Sequence[Backend]:

@@ -1,4 +1,4 @@
-"""The servers of one model: as many as there should be, started again when they die."""
+"""The servers of one section: as many as there should be, started again when they die."""
 
 import asyncio
 import time
@@ -33,13 +33,18 @@ class Members(Protocol):
 
 class Group:
     """The servers of the section ``name``. ``folder``: for their keys, and their logs unless they have a folder of their own. ``waits``: of a model,
-    how many requests wait in the gateway and for how many seconds the oldest has."""
+    how many requests wait in the gateway and for how many seconds the oldest has. ``transfer_key``: file with the key of the servers with which they exchange
+    KV blocks, ``None`` if they exchange none or their flags name one."""
 
     def __init__(
         self, name: str, gateway: GatewayConfig, machine: Machine, members: Members, folder: Path, say: Callable[[str], None],
         places: Callable[[], Sequence[Place]], waits: Callable[[str], tuple[int, float]], version: ModelVersion,
+        transfer_key: Path | None = None,
     ) -> None:  # fmt: skip
         self.name, self.config = name, gateway.servers[name]
+        self.model = self.config.model_name(name)
+        """For clients."""
+        self._apart = {} if transfer_key is None else {"kv-transfer-key": f"@{transfer_key}"}
         self.version = version
         """What servers that are started have."""
         self.update: UpdateState | None = None
@@ -86,7 +91,7 @@ class Group:
         return self.desired == 0 and self._failures < 2
 
     def coming_s(self) -> float | None:
-        self._is_asked_for = True
+        self._is_asked_for = self.config.role != "prefill"
         if self._failures > 1 or not (self.config.scale.max_count or self.desired):
             return None
         now = time.monotonic()
@@ -124,7 +129,8 @@ class Group:
 
     def _scale(self, now: float) -> None:
         """Follows ``decide``."""
-        waiting, oldest_s = self._waits(self.name)
+        # Requests that wait in the gateway wait for a server that answers.
+        waiting, oldest_s = self._waits(self.model) if self.config.role != "prefill" else (0, 0.0)
         backends = [server.backend for server in self.staying if server.backend is not None]
         engines = [backend.engine for backend in backends if backend.engine is not None]
         load = Load(
@@ -191,7 +197,7 @@ class Group:
     def _launch(self, version: ModelVersion, place: Place) -> Server:
         taken = {server.name for server in self.servers}
         name = next(name for number in range(len(taken) + 1) if (name := f"{self.name}-{number}") not in taken)
-        server = Server.start(name, version, self.config.flags, self.name, place, self._folder, self._logs)
+        server = Server.start(name, version, {"role": self.config.role, **self._apart, **self.config.flags}, self.model, place, self._folder, self._logs)
         self.servers.append(server)
         self._say(f"server {name} loads '{version.path}'{_described(place)}")
         return server
@@ -221,7 +227,7 @@ class Group:
         if address is None:
             self._check_time(server, now)
             return
-        config = BackendConfig(url=address, name=server.name, models=(self.name,), max_requests=self.config.max_requests)
+        config = BackendConfig(url=address, name=server.name, models=(self.model,), role=self.config.role, max_requests=self.config.max_requests)
         server.backend = Backend.make(config, self._gateway.breaker, server.api_key, self._gateway.router.slow_start_s)
         server.backend.is_leaving = server.is_candidate
         self._members.join(server.backend)

@@ -59,7 +59,7 @@ class Server:
         # A flag of the gateway's file wins over the place's.
         settings.write_text(json.dumps({"threads": place.threads, **flags}), encoding="utf-8")
         keys = {option: secrets.token_urlsafe(32) for option in ("api-key", "control-key")}
-        given = [word for option, key in keys.items() for word in (f"--{option}", f"@{_write_key(folder / f'{file_name}.{option}', key)}")]
+        given = [word for option, key in keys.items() for word in (f"--{option}", f"@{write_key(folder / f'{file_name}.{option}', key)}")]
         quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
         placed = ["--host", "127.0.0.1", "--port", "0", "--served-model-name", served_name, "--weight-version", version.weights_text]
         arguments = ["serve", version.path, "--config", str(settings), *placed, *given, *quiet]
@@ -101,7 +101,8 @@ class Server:
         return ""
 
 
-def _write_key(path: Path, key: str) -> Path:
+def write_key(path: Path, key: str) -> Path:
+    """Writes a key to a file that only this user can read; returns the file."""
     path.touch(mode=0o600)
     path.write_text(key, encoding="ascii")
     return path

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,10 +10,13 @@ from pathlib import Path
 import aiohttp
 
 from tandem.config.gateway import GatewayConfig
+from tandem.config.servers import flag_name
+from tandem.config.servers_apart import TRANSFER_KEY, models_apart
 from tandem.gateway.servers.group import Group, Members
 from tandem.gateway.servers.places import Place, check_gpus, find_machine, too_few_cores
+from tandem.gateway.servers.server import write_key
 from tandem.gateway.servers.updates import Updates
-from tandem.gateway.servers.versions import find_version
+from tandem.gateway.servers.versions import ModelVersion, find_version
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.types import UserError
@@ -22,7 +26,7 @@ _PERIOD_S = 0.05
 
 @dataclass
 class Servers:
-    """The groups of a gateway, one for each model."""
+    """The groups of a gateway: one for each model, or one for each role of its servers."""
 
     groups: list[Group] = field(default_factory=list)
     updates: Updates | None = None
@@ -57,8 +61,8 @@ class Servers:
                 ready = None
             await asyncio.sleep(_PERIOD_S)
 
-    async def update(self, model: str, version: str) -> Group:
-        """Begins an update of the servers of ``model``; returns them. Raises ``UserError``."""
+    async def update(self, model: str, version: str) -> list[Group]:
+        """Begins an update of the servers of ``model``; returns their groups. Raises ``UserError``."""
         if self.updates is None:
             raise UserError("the gateway has started no servers")
         return await self.updates.begin(model, version)
@@ -88,9 +92,16 @@ async def running_servers(
         say(warning)
     with temporary_folder() as folder:
         servers = Servers(gpus=machine.gpus)
+        versions: dict[str, ModelVersion] = {}
+        transfer_keys = {model: write_key(folder / f"{secrets.token_hex(8)}.kv", secrets.token_urlsafe(32)) for model in models_apart(config.servers)}
         for name, each in config.servers.items():
-            version = await asyncio.to_thread(find_version, each.model, config.registry, folder, None)
-            servers.groups.append(Group(name, config, machine, members, folder, say, lambda: servers.places, waits, version))
+            model = each.model_name(name)
+            # Servers of one model have one version, and a checkpoint is converted once.
+            if model not in versions:
+                versions[model] = await asyncio.to_thread(find_version, each.model, config.registry, folder, None)
+            has_key = any(flag_name(flag) == TRANSFER_KEY for flag in each.flags)
+            key = None if has_key else transfer_keys.get(model)
+            servers.groups.append(Group(name, config, machine, members, folder, say, lambda: servers.places, waits, versions[model], key))
         servers.updates = Updates(servers.groups, config.registry, stages, folder, session, say)
         try:
             yield servers

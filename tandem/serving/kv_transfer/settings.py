@@ -2,14 +2,10 @@
 
 import ipaddress
 from dataclasses import dataclass
-from typing import Literal, get_args
 
+from tandem.config.roles import ROLES, Role
 from tandem.types import UserError
 
-Role = Literal["both", "prefill", "decode"]
-"""``prefill``: computes prompts, whose KV blocks others fetch. ``decode``: fetches them and answers. ``both``: either. It is what a router goes by; every
-server answers whole requests too, so that a group goes on whose other half has died."""
-ROLES: tuple[Role, ...] = get_args(Role)
 MOST_GIB = 2**20
 
 
