@@ -6,6 +6,7 @@ In every round, one after the other, so that all see the same machine: a copy be
 bits or-ed together); ``register`` (matrices written in the layout of the engine's kernels, xxh3-128 of every part, publication), ``verify`` (every part in
 shared memory compared with its digest) and ``swap`` (a decoder takes the addresses of the version), each on ``--threads`` threads; and, for what it
 replaces, ``register`` in rows, ``read`` (a verified private copy) and ``pack`` (of the copy, as the engine does). Ratios are of medians and of best rounds.
+A second table has the swap alone, also of mixtures of experts and of each of two tensor-parallel ranks (``--swaps``: only that one).
 """
 
 import mmap
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +27,8 @@ from weight_update import MODELS, PlainCopy, shards_of, train
 
 from tandem.kernels import select
 from tandem.kernels.cpu.kernels import CpuKernels
+from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.sharding import ShardSpec
 from tandem.model.adopted import SharedTensors, adopt
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
@@ -37,7 +41,9 @@ from tandem.weight_transfer.manifest import segment_bytes
 from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import OpenSegments, WeightBuffers, populate
 from tandem.weight_transfer.shared_weights import SharedReader
+from tandem.weight_transfer.sharing import packed_privately
 from tandem.weight_transfer.update import WeightReader
+from tandem.weight_transfer.wanted import wanted_by
 
 SIDES = ("copy", "read", "register", "verify", "swap", "register in rows", "copied", "packed")
 
@@ -112,12 +118,78 @@ def measure(name: str, repeat: int, threads: int, folder: Path) -> tuple[int, in
     return len(shards), size_bytes, seconds
 
 
+def with_experts(vocabulary: int, hidden: int, layers: int, experts: int, inner: int, heads: int) -> ModelShapes:
+    sizes = (vocabulary, hidden, layers, heads, heads // 2, hidden // heads, inner, 4096)
+    return ModelShapes("qwen3_moe", *sizes, tie_word_embeddings=True, qk_norm=True, experts=ExpertShapes(experts, 2, inner))
+
+
+MIXTURES = {"5 MB of experts": with_experts(256, 128, 3, 8, 128, 2), "100 MB of experts": with_experts(8192, 512, 2, 16, 512, 8),
+            "500 MB of experts": with_experts(8192, 512, 9, 16, 512, 8)}  # fmt: skip
+
+
+class Alone:
+    """In the place of a rank's group, for a shard that takes weights and computes nothing."""
+
+    def __init__(self, shard_spec: ShardSpec) -> None:
+        self.shard_spec = shard_spec
+
+    def columns(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    total = columns
+
+
+def swaps(repeat: int, threads: int) -> str:
+    """The table of the swap alone: of each rank the most of the medians."""
+    lines = ["| model | bytes | tensors | ranks | swap, ms: median (most) | matrices that a rank packs itself |", "|" + " --- |" * 6]
+    kernels = select("cpu")
+    assert isinstance(kernels, CpuKernels)
+    for name, shapes in {**{key: MODELS[key] for key in ("5 MB", "500 MB")}, **MIXTURES}.items():
+        shards, pool = shards_of(shapes), Threads(threads)
+        placed = place_shards(alone().world, shards, [shard.name for shard in shards], engine_layout="panels")
+        with tempfile.TemporaryDirectory() as folder:
+            store, buffers = EmbeddedStore(Path(folder) / "store.sqlite"), WeightBuffers.create("bench" + uuid.uuid4().hex[:8], placed.size_bytes)
+            writer = WeightWriter(WeightBuffers.open(buffers.names), store, threads, kernels)
+            for ranks in (1, 2):
+                specs, segments = [ShardSpec(rank, ranks) for rank in range(ranks)], OpenSegments()
+                decoders = [Decoder(shapes, kernels, group=cast("Any", Alone(spec)) if ranks > 1 else None) for spec in specs]
+                seconds: list[list[float]] = [[] for _ in specs]
+                for turn in range(repeat + 2):
+                    step = WeightVersion(ranks, turn)
+                    train(shards)
+                    writer.publish(placed, step)
+                    for spec, decoder, own in zip(specs, decoders, seconds, strict=True):
+                        wanted = wanted_by(shapes, spec)
+                        shared = SharedReader(store, pool, segments, wanted, (spec.rank, ranks)).take(step, "panels", verifies=True)
+                        assert shared is not None
+                        took = timed(lambda shared=shared, decoder=decoder: adopt(decoder, SharedTensors(shared.tensors, shared.in_panels)))
+                        if turn > 1:  # The first use of each of two buffers is cold.
+                            own.append(took)
+                median = max(statistics.median(own) for own in seconds)
+                lines.append(
+                    f"| {name} | {placed.size_bytes:,} | {len(shards)} | {ranks} | {median * 1e3:.1f} ({max(map(max, seconds)) * 1e3:.1f}) | "
+                    f"{len(packed_privately(shapes, ranks))} |"
+                )
+                print(lines[-1])
+                segments.close()
+            writer.close()
+            buffers.close()
+            store.close()
+        pool.close()
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = shared_parser(__doc__ or "", threads=2, work="ratios are")
+    parser.add_argument("--swaps", action="store_true", help="only the table of the swap, also with experts and two ranks")
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--models", default=",".join(MODELS))
     options = parser.parse_args()
     described, rows = machine(), list[dict[str, object]]()
+    if options.swaps:
+        text = f"# Taking weights that engines share with the trainer\n\n{described}\n\n{swaps(options.repeat, options.threads)}\n"
+        print(f"wrote {write_report('weights-swaps', text, options.out)}")
+        return
     head = (
         "model", "tensors", "plain copy, GB/s", "plain read, GB/s", "register / copy", "verify / read", "register and verify / copy",
         "swap, ms: median (most)", "before: register in rows / copy", "before: register, copy and pack / copy",
@@ -145,7 +217,7 @@ def main() -> None:
     text = (
         f"# Weights that engines share with the trainer\n\n{described}\n\n{options.repeat} rounds, {options.threads} threads, fp32. Parts are digested "
         "as they are written, and verified where they are. *Before* is the same in rows, with a verified private copy that the engine packs.\n\n"
-        + "\n".join(lines) + "\n"
+        + "\n".join(lines) + f"\n\n{swaps(options.repeat, options.threads)}\n"
     )  # fmt: skip
     print(f"wrote {write_report('weights-shared', text, options.out)}")
     Path(options.work).mkdir(parents=True, exist_ok=True)

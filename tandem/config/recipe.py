@@ -355,7 +355,7 @@ class Recipe:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether engines compute with the published weights where they are, if trainer and engine have the kernels for it and the model has no experts."""
+        """Whether engines compute with the published weights where they are, if trainer and engine have the kernels for it."""
         return self.rollout.weights != "copied" and not self.why_copied
 
     @property
@@ -366,7 +366,8 @@ class Recipe:
             ("machine.device", self.machine.device == "cuda", False),
             ("trainer.precision", self.rollout_precision, "fp32"), ("trainer.lora", trainer.lora is None, True),
             ("rollout.backend", rollout.backend, "tandem"), ("rollout.engine.quantization", engine.quantization, None),
-            ("rollout.engine.tensor_parallel_size", engine.tensor_parallel_size, 1),
+            # In another dtype the kernels may give a stack other bits than its parts, which are what is published for a rank.
+            ("rollout.engine.tensor_parallel_size", 1 if trainer.dtype == "float32" else engine.tensor_parallel_size, 1),
         )  # fmt: skip
         return next((name for name, value, needed in needs if value != needed), "")
 

@@ -52,8 +52,9 @@ class RolloutConfig:
     samples are the same for any number. `--inline` has one."""
     weights: Literal["auto", "shared", "copied"] = "auto"
     """`shared`: the engines of the trainer's pod, and of other pods, compute with the published weights where they are, in shared memory, and hold no copy; an
-    update verifies them there. It takes CPUs, products in the dtype of the weights (`trainer.precision: fp32`), the whole weights of a model without experts,
-    and an engine of one rank without quantization. `copied`: each engine copies the weights and packs the copy. `auto`: shared where that is possible and as
+    update verifies them there. It takes CPUs, products in the dtype of the weights (`trainer.precision: fp32`), the whole weights of a model (no adapter), an
+    engine without quantization, and with several ranks `trainer.dtype: float32`; of a matrix that cannot be cut between panels of 64 rows a rank has a copy.
+    `copied`: each engine copies the weights and packs the copy. `auto`: shared where that is possible and as
     fast to compute with."""
     verify_weights_every_steps: int = 0
     """Steps between two rollouts after which every tensor in the engines' memory is compared with what it was right after the update; under weights that have

@@ -236,6 +236,7 @@ class Engine:
             return updated
         staged = self._ranks.read_weights(source, version)
         self.update_weights(staged, version if source.verifies else DUMMY_VERSION)
+        self._published.shared = self._ranks.shared
         return staged.updated
 
     def stage_weights_from(self, source: WeightSource, version: WeightVersion, on_end: Callable[[], None] = lambda: None) -> Staging:

@@ -36,7 +36,7 @@ class PackedWeight(NamedTuple):
 
 class PackedGroups(NamedTuple):
     """The weights of G groups in the layout of ``grouped_linear_packed``; each plain one is ``rows`` x ``columns``, and ``data[g]`` is
-    group g's."""
+    group g's, which need not lie right behind those of group g - 1."""
 
     data: Tensor
     rows: int
@@ -162,8 +162,9 @@ class Kernels(Protocol):
         """Copies ``weight[G, N, K]`` into the kernel's own layout."""
         ...
 
-    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
-        """Does ``grouped_linear`` with weights that are used many times between changes. No gradient."""
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts, bounds: Tensor) -> Tensor:
+        """Does ``grouped_linear`` with weights that are used many times between changes, or with several of the same groups, whose outputs are put side by
+        side. No gradient."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

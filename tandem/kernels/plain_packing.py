@@ -67,6 +67,8 @@ class PlainPacking:
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])
 
-    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts, bounds: Tensor) -> Tensor:
         with torch.no_grad():
+            if isinstance(weight, PackedParts):
+                return torch.cat([self.grouped_linear(x, part.data, bounds) for part in weight.parts], dim=1)
             return self.grouped_linear(x, weight.data, bounds)

@@ -83,7 +83,7 @@ class PackedQuantized(NamedTuple):
 
 
 class PackedParts(NamedTuple):
-    """A weight made of stacked row blocks that are stored in different formats; each is packed."""
+    """A weight made of stacked row blocks that are stored in different formats or places; each is packed."""
 
     parts: tuple[Any, ...]
 
@@ -177,5 +177,9 @@ def with_parts(
     linear: Callable[[Tensor, Any, Tensor | None], Tensor], x: Tensor, weight: PackedParts, bias: Tensor | None
 ) -> Tensor:
     """Returns the concatenated outputs of the parts."""
+    if bias is not None and not any(isinstance(part, PackedQuantized) for part in weight.parts):
+        # Added in the product, as to one that is not in parts.
+        own = bias.split([part.rows for part in weight.parts])
+        return torch.cat([linear(x, part, each) for part, each in zip(weight.parts, own, strict=True)], dim=1)
     out = torch.cat([linear(x, part, None) for part in weight.parts], dim=1)
     return out if bias is None else out + bias

@@ -4,31 +4,57 @@ The engine stacks some matrices into one (q, k and v; gate and up). Where each b
 one behind the other, so that a published matrix is a matrix of its own for everybody else, and a part of the engine's for the engine.
 """
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from tandem.layout.shapes import STANDARD_NAMES, ExpertNames
 from tandem.layout.shard_offsets import ShardOffsets
 
 PANEL_ROWS = 64
 ROUNDED_ROWS = 16
 """The last panel of a matrix is as wide as its rows rounded up to this; a matrix that would need padding is not published in panels."""
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _STACKS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 _NAME = re.compile(r"(?P<at>model\.layers\.\d+\.(?:self_attn|mlp)\.)(?P<module>\w+)\.weight")
 
 
-def stacks_of(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yields the published matrices ``names`` that the engine multiplies with, in stacks, each in its order: those of the layers but experts, and the output
-    head, which may be the embedding table."""
+Stacks = tuple[tuple[str, ...], ...]
+"""The matrices of a product, each of some that the engine stacks: of a linear layer one, of a mixture one for each expert."""
+
+
+def stacks_of(names: Sequence[str], experts: ExpertNames = STANDARD_NAMES) -> Iterator[Stacks]:
+    """Yields the published matrices ``names`` that the engine multiplies with, product by product, each in its order: those of the layers with their routers
+    and experts, which have the names ``experts``, and the output head, which may be the embedding table."""
     known = set(names)
-    yield ("lm_head.weight" if "lm_head.weight" in known else "model.embed_tokens.weight",)
+    yield ((HEAD if HEAD in known else EMBEDDING,),)
+    router = re.compile(rf"(model\.layers\.\d+\.){re.escape(experts.router)}\.weight")
     for name in names:
         match = _NAME.fullmatch(name)
         for stack in _STACKS if match else ():
             assert match is not None
             if match["module"] == stack[0]:
-                yield tuple(f"{match['at']}{module}.weight" for module in stack)
+                yield (tuple(f"{match['at']}{module}.weight" for module in stack),)
+        if mixture := router.fullmatch(name):
+            yield ((name,),)
+            yield from expert_stacks(known, mixture[1], experts)
+
+
+def expert_stacks(known: Collection[str], at: str, names: ExpertNames) -> tuple[Stacks, Stacks]:
+    """Returns the matrices of gate and up, and those of down, of every expert in the layer ``at`` (``model.layers.N.``)."""
+    count = next(expert for expert in itertools.count() if f"{at}{names.down.format(expert)}.weight" not in known)
+    named = lambda name, expert: f"{at}{name.format(expert)}.weight"
+    return tuple((named(names.gate, e), named(names.up, e)) for e in range(count)), tuple((named(names.down, e),) for e in range(count))
+
+
+def panels_of_rows(shape: tuple[int, ...], start: int, stop: int) -> range | None:
+    """Returns the elements of a matrix of ``shape`` in panels that are its rows ``start`` to ``stop - 1`` in panels; ``None`` if those begin or end in the
+    middle of a panel."""
+    if start % PANEL_ROWS or (stop % PANEL_ROWS and stop != shape[0]):
+        return None
+    return range(start * shape[1], stop * shape[1])
 
 
 def place_in_panels(row: Any, column: Any, shape: tuple[int, int]) -> Any:

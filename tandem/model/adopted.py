@@ -1,24 +1,30 @@
 """A decoder that computes with prepared weights in memory that is not its own: the published ones of a pod (``Decoder.adopt``)."""
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import Kernels, PackedWeight
+from tandem.kernels.api import Kernels, PackedGroups, PackedWeight
+from tandem.kernels.quantized import PackedParts
 from tandem.kernels.reference import ReferenceKernels
-from tandem.layout.panels import is_stackable
-from tandem.layout.shapes import matrix_name, published_parameters
+from tandem.layout.panels import EMBEDDING, HEAD, Stacks, expert_stacks, is_stackable, panels_of_rows
+from tandem.layout.shapes import ModelShapes, matrix_name, published_parameters
+from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.layer import STACKED
+from tandem.model.moe import ExpertLayer
 from tandem.types import RunError
 from tandem.types.weights import Layout
 
 
 class SharedTensors(NamedTuple):
-    """Weights by Hugging Face name, in the decoder's dtype. Those ``in_panels`` are flat and in the layout of ``tandem.layout.panels``, the others in rows."""
+    """Weights by Hugging Face name, in the decoder's dtype. Those ``in_panels`` are flat, whole and in the layout of ``tandem.layout.panels``, the others in
+    rows, and for a shard its part of them."""
 
     tensors: Mapping[str, Tensor]
     in_panels: Collection[str]
@@ -35,66 +41,144 @@ def packed_layout(kernels: Kernels) -> Layout | None:
 
 
 def adoptable_layout(decoder: Decoder) -> Layout | None:
-    """Returns the layout of published matrices that ``decoder`` can compute with where they are; ``None`` if there is none: it is on a GPU, a shard, or has
-    experts, an adapter, a value head or quantized weights, or its kernels round the weights."""
+    """Returns the layout of published matrices that ``decoder`` can compute with where they are; ``None`` if there is none: it is on a GPU, has an adapter, a
+    value head or quantized weights, its kernels round the weights, or it is a shard whose kernels may give a stack other bits than its parts."""
     shapes = decoder.shapes
-    is_plain = shapes.experts is None and shapes.lora is None and shapes.value_head == "none" and decoder.quantization is None
-    return packed_layout(decoder.kernels) if is_plain and decoder.group is None and decoder.device.type == "cpu" else None
+    is_plain = shapes.lora is None and shapes.value_head == "none" and decoder.quantization is None
+    layout = packed_layout(decoder.kernels) if is_plain and decoder.device.type == "cpu" else None
+    return None if layout == "rows" and decoder.group is not None else layout
 
 
 def adopt(decoder: Decoder, shared: SharedTensors) -> None:
     """Lets ``decoder`` compute with ``shared`` weights where they are. A matrix that is not there as the decoder's kernels need it is packed to memory of the
     decoder's own. Raises ``RunError`` before anything has changed if a tensor is missing or has another size than the decoder's."""
-    tensors, shapes = shared.tensors, decoder.shapes
-    known = dict(published_parameters(shapes))
-    _check(known, shared, decoder.dtype)
-    own = {"norm.weight": tensors["model.norm.weight"]}
-    matrices = []
+    matrices, tensors, shapes = _Matrices(decoder, shared), shared.tensors, decoder.shapes
+    own, layers, mixtures = {"norm.weight": tensors["model.norm.weight"]}, list[tuple[Any, ...]](), list[ExpertLayer | None]()
     for index in range(shapes.num_hidden_layers):
-        packed = []
-        for module, stacked in zip(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), STACKED, strict=True):
+        at, experts, packed = f"model.layers.{index}.", shapes.experts_of(index), []
+        modules = ("qkv_proj", "o_proj") if experts is not None else ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        for module, stacked in zip(modules, STACKED, strict=False):
             names = [matrix_name(index, each) for each in stacked]
-            packed.append(_packed(decoder, shared, known, [f"{name}.weight" for name in names]))
+            packed.append(matrices.stack([f"{name}.weight" for name in names]))
             if f"{names[0]}.bias" in tensors:
                 own[f"layers.{index}.{module}.bias"] = _as_one([tensors[f"{name}.bias"] for name in names])
-        matrices.append(tuple(packed))
-        at = f"model.layers.{index}."
+        layers.append(tuple(packed))
+        mixture = None
+        if experts is not None:
+            router = f"{at}{experts.names.router}.weight"
+            gate_up, down = (matrices.groups(stacks) for stacks in expert_stacks(matrices.known.keys(), at, experts.names))
+            mixture = ExpertLayer(matrices.stack([router]), gate_up, down, experts.num_experts_per_tok, experts.normalised)
+            own[f"layers.{index}.experts.router"] = matrices.in_rows(router)
+        mixtures.append(mixture)
         own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}{norm}.weight"] for norm in ("input_layernorm", "post_attention_layernorm")}
         if shapes.qk_norm:
             own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}self_attn.{norm}.weight"] for norm in ("q_norm", "k_norm")}
-    head = _packed(decoder, shared, known, ["model.embed_tokens.weight" if shapes.tie_word_embeddings else "lm_head.weight"])
-    is_packed = "model.embed_tokens.weight" in shared.in_panels
-    if not is_packed:
-        own["embed_tokens"] = tensors["model.embed_tokens.weight"]
-    decoder.adopt(own, matrices, head if is_packed else None, head)
+    head = matrices.stack([EMBEDDING if shapes.tie_word_embeddings else HEAD])
+    own["embed_tokens"] = matrices.in_rows(EMBEDDING)
+    decoder.adopt(own, layers, mixtures, head if EMBEDDING in shared.in_panels else None, head)
 
 
-def _check(known: Mapping[str, tuple[int, ...]], shared: SharedTensors, dtype: torch.dtype) -> None:
-    for name, shape in known.items():
-        tensor = shared.tensors.get(name)
-        expected = (math.prod(shape),) if name in shared.in_panels else shape
-        if tensor is None or tuple(tensor.shape) != expected or tensor.dtype != dtype:
-            raise RunError(f"the published weights do not have '{name}' in the shape of the engine's model")
+class _Matrices:
+    """The matrices of ``shared`` weights as ``decoder`` needs them: where they are, if the part that it holds is there in the layout of its kernels, or packed
+    to memory of its own. Raises ``RunError`` if one is missing or has another size."""
+
+    def __init__(self, decoder: Decoder, shared: SharedTensors) -> None:
+        self._kernels, self._shared = decoder.kernels, shared
+        self._are_rows = packed_layout(decoder.kernels) == "rows"
+        self.known, self._slices = _held(decoder.shapes, decoder.shard_spec)
+        for name, shape in self.known.items():
+            tensor = shared.tensors.get(name)
+            expected = (math.prod(shape),) if name in shared.in_panels else tuple(part.stop - part.start for part in self._slices[name])
+            if tensor is None or tensor.shape != expected or tensor.dtype != decoder.dtype:
+                raise RunError(f"the published weights do not have '{name}' in the shape of the engine's model")
+
+    def stack(self, names: Sequence[str]) -> Any:
+        """Returns the stack of the matrices ``names``, packed: as one, or for a shard in its parts."""
+        if self._are_rows:
+            tensors = [self._shared.tensors[name] for name in names]
+            rows, columns = sum(len(tensor) for tensor in tensors), tensors[0].shape[1]
+            return PackedWeight(_as_one([tensor.view(-1) for tensor in tensors]).view(rows, columns), rows, columns)
+        there = [self._part(name) for name in names]
+        if all(part is None for part in there):
+            return self._kernels.pack(torch.cat([self._plain(name) for name in names]))
+        parts = [self._kernels.pack(self._plain(name)) if part is None else part for name, part in zip(names, there, strict=True)]
+        if len(parts) > 1 and not _is_one_matrix(parts):
+            return PackedParts(tuple(parts))
+        return PackedWeight(_as_one([part.data for part in parts]), sum(part.rows for part in parts), parts[0].columns)
+
+    def groups(self, stacks: Stacks) -> PackedGroups | PackedParts:
+        """Returns the ``stacks`` of all experts, packed: each as one matrix, or for a shard in its parts."""
+        if self._are_rows:
+            tensors = [self._shared.tensors[name] for stack in stacks for name in stack]
+            rows, columns = sum(len(tensor) for tensor in tensors) // len(stacks), tensors[0].shape[1]
+            return PackedGroups(_as_one([tensor.view(-1) for tensor in tensors]).view(len(stacks), rows, columns), rows, columns)
+        there = [[part for name in stack if (part := self._part(name)) is not None] for stack in stacks]
+        strides = [_stride([part.data for part in of_experts]) for of_experts in zip(*there, strict=True)] if _same_length([*there, stacks[0]]) else []
+        if not strides or None in strides:
+            return self._kernels.pack_groups(torch.stack([torch.cat([self._plain(name) for name in stack]) for stack in stacks]))
+        first = there[0]
+        if len(first) > 1 and _is_one_matrix(first):
+            first = [PackedWeight(_as_one([part.data for part in first]), sum(part.rows for part in first), first[0].columns)]
+        groups = [
+            PackedGroups(data.as_strided((len(stacks), data.numel()), (stride or data.numel(), 1)), rows, columns)
+            for (data, rows, columns), stride in zip(first, strides, strict=False)
+        ]
+        return groups[0] if len(groups) == 1 else PackedParts(tuple(groups))
+
+    def in_rows(self, name: str) -> Tensor:
+        """Returns a matrix that the decoder has in rows too, or an empty one if it is in panels."""
+        tensor = self._shared.tensors[name]
+        return tensor.new_empty(0, self.known[name][1]) if name in self._shared.in_panels else tensor
+
+    def _part(self, name: str) -> PackedWeight | None:
+        """Returns what the decoder holds of a matrix, where it is; ``None`` if that is not panels there."""
+        if name not in self._shared.in_panels:
+            return None
+        shape, (rows, columns) = self.known[name], self._slices[name]
+        run = panels_of_rows(shape, rows.start, rows.stop) if columns.stop - columns.start == shape[1] else None
+        return None if run is None else PackedWeight(self._shared.tensors[name][run.start : run.stop], rows.stop - rows.start, shape[1])
+
+    def _plain(self, name: str) -> Tensor:
+        """Returns what the decoder holds of a matrix, in rows."""
+        tensor, (rows, columns) = self._shared.tensors[name], self._slices[name]
+        if name not in self._shared.in_panels:
+            return tensor
+        return self._kernels.packed_rows(torch.arange(rows.start, rows.stop), PackedWeight(tensor, *self.known[name]))[:, columns]
 
 
-def _packed(decoder: Decoder, shared: SharedTensors, known: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> PackedWeight:
-    """Returns the stack of the matrices ``names``, of the shapes ``known``, packed: where they are, if they are in the layout of the decoder's kernels."""
-    own = [known[name] for name in names]
-    if all(name in shared.in_panels for name in names) and is_stackable(own):
-        return PackedWeight(_as_one([shared.tensors[name] for name in names]), sum(shape[0] for shape in own), own[0][1])
-    if any(name in shared.in_panels for name in names):
-        raise RunError(f"the published weights have '{names[0]}' in panels that do not stack to the engine's matrix")
-    tensors = [shared.tensors[name] for name in names]
-    if packed_layout(decoder.kernels) == "rows":
-        rows, columns = sum(shape[0] for shape in own), own[0][1]
-        return PackedWeight(_as_one([tensor.view(-1) for tensor in tensors]).view(rows, columns), rows, columns)
-    return decoder.kernels.pack(torch.cat(tensors))
+@lru_cache(maxsize=8)
+def _held(shapes: ModelShapes, shard_spec: ShardSpec) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[slice, ...]]]:
+    """Returns the whole shape of every published tensor, and what the rank of ``shard_spec`` holds of it."""
+    known = dict(published_parameters(shapes))
+    return known, {name: shard_slices(shapes, name, shape, shard_spec) for name, shape in known.items()}
+
+
+def _is_one_matrix(parts: Sequence[PackedWeight]) -> bool:
+    """Returns whether matrices in panels are their stack in panels where they are."""
+    return is_stackable([part[1:] for part in parts]) and _are_adjacent([part.data for part in parts])
+
+
+def _same_length(series: Sequence[Sequence[object]]) -> bool:
+    return len({len(each) for each in series}) == 1
+
+
+def _stride(tensors: Sequence[Tensor]) -> int | None:
+    """Returns by how many elements each of flat ``tensors`` lies behind the one before it in the same memory, 0 if there is one; ``None`` if they differ."""
+    places = [tensor.data_ptr() for tensor in tensors]
+    if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) != 1:
+        return None
+    distances = {after - before for before, after in itertools.pairwise(places)} or {0}
+    return distances.pop() // tensors[0].element_size() if len(distances) == 1 else None
+
+
+def _are_adjacent(tensors: Sequence[Tensor]) -> bool:
+    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
+    is_one = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    return is_one and [tensor.data_ptr() for tensor in tensors[1:]] == ends[:-1]
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
     """Returns flat tensors as one: a view if they lie one behind the other in the same memory, which those of a stack do."""
-    first, ends = tensors[0], [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
-    is_one = {tensor.untyped_storage().data_ptr() for tensor in tensors} == {first.untyped_storage().data_ptr()}
-    if is_one and [tensor.data_ptr() for tensor in tensors[1:]] == ends[:-1]:
-        return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+    if _are_adjacent(tensors):
+        return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
     return torch.cat([*tensors])

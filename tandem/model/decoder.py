@@ -193,15 +193,19 @@ class Decoder(nn.Module):
         return self.kernels.add_rms_norm(x, residual, self.norm.weight, self.shapes.rms_norm_eps)[0]
 
     def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
-        if self._packed_embedding is not None:
-            return self.kernels.packed_rows(tokens, self._packed_embedding)
         if self.shard_spec.size == 1:
-            return F.embedding(tokens, self.embed_tokens)
+            return self._rows(tokens)
         own = tokens - self.shard_spec.rank * vocabulary_part(self.shapes, self.shard_spec)
         held = (own >= 0) & (own < self.local.vocab_size)
-        rows = F.embedding(own.clamp(0, self.local.vocab_size - 1), self.embed_tokens)
+        rows = self._rows(own.clamp(0, self.local.vocab_size - 1))
         # Adding -0 changes nothing, not even the sign of zeros.
         return collectives.embedded(rows.masked_fill(~held.unsqueeze(1), -0.0))
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        """Returns the rows of this rank's part of the embedding."""
+        if self._packed_embedding is not None:
+            return self.kernels.packed_rows(tokens, self._packed_embedding)
+        return F.embedding(tokens, self.embed_tokens)
 
     def head_outputs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> HeadOutputs:
         """Returns ``token_logprobs`` and ``values`` of the tokens ``rows[R]``, by the heads that this model has."""
@@ -328,27 +332,29 @@ class Decoder(nn.Module):
             self._packed_head = self._pack_linear(self.lm_head, self.head_quantization)
 
     @torch.no_grad()
-    def adopt(self, own: Mapping[str, Tensor], matrices: list[tuple[PackedWeight, ...]], embedding: PackedWeight | None, head: PackedWeight) -> None:
+    def adopt(
+        self, own: Mapping[str, Tensor], matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None], embedding: PackedWeight | None, head: Any
+    ) -> None:
         """Computes with packed weights that another process holds, from now on; its own, plain or packed, are dropped, and nothing is copied.
 
-        ``own``: norms, biases and a plain embedding by their names here (``named_parameters``); ``matrices`` of every layer, in the order of
-        ``Layer.linears``; ``embedding``: the table, if it is packed because it is ``head`` too. Not for a shard, experts, an adapter or a quantized model.
+        ``own``: norms, biases, routers and a plain embedding by their names here (``named_parameters``; an empty tensor in the place of one that is packed);
+        ``matrices`` of every layer, in the order of ``Layer.linears``, and its ``experts``; ``embedding``: the table, if it is packed because it is ``head``
+        too. Not for a shard that trains, an adapter or a quantized model.
         """
-        assert self.group is None and self.parallel is None and not self._has_adapter and self.quantization is None
+        assert self.parallel is None and not self._has_adapter and self.quantization is None
         shapes = self._adopted | {name: self.get_parameter(name).shape for name in own if name not in self._adopted}
         for name, tensor in own.items():
             self.get_parameter(name).data = tensor
-        if embedding is not None:
-            shapes.setdefault("embed_tokens", self.embed_tokens.shape)
-            self.embed_tokens.data = self.embed_tokens.new_empty(0, self.shapes.hidden_size)
         for layer in self._layers():
+            if layer.experts is not None:
+                layer.experts.drop()
             for linear in layer.linears():
                 linear.weight = None
         if self.lm_head is not None:
             self.lm_head.weight = None
         self._adopted, self._packed_embedding, self._packed_head = shapes, embedding, head
         self._packed_matrices = [*matrices]
-        self._packed = self._steps(self._packed_matrices, [None] * len(matrices))
+        self._packed = self._steps(self._packed_matrices, experts)
 
     def twin(self) -> "Decoder":
         """Returns another decoder of the same model, kernels and quantization, whose weights are uninitialised. Not for a shard or one that trains."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.api import Kernels, PackedGroups, Routing, sum_in_order
+from tandem.kernels.api import Kernels, Routing, sum_in_order
 from tandem.kernels.mixed import whole_precision
 from tandem.layout.shapes import ExpertShapes
 from tandem.model.parallel.expert_parallel import on_their_ranks
@@ -53,6 +53,10 @@ class Experts(nn.Module):
         down, self.down_proj = kernels.pack_groups(self.down_proj), None
         return ExpertLayer(whole_precision(kernels).pack(self.router), gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised)
 
+    def drop(self) -> None:
+        """Drops the plain matrices, for a decoder that has packed ones from elsewhere."""
+        self.gate_up_proj = self.down_proj = None
+
     def plain(self) -> "ExpertLayer":
         """Returns the layer over the parameters themselves."""
         return ExpertLayer(
@@ -78,7 +82,7 @@ def mixture(
     """Computes ``x[T, H]`` -> [T, H] through each token's experts. ``router_logits``: a list that receives the [T, E] of this layer;
     ``before_down``: applied to the input of ``down``. ``ranks``: those that the experts are sharded over. ``route``: replaces the kernels'
     own."""
-    is_packed = isinstance(layer.gate_up, PackedGroups)
+    is_packed = not isinstance(layer.gate_up, Tensor)
     grouped: Any = kernels.grouped_linear_packed if is_packed else kernels.grouped_linear
     # Small differences decide which experts a token is routed to, so the router never runs in mixed precision.
     plain = whole_precision(kernels)

@@ -12,6 +12,7 @@ from tandem.config.recipe import Recipe
 from tandem.engine.kv_cache.kv_cache_manager import DUMMY_VERSION
 from tandem.engine.llm import LLM
 from tandem.estimate.model_bytes import weight_bytes
+from tandem.model.adopted import packed_layout
 from tandem.model.drawn import new_adapter
 from tandem.model.huggingface.model_folder import load_tensors, read_tensors
 from tandem.model.huggingface.peft_folder import read_adapter
@@ -28,6 +29,7 @@ from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.rank_process import start
 from tandem.types import EngineDied, RunError, WeightSource, WeightVersion
 from tandem.types.wire_records import encode_samples
+from tandem.weight_transfer.sharing import packed_privately
 
 logger = logging.getLogger(__name__)
 CALLS = ROLLOUT_CALLS
@@ -123,6 +125,7 @@ class RolloutWorker:
             rereads, revision = updated.rereads, updated.revision
             if had_own and llm.engine.shares_weights:
                 logger.info("the engine computes with the published weights in shared memory, and has no copy")
+                self._log_private()
                 release(llm.engine.decoder.device)
         began = perf_counter()
         llm.engine.wake_up()
@@ -132,6 +135,13 @@ class RolloutWorker:
             "version": list(llm.weight_version), "rereads": list(rereads), "base_bytes": base_bytes,
             "kv_cache_bytes": llm.engine.kv_cache_bytes, "seconds": perf_counter() - began, "revision": revision,
         }, {}  # fmt: skip
+
+    def _log_private(self) -> None:
+        """Logs which matrices the engine packs to memory of its own although it shares the weights."""
+        engine = self._engine().engine
+        if packed_layout(engine.decoder.kernels) == "panels" and (private := packed_privately(engine.shapes, engine.decoder.shard_spec.size)):
+            name, reason = next(iter(private.items()))
+            logger.info("it packs %d of the matrices to memory of its own; '%s': %s", len(private), name, reason)
 
     def confirm_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """The shim has verified the weights of ``version``, which the engine took unverified."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.layout.panels import is_in_panels, is_stackable, is_stackable_in_rows, stacked_order, stacks_of
-from tandem.layout.shapes import published_parameters, trained_parameters
+from tandem.layout.panels import Stacks, is_in_panels, is_stackable, is_stackable_in_rows, stacked_order, stacks_of
+from tandem.layout.shapes import STANDARD_NAMES, ExpertNames, published_parameters, trained_parameters
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection
 from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import Communicator
@@ -93,7 +93,8 @@ def convert(state: TrainedState, ranks: Communicator | None = None, engine_layou
         shards = [shard for shard in state.weight_shards() if shard.name not in own]
     except (RuntimeError, RunError) as error:
         trouble = str(error).splitlines()[0]
-    converted = place_shards(ranks or state.replica.ranks.world, shards, list(order), trouble, engine_layout)
+    names = STANDARD_NAMES if shapes.experts is None else shapes.experts.names
+    converted = place_shards(ranks or state.replica.ranks.world, shards, list(order), trouble, engine_layout, names)
     for tensor in converted.tensors:
         shape = order.pop(tensor.name, None)
         if shape != tensor.shape:
@@ -105,15 +106,17 @@ def convert(state: TrainedState, ranks: Communicator | None = None, engine_layou
 
 def place_shards(
     ranks: Communicator, shards: Sequence[WeightShard], order: Sequence[str] = (), trouble: str | None = None,
-    engine_layout: Layout | None = None,
+    engine_layout: Layout | None = None, experts: ExpertNames = STANDARD_NAMES,
 ) -> ConvertedWeights:  # fmt: skip
     """Assigns each part of the shards of ``ranks`` to one owner and a location in a segment; tensors in the ``order`` of their names, then
-    others. Every rank calls it; ``trouble``: why this rank cannot take part; ``engine_layout``: as in ``convert``. Raises ``RunError`` on every
+    others. Every rank calls it; ``trouble``: why this rank cannot take part; ``engine_layout``: as in ``convert``; ``experts``: the names
+    of their matrices. Raises ``RunError`` on every
     rank if one has trouble, or if the parts of a tensor are incomplete."""
     owned = _owners(_gathered(ranks, shards, trouble))
-    stacks = [stack for stack in stacks_of(order) if _is_stackable(owned, stack, engine_layout)] if engine_layout is not None else []
-    in_panels = {name for stack in stacks for name in stack} if engine_layout == "panels" else set[str]()
-    tensors = tuple(_placed(owned, stacked_order(order, stacks), in_panels))
+    stacks = [stacks for stacks in stacks_of(order, experts) if _are_stackable(owned, stacks, engine_layout)] if engine_layout is not None else []
+    runs = [[name for stack in each for name in stack] for each in stacks]
+    in_panels = {name for run in runs for name in run} if engine_layout == "panels" else set[str]()
+    tensors = tuple(_placed(owned, stacked_order(order, runs), in_panels))
     for tensor in tensors:
         if not are_partition(tensor.shape, [part.offsets for part in tensor.parts]):
             raise RunError(f"the weights' conversion is missing a part of '{tensor.name}' {list(tensor.shape)}, which no rank has")
@@ -189,14 +192,16 @@ def _disjoint(parts: Sequence[tuple[ShardOffsets, int]]) -> list[tuple[ShardOffs
     return taken
 
 
-def _is_stackable(owned: dict[str, _Owned], stack: Sequence[str], layout: Layout) -> bool:
-    """Returns whether every matrix of ``stack`` can be written in ``layout``, and all of them together, one behind the other, are the stack in it."""
-    if not all(name in owned for name in stack):
+def _are_stackable(owned: dict[str, _Owned], stacks: Stacks, layout: Layout) -> bool:
+    """Returns whether every matrix of ``stacks`` can be written in ``layout``, and all of them together, one behind the other, are the stacks in it."""
+    if not stacks or not all(name in owned for stack in stacks for name in stack):
         return False
-    own = [owned[name] for name in stack]
+    own = [[owned[name] for name in stack] for stack in stacks]
+    every = [o for stack in own for o in stack]
     if layout == "rows":
-        return is_stackable_in_rows([o.whole for o in own], DTYPE_BYTES[own[0].dtype], ALIGNMENT_BYTES) and len({o.dtype for o in own}) == 1
-    return all(is_in_panels(o.dtype, o.whole, [offsets for offsets, _ in o.parts]) for o in own) and is_stackable([o.whole for o in own])
+        return is_stackable_in_rows([o.whole for o in every], DTYPE_BYTES[every[0].dtype], ALIGNMENT_BYTES) and len({o.dtype for o in every}) == 1
+    are_in_panels = all(is_in_panels(o.dtype, o.whole, [offsets for offsets, _ in o.parts]) for o in every)
+    return are_in_panels and all(is_stackable([o.whole for o in stack]) for stack in own)
 
 
 def _placed(owned: dict[str, _Owned], order: Sequence[str], in_panels: Collection[str]) -> list[PlacedTensor]:

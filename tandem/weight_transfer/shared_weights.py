@@ -19,7 +19,7 @@ from tandem.types.errors import DamagedWeights, RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import Layout, WeightManifest
 from tandem.weight_transfer.copying import Threads, address_of
-from tandem.weight_transfer.parts import is_row_major, part_copies, wants_all
+from tandem.weight_transfer.parts import Wanted, is_row_major, part_copies, wants_all
 from tandem.weight_transfer.publication import current, describe
 from tandem.weight_transfer.shared_memory import Contents, OpenSegments, Segment, contents_of, decode_label
 from tandem.weight_transfer.verify import damaged_parts
@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SharedWeights:
-    """One version in shared memory. ``tensors``: views of it by name; the matrices ``in_panels`` are flat and in panels (``tandem.layout.panels``), those of a
-    stack one behind the other. ``rereads`` and ``revision``: as in ``Updated``. ``label``: of their segment, which held ``contents`` when they were taken."""
+    """One version in shared memory, of which its reader needs ``size_bytes``. ``tensors``: views by name of what the reader needs; the matrices ``in_panels``
+    are flat, in panels (``tandem.layout.panels``) and whole, those of a stack one behind the other. ``rereads`` and ``revision``: as in ``Updated``.
+    ``label``: of their segment, which held ``contents`` when they were taken."""
 
     version: WeightVersion
     size_bytes: int
@@ -48,15 +49,16 @@ class SharedWeights:
 
 
 class SharedReader:
-    """Takes one version after another out of those that are published in ``store``. ``segments``: those of its reader that copies."""
+    """Takes one version after another out of those that are published in ``store``. ``segments``: those of its reader that copies; ``wanted``: the slices that
+    it needs of each tensor. ``rank``: of how many that take a version together, and share out its parts to verify them."""
 
-    def __init__(self, store: Store, threads: Threads, segments: OpenSegments) -> None:
-        self._store, self._threads, self._segments = store, threads, segments
+    def __init__(self, store: Store, threads: Threads, segments: OpenSegments, wanted: Wanted = wants_all, rank: tuple[int, int] = (0, 1)) -> None:
+        self._store, self._threads, self._segments, self._wanted, self._rank = store, threads, segments, wanted, rank
 
     def take(self, version: WeightVersion, layout: Layout, *, verifies: bool) -> SharedWeights | None:
-        """Returns ``version`` after every part was compared with its digest, or, unless it ``verifies``, for a caller whose caller does that; ``None`` if
-        no matrix is in ``layout``, or the weights are in several segments: then they must be copied. A tensor whose parts are not rows one behind the other
-        is put together in private memory.
+        """Returns ``version`` after every part of this rank's share was compared with its digest, or, unless it ``verifies``, for a caller whose caller does
+        that; ``None`` if no matrix is in ``layout``, or the weights are in several segments: then they must be copied. A tensor whose parts are not rows one
+        behind the other is put together in private memory.
 
         Raises ``DamagedWeights`` if a part does not have its digest twice, and ``RunError`` if nothing or another version is published, or it is published
         anew each time that it is read; ``PeerDied`` as ``WeightReader.read``."""
@@ -73,15 +75,15 @@ class SharedReader:
                 return None
             opened = self._segments.of(manifest)
             segment, contents = opened[names.pop()], contents_of(manifest)
-            damaged = damaged_parts(manifest, opened, self._threads) if verifies else []
-            tensors, wrong = _tensors(manifest, segment)
+            damaged = damaged_parts(manifest, opened, self._threads, self._rank) if verifies else []
+            tensors, wrong, size_bytes = _tensors(manifest, segment, self._wanted)
             damaged += wrong
             if segment.contents != contents:
                 damaged = damaged or [("", "")]
             if not damaged:
                 in_panels = frozenset(entry.name for entry in manifest.tensors if entry.layout == "panels")
                 rereads = tuple(dict.fromkeys(name for name, _ in before if name))
-                return SharedWeights(version, manifest.size_bytes, tensors, in_panels, rereads, revision, segment.label, contents)
+                return SharedWeights(version, size_bytes, tensors, in_panels, rereads, revision, segment.label, contents)
             logger.warning("weights %s are not what their manifest says: %s", describe(version), damaged[0][0] or "their memory was written to")
         name, digest = damaged[0]
         if not name:
@@ -91,22 +93,25 @@ class SharedReader:
         )
 
 
-def _tensors(manifest: WeightManifest, segment: Segment) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
-    """Returns every tensor, where it is: in panels flat, in rows in its shape; put together in private memory where its parts are not rows of it. And the
-    parts that did not have their digests in that, as ``damaged_parts``."""
+def _tensors(manifest: WeightManifest, segment: Segment, wanted: Wanted) -> tuple[dict[str, Tensor], list[tuple[str, str]], int]:
+    """Returns what is ``wanted`` of every tensor, where it is: in panels flat and whole, in rows in its shape; put together in private memory where its parts
+    are not rows of it. And the parts that did not have their digests in that, as ``damaged_parts``; and the bytes that are wanted."""
     # One tensor for all of the segment, so that matrices of a stack can be taken as one.
     memory, tensors, damaged = torch.frombuffer(segment.memory, dtype=torch.uint8), dict[str, Tensor](), list[tuple[str, str]]()
+    size_bytes = 0
     for entry in manifest.tensors:
+        offsets = wanted(entry.name, entry.shape)
+        if offsets is None:
+            continue
+        size_bytes += offsets.numel * DTYPE_BYTES[entry.dtype]
         flat = memory[entry.offset_bytes : entry.offset_bytes + entry.size_bytes].view(getattr(torch, entry.dtype))
         assert flat.numel() == math.prod(entry.shape) and flat.element_size() == DTYPE_BYTES[entry.dtype]
         if entry.layout == "panels":
             tensors[entry.name] = flat
         elif is_row_major(entry):
-            tensors[entry.name] = flat.view(entry.shape)
+            tensors[entry.name] = flat.view(entry.shape)[offsets.slices]
         else:
-            whole = wants_all(entry.name, entry.shape)
-            assert whole is not None
-            tensors[entry.name] = torch.empty(entry.shape, dtype=flat.dtype)
-            copies = part_copies(entry, whole)
+            tensors[entry.name] = torch.empty(offsets.shape, dtype=flat.dtype)
+            copies = part_copies(entry, offsets)
             damaged += [(entry.name, copy.part.digest) for copy in copies if not copy.read(address_of(segment.memory), tensors[entry.name])]
-    return tensors, damaged
+    return tensors, damaged, size_bytes

@@ -119,9 +119,10 @@ class WeightReader:
                 tensors.append((entry.name, slices))
         return Weights(manifest.version, manifest.digest, sum(tensor.nbytes for _, tensor in tensors), tensors, revision=revision)
 
-    def share(self, version: WeightVersion, layout: Layout, *, verifies: bool) -> SharedWeights | None:
-        """Returns ``version`` in the ``layout`` of the engine's kernels, where it was published; see ``SharedReader.take``. The private memory is freed."""
-        shared = SharedReader(self.store, self._threads, self._segments).take(version, layout, verifies=verifies)
+    def share(self, version: WeightVersion, layout: Layout, *, verifies: bool, rank: tuple[int, int] = (0, 1)) -> SharedWeights | None:
+        """Returns ``version`` in the ``layout`` of the engine's kernels, where it was published, for a ``rank`` of so many; see ``SharedReader.take``. The
+        private memory is freed."""
+        shared = SharedReader(self.store, self._threads, self._segments, self._wanted, rank).take(version, layout, verifies=verifies)
         if shared is not None:
             self._staging, self._layout, self._held = None, [], {}
         return shared

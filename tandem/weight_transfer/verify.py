@@ -18,13 +18,16 @@ from tandem.weight_transfer.publication import Replaceable, current, describe, r
 from tandem.weight_transfer.shared_memory import OpenSegments, Segment, contents_of
 
 
-def damaged_parts(manifest: WeightManifest, opened: Mapping[str, Segment], threads: Threads) -> list[tuple[str, str]]:
-    """Reads every part of ``manifest`` in the segments ``opened``. Returns those that do not have their digests: the name of the tensor, and the digest."""
+def damaged_parts(manifest: WeightManifest, opened: Mapping[str, Segment], threads: Threads, rank: tuple[int, int] = (0, 1)) -> list[tuple[str, str]]:
+    """Reads every part of ``manifest`` in the segments ``opened``, or those that fall to a ``rank`` of so many. Returns those that do not have their digests:
+    the name of the tensor, and the digest."""
     places = [
         (entry.name, address_of(opened[entry.segment].memory) + offset, offsets_of(part).numel * DTYPE_BYTES[entry.dtype], part.digest)
         for entry in manifest.tensors
         for part, offset in zip(entry.parts, part_offsets(entry), strict=True)
     ]
+    # By size, so that every rank reads as much.
+    places = sorted(places, key=lambda place: -place[2])[rank[0] :: rank[1]] if rank[1] > 1 else places
     right = threads.map(lambda place: digest_of(place[1], place[2]) == place[3], places, [size_bytes for _, _, size_bytes, _ in places])
     return [(name, digest) for (name, _, _, digest), is_right in zip(places, right, strict=True) if not is_right]
 

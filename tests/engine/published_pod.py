@@ -8,11 +8,13 @@ import torch
 
 from tandem import LLM, SamplingParams
 from tandem.kernels import KernelChoice, select
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import STANDARD_NAMES, ExpertShapes, ModelShapes
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
+from tandem.model.families.mixtral import NAMES as MIXTRAL
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
+from tandem.model.weight_digests import packed_tensors
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.trainer.checkpoint.replica_state import WeightShard
 from tandem.trainer.parallel.ranks import alone
@@ -25,10 +27,23 @@ from tandem.weight_transfer.shared_memory import WeightBuffers
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in ([5], list(range(3, 20)), [7] * 16)]
 PARAMS = SamplingParams(n=2, max_tokens=12, seed=11, temperature=0.9, ignore_eos=True)
+HALVES: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 128}
 TRAITS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True, "attention_bias": True},
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
+    # Experts of whole panels, a router in panels (16 experts) and one that is not, a layer without experts, and tensors with other names.
+    "qwen3_moe": {"tie_word_embeddings": False, "qk_norm": True, "experts": ExpertShapes(16, 2, 64)},
+    "dense_layers": {"architecture": "qwen3_moe", "tie_word_embeddings": True, "qk_norm": True, "experts": ExpertShapes(3, 2, 128, dense_layers=(1,))},
+    "mixtral": {"tie_word_embeddings": False, "intermediate_size": 128, "experts": ExpertShapes(4, 2, 128, names=MIXTRAL)},
+    # No panel ends where the rows of an expert's gate do: the engine packs both itself.
+    "odd_experts": {"architecture": "qwen3_moe", "tie_word_embeddings": False, "qk_norm": True, "experts": ExpertShapes(3, 2, 48)},
+    # Each of two ranks has whole panels of every matrix.
+    "halves": {"architecture": "qwen2", "tie_word_embeddings": True, "attention_bias": True, **HALVES, "vocab_size": 192},
+    "halves_of_experts": {
+        "architecture": "qwen3_moe", "tie_word_embeddings": False, "qk_norm": True, **HALVES, "vocab_size": 128,
+        "experts": ExpertShapes(16, 2, 128, dense_layers=(1,)),
+    },
     # The vocabulary and k are not in panels: the engine packs what stacks with them itself.
     "odd": {"architecture": "qwen3", "tie_word_embeddings": True, "qk_norm": True, "vocab_size": 70, "head_dim": 16},
 }
@@ -65,7 +80,7 @@ def decoder_of(kind: str, seed: int, hidden: int = 32, compute: Compute = PANELS
 class Pod:
     """The shared memory of a pod with what a trainer publishes, and engines."""
 
-    def __init__(self, folder: Path, kind: str, size_bytes: int = 1 << 20, hidden: int = 32, compute: Compute = PANELS) -> None:
+    def __init__(self, folder: Path, kind: str, size_bytes: int = 1 << 23, hidden: int = 32, compute: Compute = PANELS) -> None:
         self.folder, self.kind, self.hidden, self.compute = folder, kind, hidden, compute
         self.buffers = WeightBuffers.create("test" + uuid.uuid4().hex[:8], size_bytes)
         self.source = WeightSource(str(folder / "store.sqlite"), shares=True)
@@ -86,7 +101,10 @@ class Pod:
                 ends = [size // 2 if i == axis else size for i, size in enumerate(tensor.shape)]
                 parts = [ShardOffsets((0, 0), tuple(ends)), ShardOffsets(tuple(end if i == axis else 0 for i, end in enumerate(ends)), tuple(tensor.shape))]
             shards += [WeightShard(name, tuple(tensor.shape), part, tensor.dtype, lambda t=tensor, part=part: t[part.slices]) for part in parts]
-        self.writer.publish(place_shards(alone().world, shards, list(tensors), engine_layout=self.compute.layout), WeightVersion(1, step))
+        experts = self.decoder(0).shapes.experts
+        names = STANDARD_NAMES if experts is None else experts.names
+        placed = place_shards(alone().world, shards, list(tensors), engine_layout=self.compute.layout, experts=names)
+        self.writer.publish(placed, WeightVersion(1, step))
 
     def llm(self, folder: Path, **options: Any) -> LLM:
         dtype = str(self.compute.dtype).removeprefix("torch.")
@@ -100,6 +118,14 @@ class Pod:
         if not folder.exists():
             save_model(self.decoder(seed), folder)
         return tokens(self.llm(folder))
+
+    def private_matrices(self, llm: LLM) -> list[str]:
+        """The names of the matrices that the engine, or its first rank, holds in memory of its own."""
+        segment = next(each for each in self.buffers.segments if each.contents is not None)
+        start = llm.engine._published.shared.tensors["model.embed_tokens.weight"].untyped_storage().data_ptr()
+        held = [(name, tensor) for name, tensor in packed_tensors(llm.engine.decoder) if tensor.numel() and not name.endswith(("bias", "norm.weight"))]
+        assert len(held) > 8
+        return [name for name, tensor in held if not start <= tensor.data_ptr() < start + segment.size_bytes]
 
     def close(self) -> None:
         self.store.close()

@@ -19,6 +19,8 @@ from tandem.model.weight_digests import packed_tensors
 from tandem.pod.release import release
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.types import DamagedWeights, EngineDied, WeightSource, WeightVersion
+from tandem.weight_transfer.publication import current
+from tandem.weight_transfer.sharing import packed_privately
 
 
 @pytest.fixture
@@ -29,7 +31,10 @@ def pod(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pod]:
     made.close()
 
 
-@pytest.mark.parametrize("pod", [*((kind, PANELS) for kind in TRAITS), ("qwen2", ROWS[0]), ("odd", ROWS[0]), ("qwen3", ROWS[1])], indirect=True, ids=str)
+@pytest.mark.parametrize(
+    "pod", [*((kind, PANELS) for kind in TRAITS), ("qwen2", ROWS[0]), ("odd", ROWS[0]), ("qwen3", ROWS[1]), ("mixtral", ROWS[0])],
+    indirect=True, ids=str,
+)  # fmt: skip
 def test_an_engine_draws_the_same_from_shared_weights_as_from_its_own_version_after_version(pod: Pod) -> None:
     llm = pod.engine()
     for step, seed in enumerate((1, 2, 1)):
@@ -38,6 +43,59 @@ def test_an_engine_draws_the_same_from_shared_weights_as_from_its_own_version_af
         assert llm.engine.shares_weights and updated.rereads == ()
         assert tokens(llm) == pod.expected(seed) if step < 2 else tokens(llm)
     llm.close()
+
+
+@pytest.mark.parametrize("pod", [("halves", PANELS), ("halves_of_experts", PANELS), ("mixtral", ROWS[0])], indirect=True, ids=str)
+def test_an_engine_packs_no_matrix_that_is_published_as_it_needs_it(pod: Pod) -> None:
+    pod.publish(1, 0)
+    llm = pod.engine()
+    llm.update_weights_from(pod.source, WeightVersion(1, 0))
+    assert pod.private_matrices(llm) == []
+    llm.close()
+
+
+RANKS = [
+    ("halves_of_experts", []),
+    # Two ranks have halves of panels: of 192 rows of the table, and of every matrix but q.
+    pytest.param("halves", ["layers.2.head.data"], marks=pytest.mark.full),
+    pytest.param("qwen3", None, marks=pytest.mark.full),
+    pytest.param("mixtral", None, marks=pytest.mark.full),
+    pytest.param("odd_experts", None, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("kind", "private"), RANKS, ids=str)
+def test_an_engine_of_two_ranks_shares_and_draws_the_same_until_memory_is_damaged_or_written_to(kind: str, private: list[str] | None, tmp_path: Path) -> None:
+    pod = Pod(tmp_path, kind)
+    pod.publish(1, 0, 0)
+    llm = pod.llm(tmp_path / "model", load_format="dummy", tensor_parallel_size=2)
+    updated = llm.update_weights_from(pod.source, WeightVersion(1, 0))
+    assert llm.engine.shares_weights and updated.rereads == () and tokens(llm) == pod.expected(1)
+    assert private is None or pod.private_matrices(llm) == private, "what rank 0 holds beside the shared memory"
+    assert private is None or len(packed_privately(llm.engine.shapes, 2)) == len(private)
+    before = llm.engine.held_digests()
+    pod.publish(2, 1)
+    segment = next(each for each in pod.buffers.segments if each.contents is not None and each.contents.version.step == 1)
+    published = current(pod.store)
+    assert published is not None
+    for entry in published[0].tensors:
+        at = entry.offset_bytes + entry.size_bytes - 3
+        if entry.name.endswith(("0.self_attn.q_proj.weight", "model.norm.weight", "1.experts.2.up_proj.weight")):
+            segment.memory[at] ^= 8
+            with pytest.raises(DamagedWeights, match=entry.name):
+                llm.update_weights_from(pod.source, WeightVersion(1, 1))
+            segment.memory[at] ^= 8
+            assert llm.engine.held_digests() == before and llm.engine.shares_weights, "no rank has changed"
+    llm.update_weights_from(pod.source, WeightVersion(1, 1))
+    assert tokens(llm) == pod.expected(2)
+    pod.publish(1, 2)
+    pod.publish(1, 3)
+    with pytest.raises(EngineDied, match=r"step 1.*written to"):
+        llm.generate(PROMPTS, PARAMS)
+    llm.update_weights_from(WeightSource(pod.source.store), WeightVersion(1, 3))
+    assert not llm.engine.shares_weights and tokens(llm) == pod.expected(1), "its ranks have plain weights of their own again"
+    llm.close()
+    pod.close()
 
 
 @pytest.mark.parametrize("axis", [0, 1])

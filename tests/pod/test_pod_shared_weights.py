@@ -36,6 +36,12 @@ def test_samples_losses_and_weights_are_those_of_a_run_that_copies(undisturbed: 
         # Each rank has whole panels.
         ("--parallel.tensor=2", "--model.create.hidden_size=128", "--model.create.head_dim=64", "--model.create.num_key_value_heads=2",
          "--model.create.intermediate_size=128"),
+        # Of every matrix the engine's ranks have parts of panels, which they copy, and the trainer's ranks have experts.
+        ("--rollout.engine.tensor_parallel_size=2", "--model.create.num_key_value_heads=2"),
+        ("--rollout.engine.tensor_parallel_size=2", "--rollout.workers=2", "--model.create.hidden_size=128", "--model.create.head_dim=64",
+         "--model.create.num_key_value_heads=2", "--model.create.intermediate_size=128"),
+        ("--model.create.architecture=qwen3_moe", "--model.create.num_experts=4", "--parallel.data=2", "--parallel.expert=2"),
+        ("--model.create.architecture=qwen3_moe", "--model.create.num_experts=16", "--model.create.intermediate_size=64", "--residents.plan=sleep"),
     ],
     ids=lambda settings: settings[0][2:],
 )  # fmt: skip

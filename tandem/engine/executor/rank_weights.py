@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.layout.shapes import published_parameters
 from tandem.layout.sharding import local_parameters
-from tandem.model.adopted import adoptable_layout
+from tandem.model.adopted import SharedTensors, adopt, adoptable_layout
 from tandem.model.changed_weights import changes_elements
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_parts
@@ -28,7 +28,7 @@ class StagedWeights(NamedTuple):
 
 class RankWeights:
     """Reads the weights of one rank. They are staged in private memory until ``apply`` loads them into ``decoder``, or are where they were published
-    (``share``)."""
+    (``share``). ``shared``: those that ``apply`` has let the decoder compute with where they are (``None``: it holds a copy)."""
 
     def __init__(self, decoder: Decoder, source: WeightSource) -> None:
         # The digests need xxhash, which an engine that loads folders does without.
@@ -41,13 +41,16 @@ class RankWeights:
         finds_elements = changes_elements(decoder)
         self._reader = WeightReader(self._store, threads, wanted_by(decoder.shapes, decoder.shard_spec), finds_elements=finds_elements)
         self._staged: Weights | None = None
+        self._taken: SharedWeights | None = None
+        self.shared: SharedWeights | None = None
         self._applied: tuple[object, ...] | None = None
 
     def share(self, version: WeightVersion) -> "SharedWeights | None":
         """Returns ``version`` where it was published, verified if the source says so; ``None`` if the engine must copy it. Raises the errors of
         ``SharedReader.take``."""
         layout = adoptable_layout(self.decoder) if self.source.shares else None
-        return None if layout is None else self._reader.share(version, layout, verifies=self.source.verifies)
+        rank = self.decoder.shard_spec.rank, self.decoder.shard_spec.size
+        return None if layout is None else self._reader.share(version, layout, verifies=self.source.verifies, rank=rank)
 
     def read(self, version: WeightVersion) -> "Weights":
         """Reads, verifies and stages ``version``, or stages it unverified if the source says so. Raises the errors of ``WeightReader.read`` or ``view``."""
@@ -63,18 +66,24 @@ class RankWeights:
         return weights
 
     def answer(self, version: WeightVersion) -> dict[str, Any]:
-        """As ``read``, with a reply of plain values. Returns an error instead of raising it, so that the rank keeps running."""
+        """Stages ``version`` as ``share`` or ``read``, with a reply of plain values. Returns an error instead of raising it, so that the rank keeps running."""
+        self._staged = self._taken = None
         try:
-            weights = self.read(version)
+            self._taken = self.share(version)
+            weights = self._taken or self.read(version)
         except (UserError, CallError) as error:
             return {"error": error_meta(error), "size_bytes": 0, "rereads": [], "revision": 0}
         return {"error": None, "size_bytes": weights.size_bytes, "rereads": list(weights.rereads), "revision": weights.revision}
 
     def apply(self) -> None:
-        """Loads the staged weights into the decoder, and packs it."""
-        assert self._staged is not None
-        load_parts(self.decoder, dict(self._staged.tensors), pack=True)
-        self._staged = None
+        """Loads the staged weights into the decoder, and packs it, or lets it compute with them where they are."""
+        self.shared = None
+        if self._taken is not None:
+            adopt(self.decoder, SharedTensors(self._taken.tensors, self._taken.in_panels))
+        else:
+            assert self._staged is not None
+            load_parts(self.decoder, dict(self._staged.tensors), pack=True)
+        self._staged, self._taken, self.shared = None, None, self._taken
 
     def changes(self) -> "Mapping[str, Tensor | None] | None":
         """Returns what differs between the staged weights and those that the decoder holds, as ``Weights.changes``; ``None`` if it does not hold those that

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -36,6 +36,9 @@ from tandem.runtime.process.temporary import UnnamedFile
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import Blobs, CallError, RpcTimeout, WorkerDied, raise_error
 from tandem.types import EngineDied, RunError, Updated, UserError, WeightSource, WeightVersion
+
+if TYPE_CHECKING:
+    from tandem.weight_transfer.shared_weights import SharedWeights
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 5.0
@@ -219,6 +222,11 @@ class Ranks:
 
         dtypes = {name: str(given[name].dtype).removeprefix("torch.") for name in names}
         self.run("update_weights", {"dtypes": dtypes}, send)
+
+    @property
+    def shared(self) -> "SharedWeights | None":
+        """The published weights that this rank computes with where they are; ``None`` if it holds a copy."""
+        return None if self._weights is None else self._weights.shared
 
     def held_digests(self) -> list[dict[str, str]]:
         """Returns the digests of every rank's weights."""

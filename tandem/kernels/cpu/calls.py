@@ -113,7 +113,7 @@ class Calls:
             raise ValueError(f"grouped_linear bounds end at {int(bounds[-1])}; x has {x.shape[0]} rows")
         out = x.new_empty(x.shape[0], columns)
         self._c.grouped_linear(
-            x.data_ptr(), data.data_ptr(), is_packed, data[0].numel(), bounds.data_ptr(), groups, columns, width,
+            x.data_ptr(), data.data_ptr(), is_packed, data.stride(0), bounds.data_ptr(), groups, columns, width,
             out.data_ptr(),
         )  # fmt: skip
         return out

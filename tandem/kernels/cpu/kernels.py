@@ -90,7 +90,9 @@ class CpuKernels:
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         return self._calls.pack_groups(dense(weight.detach()))
 
-    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups, bounds: Tensor) -> Tensor:
+    def grouped_linear_packed(self, x: Tensor, weight: PackedGroups | PackedParts, bounds: Tensor) -> Tensor:
+        if isinstance(weight, PackedParts):
+            return torch.cat([self._calls.grouped_linear(dense(x), part, bounds) for part in weight.parts], dim=1)
         return self._calls.grouped_linear(dense(x), weight, bounds)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
