@@ -57,7 +57,7 @@ def run_sft_stage(recipe: PretrainRecipe, folder: Path, callback: Callback, inli
 
         execute_data_run(recipe, folder, _StageCallback(callback, recipe.run.max_steps))
     else:
-        supervise(recipe, folder, _StageCallback(callback, recipe.run.max_steps), resumed=(folder / "checkpoints").exists(), faults=faults)
+        supervise(recipe, folder, _StageCallback(callback, recipe.run.max_steps), resumed=(folder / "checkpoints").exists(), faults=faults, is_stage=True)
     return model
 
 

@@ -35,13 +35,14 @@ RANKS_FOLDER = "ranks"
 
 
 def supervise(
-    recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False, faults: FaultPlan | None = None
+    recipe: PretrainRecipe, directory: Path, callback: Callback, resumed: bool = False, faults: FaultPlan | None = None, *, is_stage: bool = False
 ) -> RunResult:
     """Runs ``recipe`` in ``directory`` on its mesh, from the newest whole checkpoint if there is one.
 
     If a rank dies or hangs, all ranks are restarted from the newest checkpoint on the same mesh, after a wait if it happens again at the same step
     (``Backoff``). With ``run.elastic`` the restart has fewer data-parallel ranks if the same rank was lost twice with no step completed in between.
-    Raises ``RunError`` after ``run.max_restarts`` restarts."""
+    Raises ``RunError`` after ``run.max_restarts`` restarts. ``is_stage``: another stage of the same command follows, so a request to stop that came after the
+    last step raises ``KeyboardInterrupt``."""
     with ExitStack() as stack:
         stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps))
         folder = directory / RANKS_FOLDER
@@ -54,6 +55,8 @@ def supervise(
             try:
                 settings = group_settings(recipe.machine, recipe.parallel, shape, directory, folder / str(restarts), faults)
                 reply = run_on_ranks(settings, shape, callback, requests, "train", {"resumed": resumed or restarts > 0})
+                if is_stage and requests.stop:
+                    raise KeyboardInterrupt
                 return RunResult.from_json(reply["result"])
             except RanksLost as loss:
                 if requests.stop:
