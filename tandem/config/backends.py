@@ -39,7 +39,6 @@ def _check_megatron(recipe: "Recipe") -> None:
         ("trainer.router_balance_loss", trainer.router_balance_loss, 0.0, "balances no experts here"),
         ("trainer.router_bias_rate", trainer.router_bias_rate, 0.0, "balances no experts here"),
         ("parallel.context", parallel.context, 1, "divides no sequence without Transformer Engine"),
-        ("parallel.schedule", parallel.schedule, "1f1b", "runs its own 1F1B"),
         ("parallel.pipeline_layers", list(parallel.pipeline_layers), [], "divides the layers evenly"),
         ("parallel.deterministic", bool(parallel.deterministic), False, "divides matrices by columns and by rows"),
         ("rollout.engine.kv_cache_dtype", recipe.rollout.engine.kv_cache_dtype, "auto", "rounds no keys and values"),
@@ -47,6 +46,10 @@ def _check_megatron(recipe: "Recipe") -> None:
     _refuse_others("megatron", defaults)
     _refuse_common(recipe)
     _refuse_precision("megatron", trainer.precision)
+    if parallel.schedule == "gpipe":
+        raise UserError(
+            "'parallel.schedule' is 'gpipe' and trainer.backend 'megatron', which has none; set it to 1f1b or interleaved, or trainer.backend to tandem"
+        )
     if parallel.zero > 1:
         raise UserError(f"'parallel.zero' is {parallel.zero} and trainer.backend 'megatron', whose distributed optimizer is stage 1; set it to 1 or 0")
 
@@ -124,8 +127,6 @@ def _shown(value: object) -> str:
 
 def _check_vllm(recipe: "Recipe") -> None:
     rollout, given = recipe.rollout, "'rollout.backend' is 'vllm'"
-    if rollout.repetition_detection is not None:
-        raise UserError(f"{given} with 'rollout.repetition_detection', which vLLM is not driven with in this version; remove it, or set the backend to tandem")
     if recipe.trainer.dtype == "float64":
         raise UserError(f"{given} and 'trainer.dtype' is 'float64', which vLLM does not have; set it to float32, bfloat16 or float16")
     if rollout.temperature < 0.01:

@@ -6,10 +6,13 @@ from tandem.layout.sharding import ShardSpec, vocabulary_part
 from tandem.types.errors import UserError
 
 
-def check_layout(shapes: ModelShapes, parallel: ParallelConfig) -> None:
-    """Raises ``UserError``, naming the setting, its value and the model's size, if ``parallel`` does not divide the model."""
+def check_layout(shapes: ModelShapes, parallel: ParallelConfig, *, repeats_heads: bool = False) -> None:
+    """Raises ``UserError``, naming the setting, its value and the model's size, if ``parallel`` does not divide the model. ``repeats_heads``: several
+    tensor-parallel ranks may have the same key-value head."""
     tensor, expert, experts = parallel.tensor, parallel.expert, shapes.experts
-    counts = {"num_attention_heads": shapes.num_attention_heads, "num_key_value_heads": shapes.num_key_value_heads}
+    counts = {"num_attention_heads": shapes.num_attention_heads}
+    if not repeats_heads or tensor % shapes.num_key_value_heads:
+        counts["num_key_value_heads"] = shapes.num_key_value_heads
     if experts is None or experts.dense_layers:
         counts["intermediate_size"] = shapes.intermediate_size
     if experts is not None:

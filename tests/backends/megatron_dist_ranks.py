@@ -28,7 +28,7 @@ def main(given: dict[str, Any]) -> None:
     rank = make_rank(Mesh(MeshShape(**given["shape"]), given["rank"]), given)
     parallel = ParallelConfig(**given["shape"], sequence_parallel=given["shape"]["tensor"] > 1)
     state = build_megatron(ReplicaSettings(Path(given["model"]), rank.directory, TrainerConfig(backend="megatron"), parallel, 100), rank)
-    gpt = gpt_of(state.replica.network)
+    gpt = gpt_of(state.replica.network[0])
     with torch.no_grad():
         for parameter in gpt.parameters():
             parameter.fill_(7.0)

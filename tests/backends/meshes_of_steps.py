@@ -7,6 +7,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,10 @@ MODELS = {
     "qwen2": ModelShapes("qwen2", 300, 32, 2, 4, 2, 8, 48, 128, False, attention_bias=True),
     "llama": ModelShapes("llama", 41, 32, 2, 4, 2, 16, 48, 128, True, rope_theta=500000.0, rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)),
     "mistral": ModelShapes("mistral", 41, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(4, 4)),
+    "one_key_head": replace(QWEN3, num_key_value_heads=1),
+    "deep": replace(QWEN3, num_hidden_layers=4),
     "dense_first": ModelShapes("qwen3_moe", 41, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(4, 2, 24, dense_layers=(0,))),
+    "deep_moe": ModelShapes("qwen3_moe", 41, 32, 4, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(4, 2, 24, dense_layers=(0,))),
     "qwen3_moe": ModelShapes("qwen3_moe", 41, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(4, 2, 24)),
 }
 

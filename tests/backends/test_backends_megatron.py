@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from real_megatron import needs_megatron
 from safetensors.torch import load_file
 
 from tandem.backends.megatron.model_check import check_model, missing_block
-from tandem.backends.megatron.parts import parts_of
+from tandem.backends.megatron.parts import parts_of, parts_of_rank
 from tandem.backends.megatron.passes import RowShape, as_rows
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.parallel import ParallelConfig
@@ -24,7 +25,7 @@ from tandem.types import TrainSequence, UserError
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mesh", [MegatronMesh(), MegatronMesh(2, 2), MegatronMesh(1, 2, 2), MegatronMesh(2, 1, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [MegatronMesh(), MegatronMesh(4), MegatronMesh(2, 2), MegatronMesh(1, 2, 2), MegatronMesh(2, 1, 2)], ids=str)
 def test_parts_are_the_elements_that_megatrons_layout_puts_there(name: str, mesh: MegatronMesh) -> None:
     shapes = MODELS[name]
     if shapes.experts is None:
@@ -38,6 +39,20 @@ def test_parts_are_the_elements_that_megatrons_layout_puts_there(name: str, mesh
             assert torch.equal(view, weights[part.name][part.offsets.slices]), part
             covered[part.name][part.offsets.slices] += 1
     assert all(bool((count > 0).all()) for count in covered.values())
+
+
+@pytest.mark.parametrize("name", ["deep", "deep_moe"])
+def test_the_stages_of_an_interleaved_pipeline_have_every_layer_once(name: str) -> None:
+    shapes, layers = MODELS[name], list[list[int]]()
+    for rank in range(2):
+        groups = {"tensor": SimpleNamespace(rank=0, size=1), "pipeline": SimpleNamespace(rank=rank, size=2), "expert": SimpleNamespace(rank=0, size=1)}
+        parts = parts_of_rank(shapes, SimpleNamespace(groups=groups), 2)  # type: ignore[arg-type]
+        # The first stage of rank 1 is the second of the model.
+        assert {part.parameter.partition(".")[0]: int(part.name.split(".")[2]) for part in parts if ".layers." in part.name} == {"0": rank, "1": 2 + rank}
+        layers.append(sorted({int(part.name.split(".")[2]) for part in parts if ".layers." in part.name}))
+        ends = {part.parameter for part in parts if ".layers." not in part.name}
+        assert ends == ({"0.embedding.word_embeddings.weight"} if rank == 0 else {"1.decoder.final_layernorm.weight", "1.output_layer.weight"})
+    assert layers == [[0, 2], [1, 3]]
 
 
 def test_sequences_of_a_packed_micro_batch_become_padded_rows() -> None:
@@ -101,13 +116,20 @@ def test_networks_that_are_not_built_are_named() -> None:
 
 
 def test_models_that_megatron_does_not_divide_evenly_are_refused() -> None:
-    for parallel in (ParallelConfig(pipeline=3), ParallelConfig(tensor=4), ParallelConfig(data=2, expert=2)):
+    for parallel in (ParallelConfig(pipeline=3), ParallelConfig(tensor=3), ParallelConfig(data=2, expert=2)):
         with pytest.raises(UserError, match="choose a divisor"):
             check_model(MODELS["qwen3"], parallel)
     with pytest.raises(UserError, match="experts' intermediate_size evenly; choose a divisor of 25"):
         check_model(replace(MODELS["qwen3_moe"], experts=ExpertShapes(4, 2, 25)), ParallelConfig(tensor=2))
     with pytest.raises(UserError, match="sequence parallelism alone"):
         check_model(MODELS["qwen3_moe"], ParallelConfig(tensor=2, sequence_parallel=False))
+    # Four ranks of two key-value heads divide the rows of queries, keys and values.
+    check_model(MODELS["qwen3"], ParallelConfig(tensor=4))
+    with pytest.raises(UserError, match=r"8 with trainer.backend 'megatron', which divides the model's 20 rows of queries, keys and values evenly"):
+        check_model(replace(MODELS["qwen3"], num_attention_heads=8, num_key_value_heads=1, head_dim=2), ParallelConfig(tensor=8))
+    with pytest.raises(UserError, match=r"'parallel.virtual_stages' is 2 and parallel.pipeline 2 .* the model's 2 layers evenly over 4 stages"):
+        check_model(MODELS["qwen3"], ParallelConfig(pipeline=2, schedule="interleaved", virtual_stages=2))
+    check_model(MODELS["deep"], ParallelConfig(pipeline=2, schedule="interleaved", virtual_stages=2))
     check_model(MODELS["qwen3_moe"], ParallelConfig(tensor=2))
     check_model(MODELS["qwen3_moe"], ParallelConfig(data=2, expert=2, pipeline=2))
 
@@ -120,6 +142,7 @@ def test_models_that_megatron_does_not_divide_evenly_are_refused() -> None:
         ("qwen3", MeshShape(), 0, False), ("qwen3", MeshShape(data=2), 1, False), ("qwen3", MeshShape(tensor=2), 0, False),
         ("qwen3", MeshShape(tensor=2), 0, True), ("qwen3", MeshShape(pipeline=2), 0, False), ("qwen2", MeshShape(tensor=2, pipeline=2), 0, True),
         ("qwen3", MeshShape(data=2, tensor=2), 1, False), ("llama", MeshShape(pipeline=2), 0, False), ("mistral", MeshShape(tensor=2), 0, False),
+        ("one_key_head", MeshShape(tensor=2), 0, True), ("one_key_head", MeshShape(tensor=4), 0, False),
         ("qwen3_moe", MeshShape(data=2, expert=2), 1, False), ("qwen3_moe", MeshShape(data=2, tensor=2, expert=2), 1, True),
         ("dense_first", MeshShape(data=2, expert=2, pipeline=2), 1, False),
     ],
@@ -136,6 +159,23 @@ def test_losses_and_weights_of_20_steps_equal_those_of_tandems_trainer(
     # 1F1B (Narayanan et al., 2021): stage s of p has at most p - s micro-batches in flight.
     mesh_ranks = range(shape.world)
     assert found.in_flight == [shape.pipeline - rank // (shape.world // shape.pipeline) for rank in mesh_ranks]
+
+
+@needs_megatron
+@pytest.mark.full
+@pytest.mark.parametrize("name, shape, zero", [("deep", MeshShape(pipeline=2), 0), ("deep_moe", MeshShape(data=2, expert=2, pipeline=2), 1)], ids=str)
+def test_an_interleaved_pipeline_has_the_losses_and_weights_of_tandems_trainer(
+    name: str, shape: MeshShape, zero: int, sidecar: Path, tmp_path: Path, tandem_alone: "Alone"
+) -> None:
+    model, expected = tandem_alone(name)
+    stages = {"schedule": "interleaved", "virtual_stages": 2}
+    found = train(model, tmp_path / "run", "megatron", shape, zero, sidecar=sidecar, parallel=stages)
+    folder = load_file(model / "model.safetensors")
+    assert found.before.keys() == folder.keys() and all(torch.equal(found.before[each], folder[each]) for each in folder), "bit for bit"
+    assert_close(found, expected)
+    # Narayanan et al., 2021: rank r of p with v stages has begun 2 (p - r - 1) + (v - 1) p forward passes of stages when its first backward pass begins.
+    ranks = [rank // (shape.world // 2) for rank in range(shape.world)]
+    assert found.in_flight == [2 * (2 - rank - 1) + 2 + 1 for rank in ranks]
 
 
 CASES_OF_BF16 = [("qwen3", MeshShape(data=2), 1), ("qwen3", MeshShape(tensor=2, pipeline=2), 0), ("qwen3_moe", MeshShape(data=2, expert=2), 1)]

@@ -34,6 +34,8 @@ CASES = [
     (DENSE, MegatronMesh(2, 2)), (DENSE, MegatronMesh(4, 1)), (NORMED, MegatronMesh(2, 4)), (LLAMA, MegatronMesh(2, 2)), (LLAMA, MegatronMesh()),
     (MIXTURE, MegatronMesh(2, 2, 2)), (MIXTURE, MegatronMesh(1, 1, 4)), (MIXTRAL, MegatronMesh(2, 1, 2)),
     (MISTRAL, MegatronMesh(2, 2)),
+    # Several ranks of a key-value head.
+    (MISTRAL, MegatronMesh(4, 1)), (replace(NORMED, num_key_value_heads=1), MegatronMesh(4, 2)),
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ pytestmark = [
     ),
 ]
 STEPS = 4
+SHARES = "computes with the published weights in shared memory"
 MESHES = {
     "data": ("--parallel.data=2", "--parallel.zero=1"),
     "tensor": ("--parallel.tensor=2", "--model.create.num_key_value_heads=2"),
@@ -74,6 +75,21 @@ def test_a_rank_and_the_controller_are_killed_and_the_run_is_the_same(environmen
     assert sorted(path.name for path in (run.directory / "faults").iterdir()) == sorted(faults.replace(":", "-").split(","))
     assert difference(run, undisturbed) == []
     assert run.left_behind() == []
+
+
+def test_an_engine_computes_with_the_parts_of_tensor_ranks_where_they_are_as_one_that_copies_them(environment: dict[str, str], tmp_path: Path) -> None:
+    # Parts of columns of two ranks, and of rows that are whole panels of the engine's kernels.
+    sizes = {"hidden_size": 128, "head_dim": 64, "num_key_value_heads": 2, "intermediate_size": 128}
+    settings = ("--parallel.tensor=2", *(f"--model.create.{key}={size}" for key, size in sizes.items()))
+    shared, copied = (
+        trained(tmp_path / weights, "--trainer=megatron", f"--rollout.weights={weights}", *settings, environment=environment)
+        for weights in ("shared", "copied")
+    )
+    said = [SHARES in (run.directory / "logs" / "rollout_worker.log").read_text() for run in (shared, copied)]
+    assert said == [True, False]
+    assert difference(shared, copied) == []
+    # What the engine drew with is what the trainer has: its own network computes nearly the same log-probabilities.
+    assert all(0 < row["mismatch_max_abs"] < 1e-5 for row in shared.rows())
 
 
 @pytest.mark.parametrize("trainer", ["data=2,zero=1", "tensor=2"])

@@ -21,7 +21,7 @@ def build_megatron(settings: ReplicaSettings, rank: Rank) -> MegatronState:
     here."""
     ranks, parallel, shapes = rank.ranks, settings.parallel, read_shapes(settings.start, "any")
     check_model(shapes, parallel)
-    connect(ranks, rank.store, rank.timeout_s)
+    connect(ranks, rank.store, rank.timeout_s, parallel.virtual_stages)
     network = build_network(shapes, ranks, settings.trainer, parallel)
     optimizer = MegatronOptimizer(network, build_optimizer(network, settings.trainer, is_sharded=parallel.zero == 1), ranks)
     model = MegatronModel(shapes, torch.float32, ranks.device)

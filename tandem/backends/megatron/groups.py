@@ -17,8 +17,9 @@ SEED = 1234
 """Of Megatron's random states, from which nothing is drawn: there is no dropout, and weights are read from a folder."""
 
 
-def connect(ranks: Ranks, store: Any, timeout_s: float) -> None:
-    """Makes Megatron's process groups, once for this process. ``store``: reaches all ranks; ``timeout_s``: after which a collective ends.
+def connect(ranks: Ranks, store: Any, timeout_s: float, virtual_stages: int = 1) -> None:
+    """Makes Megatron's process groups, once for this process. ``store``: reaches all ranks; ``timeout_s``: after which a collective ends;
+    ``virtual_stages``: of each rank of a pipeline.
 
     Megatron numbers ranks as ``layout.mesh`` does: tensor innermost, then data, whose neighbours share the experts, and the pipeline outermost. Raises
     ``UserError`` on a machine without CUDA, which Megatron-Core takes for granted."""
@@ -42,7 +43,8 @@ def connect(ranks: Ranks, store: Any, timeout_s: float) -> None:
         timeout=timedelta(seconds=timeout_s),
     )  # fmt: skip
     parallel_state.initialize_model_parallel(
-        shape.tensor, shape.pipeline, expert_model_parallel_size=shape.expert, create_gloo_process_groups=False,
+        shape.tensor, shape.pipeline, virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
+        expert_model_parallel_size=shape.expert, create_gloo_process_groups=False,
         distributed_timeout_minutes=int(timeout_s // 60) + 1,
     )  # fmt: skip
     model_parallel_cuda_manual_seed(SEED)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from tandem.config.parallel import ParallelConfig
 from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.model.megatron.division import divided_by_tensor
 from tandem.types import UserError
 
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
@@ -20,11 +21,15 @@ def check_model(shapes: ModelShapes, parallel: ParallelConfig) -> None:
             f"'parallel.tensor' is {parallel.tensor} and the model has a mixture of experts, which Megatron-Core divides over tensor ranks with sequence "
             "parallelism alone; set parallel.sequence_parallel to true"
         )
+    stages = parallel.pipeline * parallel.virtual_stages
+    if parallel.virtual_stages > 1 and shapes.num_hidden_layers % stages:
+        raise UserError(
+            f"'parallel.virtual_stages' is {parallel.virtual_stages} and parallel.pipeline {parallel.pipeline} with trainer.backend 'megatron', which divides "
+            f"the model's {shapes.num_hidden_layers} layers evenly over {stages} stages; choose numbers whose product divides {shapes.num_hidden_layers}"
+        )
     for key, ranks, what, count in (
         ("parallel.pipeline", parallel.pipeline, "layers", shapes.num_hidden_layers),
-        ("parallel.tensor", parallel.tensor, "query groups (num_key_value_heads)", shapes.num_key_value_heads),
-        ("parallel.tensor", parallel.tensor, "intermediate_size", shapes.intermediate_size),
-        ("parallel.tensor", parallel.tensor, "experts' intermediate_size", 0 if shapes.experts is None else shapes.experts.intermediate_size),
+        *(("parallel.tensor", parallel.tensor, what, count) for what, count in divided_by_tensor(shapes, parallel.tensor)),
         ("parallel.expert", parallel.expert, "experts", 0 if shapes.experts is None else shapes.experts.num_experts),
     ):
         if ranks > 1 and ((count == 0 and key == "parallel.expert") or count % ranks):

@@ -1,16 +1,18 @@
 """Builds a rank's part of a GPT of Megatron-Core for the shapes of a decoder."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tandem.backends.megatron.model_check import window_sizes
+from tandem.backends.megatron.parts import stage_name
 from tandem.backends.megatron.passes import dispatcher
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
-from tandem.model.megatron.layout import MegatronMesh, padded_vocabulary
+from tandem.model.megatron.layout import padded_vocabulary
 from tandem.trainer.parallel.ranks import Ranks
 
 
@@ -35,7 +37,7 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks, dtype: torch.dtype, pa
     the counts of the global batch in it (``calculate_per_token_loss``)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    shape, experts = ranks.mesh.shape, shapes.experts
+    shape, experts, is_interleaved = ranks.mesh.shape, shapes.experts, parallel.virtual_stages > 1
     mixture: dict[str, Any] = {} if experts is None else {
         "num_moe_experts": experts.num_experts, "moe_router_topk": experts.num_experts_per_tok, "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_router_pre_softmax": not experts.normalised, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
@@ -54,19 +56,23 @@ def transformer_config(shapes: ModelShapes, ranks: Ranks, dtype: torch.dtype, pa
         add_qkv_bias=shapes.attention_bias, qk_layernorm=shapes.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=shape.tensor, sequence_parallel=shape.tensor > 1 and parallel.sequence_parallel,
         pipeline_model_parallel_size=shape.pipeline, pipeline_dtype=dtype, params_dtype=dtype,
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages if is_interleaved else None,
+        # Between the same two ranks of an interleaved pipeline go activations and gradients, which a batch of transfers does not tell apart.
+        overlap_p2p_comm=is_interleaved, batch_p2p_comm=not is_interleaved,
         bf16=dtype == torch.bfloat16,
-        # The stages of a pipeline tell each other the shapes of activations; with experts they have one.
-        variable_seq_lengths=shape.pipeline > 1 and experts is None, moe_token_dispatcher_type="alltoall" if experts is None else dispatcher(ranks),
+        # The stages of a pipeline tell each other the shapes of activations, in such a batch; with experts and interleaved they have one.
+        variable_seq_lengths=shape.pipeline > 1 and experts is None and not is_interleaved,
+        moe_token_dispatcher_type="alltoall" if experts is None else dispatcher(ranks),
         use_cpu_initialization=ranks.device.type == "cpu", calculate_per_token_loss=True, bias_activation_fusion=False,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False, **mixture, **windows,
     )  # fmt: skip
 
 
-def layer_specs(config: Any) -> Any:
-    """Returns Megatron's local specification of this rank's layers, dense and with experts, whose norms may divide tokens over tensor ranks."""
+def layer_specs(config: Any, virtual_stage: int | None) -> Any:
+    """Returns Megatron's local specification of the layers of a stage, dense and with experts, whose norms may divide tokens over tensor ranks."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual_stage)
     for layer in block.layer_specs:
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -76,8 +82,8 @@ def layer_specs(config: Any) -> Any:
     return block
 
 
-def build_gpt(shapes: ModelShapes, config: Any) -> Any:
-    """Returns this rank's part of the ``GPTModel``; its weights are not filled."""
+def build_gpt(shapes: ModelShapes, config: Any, virtual_stage: int | None = None) -> Any:
+    """Returns the ``GPTModel`` of this rank's stage, or of one of its stages in an interleaved pipeline; its weights are not filled."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.moe import moe_utils
@@ -86,22 +92,24 @@ def build_gpt(shapes: ModelShapes, config: Any) -> Any:
         # 0.16 reads the name also where Transformer Engine, which defines it, is not installed.
         moe_utils.te_general_gemm = None
     return GPTModel(
-        config, layer_specs(config), padded_vocabulary(shapes, config.tensor_model_parallel_size), shapes.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        config, layer_specs(config, virtual_stage), padded_vocabulary(shapes, config.tensor_model_parallel_size), shapes.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage), vp_stage=virtual_stage,
         share_embeddings_and_output_weights=shapes.tie_word_embeddings, position_embedding_type="rope", rotary_base=shapes.rope_theta,
         rope_scaling=shapes.rope_scaling.kind == "llama3", rope_scaling_factor=shapes.rope_scaling.factor,
     )  # fmt: skip
 
 
-def build_network(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig, parallel: ParallelConfig) -> Any:
-    """Returns this rank's part of the GPT in Megatron's ``DistributedDataParallel``; its weights are not filled."""
+def build_network(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig, parallel: ParallelConfig) -> list[Any]:
+    """Returns this rank's part of the GPT, each of its stages in Megatron's ``DistributedDataParallel``; the weights are not filled."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.transformer.module import Float16Module
 
     config = transformer_config(shapes, ranks, COMPUTED_IN[trainer.precision], parallel)
-    network = build_gpt(shapes, config).to(ranks.device)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=parallel.zero == 1, grad_reduce_in_fp32=True)
-    data_parallel = DistributedDataParallel(config, settings, Float16Module(config, network) if config.bf16 else network)
+    stages: list[int | None] = [None] if parallel.virtual_stages == 1 else list(range(parallel.virtual_stages))
+    networks = [build_gpt(shapes, config, stage).to(ranks.device) for stage in stages]
+    data_parallel = [DistributedDataParallel(config, settings, Float16Module(config, each) if config.bf16 else each) for each in networks]
 
     def finalize(model: Any, num_tokens: Any = None, *arguments: Any, **options: Any) -> None:
         # Without the number of tokens, which the loss has divided by already.
@@ -111,7 +119,7 @@ def build_network(shapes: ModelShapes, ranks: Ranks, trainer: TrainerConfig, par
     return data_parallel
 
 
-def build_optimizer(network: Any, trainer: TrainerConfig, is_sharded: bool) -> Any:
+def build_optimizer(network: Sequence[Any], trainer: TrainerConfig, is_sharded: bool) -> Any:
     """Returns Megatron's AdamW over ``network``: with ``is_sharded`` the distributed optimizer (ZeRO 1)."""
     from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -124,7 +132,7 @@ def build_optimizer(network: Any, trainer: TrainerConfig, is_sharded: bool) -> A
     )  # fmt: skip
     # Norms and biases are never decayed.
     not_decayed = ParamKey(predicate=ParamPredicate("vectors", lambda parameter: parameter.ndim < 2))
-    return get_megatron_optimizer(config, [network], config_overrides={not_decayed: ParamGroupOverride(wd_mult=0.0)}, use_gloo_process_groups=False)
+    return get_megatron_optimizer(config, list(network), config_overrides={not_decayed: ParamGroupOverride(wd_mult=0.0)}, use_gloo_process_groups=False)
 
 
 def gpt_of(network: Any) -> Any:
@@ -134,6 +142,8 @@ def gpt_of(network: Any) -> Any:
     return network
 
 
-def mesh_of(ranks: Ranks) -> MegatronMesh:
-    shape = ranks.mesh.shape
-    return MegatronMesh(shape.tensor, shape.pipeline, shape.expert)
+def named_parameters(network: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the parameters of this rank's stages by name (``stage_name``)."""
+    for stage, each in enumerate(network):
+        for name, parameter in gpt_of(each).named_parameters():
+            yield stage_name(name, stage, len(network)), parameter

@@ -1,14 +1,14 @@
 """Megatron-Core's AdamW as the optimizer of a training step, and where its state is."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.backends.megatron.groups import named
-from tandem.backends.megatron.network import gpt_of
+from tandem.backends.megatron.network import named_parameters
 from tandem.trainer.optimizers.adamw import MOMENTS
 from tandem.trainer.parallel.ranks import Ranks
 
@@ -24,15 +24,16 @@ class OwnRun(NamedTuple):
 
 
 class MegatronOptimizer:
-    """``chained``: Megatron's optimizers of the dense and of the experts' parameters of ``network``, which steps treat as one."""
+    """``chained``: Megatron's optimizers of the dense and of the experts' parameters of the stages ``network``, which steps treat as one."""
 
-    def __init__(self, network: Any, chained: Any, ranks: Ranks) -> None:
+    def __init__(self, network: Sequence[Any], chained: Any, ranks: Ranks) -> None:
         self.network, self.chained, self.ranks = network, chained, ranks
         self.updates = 0
 
     def zero_grad(self) -> None:
         """Sets all gradients to 0: their memory is Megatron's for the life of the process."""
-        self.network.zero_grad_buffer()
+        for stage in self.network:
+            stage.zero_grad_buffer()
         self.chained.zero_grad()
 
     def clip(self, scale: float = 1.0) -> float:
@@ -59,7 +60,7 @@ class MegatronOptimizer:
 
     def runs(self) -> Iterator[OwnRun]:
         """Yields what this rank updates."""
-        names = {parameter: name for name, parameter in gpt_of(self.network).named_parameters()}
+        names = {parameter: name for name, parameter in named_parameters(self.network)}
         for each in self.chained.chained_optimizers:
             if hasattr(each, "model_param_group_index_map"):
                 for parameter, (group, place) in each.model_param_group_index_map.items():
@@ -77,7 +78,8 @@ class MegatronOptimizer:
                 each._copy_main_params_to_model_params()
         if self.chained.config.use_distributed_optimizer:
             with named("the loading of weights", self.ranks):
-                self.network.start_param_sync()
+                for stage in self.network:
+                    stage.start_param_sync()
 
     def moments(self) -> Iterator[tuple[str, OwnRun, Tensor]]:
         """Yields the moments that there are, by kind."""

@@ -6,6 +6,7 @@ from tandem.layout.shapes import ModelShapes, parameters
 from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
 from tandem.model.megatron.layout import Entry, MegatronMesh, MegatronRank, entries, padded_vocabulary
 from tandem.trainer.checkpoint.codes import Part
+from tandem.trainer.parallel.ranks import Ranks
 
 
 def parts_of(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank) -> list[Part]:
@@ -14,6 +15,22 @@ def parts_of(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank) -> lis
     The rows of the vocabulary's padding are in no part. With several stages a tied embedding is in a parameter of the first and one of the last stage."""
     whole = {name: tuple(shape) for name, shape in parameters(shapes)}
     return [part for entry in entries(shapes, mesh, rank, "local") for part in _parts(entry, whole, shapes, mesh, rank)]
+
+
+def stage_name(name: str, stage: int, stages: int) -> str:
+    """Returns the name of a parameter of one of this rank's ``stages``, which have parameters of the same names."""
+    return name if stages == 1 else f"{stage}.{name}"
+
+
+def parts_of_rank(shapes: ModelShapes, ranks: Ranks, stages: int) -> list[Part]:
+    """Returns where the parameters of this rank's ``stages`` hold the tensors of the whole model. Of p ranks of a pipeline rank r has the stages r, r + p and
+    so on."""
+    tensor, pipeline, expert = (ranks.groups[axis] for axis in ("tensor", "pipeline", "expert"))
+    mesh, held = MegatronMesh(tensor.size, pipeline.size * stages, expert.size), list[Part]()
+    for stage in range(stages):
+        parts = parts_of(shapes, mesh, MegatronRank(tensor.rank, stage * pipeline.size + pipeline.rank, expert.rank))
+        held += [part._replace(parameter=stage_name(part.parameter, stage, stages)) for part in parts]
+    return held
 
 
 def _parts(entry: Entry, whole: dict[str, tuple[int, ...]], shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank) -> Iterator[Part]:
@@ -50,11 +67,16 @@ def _vocabulary(entry: Entry, shapes: ModelShapes, mesh: MegatronMesh, rank: Meg
 
 
 def _query_groups(entry: Entry, whole: dict[str, tuple[int, ...]], shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank) -> Iterator[Part]:
-    """Yields the queries, the key and the value of each query group, which follow each other."""
-    groups, head = shapes.num_key_value_heads // mesh.tensor, shapes.head_dim
-    heights, first = (shapes.query_size // shapes.num_key_value_heads, head, head), 0
-    for group in range(rank.tensor * groups, (rank.tensor + 1) * groups):
-        for name, height in zip(entry.names, heights, strict=True):
-            part = _rows(entry, first, name, whole[name], group * height, height)
-            first += part.offsets.numel
-            yield part
+    """Yields the rank's rows of the queries, the key and the value of each query group, which follow each other. With fewer groups than tensor ranks a
+    rank's rows begin and end anywhere in a group: Megatron gathers the products of all ranks and takes its heads from them."""
+    heads, place = (shapes.query_size // shapes.num_key_value_heads, shapes.head_dim, shapes.head_dim), 0
+    own = sum(whole[name][0] for name in entry.names) // mesh.tensor
+    begin, end, first = rank.tensor * own, (rank.tensor + 1) * own, 0
+    for group in range(shapes.num_key_value_heads):
+        for name, height in zip(entry.names, heads, strict=True):
+            start, stop = max(begin, place), min(end, place + height)
+            if start < stop:
+                part = _rows(entry, first, name, whole[name], group * height + start - place, stop - start)
+                first += part.offsets.numel
+                yield part
+            place += height

@@ -4,7 +4,7 @@ Attention of the local specification knows no packed sequences, so each sequence
 padding out of every token's attention.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from tandem.kernels.api import TokenLogprobs
 from tandem.model.head_outputs import HeadOutputs
 from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.parallel.ranks import Ranks
+from tandem.trainer.step import Progress
 
 
 class RowShape(NamedTuple):
@@ -123,19 +124,48 @@ class InFlight:
         self.now -= 1
 
 
-def numbered(micro_batches: Sequence[MicroBatch], shapes: Sequence[RowShape]) -> Iterator[tuple[int, MicroBatch, Rows]]:
-    """Yields what Megatron's schedules ask for, one micro-batch at a time."""
+def numbered(micro_batches: Sequence[MicroBatch], shapes: Sequence[RowShape], surplus: int) -> Iterator[tuple[int, MicroBatch, Rows] | Tensor]:
+    """Yields what a stage computes, one micro-batch at a time, and after them ``surplus`` rows of padding."""
     for number, (micro_batch, shape) in enumerate(zip(micro_batches, shapes, strict=True)):
         yield number, micro_batch, as_rows(micro_batch, shape)
+    for _ in range(surplus):
+        yield micro_batches[0].tokens.new_zeros(shapes[0])
 
 
-def run_schedule(network: Any, forward_step: Any, micro_batches: Sequence[MicroBatch], ranks: Ranks, *, forward_only: bool) -> None:
-    """Runs ``forward_step(iterator, network)`` for every micro-batch, and unless ``forward_only`` its backward pass, by the schedule that Megatron has for
-    the mesh: 1F1B over the stages of a pipeline."""
+Share = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+"""What Megatron asks of the logits: the loss, a number of tokens and metrics."""
+
+
+def run_schedule(
+    network: Sequence[Any], forward: Callable[[int, MicroBatch, Rows, Any], tuple[Tensor, Share]], micro_batches: Sequence[MicroBatch], ranks: Ranks,
+    on_progress: Progress | None, *, forward_only: bool,
+) -> None:  # fmt: skip
+    """Runs ``forward(number, micro_batch, rows, stage)`` for every micro-batch and each of this rank's stages ``network``, and unless ``forward_only`` its
+    backward pass, by the schedule that Megatron has for the mesh: 1F1B over the stages of a pipeline, interleaved if ranks have several. That one takes
+    multiples of the pipeline's ranks, so rows of padding are added, which have no loss."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    shapes = shapes_of(micro_batches, ranks, network.config.variable_seq_lengths)
+    shapes, stages, done = shapes_of(micro_batches, ranks, network[0].config.variable_seq_lengths), len(network), 0
+    surplus = -len(micro_batches) % ranks.groups["pipeline"].size if stages > 1 else 0
+
+    def forward_step(data: Iterator[tuple[int, MicroBatch, Rows] | Tensor], stage: Any) -> tuple[Tensor, Share]:
+        nonlocal done
+        given = next(data)
+        if isinstance(given, Tensor):
+            return stage(given, torch.arange(given.shape[1], device=given.device).expand_as(given), None), _no_loss
+        computed = forward(*given, stage)
+        done += 1
+        if on_progress is not None and done % stages == 0:
+            on_progress(done // stages, len(micro_batches))
+        return computed
+
+    data = [numbered(micro_batches, shapes, surplus) for _ in network]
     get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=numbered(micro_batches, shapes), model=[network], num_microbatches=len(micro_batches),
+        forward_step_func=forward_step, data_iterator=data if stages > 1 else data[0], model=list(network), num_microbatches=len(micro_batches) + surplus,
         seq_length=shapes[0].length, micro_batch_size=shapes[0].rows, forward_only=forward_only,
     )  # fmt: skip
+
+
+def _no_loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    # A sum, so that it has a backward pass as the others do.
+    return logits.sum() * 0, torch.zeros((), dtype=torch.int, device=logits.device), {}

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tandem.backends.library_sums import LibrarySums
 from tandem.backends.megatron.groups import named
-from tandem.backends.megatron.network import gpt_of
+from tandem.backends.megatron.network import named_parameters
 from tandem.backends.megatron.optimizer import MegatronOptimizer
-from tandem.backends.megatron.passes import InFlight, Rows, head_outputs, run_schedule
+from tandem.backends.megatron.passes import InFlight, Rows, Share, head_outputs, run_schedule
 from tandem.layout.shapes import ModelShapes
 from tandem.model.head_outputs import HeadOutputs
 from tandem.model.megatron.layout import padded_vocabulary
@@ -36,11 +36,11 @@ class MegatronModel:
 
 @dataclass(frozen=True, slots=True)
 class MegatronReplica:
-    """``network``: this rank's part of the GPT in Megatron's ``DistributedDataParallel``. ``sums``: ``None`` for a single process."""
+    """``network``: this rank's part of the GPT, each of its stages in Megatron's ``DistributedDataParallel``. ``sums``: ``None`` for a single process."""
 
     ranks: Ranks
     model: MegatronModel
-    network: Any
+    network: Sequence[Any]
     optimizer: MegatronOptimizer
     sums: LibrarySums | None
 
@@ -61,14 +61,11 @@ class MegatronReplica:
         metrics. A trace has the forward passes; ``after_backward`` is not called, because Megatron's schedules do not tell."""
         shares, in_flight = list[LossShare](), InFlight()
 
-        def forward_step(data: Iterator[tuple[int, MicroBatch, Rows]], network: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            number, micro_batch, rows = next(data)
+        def forward(number: int, micro_batch: MicroBatch, rows: Rows, stage: Any) -> tuple[Tensor, Share]:
             on_phase("forward")
             with tracer.span("forward", micro_batch=number):
-                output = network(rows.tokens, rows.positions, None)
+                output = stage(rows.tokens, rows.positions, None)
             in_flight.watch(output)
-            if on_progress is not None:
-                on_progress(number + 1, len(micro_batches))
 
             def share_of(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 share = loss(self._outputs(logits, rows, micro_batch, temperature), micro_batch)
@@ -81,7 +78,7 @@ class MegatronReplica:
         if not micro_batches:
             return ForwardBackwardOutput({}, {}, 0.0)
         with named("a pass", self.ranks):
-            run_schedule(self.network, forward_step, micro_batches, self.ranks, forward_only=False)
+            run_schedule(self.network, forward, micro_batches, self.ranks, on_progress, forward_only=False)
         own, pipeline = sum_shares(shares), self.ranks.groups["pipeline"]
         totals = broadcast_value(
             pipeline, {"sums": own.sums, "maxima": own.maxima, "loss": own.loss}, pipeline.size - 1, "metrics", self.model.device
@@ -97,11 +94,8 @@ class MegatronReplica:
         inferred = torch.empty(self.model.shapes.outputs, sum(counts), dtype=torch.float64, device=self.model.device)
         columns = inferred.split(counts, dim=1)
 
-        def forward_step(data: Iterator[tuple[int, MicroBatch, Rows]], network: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            number, micro_batch, rows = next(data)
-            output = network(rows.tokens, rows.positions, None)
-            if on_progress is not None:
-                on_progress(number + 1, len(micro_batches))
+        def forward(number: int, micro_batch: MicroBatch, rows: Rows, stage: Any) -> tuple[Tensor, Share]:
+            output = stage(rows.tokens, rows.positions, None)
 
             def keep(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 columns[number].copy_(stacked(self._outputs(logits, rows, micro_batch, temperature)))
@@ -112,7 +106,7 @@ class MegatronReplica:
 
         if micro_batches:
             with named("a forward pass", self.ranks):
-                run_schedule(self.network, forward_step, micro_batches, self.ranks, forward_only=True)
+                run_schedule(self.network, forward, micro_batches, self.ranks, on_progress, forward_only=True)
         pipeline = self.ranks.groups["pipeline"]
         if pipeline.size > 1:
             pipeline.broadcast(inferred, pipeline.size - 1, "log-probabilities")
@@ -131,15 +125,15 @@ class MegatronReplica:
         return 0
 
     def weights(self) -> list[Tensor]:
-        return [*gpt_of(self.network).parameters(), *(run.weights for run in self.optimizer.runs())]
+        return [*(parameter for _, parameter in named_parameters(self.network)), *(run.weights for run in self.optimizer.runs())]
 
     def moments(self) -> list[Tensor]:
         return [moment for _, _, moment in self.optimizer.moments()]
 
     def each_parameter(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in gpt_of(self.network).named_parameters():
+        for name, parameter in named_parameters(self.network):
             yield name, parameter.detach()
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in gpt_of(self.network).named_parameters():
+        for name, parameter in named_parameters(self.network):
             yield name, parameter.main_grad

@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.backends.megatron.network import mesh_of
 from tandem.backends.megatron.optimizer import OwnRun
-from tandem.backends.megatron.parts import parts_of
+from tandem.backends.megatron.parts import parts_of_rank
 from tandem.backends.megatron.replica import MegatronReplica
 from tandem.layout.shapes import parameters
-from tandem.model.megatron.layout import MegatronRank
 from tandem.trainer.checkpoint.format.shard import Shard
 from tandem.trainer.checkpoint.model_state import WEIGHTS, run_shards
 from tandem.trainer.checkpoint.read import Contents
@@ -27,8 +25,7 @@ class MegatronState:
 
     def __init__(self, replica: MegatronReplica) -> None:
         self.replica = replica
-        places = (replica.ranks.groups[axis].rank for axis in ("tensor", "pipeline", "expert"))
-        self._parts = parts_of(replica.model.shapes, mesh_of(replica.ranks), MegatronRank(*places))
+        self._parts = parts_of_rank(replica.model.shapes, replica.ranks, len(replica.network))
 
     @property
     def folder(self) -> Path | None:
@@ -69,7 +66,7 @@ class MegatronState:
     def weight_shards(self) -> list[WeightShard]:
         """Returns this rank's shards of the weights, under the distributed optimizer its runs of them, without the last pipeline stage's copy of a tied
         embedding."""
-        is_copy = lambda run: run.parameter == "output_layer.weight" and self.replica.model.shapes.tie_word_embeddings
+        is_copy = lambda run: run.parameter.endswith("output_layer.weight") and self.replica.model.shapes.tie_word_embeddings
         runs = [run for run in self.replica.optimizer.runs() if not is_copy(run)]
         shards = [shard for run in runs for shard in self._of_run(WEIGHTS, run, run.weights)]
         return [WeightShard(s.key.name, s.whole, s.offsets, s.tensor.dtype, partial(_same, s.tensor)) for s in shards]

@@ -3,7 +3,8 @@
 
 A rank's file contains its shard of every tensor, under a name with the layer's index on its pipeline stage:
 
-- ``self_attention.linear_qkv`` stacks, for each query group, the rows of its queries, its key and its value;
+- ``self_attention.linear_qkv`` stacks, for each query group, the rows of its queries, its key and its value; tensor-parallel ranks have equal runs of these
+  rows, also where there are fewer groups than ranks;
 - ``mlp.linear_fc1`` of a tensor-parallel rank stacks its rows of gate on its rows of up;
 - ``linear_proj`` and ``linear_fc2`` are sharded by columns, everything else that is sharded by rows;
 - the vocabulary is padded with copies of its last row; with several stages, a tied embedding is stored again on the last one, as
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tandem.layout.shapes import ModelShapes
+from tandem.model.megatron.division import divided_by_tensor
 from tandem.types import UserError
 
 Spelling = Literal["transformer_engine", "local"]
@@ -38,13 +40,8 @@ class MegatronMesh:
 
     def check(self, shapes: ModelShapes) -> None:
         """Raises ``UserError`` for a model that these ranks do not divide."""
-        counts = [
-            ("tensor", self.tensor, "query groups (num_key_value_heads)", shapes.num_key_value_heads),
-            ("tensor", self.tensor, "intermediate_size", shapes.intermediate_size),
-            ("pipeline", self.pipeline, "layers", shapes.num_hidden_layers),
-        ]
-        if shapes.experts is not None:
-            counts.append(("tensor", self.tensor, "experts' intermediate_size", shapes.experts.intermediate_size))
+        counts = [("tensor", self.tensor, what, count) for what, count in divided_by_tensor(shapes, max(1, self.tensor))]
+        counts.append(("pipeline", self.pipeline, "layers", shapes.num_hidden_layers))
         for axis, size, what, count in counts:
             if size < 1 or count % size:
                 raise UserError(f"--{axis} is {size}, which does not divide the model's {count} {what}; choose a divisor")
