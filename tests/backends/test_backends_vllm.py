@@ -153,6 +153,29 @@ def test_samples_end_at_the_end_token_a_stop_text_and_the_limit(engine: Engine, 
     assert [len(sample.token_ids) for sample in engine.draw([long], {**GREEDY, "max_tokens": 30})] in ([4], [3], [2], [1])
 
 
+def test_a_completion_that_repeats_itself_ends_at_the_token_that_completes_the_repetition(engine: Engine, model: Path) -> None:
+    brought(engine, model, 22, seed=22)
+    asked, detection = prompts(16, 99, seed=7), {"max_pattern_size": 4, "min_pattern_size": 1, "min_count": 3}
+
+    def repeats_at(tokens: tuple[int, ...]) -> int | None:
+        for end in range(1, len(tokens) + 1):
+            for size in range(1, 5):
+                if end >= 3 * size and tokens[end - 3 * size : end] == tokens[end - size : end] * 3:
+                    return end
+        return None
+
+    greedy = {**GREEDY, "max_tokens": 40}
+    ends = dict[str, int]()
+    for whole, cut in zip(engine.draw(asked, greedy), engine.draw(asked, {**greedy, "repetition_detection": detection}), strict=True):
+        at = repeats_at(whole.token_ids)
+        assert cut.token_ids == whole.token_ids[:at]
+        is_early = at is not None and at < len(whole.token_ids)
+        assert cut.finish_reason == ("repetition" if is_early else whole.finish_reason)
+        assert len(cut.logprobs) == len(cut.token_ids)
+        ends[cut.finish_reason] = ends.get(cut.finish_reason, 0) + 1
+    assert ends.get("repetition", 0) >= 3, f"{ends}: hardly a completion repeats itself, so that this test says nothing"
+
+
 def test_unfinished_completions_are_continued_by_newer_weights(engine: Engine, model: Path) -> None:
     asked, settings = prompts(8, 99, seed=6), {**SAMPLED, "budget_tokens": 5}
     old = brought(engine, model, 25, seed=25)

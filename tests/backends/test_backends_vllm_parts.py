@@ -288,6 +288,39 @@ def test_a_completion_is_continued_with_its_own_tokens_other_random_numbers_and_
     assert len(cut.logprobs) == len(cut.sampling_logprobs) == len(cut.weight_versions) == 3
 
 
+def test_a_repetition_that_begins_before_a_pause_ends_a_completion_at_the_token_that_completes_it(server: Any, tmp_path: Path) -> None:
+    client, asked, answer = server
+    recipe = load_config(SORT, ["--rollout.backend=vllm", "--rollout.repetition_detection={max_pattern_size: 2, min_count: 3}"])
+    assert isinstance(recipe, Recipe)
+    write_tokenizer(recipe.model.create, tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    begun, prompt, old = tokenizer.encode("3131"), Prompt("p", "", (3, 4)), WeightVersion(3, 7)
+    settings = {**sampling_settings(recipe.rollout, 1, seed=1), "max_tokens": 8, "budget_tokens": 4}
+    sample = Sample("4/p/0", "p", 0, (3, 4), tuple(begun), (-0.5,) * 4, (-0.5,) * 4, (old,) * 4, FinishReason.ABORT, "3131")
+
+    def drawn(text: str, reason: str) -> Sample:
+        def made(body: dict[str, Any]) -> dict[str, Any]:
+            tokens, whole = tokenizer.encode(text), generated(body, reason=reason)
+            (choice,) = whole["choices"]
+            choice["token_ids"], choice["stop_reason"] = tokens, "repetition_detected" if reason == "repetition" else None
+            choice["logprobs"]["content"] = choice["logprobs"]["content"][: len(tokens)]
+            choice["weight_versions"][0]["end"] = len(tokens)
+            return whole
+
+        answer["body"] = made
+        groups = InFlightGroups(engine_of(client, tokenizer, most=2))
+        groups.add(5, [prompt], settings, [sample])
+        (continued,) = groups.draw("all", lambda done, total: None)
+        return continued
+
+    # vLLM, which sees what follows, finds one that is in it.
+    for follows, reason, text in (("3128", "length", "313131"), ("2444", "repetition", "31312444"), ("2876", "length", "31312876"), ("31", "stop", "313131")):
+        continued = drawn(follows, reason)
+        assert (continued.text, continued.finish_reason) == (text, "repetition" if follows == "3128" else reason)
+        assert len(continued.logprobs) == len(continued.weight_versions) == len(text)
+    assert all(body["sampling_params"]["repetition_detection"] == {"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 3} for body in asked)
+
+
 def test_a_request_that_is_given_up_closes_its_connection_and_has_no_output(server: Any, tmp_path: Path) -> None:
     client, asked, answer = server
     write_tokenizer(load_config(SORT).model.create, tmp_path)
@@ -384,7 +417,7 @@ def test_a_recipe_on_vllm_corrects_for_importance_and_says_so_in_its_configurati
 
 @pytest.mark.parametrize("override", [
     "rollout.temperature=0.005", "trainer.dtype=float64",
-    "rollout.repetition_detection={max_pattern_size: 2}", "residents.plan=sleep", "residents.plan=offload",
+    "residents.plan=sleep", "residents.plan=offload",
     "rollout.engine.quantization=int8", "rollout.engine.kv_cache_dtype=int8", "rollout.engine.batching=static", "rollout.engine.watermark=0.2",
     "rollout.engine.speculative_config={method: ngram}", "rollout.engine.deterministic=false",
 ])  # fmt: skip

@@ -5,11 +5,12 @@ import base64
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from tandem.backends.vllm.arguments import BOTH_LOGPROBS, MODEL_NAME, version_label
 from tandem.engine.processing.outputs import CompletionOutput, Continuation
+from tandem.engine.processing.repetition import RepetitionDetector
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import EngineDied, RoutedExperts, WeightVersion
@@ -52,6 +53,7 @@ def generate_request(
             "stop": list(params.stop_texts),
             "detokenize": bool(params.stop_texts),
             "logprobs": BOTH_LOGPROBS if is_processed(params) else 0,
+            **({} if params.repetition_detection is None else {"repetition_detection": asdict(params.repetition_detection)}),
         },
     }
 
@@ -65,7 +67,7 @@ def completion_of(
     (choice,) = answer["choices"]
     tokens, reason = tuple(choice["token_ids"]), choice["finish_reason"]
     sampling, logprobs = _logprobs(choice["logprobs"]["content"] or (), is_processed(params))
-    if len(logprobs) != len(tokens) or reason not in ("stop", "length"):
+    if len(logprobs) != len(tokens) or reason not in ("stop", "length", *(("repetition",) if params.repetition_detection is not None else ())):
         raise EngineDied(f"vLLM answered {name} with {len(tokens)} tokens, {len(logprobs)} log-probabilities and finish reason '{reason}'")
     label = version_label(version)
     spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()]
@@ -74,10 +76,20 @@ def completion_of(
     routed = routing_of(choice["routed_experts"], prompt_tokens + len(begun.token_ids) + len(tokens) - 1) if replays else None
     whole = CompletionOutput(
         index, "", [*begun.token_ids, *tokens], [*begun.raw_logprobs, *logprobs], [*begun.sampling_logprobs, *sampling],
-        [*begun.weight_versions, *(version,) * len(tokens)], reason, choice["stop_reason"] if isinstance(choice["stop_reason"], str) else None,
-        routed_experts=routed,
+        [*begun.weight_versions, *(version,) * len(tokens)], reason,
+        choice["stop_reason"] if reason == "stop" and isinstance(choice["stop_reason"], str) else None, routed_experts=routed,
     )  # fmt: skip
-    return _ended(whole, len(begun.token_ids), prompt_tokens, params.stop_texts, tokenizer)
+    return _ended(_not_repeated(whole, len(begun.token_ids), prompt_tokens, params), len(begun.token_ids), prompt_tokens, params.stop_texts, tokenizer)
+
+
+def _not_repeated(completion: CompletionOutput, begun: int, prompt_tokens: int, params: SamplingParams) -> CompletionOutput:
+    """Returns ``completion`` up to the token that completes a repetition. vLLM looks for it in what it draws: one that begins in the ``begun`` tokens is found
+    here."""
+    if not begun or params.repetition_detection is None:
+        return completion
+    detector = RepetitionDetector(params.repetition_detection)
+    count = next((count for count, token in enumerate(completion.token_ids, start=1) if detector.push(token)), len(completion.token_ids))
+    return completion if count == len(completion.token_ids) else _first(completion, count, prompt_tokens, "repetition", None)
 
 
 def _ended(completion: CompletionOutput, begun: int, prompt_tokens: int, stops: Sequence[str], tokenizer: Tokenizer) -> CompletionOutput:
@@ -89,16 +101,16 @@ def _ended(completion: CompletionOutput, begun: int, prompt_tokens: int, stops: 
         count = next(count for count in range(begun + 1, len(tokens) + 1) if any(each in _text(tokens[:count], tokenizer) for each in stops))
         text = _text(tokens[:count], tokenizer)
         stop = next(each for each in stops if each in text)
-        completion = _first(completion, count, prompt_tokens, stop)
+        completion = _first(completion, count, prompt_tokens, "stop", stop)
     return replace(completion, text=text[: text.find(stop)] if isinstance(stop, str) and stop in stops and stop in text else text)
 
 
-def _first(completion: CompletionOutput, count: int, prompt_tokens: int, stop: str) -> CompletionOutput:
-    """Returns the first ``count`` tokens of ``completion``, which the text ``stop`` ends."""
+def _first(completion: CompletionOutput, count: int, prompt_tokens: int, reason: str, stop: str | None) -> CompletionOutput:
+    """Returns the first ``count`` tokens of ``completion``, which ends there for ``reason``; ``stop``: the text that ends it."""
     routed = completion.routed_experts
     return replace(
         completion, token_ids=completion.token_ids[:count], raw_logprobs=completion.raw_logprobs[:count],
-        sampling_logprobs=completion.sampling_logprobs[:count], weight_versions=completion.weight_versions[:count], finish_reason="stop", stop_reason=stop,
+        sampling_logprobs=completion.sampling_logprobs[:count], weight_versions=completion.weight_versions[:count], finish_reason=reason, stop_reason=stop,
         routed_experts=None if routed is None else routed.first(prompt_tokens + count - 1),
     )  # fmt: skip
 
