@@ -1,12 +1,12 @@
 """The engine over the Triton kernels in Triton's interpreter: its tokens, and the bits of the trainer's forward pass."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import triton_interpreter  # noqa: F401  (skips without it)
 
 import tandem.kernels.mixed as mixed
 from tandem.engine.llm import LLM
@@ -15,10 +15,6 @@ from tandem.kernels import Kernels, select
 from tandem.kernels.mixed import Precision, in_precision
 from tandem.model.attention import PackedContext
 from tandem.model.huggingface.model_folder import load_model
-
-pytest.importorskip("triton", reason="the package triton is not installed")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("Triton's interpreter is off; set TRITON_INTERPRET=1 and run these tests alone", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tandem import SamplingParams
 from tandem.cli.main import main
-from tandem.engine import engine as engine_module
+from tandem.engine.core import published_weights
 from tandem.engine.engine import Engine
 from tandem.jobs.weights_check import compare
 from tandem.jobs.weights_check.layouts import LayoutPair, recipe_of_pair
@@ -98,13 +98,13 @@ def test_an_adapter_reaches_an_engine_that_has_slept_as_the_files_of_peft_say(
 
 def skips(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose second update leaves out one tensor."""
-    own, name, first = engine_module.replace_weights, "model.layers.0.self_attn.o_proj.weight", dict[str, torch.Tensor]()
+    own, name, first = published_weights.replace_weights, "model.layers.0.self_attn.o_proj.weight", dict[str, torch.Tensor]()
 
     def replaced(components: Any, tensors: Any, version: WeightVersion, *rest: Any) -> Any:
         left_out = [(each, first.setdefault(each, tensor.clone()) if each == name else tensor) for each, tensor in tensors]
         return own(components, left_out, version, *rest)
 
-    monkeypatch.setattr(engine_module, "replace_weights", replaced)
+    monkeypatch.setattr(published_weights, "replace_weights", replaced)
 
 
 def flips(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def keeps_old_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that takes the version of the second update and none of its tensors."""
-    own = engine_module.replace_weights
+    own = published_weights.replace_weights
 
     def replaced(components: Any, tensors: Any, version: WeightVersion, *rest: Any) -> Any:
         if version != WeightVersion(1, 1):
@@ -144,7 +144,7 @@ def does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         components.scheduler.kv_cache.weight_version = version
         return {}
 
-    monkeypatch.setattr(engine_module, "replace_weights", replaced)
+    monkeypatch.setattr(published_weights, "replace_weights", replaced)
 
 
 def publishes_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

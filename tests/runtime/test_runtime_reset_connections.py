@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import importlib.util
 import socket
 import struct
 import weakref
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 import uvicorn
 
-from tandem.runtime.rpc.fast_protocol import FastProtocol
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
 from tandem.serving.http_process import HttpServer
 
@@ -22,8 +22,19 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-@pytest.mark.parametrize("base", [PatientProtocol, FastProtocol])
-def test_a_connection_that_is_reset_leaves_nothing(base: Any) -> None:
+def test_a_connection_that_is_reset_leaves_nothing() -> None:
+    resets_leave_nothing(PatientProtocol)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("httptools") is None, reason="httptools is not installed: the other parser is tested")
+def test_a_connection_that_is_reset_leaves_nothing_with_httptools() -> None:
+    from tandem.runtime.rpc.fast_protocol import FastProtocol
+
+    resets_leave_nothing(FastProtocol)
+
+
+def resets_leave_nothing(base: Any) -> None:
     made: list[weakref.ref[Any]] = []
 
     class Protocol(base):  # type: ignore[misc]
