@@ -1,14 +1,13 @@
 """A process that runs functions of the user, as its owner sees it: started, called with a deadline, and ended with its child processes."""
 
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tandem.runtime.import_path import path_for_children
 from tandem.runtime.process.processes import Threads, describe_exit
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import Meta, RpcTimeout, WorkerDied
@@ -50,7 +49,7 @@ class FunctionProcess:
             new_session=True,
             output=log,
             # The hash seed is fixed, so that a function that iterates over a set gives the same result after a restart.
-            environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **(environment or {})},
+            environment={"PYTHONHASHSEED": "0", "PYTHONPATH": path_for_children(), **(environment or {})},
         )
 
     @property

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from tandem.types.one_line import describe, shortened
 
 PICKLED = ".pkl"
 """The end of the name of a file with a function by value, as ``train`` writes it."""
+_folders: set[str] = set()
+"""The folders of loaded files, which are on the path of this process."""
 
 
 def load_function(path: str, what: str) -> tuple[Callable[..., Any], str]:
@@ -37,6 +40,12 @@ def load_function(path: str, what: str) -> tuple[Callable[..., Any], str]:
         raise UserError(f"{what} '{path}': '{name}' is {shortened(function)}, which cannot be called")
     file = getattr(module, "__file__", None) or ""
     return function, str(file if Path(file).is_file() else "")
+
+
+def path_for_children() -> str:
+    """Returns the ``PYTHONPATH`` with which a child finds what this process finds. The folders of loaded files are not in it: a child that loads the same file
+    adds its folder itself, and before the standard library, where ``PYTHONPATH`` is, a ``json.py`` there would keep the child from starting."""
+    return os.pathsep.join(path for path in sys.path if path and path not in _folders)
 
 
 def _unpickled(file: Path, what: str) -> Callable[..., Any]:
@@ -63,6 +72,8 @@ def _load_file(file: Path, what: str) -> Any:
         raise UserError(f"{what} file '{file}' is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(file.resolve().parent))  # so that it can import modules in its own folder
+    folder = str(file.resolve().parent)
+    sys.path.insert(0, folder)  # so that it can import modules in its own folder
+    _folders.add(folder)
     spec.loader.exec_module(module)
     return module

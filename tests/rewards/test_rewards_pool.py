@@ -18,6 +18,7 @@ from tandem.config.rewards import AnswerMatcherConfig, RewardFunctionConfig, Rew
 from tandem.config.task import TaskConfig
 from tandem.data.tasks import make_task
 from tandem.rl.rewards.pool import RewardPool
+from tandem.runtime.import_path import load_function
 from tandem.types import FinishReason, Prompt, RunError, Sample, Score, ScoreState, UserError, WeightVersion
 
 FUNCTIONS = """
@@ -318,6 +319,13 @@ def test_a_function_that_cannot_be_loaded_is_refused_before_the_run(tmp_path: Pa
             continue
         with pytest.raises(UserError, match=problem):
             RewardPool(config)
+
+
+def test_a_module_with_a_name_of_pythons_beside_a_loaded_function_keeps_no_worker_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('this is not the json of Python')\n")
+    (tmp_path / "functions.py").write_text("def f(completions):\n    return [1.0] * len(completions)\n")
+    load_function(f"{tmp_path}/functions.py:f", "reward function")
+    RewardPool(RewardsConfig(functions=(RewardFunctionConfig(f"{tmp_path}/functions.py:f"),))).close()
 
 
 @pytest.mark.parametrize(

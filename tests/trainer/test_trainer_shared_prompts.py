@@ -98,7 +98,8 @@ def test_gradients_equal_those_of_separate_copies_in_float64(family: dict[str, o
     model, sequences = small_model("reference", torch.float64, **family), groups(1)
     logprobs, wanted = gradients(model, sequences, False)
     shared, found = gradients(model, sequences, True)
-    assert torch.equal(shared, logprobs)
+    # In float64 the products are torch's own, which give a row different bits when the number of rows changes.
+    assert (shared - logprobs).abs().max() < 1e-12
     assert distance(found, wanted) < 1e-13
 
 

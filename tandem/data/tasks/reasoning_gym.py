@@ -6,7 +6,6 @@ a prompt is the same after a restart, and keeps the package's many imports out o
 
 import json
 import os
-import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from tandem.data.counter import counter_seed
 from tandem.data.split import Split, split_of
 from tandem.data.tasks.base import Demonstration, TaskItem
 from tandem.data.tasks.reasoning_gym_host import BLOCK_INSTANCES, Dataset, Instance, InstanceRequest
+from tandem.runtime.import_path import path_for_children
 from tandem.runtime.process.processes import Threads
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import RpcTimeout, WorkerDied, message_from, message_meta
@@ -46,7 +46,7 @@ class ReasoningGymTask:
             "tandem.data.tasks.reasoning_gym_host",
             threads=Threads(),
             output=Path(os.devnull),
-            environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
+            environment={"PYTHONHASHSEED": "0", "PYTHONPATH": path_for_children()},
         )
         self._end = weakref.finalize(self, self._host.stop, 0.0)
         try:

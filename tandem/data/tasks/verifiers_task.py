@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from tandem.config.task import VERIFIERS, TaskConfig
 from tandem.data.tasks.base import TaskItem
 from tandem.data.tasks.dataset import DatasetTask, divided
 from tandem.data.tasks.verifiers_host import Environment, EnvironmentTasks
+from tandem.runtime.import_path import path_for_children
 from tandem.runtime.process.processes import Threads
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import RpcTimeout, WorkerDied, message_from, message_meta
@@ -47,7 +47,7 @@ def _read(name: str, environment: Environment) -> EnvironmentTasks:
         "tandem.data.tasks.verifiers_host",
         threads=Threads(),
         output=Path(os.devnull),
-        environment={"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
+        environment={"PYTHONHASHSEED": "0", "PYTHONPATH": path_for_children()},
         new_session=True,
     )
     try:
