@@ -14,6 +14,7 @@ from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import DemonstrationsConfig
 from tandem.config.task import TaskConfig
+from tandem.config.trackers import TrackersConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
@@ -122,6 +123,7 @@ class PretrainRecipe:
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

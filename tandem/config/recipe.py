@@ -28,6 +28,7 @@ from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.task import VERIFIERS, TaskConfig
+from tandem.config.trackers import TrackersConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.unread import refuse_unread
 from tandem.config.watchdog import WatchdogConfig
@@ -52,6 +53,7 @@ class Recipe:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
     residents: ResidentsConfig = field(default_factory=ResidentsConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -21,6 +21,7 @@ from tandem.jobs.python_inputs import Rewards, python_inputs, with_dataset_task,
 from tandem.jobs.result import RunResult
 from tandem.jobs.run_files import INPUTS_FOLDER, PRIVATE, SFT_FOLDER, record_config, write_recipe
 from tandem.jobs.start_rl import execute_rl
+from tandem.jobs.tracked import Tracked
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.jobs.verify.resume_checks import check_recipe_text, check_records
 from tandem.jobs.verify.verify_config import MAY_CHANGE, may_change
@@ -29,6 +30,8 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_lock import RunLock
+from tandem.trackers.open import check_trackers
+from tandem.trackers.tracker import Status
 from tandem.trainer.checkpoint.format.older_version import checkpoint_of_older_version
 from tandem.types import RunError, UserError
 
@@ -80,6 +83,7 @@ def train(
 
 def _check(recipe: AnyRecipe) -> list[str]:
     """Returns what the run will need, one line for each figure. Raises ``UserError`` or ``RunError`` where the run cannot work."""
+    check_trackers(recipe.trackers)
     return check_data_run(recipe) if isinstance(recipe, PretrainRecipe) else check_rl_run(recipe).lines()
 
 
@@ -212,11 +216,18 @@ def _execute(
     recipe: AnyRecipe, directory: Path, inline: bool, callback: Callbacks, faults: FaultPlan | None, resumed: bool = False
 ) -> RunResult:
     """Runs ``recipe`` in ``directory``. Raises ``RunError`` where a callback failed or stopped the run."""
+    tracked = Tracked(recipe.trackers, callback.message)
+    if recipe.trackers.names:
+        callback.add(tracked)
+    status: Status = "stopped"
     try:
         result = _run_job(recipe, directory, inline, callback, faults, resumed)
+        status = "finished"
     except KeyboardInterrupt:
         callback.raise_why(directory, is_stopped=True)
         raise
+    finally:
+        tracked.close(status)
     callback.raise_why(directory, is_stopped=False)
     return result
 
@@ -237,6 +248,7 @@ def _run_job(
 def dry_run(recipe: AnyRecipe, recipe_path: str | Path, inline: bool = False) -> str:
     """Returns what the run will need, after every check of ``train`` that needs no work."""
     _check_inline(recipe, inline)
+    check_trackers(recipe.trackers)
     recipe = with_commits(recipe, "description")
     if isinstance(recipe, PretrainRecipe):
         lines = [*check_data_run(recipe), describe_data_time(recipe)]

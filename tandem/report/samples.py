@@ -60,6 +60,13 @@ def chosen_samples(journal: Journal, directory: Path, steps: int) -> list[StepSa
     return chosen
 
 
+def samples_of_step(journal: Journal, directory: Path, step: int, count: int) -> list[tuple[str, ShownSample]]:
+    """Returns the first ``count`` samples of ``step``, each after its prompt."""
+    samples, scores = joined(journal.rounds(step))
+    by_id, decode = {score.sample_id: score for score in scores}, _decoder(journal, directory)
+    return [(decode(sample.prompt_token_ids), _shown(sample, by_id[sample.id], decode, ALL_CHARACTERS)) for sample in samples[:count]]
+
+
 def _step(
     step: int, samples: Sequence[Sample], scores: Mapping[str, Score], decode: Callable[[Sequence[int]], str], longest: int
 ) -> StepSamples:

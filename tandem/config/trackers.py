@@ -1,0 +1,44 @@
+"""Section ``trackers``: where the metrics, the configuration and samples of a run are shown while it trains."""
+
+import difflib
+from dataclasses import dataclass
+
+from tandem.config.unread import refuse_unread
+from tandem.types.errors import UserError
+
+KNOWN = ("tensorboard",)
+
+
+@dataclass(frozen=True, slots=True)
+class TrackersConfig:
+    """Experiment trackers, which receive the rows of `metrics.jsonl` while the run trains. A resume may change all keys."""
+
+    names: tuple[str, ...] = ()
+    """`tensorboard`, and trackers of your own: `module:Class` or `path/to/file.py:Class` (see `docs/trackers.md`). Empty: none."""
+    tensorboard_folder: str = ""
+    """Folder of TensorBoard's event files. Empty: `tensorboard` in the run's folder."""
+    samples: int = 4
+    """Number of completions of a step to show with prompt and rewards. 0: none."""
+    samples_every_steps: int = 10
+    """Optimizer steps between two steps whose samples are shown."""
+    finish_timeout_s: float = 30.0
+    """Seconds to wait at the end of the run for a tracker that lacks rows. What it lacks then is said."""
+
+    def check(self) -> None:
+        """Raises ``UserError`` for an unknown tracker, one that is named twice, and values out of range."""
+        for name in self.names:
+            if name in KNOWN or ":" in name:
+                continue
+            near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(KNOWN)}; for another one write a class and name it as module:Class"
+            raise UserError(f"'trackers.names' has '{name}', which is no tracker; {hint}")
+        if len(set(self.names)) < len(self.names):
+            raise UserError(f"'trackers.names' is {list(self.names)}, which names a tracker twice; remove one of the two")
+        if self.samples < 0:
+            raise UserError(f"'trackers.samples' is {self.samples}; it must be 0 (none) or more")
+        if self.samples_every_steps < 1:
+            raise UserError(f"'trackers.samples_every_steps' is {self.samples_every_steps}; it must be at least 1")
+        if not 0 <= self.finish_timeout_s < float("inf"):
+            raise UserError(f"'trackers.finish_timeout_s' is {self.finish_timeout_s}; it must be 0 or more, and finite")
+        if self.tensorboard_folder and "tensorboard" not in self.names:
+            refuse_unread("trackers", self, "trackers.names has no 'tensorboard'", "tensorboard_folder", fix="add it to trackers.names")
