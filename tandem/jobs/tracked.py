@@ -21,6 +21,7 @@ class Tracked(Callback):
     def __init__(self, config: TrackersConfig, say: Callable[[str], None]) -> None:
         self._config, self._say = config, say
         self._directory = Path()
+        self._passed_on: dict[str, int] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def started(self, run_directory: str, max_steps: int, target: float | None) -> None:
@@ -47,7 +48,7 @@ class Tracked(Callback):
             return
         folder, until = self._directory / FOLDER, time.monotonic() + self._config.finish_timeout_s
         (folder / STATUS).write_text(status)
-        for name, process in self._processes.items():
+        for process in self._processes.values():
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -63,12 +64,11 @@ class Tracked(Callback):
     def _pass_on(self) -> None:
         for name in self._processes:
             said = self._directory / FOLDER / f"{_file(name)}.said"
-            if said.exists():
-                # A line is written at once; one that comes between the two calls is in the log of the next row.
-                lines = said.read_text("utf-8").splitlines()
-                said.unlink()
-                for line in lines:
-                    self._say(line)
+            # A last line without its end is still being written.
+            lines = said.read_text("utf-8").split("\n")[:-1] if said.exists() else []
+            for line in lines[self._passed_on.get(name, 0) :]:
+                self._say(line)
+            self._passed_on[name] = len(lines)
 
 
 def _file(name: str) -> str:

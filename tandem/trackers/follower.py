@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tandem.trackers.sent_rows import SentRows
 from tandem.trackers.tracker import RunFacts, SampleRow, Tracker
@@ -32,7 +32,9 @@ class Follower:
     ) -> None:
         self._facts, self._make, self._sent, self._samples_of, self._say = facts, make, sent, samples_of, say
         self.tracker: Tracker | None = None
-        self._inode, self._offset = -1, 0
+        # Held open, so that no later file has its inode.
+        self._file: BinaryIO | None = None
+        self._offset = 0
         self._failed, self._wait_s, self._not_before = False, FIRST_WAIT_S, 0.0
 
     def catch_up(self) -> bool:
@@ -55,7 +57,7 @@ class Follower:
         """The tracker is made anew after a while, and continues where it had come to."""
         if not self._failed:
             self._say(f"failed and is tried again, the run does not wait for it: {describe(error)}")
-        self._failed, self.tracker, self._inode = True, None, -1
+        self._failed, self.tracker = True, None
         self._not_before = time.monotonic() + self._wait_s
         self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
 
@@ -64,15 +66,13 @@ class Follower:
         path = self._facts.directory / "metrics.jsonl"
         if not path.exists():
             return []
-        with path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode == self._inode and self.tracker is not None:
-                file.seek(self._offset)
-                rows = file.read().split(b"\n")[:-1]
-            else:
-                rows = self._go_back(file.read().split(b"\n")[:-1])
-                self._inode = inode
-        return rows
+        if self.tracker is not None and self._file is not None and path.stat().st_ino == os.fstat(self._file.fileno()).st_ino:
+            self._file.seek(self._offset)
+            return self._file.read().split(b"\n")[:-1]
+        if self._file is not None:
+            self._file.close()
+        self._file = path.open("rb")
+        return self._go_back(self._file.read().split(b"\n")[:-1])
 
     def _go_back(self, rows: list[bytes]) -> list[bytes]:
         """Begins at the first of ``rows``, all of the file, that was not sent; returns those from there on."""

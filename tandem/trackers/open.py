@@ -38,4 +38,5 @@ def check_trackers(config: TrackersConfig) -> None:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise UserError(f"'trackers.tensorboard_folder' is '{config.tensorboard_folder}', which cannot be written: {error.strerror}; name another") from None
+            given = f"'trackers.tensorboard_folder' is '{config.tensorboard_folder}'"
+            raise UserError(f"{given}, which cannot be written: {error.strerror}; name another") from None

@@ -1,6 +1,5 @@
 """Which rows of ``metrics.jsonl`` a tracker has: their digests, in a file of the run's folder, one line for each row in the order of the file."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,4 +40,4 @@ class SentRows:
         del self._digests[count:]
         fresh = self._path.with_name(f"{self._path.name}.tmp")
         fresh.write_text("".join(f"{digest}\n" for digest in self._digests), "ascii")
-        os.replace(fresh, self._path)
+        fresh.replace(self._path)

@@ -1,6 +1,7 @@
 """What a tracker has of a run whose rows are appended, cut and written again, and what is said of one that fails."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tandem.config.trackers import TrackersConfig
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.trackers import follower as follower_module
 from tandem.trackers.follower import Follower, missing_rows
-from tandem.trackers.open import check_trackers
+from tandem.trackers.open import check_trackers, open_tracker
 from tandem.trackers.sent_rows import SentRows
 from tandem.trackers.tensorboard import TensorBoard
 from tandem.trackers.tracker import RunFacts, SampleRow, Tracker
@@ -97,6 +98,21 @@ def test_a_tracker_that_fails_is_named_once_and_has_every_row_when_it_works_agai
     assert scalars(tmp_path / "tensorboard") == points(tmp_path)
 
 
+def test_the_class_in_the_document_has_each_row_once(tmp_path: Path) -> None:
+    (source,) = re.findall(r"```python\n(.*?)^```", (Path(__file__).parents[2] / "docs" / "trackers.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_tracker.py").write_text(source)
+    metrics, config = MetricsFile(tmp_path / "metrics.jsonl"), TrackersConfig((f"{tmp_path / 'my_tracker.py'}:Lines",))
+    check_trackers(config)
+    for life, first in enumerate((0, 2)):
+        metrics.cut_after(first)
+        said = list[str]()
+        follows = follower(tmp_path, lambda: open_tracker(config.names[0], config, tmp_path), said)
+        for step in range(first, 5):
+            metrics.append(row(step, life))
+            assert follows.catch_up() and not said
+    assert (tmp_path / "lines.jsonl").read_bytes() == (tmp_path / "metrics.jsonl").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -113,7 +129,7 @@ def test_a_name_that_is_no_tracker_is_refused(names: tuple[str, ...], message: s
 
 def test_what_keeps_a_tracker_from_working_is_one_line_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="which cannot be written: .*; name another"):
+    with pytest.raises(UserError, match=r"which cannot be written: .*; name another"):
         check_trackers(TrackersConfig(("tensorboard",), str(tmp_path / "file" / "below")))
     with pytest.raises(UserError, match=r"has no 'Absent'; it has "):
         check_trackers(TrackersConfig((f"{Path(__file__).parent / 'event_files.py'}:Absent",)))

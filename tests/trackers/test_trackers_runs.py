@@ -5,8 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from event_files import numbers, scalars, table
-from pod_runs import PodRun
+from pod_runs import RECIPE, PodRun
+
+from tandem import train
 
 HERE = Path(__file__).parent
 TENSORBOARD = "--trackers.names=[tensorboard]"
@@ -24,6 +27,19 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
     return run
 
 
+def test_a_run_on_data_is_in_tensorboard_and_its_model_too(tmp_path: Path) -> None:
+    sections = {
+        "algorithm": {"name": "sft"}, "task": {"name": "sort"}, "data": {"sequence_length": 32, "global_batch_size": 2},
+        "model": yaml.safe_load(RECIPE.read_text())["model"], "trackers": {"names": ["tensorboard"]}, "machine": {"threads": 1},
+        "run": {"max_steps": 3, "directory": str(tmp_path), "name": "run"},
+    }  # fmt: skip
+    run = PodRun(tmp_path)
+    train(sections, progress=False)
+    assert scalars(run.directory / "tensorboard") == points(run) and len(points(run)) == 3
+    assert table(run.directory / "tensorboard", "artefacts/model")[2][1] == [str(run.directory / "model")]
+
+
+@pytest.mark.full
 def test_a_run_of_reinforcement_learning_is_in_tensorboard_with_samples_and_its_model(tracked: PodRun) -> None:
     folder = tracked.directory / "tensorboard"
     assert scalars(folder) == points(tracked) and len(points(tracked)) == 3
