@@ -11,16 +11,18 @@ from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import WeightManifest
 from tandem.weight_transfer import elementwise
+from tandem.weight_transfer.announcement import Announcement
 from tandem.weight_transfer.copying import Threads
 from tandem.weight_transfer.delta import Delta, DeltaMemory, publish_reference, reference_to
 from tandem.weight_transfer.publication import current, describe, publish, replaceable
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers, check_free, contents_of
 from tandem.weight_transfer.stored.storage_source import StorageSource, StoredWeights
 from tandem.weight_transfer.stored.stored_file import SEGMENT, StoredDamage
+from tandem.weight_transfer.transport.early import Arrived, Begun, EarlyReading
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, choose, endpoint_of, peers_with
 from tandem.weight_transfer.transport.fetch import Fetched, fetch
 from tandem.weight_transfer.transport.local_parts import LocalParts
-from tandem.weight_transfer.transport.pieces import Source, SourceStuck
+from tandem.weight_transfer.transport.pieces import Source, SourceStuck, pieces_of
 from tandem.weight_transfer.transport.receive_delta import receive_delta
 from tandem.weight_transfer.transport.several_senders import Sender, SeveralSenders
 from tandem.weight_transfer.transport.tcp_source import TcpSource
@@ -36,7 +38,8 @@ _DELTA_PROTOCOLS: tuple[Protocol, ...] = ("tcp",)
 @dataclass(frozen=True, slots=True)
 class Mirrored:
     """A version that this pod's engines can read now. ``protocol``: what carried it, empty if it was here before. ``peers``: the pods beside the trainer's that
-    it was asked of. ``delta_bytes``: of the element-wise delta that came instead of whole parts, and ``whole``: why it, or parts of it, were not used."""
+    it was asked of. ``delta_bytes``: of the element-wise delta that came instead of whole parts, and ``whole``: why it, or parts of it, were not used.
+    ``early_bytes``: of those that came, how many came before it was published."""
 
     manifest: WeightManifest
     protocol: str
@@ -44,6 +47,7 @@ class Mirrored:
     peers: tuple[str, ...] = ()
     delta_bytes: int = 0
     whole: tuple[str, ...] = ()
+    early_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class _Arrived:
     delta: Delta | None
     peers: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
+    early_bytes: int = 0
 
 
 class WeightMirror:
@@ -83,6 +88,47 @@ class WeightMirror:
         # What each segment holds, of what this mirror has brought, and the revision of the last.
         self._brought: dict[str, WeightManifest] = {}
         self._revision = 0
+        self._early: EarlyReading | None = None
+
+    def begin_early(self, version: WeightVersion, protocols: Collection[Protocol], deadline: Deadline) -> None:
+        """Begins to read ``version``, which is not published yet, when the trainer's pod announces it, part by part as they are ready, to the buffer that is
+        free, and returns. What has come until ``bring`` is not read again. Nothing of it is published, and it is no error where that cannot be: if the
+        version is never announced, over another protocol than TCP, with too little memory, or after ``deadline`` it is read as without this."""
+        self._end_early()
+        before = replaceable(self.own)
+        if self.shared is None or self._stuck is not None or (before is not None and before[0] is not None and before[0].version >= version):
+            return
+        held = None if before is None else before[0]
+        self._early = EarlyReading(
+            self.shared, version, lambda announcement: self._begin(announcement, held, protocols, version), deadline, self._patience_s
+        )
+
+    def _begin(
+        self, announcement: Announcement, held: WeightManifest | None, protocols: Collection[Protocol], version: WeightVersion
+    ) -> Begun:  # fmt: skip
+        """Chooses where an announced version is read from, and takes the free buffer for it. Raises ``RunError`` if it cannot be read early."""
+        assert self.shared is not None
+        endpoint = endpoint_of(self.shared, announcement.segment)
+        offer = choose(endpoint, protocols)
+        if offer.protocol != "tcp":
+            raise RunError(f"over {offer.protocol} they are read when they are published")
+        source, follower = self._opened(endpoint, offer), self._opened(endpoint, offer)
+        assert isinstance(source, TcpSource) and isinstance(follower, TcpSource)
+        into = self._allocated(endpoint.size_bytes, version).other(None if held is None else held.tensors[0].segment)
+        known = self._known(into, held, False, None)
+        self._brought.pop(into.name, None)
+        into.contents = None
+        logger.info("weights %s are read from pod %s while they are registered", describe(version), endpoint.pod)
+        return Begun(source, follower, into, known)
+
+    def _end_early(self) -> Arrived | None:
+        """Ends what is read early. Returns what has come."""
+        early, self._early = self._early, None
+        try:
+            return None if early is None else early.end()
+        except SourceStuck as stuck:
+            self._stuck = stuck
+            raise
 
     def bring(
         self, version: WeightVersion | None, protocols: Collection[Protocol], deadline: Deadline,
@@ -97,6 +143,7 @@ class WeightMirror:
         Raises ``RunError`` if nothing or another version is published, no pod serves it, or the shared memory of this machine is too small; and
         what ``fetch`` raises. The engines' published version stays as it was then.
         """
+        early = self._end_early()
         if self._stuck is not None:
             raise SourceStuck(str(self._stuck))
         manifest, revision = self._published(version)
@@ -107,7 +154,7 @@ class WeightMirror:
             return Mirrored(held, "", NOTHING_FETCHED)
         arrived = self._from_storage(manifest, held, is_again, deadline, on_progress) if self._stored is not None else None
         if arrived is None:
-            arrived = self._from_pods(manifest, held, is_again, protocols, deadline, on_progress)
+            arrived = self._from_pods(manifest, held, is_again, protocols, deadline, on_progress, early)
         if self._delta_memory is not None:
             publish_reference(self.own, None if arrived.delta is None else arrived.delta.reference)
         publish(self.own, arrived.manifest, before)
@@ -115,7 +162,9 @@ class WeightMirror:
         told, delta_bytes = describe(manifest.version), arrived.delta.reference.size_bytes if arrived.delta else 0
         logger.info("weights %s came from %s over %s", told, arrived.origin, arrived.protocol)
         logger.info("of the %d bytes of weights %s %d came whole, and %d of a delta", manifest.size_bytes, told, arrived.fetched.size_bytes, delta_bytes)
-        return Mirrored(arrived.manifest, arrived.protocol, arrived.fetched, arrived.peers, delta_bytes, arrived.whole)
+        if arrived.early_bytes:
+            logger.info("%d bytes of weights %s came before they were published", arrived.early_bytes, told)
+        return Mirrored(arrived.manifest, arrived.protocol, arrived.fetched, arrived.peers, delta_bytes, arrived.whole, arrived.early_bytes)
 
     def _published(self, version: WeightVersion | None) -> tuple[WeightManifest, int]:
         """Returns the manifest of ``version`` and the revision of its publication."""
@@ -169,9 +218,9 @@ class WeightMirror:
 
     def _from_pods(
         self, manifest: WeightManifest, held: WeightManifest | None, is_again: bool, protocols: Collection[Protocol], deadline: Deadline,
-        on_progress: Callable[[int, int], None],
+        on_progress: Callable[[int, int], None], early: Arrived | None,
     ) -> "_Arrived":  # fmt: skip
-        """Reads ``manifest`` from the pods that have it."""
+        """Reads ``manifest`` from the pods that have it; ``early``: what has come of it."""
         assert self.shared is not None
         segment = _segment_of(manifest)
         endpoint = endpoint_of(self.shared, segment)
@@ -179,14 +228,17 @@ class WeightMirror:
         self._buffers(manifest)
         delta, whole = (None, ()) if is_again or held is None else self._receive_delta(manifest, endpoint, deadline)
         into, known = self._into(manifest, held, is_again, delta)
+        early = early if early is not None and early.segment is into and not is_again else None
+        early_bytes = 0 if early is None else early.came_bytes(pieces_of(manifest))
         try:
             source = self._source_of(endpoint, offer)
             peers = peers_with(self.shared, contents_of(manifest), self._pod) if isinstance(source, TcpSource) else []
             if isinstance(source, TcpSource) and peers:
                 source = SeveralSenders([self._sender(*each) for each in peers], Sender(source, segment))
             fetched = fetch(
-                source, manifest, segment, into, known, peer=endpoint.pod, deadline=deadline, patience_s=self._patience_s, on_progress=on_progress
-            )
+                source, manifest, segment, into, known, peer=endpoint.pod, deadline=deadline, patience_s=self._patience_s, on_progress=on_progress,
+                early=early,
+            )  # fmt: skip
         except SourceStuck as stuck:
             self._stuck = stuck
             raise
@@ -194,7 +246,8 @@ class WeightMirror:
             self._close_source()
             raise
         names = tuple(peer.pod for peer, _, _ in peers)
-        return _Arrived(_in(manifest, into), offer.protocol, fetched, f"pod {', '.join(names) or endpoint.pod}", delta, names, (*whole, *known.whole))
+        origin = f"pod {', '.join(names) or endpoint.pod}"
+        return _Arrived(_in(manifest, into), offer.protocol, fetched, origin, delta, names, (*whole, *known.whole), early_bytes)
 
     def _receive_delta(self, manifest: WeightManifest, endpoint: Endpoint, deadline: Deadline) -> tuple[Delta | None, tuple[str, ...]]:
         """Returns the delta that leads to ``manifest`` if the pod of ``endpoint`` has one, in this pod's memory; and why it could not be read."""
@@ -233,6 +286,11 @@ class WeightMirror:
 
     def close(self) -> None:
         """Removes the buffers, unless a transfer may still write to them: then they are removed with the process."""
+        if self._early is not None:
+            try:
+                self._early.close()
+            except SourceStuck as stuck:
+                self._stuck = stuck
         self._threads.close()
         if self._delta_memory is not None:
             self._delta_memory.close()
@@ -258,13 +316,16 @@ class WeightMirror:
         return self.buffers is not None and _segment_of(manifest) in self.buffers.names
 
     def _buffers(self, manifest: WeightManifest) -> WeightBuffers:
-        needed = max((entry.offset_bytes + entry.size_bytes for entry in manifest.tensors), default=0)
+        return self._allocated(max((entry.offset_bytes + entry.size_bytes for entry in manifest.tensors), default=0), manifest.version)
+
+    def _allocated(self, needed: int, version: WeightVersion) -> WeightBuffers:
+        """Returns the buffers, made for ``needed`` bytes of ``version`` if there are none."""
         if self.buffers is None:
             check_free(2 * needed)
             self.buffers = self._create(needed)
         if needed > self.buffers.size_bytes:
             raise RunError(
-                f"weights {describe(manifest.version)} need {needed} bytes and this pod's shared memory has {self.buffers.size_bytes}; their shapes "
+                f"weights {describe(version)} need {needed} bytes and this pod's shared memory has {self.buffers.size_bytes}; their shapes "
                 "have changed, so the pod must be started again"
             )
         return self.buffers
