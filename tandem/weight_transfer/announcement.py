@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import xxhash
@@ -34,11 +34,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """``version`` is being written to ``segment``. ``attempt``: 32 hexadecimal digits of this registration of it, as no other has; ``board``: the segment of
-    its marks, empty for a reader of another pod."""
+    """``version`` is being written to the first ``size_bytes`` of ``segment``. ``attempt``: 32 hexadecimal digits of this registration of it, as no other has;
+    ``board``: the segment of its marks, empty for a reader of another pod."""
 
     version: WeightVersion
     segment: str
+    size_bytes: int
     attempt: str
     board: str = ""
 
@@ -54,7 +55,8 @@ def new_attempt() -> str:
 
 def announce(store: Store, announcement: Announcement) -> None:
     """Tells other pods of ``announcement``. The next one, or a publication of its version, supersedes it."""
-    plain = {"version": list(announcement.version), "segment": announcement.segment, "attempt": announcement.attempt}
+    plain = {**asdict(announcement), "version": list(announcement.version)}
+    del plain["board"]
     store.put(KEY, json.dumps(plain, separators=(",", ":")).encode("ascii"))
 
 
@@ -66,7 +68,8 @@ def announced(store: Store) -> tuple[Announcement | None, int]:
     try:
         plain = json.loads(entry.value)
         incarnation, step = plain["version"]
-        return Announcement(WeightVersion(int(incarnation), int(step)), str(plain["segment"]), str(plain["attempt"])), entry.revision
+        version = WeightVersion(int(incarnation), int(step))
+        return Announcement(version, str(plain["segment"]), int(plain["size_bytes"]), str(plain["attempt"])), entry.revision
     except (ValueError, KeyError, TypeError):
         return None, entry.revision
 
@@ -76,7 +79,7 @@ def write_note(segment: Segment, announcement: Announcement | None) -> None:
     if announcement is None:
         segment.note[: _NOTE.size] = bytes(_NOTE.size)
         return
-    text = json.dumps([*announcement.version, announcement.attempt, announcement.board]).encode("ascii")
+    text = json.dumps([*announcement.version, announcement.size_bytes, announcement.attempt, announcement.board]).encode("ascii")
     segment.note[_NOTE.size : _NOTE.size + len(text)] = text
     segment.note[: _NOTE.size] = _NOTE.pack(_NOTE_MAGIC, len(text), xxhash.xxh3_64_intdigest(text))
 
@@ -90,8 +93,8 @@ def read_note(segment: Segment) -> Announcement | None:
     text = note[_NOTE.size : _NOTE.size + size]
     if magic != _NOTE_MAGIC or xxhash.xxh3_64_intdigest(text) != digest:
         return None
-    incarnation, step, attempt, board = json.loads(text)
-    return Announcement(WeightVersion(incarnation, step), segment.name, attempt, board)
+    incarnation, step, size_bytes, attempt, board = json.loads(text)
+    return Announcement(WeightVersion(incarnation, step), segment.name, size_bytes, attempt, board)
 
 
 def is_announced(segment: Segment, contents: Contents) -> bool:

@@ -99,7 +99,7 @@ class WeightWriter:
             logger.warning("weights %s are not announced: %s", describe(version), error)
             return []
         Board(self._board.memory, attempt).begin(places)
-        announcement = Announcement(version, segment.name, attempt, self._board.name)
+        announcement = Announcement(version, segment.name, weights.size_bytes, attempt, self._board.name)
         write_note(segment, announcement)
         announce(self.store, announcement)
         return [attempt, self._board.name]

@@ -114,7 +114,7 @@ class WeightMirror:
             raise RunError(f"over {offer.protocol} they are read when they are published")
         source, follower = self._opened(endpoint, offer), self._opened(endpoint, offer)
         assert isinstance(source, TcpSource) and isinstance(follower, TcpSource)
-        into = self._allocated(endpoint.size_bytes, version).other(None if held is None else held.tensors[0].segment)
+        into = self._allocated(announcement.size_bytes, version).other(None if held is None else held.tensors[0].segment)
         known = self._known(into, held, False, None)
         self._brought.pop(into.name, None)
         into.contents = None
