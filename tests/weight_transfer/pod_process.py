@@ -1,7 +1,8 @@
 """A pod as a process of its own: ``python pod_process.py ROLE FOLDER PROTOCOLS PORT``, driven by a line on its standard input for each answer.
 
 ``serve``: publishes weights and serves them; a line ``INCARNATION STEP ROWS`` is a version. ``receive``: a line ``INCARNATION STEP ROWS`` brings that version
-and compares it with the tensors that the other side made, ``early INCARNATION STEP ROWS`` begins to read it before it is published; ``PORT`` other than 0 is where plain TCP is reached in the place of the published one.
+and compares it with the tensors that the other side made, ``early INCARNATION STEP ROWS`` begins to read it before it is published; ``PORT`` other than 0 is
+where plain TCP is reached in the place of the published one.
 """
 
 import json

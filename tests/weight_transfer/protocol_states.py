@@ -100,7 +100,8 @@ class Early(NamedTuple):
 
 class Trainer(NamedTuple):
     """A trainer's worker. ``at``: ``train``, ``choose``, ``announce``, ``a``, ``b`` (the tensor that it writes next), ``label``, ``look`` (at what is
-    published), ``swap``, ``delta`` or ``dead``. ``replaced``: the version, segment and revision that it saw last; ``target``: the buffer that it writes, of the shim ``shim``."""
+    published), ``swap``, ``delta`` or ``dead``. ``replaced``: the version, segment and revision that it saw last; ``target``: the buffer that it writes, of the
+    shim ``shim``."""
 
     incarnation: int
     shim: int
