@@ -174,5 +174,5 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
     sends_on = {"host": pods.host, "port": 0, "advertised": ""} if pods.peer_to_peer else {}
     return RolloutPods(
         made, lambda: open_store(address), address, rollout.engine.max_num_seqs, deadline_s, answer, joining, pods.min_count, pods.join_timeout_s, sends_on,
-        pods.elementwise_deltas, pods.weights_url,
-    )
+        pods.elementwise_deltas, pods.weights_url, stages=pods.pipeline and recipe.rollout.backend == "tandem",
+    )  # fmt: skip

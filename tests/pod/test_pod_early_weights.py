@@ -19,6 +19,9 @@ def test_a_second_pod_that_reads_while_weights_are_registered_gives_the_bits_of_
     train_two_pods(off, "--pods.pipeline=false")
     assert difference(on, undisturbed) == difference(off, undisturbed) == []
     assert sum(early_bytes(on)) > 0 and not any(early_bytes(off))
+    for pod in (".", "pods/1"):
+        logs = [(run.directory / pod / "logs" / "rollout_worker.log").read_text() for run in (on, off)]
+        assert ["are read beside those in use" in log for log in logs] == [True, False]
     log = (off.directory / "pods" / "1" / "logs" / "rollout_shim.log").read_text()
     assert "while they are registered" not in log and "while they are registered" in (on.directory / "pods" / "1" / "logs" / "rollout_shim.log").read_text()
 
