@@ -41,8 +41,8 @@ class RolloutPods:
     ``away``: why the others do not, by number; ``lost``: those that were left out since the last update of weights and outside a rollout, as it is
     reported. ``least``: the pods that an update of weights waits for, up to ``join_timeout_s``. ``sends_on``: where pods send
     on the weights that they have received, as ``serves`` of ``receive_weights``; empty: they do not. ``reads_deltas``: whether pods read element-wise
-    deltas. ``weights_url``: the storage that pods of other machines read weights from, if it is given. ``stages``: whether the engines of a pod that has a
-    version read and verify it while other pods receive it."""
+    deltas. ``weights_url``: the storage that pods of other machines read weights from, if it is given. ``stages``: whether the engine of a pod
+    that has a version reads and verifies it while other pods receive it."""
 
     pods: Sequence[RolloutPod]
     open_store: Callable[[], Store]
@@ -56,7 +56,7 @@ class RolloutPods:
     sends_on: Mapping[str, Any] = field(default_factory=dict)
     reads_deltas: bool = False
     weights_url: str = ""
-    stages: bool = False
+    stages: Callable[[RolloutPod], bool] = lambda pod: False
     there: list[RolloutPod] = field(default_factory=list)
     away: dict[int, str] = field(default_factory=dict)
     lost: list[dict[str, Any]] = field(default_factory=list)
@@ -131,8 +131,8 @@ class RolloutPods:
             if pod.receives:
                 reply = pod.ask("receive_weights", {**self._of_weights(pod, version), "serves": self.sends_on}).meta
                 early_bytes.append(int(reply.get("early_bytes", 0)))
-            # No engine switches yet. The engines of a host that are verified together take the weights first.
-            if self.stages and pod.workers == 1:
+            if self.stages(pod):
+                # It does not switch to it yet.
                 with suppress(WorkerDied, RunError):  # It is missed by the update.
                     pod.ask("stage_weight", {"version": version, "worker": 0}, deadline_s=_BEGIN_S)
 

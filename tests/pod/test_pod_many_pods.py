@@ -133,7 +133,7 @@ def test_every_other_pod_has_received_the_weights_before_any_engine_switches(thr
 
 
 def test_engines_of_a_pod_that_has_the_weights_read_them_while_others_receive_and_switch_together(three: ThreeFakePods) -> None:
-    three.pods.stages = True
+    three.pods.stages = lambda pod: True
     assert three.update() == []
     *before, first, second, third = three.asked
     assert sorted(before) == [(0, "stage_weight"), (1, "receive_weights"), (1, "stage_weight"), (2, "receive_weights"), (2, "stage_weight")]

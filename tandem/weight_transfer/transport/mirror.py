@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
 
 from tandem.runtime.coordination.store import Store
 from tandem.runtime.process.deadline import Deadline
@@ -20,8 +19,9 @@ from tandem.weight_transfer.stored.storage_source import StorageSource, StoredWe
 from tandem.weight_transfer.stored.stored_file import SEGMENT, StoredDamage
 from tandem.weight_transfer.transport.early import Arrived, Begun, EarlyReading
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol, choose, endpoint_of, peers_with
-from tandem.weight_transfer.transport.fetch import Fetched, fetch
+from tandem.weight_transfer.transport.fetch import fetch
 from tandem.weight_transfer.transport.local_parts import LocalParts
+from tandem.weight_transfer.transport.mirrored import NOTHING_FETCHED, Mirrored, Received, in_segment, segment_of
 from tandem.weight_transfer.transport.pieces import Source, SourceStuck, pieces_of
 from tandem.weight_transfer.transport.receive_delta import receive_delta
 from tandem.weight_transfer.transport.several_senders import Sender, SeveralSenders
@@ -31,38 +31,7 @@ logger = logging.getLogger(__name__)
 
 OpenSource = Callable[[Endpoint, Offer], Source]
 """(endpoint of the other pod, the chosen one of its offers) -> what reads from it."""
-NOTHING_FETCHED = Fetched((), 0)
 _DELTA_PROTOCOLS: tuple[Protocol, ...] = ("tcp",)
-
-
-@dataclass(frozen=True, slots=True)
-class Mirrored:
-    """A version that this pod's engines can read now. ``protocol``: what carried it, empty if it was here before. ``peers``: the pods beside the trainer's that
-    it was asked of. ``delta_bytes``: of the element-wise delta that came instead of whole parts, and ``whole``: why it, or parts of it, were not used.
-    ``early_bytes``: of those that came, how many came before it was published."""
-
-    manifest: WeightManifest
-    protocol: str
-    fetched: Fetched
-    peers: tuple[str, ...] = ()
-    delta_bytes: int = 0
-    whole: tuple[str, ...] = ()
-    early_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """A version that is verified in this pod's memory, and not published to its engines yet. ``origin``: who sent it, for the log. The rest as of
-    ``Mirrored``."""
-
-    manifest: WeightManifest
-    protocol: str
-    fetched: Fetched
-    origin: str
-    delta: Delta | None
-    peers: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
-    early_bytes: int = 0
 
 
 class WeightMirror:
@@ -158,7 +127,7 @@ class WeightMirror:
         if self._delta_memory is not None:
             publish_reference(self.own, None if arrived.delta is None else arrived.delta.reference)
         publish(self.own, arrived.manifest, before)
-        self._brought[_segment_of(arrived.manifest)], self._revision = arrived.manifest, revision
+        self._brought[segment_of(arrived.manifest)], self._revision = arrived.manifest, revision
         told, delta_bytes = describe(manifest.version), arrived.delta.reference.size_bytes if arrived.delta else 0
         logger.info("weights %s came from %s over %s", told, arrived.origin, arrived.protocol)
         logger.info("of the %d bytes of weights %s %d came whole, and %d of a delta", manifest.size_bytes, told, arrived.fetched.size_bytes, delta_bytes)
@@ -182,7 +151,7 @@ class WeightMirror:
 
     def _from_storage(
         self, manifest: WeightManifest, held: WeightManifest | None, is_again: bool, deadline: Deadline, on_progress: Callable[[int, int], None]
-    ) -> "_Arrived | None":
+    ) -> Received | None:
         """Reads ``manifest`` from the storage; ``None`` if that cannot be, and it can be read from other pods."""
         assert self._stored is not None
         stored, contents = self._stored, contents_of(manifest)
@@ -200,7 +169,7 @@ class WeightMirror:
             fetched = fetch(
                 source, manifest, SEGMENT, into, known, peer=stored.url, deadline=deadline, patience_s=self._patience_s, on_progress=on_progress
             )
-            return _Arrived(_in(manifest, into), "storage", fetched, f"'{stored.url}'", delta, whole=tuple(known.whole))
+            return Received(in_segment(manifest, into), "storage", fetched, f"'{stored.url}'", delta, whole=tuple(known.whole))
         except (RunError, CallError, FileNotFoundError) as error:
             if isinstance(error, StoredDamage):
                 stored.ask_for_anchor(str(error))
@@ -219,10 +188,10 @@ class WeightMirror:
     def _from_pods(
         self, manifest: WeightManifest, held: WeightManifest | None, is_again: bool, protocols: Collection[Protocol], deadline: Deadline,
         on_progress: Callable[[int, int], None], early: Arrived | None,
-    ) -> "_Arrived":  # fmt: skip
+    ) -> Received:  # fmt: skip
         """Reads ``manifest`` from the pods that have it; ``early``: what has come of it."""
         assert self.shared is not None
-        segment = _segment_of(manifest)
+        segment = segment_of(manifest)
         endpoint = endpoint_of(self.shared, segment)
         offer = choose(endpoint, protocols)
         self._buffers(manifest)
@@ -247,7 +216,7 @@ class WeightMirror:
             raise
         names = tuple(peer.pod for peer, _, _ in peers)
         origin = f"pod {', '.join(names) or endpoint.pod}"
-        return _Arrived(_in(manifest, into), offer.protocol, fetched, origin, delta, names, (*whole, *known.whole), early_bytes)
+        return Received(in_segment(manifest, into), offer.protocol, fetched, origin, delta, names, (*whole, *known.whole), early_bytes)
 
     def _receive_delta(self, manifest: WeightManifest, endpoint: Endpoint, deadline: Deadline) -> tuple[Delta | None, tuple[str, ...]]:
         """Returns the delta that leads to ``manifest`` if the pod of ``endpoint`` has one, in this pod's memory; and why it could not be read."""
@@ -280,7 +249,7 @@ class WeightMirror:
         before = None if own is None or into.contents != contents_of(own) else own
         if self.buffers is None or held is None or not self._owns(held):
             return LocalParts(before, trusts=not is_again, delta=delta, threads=self._threads)
-        segment = next(each for each in self.buffers.segments if each.name == _segment_of(held))
+        segment = next(each for each in self.buffers.segments if each.name == segment_of(held))
         beside = held if segment.contents == contents_of(held) else None
         return LocalParts(before, beside, segment, trusts=not is_again, delta=delta, threads=self._threads)
 
@@ -313,7 +282,7 @@ class WeightMirror:
         self._source = None
 
     def _owns(self, manifest: WeightManifest) -> bool:
-        return self.buffers is not None and _segment_of(manifest) in self.buffers.names
+        return self.buffers is not None and segment_of(manifest) in self.buffers.names
 
     def _buffers(self, manifest: WeightManifest) -> WeightBuffers:
         return self._allocated(max((entry.offset_bytes + entry.size_bytes for entry in manifest.tensors), default=0), manifest.version)
@@ -329,15 +298,3 @@ class WeightMirror:
                 "have changed, so the pod must be started again"
             )
         return self.buffers
-
-
-def _in(manifest: WeightManifest, segment: Segment) -> WeightManifest:
-    return replace(manifest, tensors=tuple(replace(entry, segment=segment.name) for entry in manifest.tensors))
-
-
-def _segment_of(manifest: WeightManifest) -> str:
-    """Returns the segment of all tensors. Raises ``RunError`` if there are none, or several segments."""
-    names = {entry.segment for entry in manifest.tensors}
-    if len(names) != 1:
-        raise RunError(f"weights {describe(manifest.version)} are in {len(names)} segments of shared memory; other pods can receive those in one")
-    return names.pop()
