@@ -1,6 +1,7 @@
 """Another pod reads a version while it is registered: the same bits, whatever is changed, killed, cut or missing meanwhile."""
 
 import os
+import random
 import signal
 import struct
 import subprocess
@@ -330,6 +331,48 @@ def test_a_pod_that_is_killed_while_it_reads_early_leaves_the_trainer_and_its_su
     got = pods.bring(FIRST)
     assert got.early_bytes == 0 and are_equal(received(pods), tensors(1, rows))
     proxy.close()
+
+
+@pytest.mark.full
+def test_sixty_versions_that_are_cut_altered_or_registered_twice_while_they_are_read_arrive_whole(make: Callable[..., TwoPods]) -> None:
+    draw, faults, flipped = random.Random(3), {"cut": 0, "flip": 0, "fail": 0}, set[int]()
+
+    def fault() -> Alter:
+        kind, at = draw.choice(["", "", "cut", "flip"]), draw.randrange(3_000, COUNT * PART)
+
+        def alter(sent: int, block: bytearray) -> bool:
+            # A part that arrives altered twice counts as damaged where it comes from.
+            if kind and sent <= at < sent + len(block) and not (kind == "flip" and step in flipped):
+                faults[kind] += 1
+                if kind == "cut":
+                    del block[at - sent :]
+                    return False
+                flipped.add(step)
+                block[at - sent] ^= 1 << draw.randrange(8)
+            return True
+
+        return alter
+
+    pods, early_bytes, step = make(fault, silent_s=1.0), 0, 0
+    for step in range(60):
+        version, sent, fails = WeightVersion(1, step), weights(step), draw.choice([None, None, "t2", "t5"])
+        begin(pods, version)
+
+        def before(name: str, fails: str | None = fails) -> None:
+            time.sleep(draw.choice([0.0, 0.002, 0.01]))
+            if name == fails:
+                raise OSError(5, "Input/output error")
+
+        if fails:
+            faults["fail"] += 1
+            with pytest.raises(OSError, match="Input/output error"):
+                register_early(pods, sent, version, before)
+            sent = [(name, tensor + 1 if name in ("t0", "t4") else tensor) for name, tensor in sent]
+        register_early(pods, sent, version, lambda name: before(name, None))
+        got = pods.bring(version)
+        early_bytes += got.early_bytes
+        assert are_equal(received(pods), sent), f"version {step}"
+    assert min(faults.values()) >= 5 and early_bytes > 20 * PART, (faults, early_bytes)
 
 
 def test_a_mark_is_known_whole_and_of_its_own_registration_alone() -> None:

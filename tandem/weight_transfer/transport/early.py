@@ -108,7 +108,8 @@ class EarlyReading:
         self._threads[0].join(2 * _WATCH_S)
 
     def _is_alive(self) -> bool:
-        return any(thread.is_alive() for thread in list(self._threads))
+        # The first one starts the others.
+        return self._threads[0].is_alive() or any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         try:
