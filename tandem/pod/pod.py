@@ -200,7 +200,7 @@ class Pod:
 
     def _register(self, version: WeightVersion) -> None:
         with self.transitions.trainer_does(TrainerState.REGISTER, version.step) as detail:
-            announces = self.pods.are_several and self.pods.pipeline and self.rollout.receive_early(version)
+            announces = self.pods.are_several and self.pods.pipeline != "never" and self.rollout.receive_early(version)
             detail.update(self.moves.note(version.step, self.trainer.register(version, self.buffers, self.fence(), announces=announces)))
             self._check_changed(version.step, str(detail["digest"]))
             self.engine_bytes["engine_weights"], self.published = self.base_bytes + int(detail["bytes"]), version

@@ -41,8 +41,9 @@ class RolloutPods:
     ``away``: why the others do not, by number; ``lost``: those that were left out since the last update of weights and outside a rollout, as it is
     reported. ``least``: the pods that an update of weights waits for, up to ``join_timeout_s``. ``sends_on``: where pods send
     on the weights that they have received, as ``serves`` of ``receive_weights``; empty: they do not. ``reads_deltas``: whether pods read element-wise
-    deltas. ``weights_url``: the storage that pods of other machines read weights from, if it is given. ``stages``: whether the engine of a pod
-    that has a version reads and verifies it while other pods receive it."""
+    deltas. ``weights_url``: the storage that pods of other machines read weights from, if it is given. ``reads_early``: whether a pod that
+    receives weights begins while they are registered; ``stages``: whether the engine of a pod that has a version reads and verifies it while other pods
+    receive it."""
 
     pods: Sequence[RolloutPod]
     open_store: Callable[[], Store]
@@ -56,6 +57,7 @@ class RolloutPods:
     sends_on: Mapping[str, Any] = field(default_factory=dict)
     reads_deltas: bool = False
     weights_url: str = ""
+    reads_early: Callable[[RolloutPod], bool] = lambda pod: True
     stages: Callable[[RolloutPod], bool] = lambda pod: False
     there: list[RolloutPod] = field(default_factory=list)
     away: dict[int, str] = field(default_factory=dict)
@@ -102,7 +104,7 @@ class RolloutPods:
             with suppress(WorkerDied, SidecarDied, RunError):
                 pod.ask("receive_early", self._of_weights(pod, version), deadline_s=_BEGIN_S)
 
-        receivers = receivers[:1] if self.sends_on else receivers
+        receivers = [pod for pod in (receivers[:1] if self.sends_on else receivers) if self.reads_early(pod)]
         for pod in receivers:
             Thread(target=begin, args=(pod,), name=f"early-{pod.number}", daemon=True).start()
         return len(receivers)

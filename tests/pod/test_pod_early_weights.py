@@ -15,8 +15,8 @@ def early_bytes(run: PodRun) -> list[int]:
 
 def test_a_second_pod_that_reads_while_weights_are_registered_gives_the_bits_of_one_that_does_not_and_of_one_pod(undisturbed: PodRun, tmp_path: Path) -> None:
     on, off = PodRun(tmp_path / "on"), PodRun(tmp_path / "off")
-    train_two_pods(on)
-    train_two_pods(off, "--pods.pipeline=false")
+    train_two_pods(on, "--pods.pipeline=always")
+    train_two_pods(off)
     assert difference(on, undisturbed) == difference(off, undisturbed) == []
     assert sum(early_bytes(on)) > 0 and not any(early_bytes(off))
     for pod in (".", "pods/1"):
@@ -35,7 +35,7 @@ def test_a_second_pod_that_reads_while_weights_are_registered_gives_the_bits_of_
 )
 def test_kill_a_pod_that_reads_early_or_the_trainer_that_registers_and_no_bit_changes(fault: str, undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
-    train_two_pods(run, "--fault", fault)
+    train_two_pods(run, "--pods.pipeline=always", "--fault", fault)
     assert difference(run, undisturbed) == [] and run.left_behind() == []
     (event,) = run.events("recovery")
     assert event.detail["role"] == ("trainer" if "trainer" in fault else "rollout"), event
@@ -44,7 +44,7 @@ def test_kill_a_pod_that_reads_early_or_the_trainer_that_registers_and_no_bit_ch
 
 def test_the_first_of_three_pods_that_send_on_reads_early_and_others_from_it(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
-    done = run.train("--pods", "3", "--pods.peer_to_peer=true")
+    done = run.train("--pods", "3", "--pods.peer_to_peer=true", "--pods.pipeline=always")
     assert done.returncode == 0, done.stdout + done.stderr
     assert difference(run, undisturbed) == [] and run.left_behind() == []
     logs = [(run.directory / "pods" / number / "logs" / "rollout_shim.log").read_text() for number in "12"]

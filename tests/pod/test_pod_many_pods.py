@@ -153,8 +153,24 @@ def test_every_pod_without_ranks_of_the_trainer_is_told_of_a_version_before_it_i
     assert told(2) == [(1, "receive_early"), (2, "receive_early")]
     three.pods.sends_on = {"host": "127.0.0.1"}
     assert told(1) == [(1, "receive_early")], "the others read from it"
+    three.pods.reads_early = lambda pod: pod.number == 2
+    assert told(0) == [], "the first one does not"
+    three.pods.sends_on = {}
+    assert told(1) == [(2, "receive_early")]
     three.pods.reads_deltas = True
     assert told(0) == []
+
+
+def test_pods_of_other_machines_read_early_by_themselves_and_those_of_this_one_when_they_are_asked_to(tmp_path: Path) -> None:
+    def early(*settings: str) -> list[bool]:
+        recipe = load_config(RECIPE, ["--pods.count=2", *settings])
+        assert isinstance(recipe, Recipe)
+        pods = open_channels(recipe, tmp_path, False, None)[1]
+        assert isinstance(pods, RolloutPods)
+        joined = RolloutPod(7, None, 1, "its own", name="elsewhere")  # type: ignore[arg-type]
+        return [each(pod) for pod in (pods.pods[1], joined) for each in (pods.reads_early, pods.stages)]
+
+    assert early() == [False, False, True, False] and early("--pods.pipeline=always") == [True, True, True, True]
 
 
 def test_a_pod_whose_lease_ended_is_started_again_before_the_update(three: ThreeFakePods) -> None:
