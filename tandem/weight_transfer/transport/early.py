@@ -10,10 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.runtime.coordination.store import Store, WatchTimeout
-from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.process.deadline import LOOK_S, Deadline
 from tandem.runtime.rpc.calls import CallError
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
@@ -36,11 +36,12 @@ _PAUSES_S = 0.05, 1.0
 @dataclass(frozen=True, slots=True)
 class Arrived:
     """What has come to ``segment`` of a version that was announced: ``pieces``, whose ``expected`` are the announced digests, all or the first bytes of each,
-    and those that were there already (``here``)."""
+    and those that were there already (``here``). ``early_bytes`` had come when it was published."""
 
     segment: Segment
     pieces: Sequence[Piece] = ()
     here: Sequence[Piece] = ()
+    early_bytes: int = 0
 
     def hand_over(self, wanted: Sequence[Piece]) -> list[Piece]:
         """Returns those of the published pieces ``wanted`` that were not here, each with what has come of it."""
@@ -50,11 +51,6 @@ class Arrived:
             if (before := came.get(_key(piece))) is not None:
                 piece.go_on(before)
         return left
-
-    def came_bytes(self, wanted: Sequence[Piece]) -> int:
-        """Returns how many bytes of ``wanted`` have come."""
-        of = {_key(piece) for piece in wanted}
-        return sum(piece.done_bytes for piece in self.pieces if _key(piece) in of)
 
 
 def _key(piece: Piece) -> tuple[int, int, str]:
@@ -72,16 +68,30 @@ class Begun:
 
 
 class EarlyReading:
-    """``version`` of the run's ``store``, read by threads from its announcement on, until ``end``. ``begin``: chooses where it is read from and to; raises
-    ``RunError`` if it cannot be read early. ``patience_s``: how long attempts may bring no byte."""
+    """``version`` of the run's ``store``, read by threads from its announcement on, until ``finish`` or ``end``. ``begin``: chooses where it is read from and
+    to; raises ``RunError`` if it cannot be read early. ``patience_s``: how long attempts may bring no byte."""
 
     def __init__(self, store: Store, version: WeightVersion, begin: Callable[[Announcement], Begun], deadline: Deadline, patience_s: float) -> None:
-        self._store, self._version, self._begin, self._deadline, self._patience_s = store, version, begin, deadline, patience_s
+        self._store, self.version, self._begin, self._deadline, self._patience_s = store, version, begin, deadline, patience_s
         self._lock, self._is_ended = threading.Lock(), False
         self._begun: Begun | None = None
         self._queue, self._pieces, self._here = _Waiting(), list[Piece](), list[Piece]()
         self._threads = [threading.Thread(target=self._run, name="early-weights", daemon=True)]
         self._threads[0].start()
+
+    def finish(self, published: Sequence[Piece], deadline: Deadline, tell: Callable[[int], object]) -> Arrived | None:
+        """Called when the version is ``published``: lets the connections receive what is left, as long as they can and until ``deadline``, and returns what has
+        come, as ``end``. ``tell``: receives the bytes that have come, from time to time."""
+        with self._lock:
+            self._is_ended = self._begun is None
+        of = {_key(piece) for piece in published}
+        early_bytes = sum(piece.done_bytes for piece in list(self._pieces) if _key(piece) in of)
+        while self._begun is not None and self._is_alive() and not deadline.passed:
+            for thread in list(self._threads):
+                thread.join(LOOK_S)
+            tell(self._done_bytes())
+        arrived = self.end()
+        return None if arrived is None else replace(arrived, early_bytes=early_bytes)
 
     def end(self) -> Arrived | None:
         """Asks for nothing more, waits for what was asked for, and returns what has come; ``None`` if nothing was written. Raises ``SourceStuck`` if a thread
@@ -98,7 +108,7 @@ class EarlyReading:
             if finishes.passed:
                 begun.source.abort()
             if ends.passed:
-                raise SourceStuck(f"weights {describe(self._version)} are still read early; the memory that they are written to is not used again")
+                raise SourceStuck(f"weights {describe(self.version)} are still read early; the memory that they are written to is not used again")
             time.sleep(0.001)
         return Arrived(begun.into, self._pieces, self._here)
 
@@ -124,14 +134,14 @@ class EarlyReading:
             self._again(lambda: self._follow(begun, announcement))
             self._queue.finish()
         except (RunError, CallError, TimeoutError, OSError, struct.error, IndexError) as error:
-            logger.info("weights %s are not read on before they are published: %s", describe(self._version), error)
+            logger.info("weights %s are not read on before they are published: %s", describe(self.version), error)
             self._queue.close()
 
     def _wait(self) -> Announcement | None:
         """Returns the announcement of the version; ``None`` if none comes before the end."""
         while not (self._is_ended or self._deadline.passed):
             found, revision = announced(self._store)
-            if found is not None and found.version == self._version:
+            if found is not None and found.version == self.version:
                 return found
             try:
                 self._store.watch(KEY, revision, min(_WATCH_S, self._deadline.left_s()))
@@ -163,7 +173,7 @@ class EarlyReading:
         try:
             self._again(drain)
         except (RunError, CallError, TimeoutError, OSError) as error:
-            logger.info("weights %s are read on when they are published: %s", describe(self._version), error)
+            logger.info("weights %s are read on when they are published: %s", describe(self.version), error)
             self._queue.close()
 
     def _again(self, attempt: Callable[[], None]) -> None:

@@ -29,6 +29,7 @@ from tandem.weight_transfer.transport.tcp_source import TcpSource
 
 logger = logging.getLogger(__name__)
 
+OnProgress = Callable[[int, int], None]
 OpenSource = Callable[[Endpoint, Offer], Source]
 """(endpoint of the other pod, the chosen one of its offers) -> what reads from it."""
 _DELTA_PROTOCOLS: tuple[Protocol, ...] = ("tcp",)
@@ -63,7 +64,7 @@ class WeightMirror:
         """Begins to read ``version``, which is not published yet, when the trainer's pod announces it, part by part as they are ready, to the buffer that is
         free, and returns. What has come until ``bring`` is not read again. Nothing of it is published, and it is no error where that cannot be: if the
         version is never announced, over another protocol than TCP, with too little memory, or after ``deadline`` it is read as without this."""
-        self._end_early()
+        self._end_early(None, deadline, lambda done, total: None)
         before = replaceable(self.own)
         if self.shared is None or self._stuck is not None or (before is not None and before[0] is not None and before[0].version >= version):
             return
@@ -90,18 +91,20 @@ class WeightMirror:
         logger.info("weights %s are read from pod %s while they are registered", describe(version), endpoint.pod)
         return Begun(source, follower, into, known)
 
-    def _end_early(self) -> Arrived | None:
-        """Ends what is read early. Returns what has come."""
+    def _end_early(self, published: WeightManifest | None, deadline: Deadline, on_progress: OnProgress) -> Arrived | None:
+        """Ends what is read early; if that is what is ``published``, when all of it has come, or nothing more comes. Returns what has."""
         early, self._early = self._early, None
         try:
-            return None if early is None else early.end()
+            if early is None or published is None or published.version != early.version:
+                return None if early is None else early.end()
+            return early.finish(pieces_of(published), deadline, lambda done: on_progress(done, published.size_bytes))
         except SourceStuck as stuck:
             self._stuck = stuck
             raise
 
     def bring(
         self, version: WeightVersion | None, protocols: Collection[Protocol], deadline: Deadline,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: OnProgress = lambda done, total: None,
     ) -> Mirrored:  # fmt: skip
         """Reads, verifies and publishes ``version`` (``None``: the one that is published now); at once if it is here already.
 
@@ -112,10 +115,10 @@ class WeightMirror:
         Raises ``RunError`` if nothing or another version is published, no pod serves it, or the shared memory of this machine is too small; and
         what ``fetch`` raises. The engines' published version stays as it was then.
         """
-        early = self._end_early()
         if self._stuck is not None:
             raise SourceStuck(str(self._stuck))
         manifest, revision = self._published(version)
+        early = self._end_early(manifest, deadline, on_progress)
         before = replaceable(self.own)
         held = before[0] if before else None
         is_again = held is not None and (held.version, held.digest) == (manifest.version, manifest.digest) and self._owns(held)
@@ -150,7 +153,7 @@ class WeightMirror:
         return published
 
     def _from_storage(
-        self, manifest: WeightManifest, held: WeightManifest | None, is_again: bool, deadline: Deadline, on_progress: Callable[[int, int], None]
+        self, manifest: WeightManifest, held: WeightManifest | None, is_again: bool, deadline: Deadline, on_progress: OnProgress
     ) -> Received | None:
         """Reads ``manifest`` from the storage; ``None`` if that cannot be, and it can be read from other pods."""
         assert self._stored is not None
@@ -187,7 +190,7 @@ class WeightMirror:
 
     def _from_pods(
         self, manifest: WeightManifest, held: WeightManifest | None, is_again: bool, protocols: Collection[Protocol], deadline: Deadline,
-        on_progress: Callable[[int, int], None], early: Arrived | None,
+        on_progress: OnProgress, early: Arrived | None,
     ) -> Received:  # fmt: skip
         """Reads ``manifest`` from the pods that have it; ``early``: what has come of it."""
         assert self.shared is not None
@@ -198,7 +201,7 @@ class WeightMirror:
         delta, whole = (None, ()) if is_again or held is None else self._receive_delta(manifest, endpoint, deadline)
         into, known = self._into(manifest, held, is_again, delta)
         early = early if early is not None and early.segment is into and not is_again else None
-        early_bytes = 0 if early is None else early.came_bytes(pieces_of(manifest))
+        early_bytes = 0 if early is None else early.early_bytes
         try:
             source = self._source_of(endpoint, offer)
             peers = peers_with(self.shared, contents_of(manifest), self._pod) if isinstance(source, TcpSource) else []
