@@ -176,9 +176,31 @@ def test_a_part_of_which_the_beginning_came_is_read_on(make: Callable[..., TwoPo
     pods.mirror._early._patience_s = 0.0  # type: ignore[union-attr]
     threading.Timer(0.2, goes_on.set).start()
     got = pods.bring(FIRST)
-    assert 3 * PART < got.early_bytes < COUNT * PART and got.early_bytes % PART, "a part has come in two pieces"
-    assert got.fetched.rereads == () and are_equal(received(pods), weights(1))
+    assert 3 * PART <= got.early_bytes < COUNT * PART and got.fetched.rereads == () and are_equal(received(pods), weights(1))
     assert passed[0] < COUNT * PART + 200_000, "what had come did not come again"
+
+
+def test_what_has_not_come_when_it_is_published_comes_over_the_connections_that_are_there(make: Callable[..., TwoPods]) -> None:
+    passed, goes_on, opened = [0], threading.Event(), [0]
+
+    def hold() -> Alter:
+        opened[0] += 1
+
+        def alter(sent: int, block: bytearray) -> bool:
+            passed[0] += len(block)
+            return passed[0] < 2.5 * PART or goes_on.wait(30)
+
+        return alter
+
+    pods = make(hold, connections=1)
+    begin(pods, FIRST)
+    register_early(pods, weights(1), FIRST)
+    until(lambda: passed[0] > 2.5 * PART)
+    told = list[int]()
+    threading.Timer(0.3, goes_on.set).start()
+    got = pods.mirror.bring(FIRST, ("tcp",), Deadline(60.0), lambda done, total: told.append(done))
+    assert opened[0] == 2, "one that tells of parts, and one that brings them"
+    assert 2 * PART <= got.early_bytes < COUNT * PART and told[-1] == COUNT * PART and are_equal(received(pods), weights(1))
 
 
 def test_a_bit_that_flips_on_the_way_of_an_early_part_is_named_and_the_part_is_read_again(make: Callable[..., TwoPods]) -> None:
