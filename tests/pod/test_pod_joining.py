@@ -359,6 +359,8 @@ def test_a_pod_that_was_started_elsewhere_draws_samples_and_the_curve_is_that_of
     assert difference(machines.run, undisturbed) == [] and machines.left_behind() == []
     assert machines.members() == [("joined", "a")] and machines.run.events("recovery") == []
     assert [f"weights of step {step} (incarnation 1) came from pod" in machines.log("a") for step in range(7)] == [True] * 7
+    # It has begun with them while they were registered.
+    assert "are read from pod" in machines.log("a") and "the weights of step 6 are read beside those in use" in machines.log("a", "rollout_worker")
     store = EtcdStore(machines.etcd.config(), f"/tandem/{machines.name}/")
     assert store.list("") == [] and store._call("kv/range", store._range(""), store._deadline()).get("kvs", []) == [], "neither keys nor requests"
 
