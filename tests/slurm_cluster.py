@@ -62,14 +62,16 @@ class SlurmCluster:
         done = subprocess.run(command, env={**os.environ, **self.environment}, capture_output=True, text=True)
         return done.stdout.strip()
 
+    def clear(self) -> None:
+        """Ends all jobs, and waits for their end."""
+        ends = time.monotonic() + 60
+        while jobs := self.ask("squeue", "-h", "-o", "%i").split():
+            self.ask("scancel", *jobs)
+            assert time.monotonic() < ends, jobs
+            time.sleep(0.1)
+
     def stop(self) -> None:
-        """Ends all jobs, then the daemons."""
-        if len(self.processes) > 1:
-            self.ask("scancel", "--state=PENDING")
-            self.ask("scancel", "--state=RUNNING")
-            ends = time.monotonic() + 30
-            while self.ask("squeue", "-h") and time.monotonic() < ends:
-                time.sleep(0.1)
+        """Ends the daemons."""
         for process in reversed(self.processes):
             process.send_signal(signal.SIGTERM)
             try:

@@ -35,7 +35,8 @@ class OwnEtcd:
     password_file: Path
 
     def overrides(self) -> list[str]:
-        values = {"store": "etcd", "endpoints": f"[{self.endpoint}]", "cluster_id": f"'{self.cluster_id}'", "user": USER, "password_file": self.password_file}
+        password = json.dumps(str(self.password_file), ensure_ascii=False)
+        values = {"store": "etcd", "endpoints": f"[{self.endpoint}]", "cluster_id": f"'{self.cluster_id}'", "user": USER, "password_file": password}
         return [f"--coordination.{name}={value}" for name, value in values.items()]
 
 

@@ -28,6 +28,6 @@ def read_progress(recipe: AnyRecipe, directory: Path) -> Progress:
     if rows:
         name, key = ("loss", "train/loss") if "train/loss" in rows[-1] else ("reward", "reward/mean")
         score = f"{name} {float(rows[-1][key]):.3f}" if key in rows[-1] else ""
-    saved = [step for step in steps_on_disk(directory) if (directory / "checkpoints" / f"step-{step}" / COMMIT).is_file()]
+    saved = steps_on_disk(directory)
     in_sft = not rows and (directory / SFT_FOLDER).is_dir() and not (directory / SFT_FOLDER / "model").is_dir()
     return Progress(len(rows), recipe.run.max_steps, score, saved[-1] if saved else None, finished_result(recipe, directory) is not None, in_sft)

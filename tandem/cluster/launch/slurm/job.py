@@ -22,10 +22,8 @@ from types import FrameType
 from tandem.cluster.etcd_process import own_etcd
 from tandem.cluster.launch.record import FOLDER, PASSWORD, Record, read_record
 from tandem.cluster.launch.slurm.addresses import address_of, own_address
-from tandem.cluster.launch.slurm.commands import ask, node_address, node_names
-from tandem.cluster.launch.slurm.launcher import SAVED
-from tandem.config.recipe import AnyRecipe, Recipe
-from tandem.jobs.start import read_recipe
+from tandem.cluster.launch.slurm.commands import SAVED, ask, node_address, node_names
+from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.runtime.coordination.open import run_prefix
 from tandem.runtime.process.processes import Threads, available_cores, spawn, terminate, wait
 from tandem.runtime.records.logs import setup
@@ -52,7 +50,7 @@ class Job:
         record = read_record(self.directory)
         if record is None:
             raise UserError(f"'{self.directory}' was not launched on Slurm: it has no {FOLDER}/record.json")
-        recipe = read_recipe(self.directory, record.overrides)
+        recipe = load_config(self.directory / "config.yaml", record.overrides)
         nodes = node_names(os.environ["SLURM_JOB_NODELIST"])
         logger.info("job %s on %s", os.environ["SLURM_JOB_ID"], ", ".join(nodes))
         with contextlib.ExitStack() as stack:
@@ -86,9 +84,9 @@ class Job:
                 logger.info("etcd at %s, cluster %s", etcd.endpoint, etcd.cluster_id)
                 shared += etcd.overrides()
             others = str(len(nodes) - 1)
-            step = ["--relative=1", f"--nodes={others}", f"--ntasks={others}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--label"]
+            step = ["--relative=1", f"--nodes={others}", f"--ntasks={others}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
             command = [sys.executable, "-m", "tandem.cluster.launch.slurm.pod", str(self.directory), host, *shared]
-            pods = spawn(None, [*step, *command], program="srun", threads=Threads(1), new_session=True)
+            pods = spawn(None, ["--label", "--quiet", *step, *command], program="srun", threads=Threads(1), new_session=True)
             stack.callback(_end, pods)
             yield [*shared, f"--pods.host={host}"]
 

@@ -1,5 +1,6 @@
 """Runs as jobs of Slurm. A job is the run's folder and one command, so that Slurm can begin it again wherever it was."""
 
+import json
 import os
 import shlex
 import shutil
@@ -11,11 +12,11 @@ from typing import Any
 from tandem.cluster.etcd_process import check_etcd_program
 from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, Status
 from tandem.cluster.launch.record import CREDENTIAL, FOLDER, Record, read_record, write_record, write_secrets
-from tandem.cluster.launch.slurm.commands import ask, check_installed, check_place, find_job, submit
+from tandem.cluster.launch.slurm.commands import SAVED, ask, check_installed, check_place, find_job, submit
 from tandem.cluster.launch.slurm.script import batch_script
 from tandem.config.bundled import recipe_file
 from tandem.config.load import apply_overrides, build, read_yaml, to_mapping
-from tandem.config.recipe import AnyRecipe, Recipe, recipe_of
+from tandem.config.recipe import ON_DATA, AnyRecipe, recipe_of
 from tandem.config.slurm import SlurmConfig
 from tandem.jobs.finished import finished_result
 from tandem.jobs.start import check_resume, prepare, read_recipe
@@ -23,8 +24,6 @@ from tandem.runtime.process.program import program
 from tandem.runtime.records.run_lock import lock_holder
 from tandem.types import RunError, UserError
 
-SAVED = 75
-"""Exit status of a job whose run was stopped and saved (``EX_TEMPFAIL``)."""
 _BROKEN = ("NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 
 
@@ -37,7 +36,7 @@ class SlurmLauncher:
         recipe, _ = _placed(launch)
         if shutil.which("sinfo") is not None:
             check_place(recipe.slurm.partition, recipe.slurm.nodes)
-        return batch_script(recipe.slurm, _folder(recipe), Path.cwd()).rstrip()
+        return batch_script(recipe.slurm, _folder(to_mapping(recipe)["run"]), Path.cwd()).rstrip()
 
     def submit(self, launch: Launch) -> Placed:
         if launch.inline:
@@ -61,12 +60,11 @@ class SlurmLauncher:
             raise UserError(f"'{directory}' is {status.state} as {status.where}; wait for it, or end it first: {end}")
         if (holder := lock_holder(directory)) is not None:
             raise UserError(f"the run directory {directory} is in use by process {holder} on this machine; wait for it or stop it")
-        more, starts_etcd = _for_nodes(to_mapping(read_recipe(directory, overrides)))
+        more, starts_etcd = _for_nodes(to_mapping(read_recipe(directory, overrides)), directory)
         recipe, finished = check_resume(directory, [*overrides, *more])
         if finished:
             return Placed(directory, finished)
-        _check_jobs(recipe)
-        check_place(recipe.slurm.partition, recipe.slurm.nodes)
+            check_place(recipe.slurm.partition, recipe.slurm.nodes)
         is_given = any(override.startswith("--coordination.endpoints=") for override in overrides)
         record = replace(record, starts_etcd=(record.starts_etcd or starts_etcd) and not is_given)
         return _submitted(directory, recipe, replace(record, launcher="slurm", overrides=(*overrides, *more)))
@@ -107,12 +105,16 @@ def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
     (directory / "logs").mkdir(exist_ok=True)
     if recipe.slurm.nodes > 1:
         write_secrets(directory)
-    job = submit(batch_script(recipe.slurm, directory, Path(record.folder)))
+    before = read_record(directory)
+    # The job reads it, and may begin before this process goes on.
+    write_record(directory, record)
     try:
-        write_record(directory, replace(record, job=job))
+        job = submit(batch_script(recipe.slurm, directory, Path(record.folder)))
     except BaseException:
-        ask("scancel", job)
+        if before is not None:
+            write_record(directory, before)
         raise
+    write_record(directory, replace(record, job=job))
     here = shlex.quote(os.path.relpath(directory))
     return Placed(directory, f"submitted job {job}: run {here}\n{program()} status {here}\n{program()} logs {here} --follow\n{program()} cancel {here}")
 
@@ -123,34 +125,28 @@ def _placed(launch: Launch) -> tuple[AnyRecipe, bool]:
     run = _section(data, "run")
     if not run.get("name"):
         # Pods find the run by its name.
-        data = {**data, "run": {**run, "name": _free_name(Path(str(run.get("directory", "runs"))), Path(launch.recipe).stem)}}
-    more, starts_etcd = _for_nodes(data)
-    recipe = recipe_of(apply_overrides(data, more))
-    _check_jobs(recipe)
-    return recipe, starts_etcd
+        data = {**data, "run": {**run, "name": _free_name(_folder(run), Path(launch.recipe).stem)}}
+    more, starts_etcd = _for_nodes(data, _folder(_section(data, "run")))
+    return recipe_of(apply_overrides(data, more)), starts_etcd
 
 
-def _for_nodes(data: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """Returns the values that the recipe ``data`` needs for pods on ``slurm.nodes``, and whether its job starts an etcd."""
+def _for_nodes(data: Mapping[str, Any], directory: Path) -> tuple[list[str], bool]:
+    """Returns the values that the recipe ``data`` of the run in ``directory`` needs for pods on ``slurm.nodes``, and whether its job starts an etcd."""
     slurm = data.get("slurm") or {}
     nodes = build(SlurmConfig, slurm, "slurm").nodes if isinstance(slurm, Mapping) else 1
     if nodes == 1:
         return [], False
-    run, pods, coordination = (_section(data, name) for name in ("run", "pods", "coordination"))
-    directory = (Path(str(run.get("directory", "runs"))) / str(run["name"])).absolute()
+    if _section(data, "algorithm").get("name") in ON_DATA:
+        raise UserError(f"'slurm.nodes' is {nodes}, and a run on data trains on one machine in this version; set it to 1")
+    pods, coordination = _section(data, "pods"), _section(data, "coordination")
     count, most = (value if isinstance(value := pods.get(name), int) else 1 for name in ("count", "max_count"))
-    values = {"coordination.store": "etcd", "pods.max_count": max(most, count + nodes - 1)}
+    values: dict[str, object] = {"coordination.store": "etcd", "pods.max_count": max(most, count + nodes - 1)}
     if not pods.get("credential_file"):
-        values["pods.credential_file"] = str(directory / FOLDER / CREDENTIAL)
+        values["pods.credential_file"] = json.dumps(str(directory / FOLDER / CREDENTIAL), ensure_ascii=False)
     starts_etcd = coordination.get("store") != "etcd"
     if starts_etcd:
         check_etcd_program()
     return [f"--{key}={value}" for key, value in values.items()], starts_etcd
-
-
-def _check_jobs(recipe: AnyRecipe) -> None:
-    if recipe.slurm.nodes > 1 and not isinstance(recipe, Recipe):
-        raise UserError(f"'slurm.nodes' is {recipe.slurm.nodes}, and a run on data trains on one machine in this version; set it to 1")
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -165,8 +161,9 @@ def _free_name(parent: Path, stem: str) -> str:
     return name
 
 
-def _folder(recipe: AnyRecipe) -> Path:
-    return (Path(recipe.run.directory) / recipe.run.name).absolute()
+def _folder(run: Mapping[str, Any]) -> Path:
+    """Returns the folder of the run of section ``run``; without a name, that of all runs."""
+    return (Path(str(run.get("directory", "runs"))) / str(run.get("name", ""))).absolute()
 
 
 def _last_error(outputs: Sequence[Path]) -> str:
