@@ -56,7 +56,11 @@ def test_a_record_is_for_its_user_alone_and_a_damaged_or_foreign_one_is_named(he
         read_record(run)
 
 
-def test_following_shows_all_that_is_written_until_the_end_through_a_renamed_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_following_shows_all_that_is_written_until_the_end_through_a_renamed_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.cluster.launch.log_files._LOOK_S", 0.02)
+    monkeypatch.setattr("tandem.cluster.launch.log_files._ASK_S", 0.02)
     path, is_active = tmp_path / "a.log", True
 
     def write() -> None:
@@ -64,7 +68,7 @@ def test_following_shows_all_that_is_written_until_the_end_through_a_renamed_fil
         for line in ("one\n", "two\n"):
             with path.open("a") as file:
                 file.write(line)
-            time.sleep(0.7)
+            time.sleep(0.3)
         path.rename(tmp_path / "a.log.1")
         path.write_text("three\n")
         is_active = False

@@ -33,4 +33,4 @@ def test_what_slurm_could_not_run_is_refused_before_anything_is_made(near_slurm:
     assert refused("--slurm.mem=900G").startswith("Slurm refused: sbatch: error: Memory specification can not be satisfied")
     assert refused("--slurm.options=[--gibberish=1]").startswith("Slurm refused: sbatch: unrecognized option '--gibberish=1'")
     assert refused("--inline").startswith("--inline is one process on this machine")
-    assert not (near_slurm.directory("refused")).exists()
+    assert not (near_slurm.folder / "runs").exists()

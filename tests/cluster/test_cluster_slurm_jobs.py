@@ -66,7 +66,7 @@ def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint_with_the_same_we
 
 
 def test_the_signal_before_the_time_limit_leaves_a_checkpoint_and_a_resume_is_a_job_again(slurm: LaunchedRuns, slurm_cluster: SlurmCluster) -> None:
-    limit = ("--slurm.time=0-00:01:00", "--slurm.signal_s=30", "--slurm.requeue=false")
+    limit = ("--slurm.time=0-00:02:00", "--slurm.signal_s=30", "--slurm.requeue=false")
     slurm.tandem("train", TINY, "--on", "slurm", "--run.name=limit", *limit, *LONG)
     status = slurm.wait_for_state("limit", "finished", "failed", "stopped")
     facts = slurm_cluster.ask("scontrol", "show", "job", job_of(slurm, "limit"))

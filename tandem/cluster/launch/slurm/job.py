@@ -62,11 +62,16 @@ class Job:
                 self._controller.terminate()
             status = self._controller.wait()
         logger.info("the controller ended with %d", status)
-        if status != _INTERRUPTED:
+        # One that was asked to stop before it listened has done nothing.
+        is_stopped = status == _INTERRUPTED or (self._stops and status == -signal.SIGTERM)
+        if not is_stopped:
             return status if status >= 0 else 128 - status
         if self.is_over_time and recipe.slurm.requeue:
-            print(f"[job {os.environ['SLURM_JOB_ID']}] its time ends: queued again, to continue from the checkpoint", flush=True)
-            ask("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+            print(f"[job {os.environ['SLURM_JOB_ID']}] its time ends: it queues itself again, to continue from the checkpoint", flush=True)
+            try:
+                ask("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+            except (UserError, RunError) as error:
+                print(f"tandem: {error}; 'tandem resume' continues the run in a new job", file=sys.stderr, flush=True)
         return SAVED
 
     @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Runs as jobs of Slurm. A job is the run's folder and one command, so that Slurm can begin it again wherever it was."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -44,11 +45,15 @@ class SlurmLauncher:
         check_installed()
         recipe, starts_etcd = _placed(launch)
         check_place(recipe.slurm.partition, recipe.slurm.nodes)
+        is_first = not Path(recipe.run.directory).exists()
         directory = prepare(recipe, launch.recipe).absolute()
         try:
             return _submitted(directory, recipe, Record("slurm", starts_etcd=starts_etcd, folder=str(Path.cwd())))
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
+            if is_first:
+                with contextlib.suppress(OSError):
+                    directory.parent.rmdir()
             raise
 
     def resume(self, directory: Path, overrides: Sequence[str]) -> Placed:
@@ -64,7 +69,7 @@ class SlurmLauncher:
         recipe, finished = check_resume(directory, [*overrides, *more])
         if finished:
             return Placed(directory, finished)
-            check_place(recipe.slurm.partition, recipe.slurm.nodes)
+        check_place(recipe.slurm.partition, recipe.slurm.nodes)
         is_given = any(override.startswith("--coordination.endpoints=") for override in overrides)
         record = replace(record, starts_etcd=(record.starts_etcd or starts_etcd) and not is_given)
         return _submitted(directory, recipe, replace(record, launcher="slurm", overrides=(*overrides, *more)))
@@ -114,7 +119,11 @@ def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
         if before is not None:
             write_record(directory, before)
         raise
-    write_record(directory, replace(record, job=job))
+    try:
+        write_record(directory, replace(record, job=job))
+    except BaseException:
+        ask("scancel", job)
+        raise
     here = shlex.quote(os.path.relpath(directory))
     return Placed(directory, f"submitted job {job}: run {here}\n{program()} status {here}\n{program()} logs {here} --follow\n{program()} cancel {here}")
 
