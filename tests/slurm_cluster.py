@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,13 +22,21 @@ def is_installed() -> bool:
     return os.geteuid() == 0 and all(shutil.which(name, path=PATH) for name in _DAEMONS)
 
 
+def _here(*command: str) -> Sequence[str]:
+    return command
+
+
 @dataclass
 class SlurmCluster:
-    """Nodes ``n1``, ``n2``, ... in partition ``main``, each with ``cores`` and with this machine's address. ``small`` has the first node alone."""
+    """Nodes ``n1``, ``n2``, ... in partition ``main``, each with ``cores``. ``small`` has the first node alone. ``addresses``: of each, and ``inside`` the
+    functions that return the command that runs another one there; empty for this machine. ``address``: of this machine, which they reach."""
 
     folder: Path
     nodes: int = 2
     cores: int = 2
+    address: str = "127.0.0.1"
+    addresses: Sequence[str] = ()
+    inside: "Sequence[Callable[..., Sequence[str]]]" = ()
     processes: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     @property
@@ -49,8 +58,8 @@ class SlurmCluster:
         )  # fmt: skip
         self._wait(lambda: munge["socket"].exists(), "munged")
         self._run("slurmctld", "-D", "-c")
-        for name in self.names:
-            self._run("slurmd", "-D", "-N", name)
+        for number, name in enumerate(self.names):
+            self._run("slurmd", "-D", "-N", name, inside=self.inside[number] if self.inside else _here)
         self._wait(lambda: self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split().count("idle") == self.nodes, "Slurm")
         return self
 
@@ -81,11 +90,11 @@ class SlurmCluster:
                 process.wait()
         self.processes.clear()
 
-    def _run(self, program: str, *arguments: str) -> None:
+    def _run(self, program: str, *arguments: str, inside: "Callable[..., Sequence[str]]" = _here) -> None:
         binary = shutil.which(program, path=PATH)
         assert binary is not None
         with (self.folder / "daemons.out").open("ab") as log:
-            self.processes.append(subprocess.Popen([binary, *arguments], env={**os.environ, **self.environment}, stdout=log, stderr=log, cwd=self.folder))
+            self.processes.append(subprocess.Popen(inside(binary, *arguments), env={**os.environ, **self.environment}, stdout=log, stderr=log, cwd=self.folder))
 
     def _wait(self, is_ready: "object", what: str) -> None:
         ends = time.monotonic() + 60
@@ -97,12 +106,13 @@ class SlurmCluster:
         host, folder, ports = socket.gethostname().split(".")[0], self.folder, free_ports(self.nodes + 1)
         for name in ("state", *(f"spool-{node}" for node in self.names)):
             (folder / name).mkdir(exist_ok=True)
+        addresses = self.addresses or ["127.0.0.1"] * self.nodes
         nodes = [
-            f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs={self.cores} RealMemory=1000"
-            for name, port in zip(self.names, ports[1:], strict=True)
+            f"NodeName={name} NodeAddr={address} NodeHostname={host} Port={port} CPUs={self.cores} RealMemory=1000"
+            for name, address, port in zip(self.names, addresses, ports[1:], strict=True)
         ]
         (folder / "slurm.conf").write_text("\n".join([
-            "ClusterName=test", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "SlurmdUser=root",
+            "ClusterName=test", f"SlurmctldHost={host}({self.address})", "SlurmUser=root", "SlurmdUser=root",
             # A job that is queued again may start when its credential has expired.
             "AuthType=auth/munge", f"AuthInfo=socket={folder}/munge.socket,cred_expire=5", "CredType=cred/munge",
             f"SlurmctldPort={ports[0]}", f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/slurmd-%n.pid",
@@ -110,7 +120,7 @@ class SlurmCluster:
             f"SlurmctldLogFile={folder}/slurmctld.log", f"SlurmdLogFile={folder}/slurmd-%n.log",
             # cgroups belong to the machine.
             "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none", "JobAcctGatherType=jobacct_gather/none", "SwitchType=switch/none", "MpiDefault=none",
-            "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "SlurmdParameters=config_overrides", "ReturnToService=2",
+            "SlurmdTimeout=15", "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "SlurmdParameters=config_overrides", "ReturnToService=2",
             "SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval=1,bf_interval=1",
             "MailProg=/bin/true", "KillWait=5", "AccountingStorageType=accounting_storage/none", "JobCompType=jobcomp/none",
             *nodes,
