@@ -141,8 +141,11 @@ def _resume(directory: Path, callback: Callbacks, inline: bool, overrides: Seque
     check_steps(recipe, directory)
     # On another machine, or after its cache was emptied, they are not there. Nothing reads the weights again once the stage has ended.
     recipe = with_commits(recipe, "description" if (directory / SFT_FOLDER / "model").is_dir() else "model")
-    if overrides:
-        _check(recipe)
+    if overrides or not (directory / "journal.sqlite").exists():
+        # A run that was only prepared was checked by no machine that it works on.
+        for line in _check(recipe):
+            if line.startswith("warning: "):
+                callback.message(line)
     before = _write_new_values(recipe, directory) if overrides else recipe
     try:
         return _execute(recipe, directory, inline, callback, faults, resumed=True)

@@ -116,6 +116,13 @@ def test_a_run_is_cancelled_after_its_step_or_at_once_and_not_started_twice(slur
     assert slurm.status("job")["state"] == "stopped"
 
 
+def test_a_run_that_cannot_work_on_its_node_has_failed_with_the_line_that_says_why(slurm: LaunchedRuns) -> None:
+    slurm.tandem("train", TINY, "--on", "slurm", "--run.name=large", "--machine.memory_gib=0.01")
+    status = slurm.wait_for_state("large", "finished", "failed", "stopped")
+    assert status["state"] == "failed" and status["reason"].startswith("FAILED. ") and "memory" in status["reason"], (status, slurm.output("large"))
+    assert not (slurm.directory("large") / "journal.sqlite").exists()
+
+
 def left_behind(slurm: LaunchedRuns) -> list[str]:
     """Returns the command lines of processes that still have the test's folder in them, after they had time to end."""
     ends = time.monotonic() + 20
