@@ -54,7 +54,7 @@ class Job:
         nodes = node_names(os.environ["SLURM_JOB_NODELIST"])
         logger.info("job %s on %s", os.environ["SLURM_JOB_ID"], ", ".join(nodes))
         with contextlib.ExitStack() as stack:
-            overrides = [*record.overrides, *stack.enter_context(self._several(record, recipe, nodes))]
+            overrides = [*record.overrides, *stack.enter_context(self._beside(record, recipe, nodes))]
             arguments = ["resume", str(self.directory), "--on", "local", *overrides]
             threads = Threads(recipe.machine.threads or available_cores())
             self._controller = spawn("tandem.cli.main", arguments, threads=threads, new_session=True)
@@ -75,12 +75,12 @@ class Job:
         return SAVED
 
     @contextlib.contextmanager
-    def _several(self, record: Record, recipe: AnyRecipe, nodes: list[str]) -> Iterator[list[str]]:
-        """Inside, the further ``nodes`` have pods that join the run. Yields the new values of the controller."""
-        if len(nodes) == 1 or not isinstance(recipe, Recipe):
+    def _beside(self, record: Record, recipe: AnyRecipe, nodes: list[str]) -> Iterator[list[str]]:
+        """Inside, the run has its etcd, and the further ``nodes`` pods that join it. Yields the new values of the controller."""
+        if not isinstance(recipe, Recipe) or not recipe.pods.may_join:
             yield []
             return
-        host = own_address(address_of(node_address(nodes[1])))
+        host = own_address(address_of(node_address(nodes[1]))) if len(nodes) > 1 else "127.0.0.1"
         shared: list[str] = []
         with contextlib.ExitStack() as stack:
             if record.starts_etcd:
@@ -88,12 +88,15 @@ class Job:
                 etcd = stack.enter_context(own_etcd(host, password, log, run_prefix(recipe.coordination, self.directory)))
                 logger.info("etcd at %s, cluster %s", etcd.endpoint, etcd.cluster_id)
                 shared += etcd.overrides()
-            others = str(len(nodes) - 1)
-            step = ["--relative=1", f"--nodes={others}", f"--ntasks={others}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
-            command = [sys.executable, "-m", "tandem.cluster.launch.slurm.pod", str(self.directory), host, *shared]
-            pods = spawn(None, ["--label", "--quiet", *step, *command], program="srun", threads=Threads(1), new_session=True)
-            stack.callback(_end, pods)
+            if others := len(nodes) - 1:
+                stack.callback(_end, self._start_pods(others, host, shared))
             yield [*shared, f"--pods.host={host}"]
+
+    def _start_pods(self, count: int, host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
+        """Returns the ``srun`` of a pod on each of the ``count`` nodes after the first one, which is reached at ``host``."""
+        step = ["--relative=1", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--label", "--quiet"]
+        command = [sys.executable, "-m", "tandem.cluster.launch.slurm.pod", str(self.directory), host, *overrides]
+        return spawn(None, [*step, *command], program="srun", threads=Threads(1), new_session=True)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1 and self.is_over_time:
