@@ -13,6 +13,7 @@ from tandem.config.preference import PreferenceLoss, check_preference
 from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import DemonstrationsConfig
+from tandem.config.slurm import SlurmConfig
 from tandem.config.task import TaskConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.unread import refuse_unread
@@ -124,6 +125,7 @@ class PretrainRecipe:
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",

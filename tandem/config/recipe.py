@@ -27,6 +27,7 @@ from tandem.config.rewards import COMPARING, RewardsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
+from tandem.config.slurm import SlurmConfig
 from tandem.config.task import VERIFIERS, TaskConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.unread import refuse_unread
@@ -58,6 +59,7 @@ class Recipe:
     coordination: CoordinationConfig = field(default_factory=CoordinationConfig)
     pods: PodsConfig = field(default_factory=PodsConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.elastic": "the trainer of a pod is always restarted with all of its ranks",

@@ -78,6 +78,28 @@ def train(
         return _execute(recipe, directory, inline, told, faults)
 
 
+def prepare(recipe: AnyRecipe, recipe_path: str | Path = "") -> Path:
+    """Makes the folder of a run that ``resume`` begins, now or later and on this machine or another one, and returns it. What depends on the machine is
+    checked there."""
+    recipe = with_commits(recipe, "description")
+    check_upload_is_free(recipe.checkpoint)
+    directory = _new_directory(recipe.run, Path(recipe_path).stem or "run")
+    write_recipe(recipe, directory)
+    return directory
+
+
+def check_resume(directory: Path, overrides: Sequence[str]) -> tuple[AnyRecipe, str]:
+    """Returns the recipe with which the run in ``directory`` would be resumed and, if it has finished and is only reported, a line that says so. Raises
+    ``UserError`` for ``overrides`` that it cannot continue with."""
+    recipe = read_recipe(directory, overrides)
+    _check_may_change(overrides)
+    finished = finished_result(recipe, directory)
+    if finished is not None:
+        return recipe, describe_finished(recipe, finished, overrides)
+    check_steps(recipe, directory)
+    return recipe, ""
+
+
 def _check(recipe: AnyRecipe) -> list[str]:
     """Returns what the run will need, one line for each figure. Raises ``UserError`` or ``RunError`` where the run cannot work."""
     return check_data_run(recipe) if isinstance(recipe, PretrainRecipe) else check_rl_run(recipe).lines()
@@ -119,8 +141,11 @@ def _resume(directory: Path, callback: Callbacks, inline: bool, overrides: Seque
     check_steps(recipe, directory)
     # On another machine, or after its cache was emptied, they are not there. Nothing reads the weights again once the stage has ended.
     recipe = with_commits(recipe, "description" if (directory / SFT_FOLDER / "model").is_dir() else "model")
-    if overrides:
-        _check(recipe)
+    if overrides or not (directory / "journal.sqlite").exists():
+        # A run that was only prepared was checked by no machine that it works on.
+        for line in _check(recipe):
+            if line.startswith("warning: "):
+                callback.message(line)
     before = _write_new_values(recipe, directory) if overrides else recipe
     try:
         return _execute(recipe, directory, inline, callback, faults, resumed=True)

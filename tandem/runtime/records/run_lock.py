@@ -1,5 +1,6 @@
 """Allows one process for each run directory. The kernel releases the lock when its holder ends, also by ``kill -9``."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -36,3 +37,21 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def lock_holder(directory: Path) -> int | None:
+    """Returns the process of this machine and user that runs the run in ``directory``. The lock itself is left alone: a run that starts now needs it."""
+    path = directory / "lock"
+    with contextlib.suppress(OSError, ValueError):
+        holder = int(path.read_text(encoding="ascii"))
+        # Its number may be another process's by now.
+        if any(_is_same(file, path) for file in Path(f"/proc/{holder}/fd").iterdir()):
+            return holder
+    return None
+
+
+def _is_same(file: Path, path: Path) -> bool:
+    try:
+        return file.samefile(path)
+    except OSError:
+        return False
