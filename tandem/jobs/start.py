@@ -66,6 +66,7 @@ def train(
         recipe = recipe_of(recipe if dataset is None else with_dataset_task(recipe))
     told = Callbacks(callbacks)
     _check_inline(recipe, inline)
+    check_metrics(recipe.metrics)
     recipe = with_commits(recipe)
     inputs = python_inputs(recipe, rewards, dataset)
     with written_for_checks(inputs) as checked:

@@ -45,8 +45,8 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
 
 QUIET = {
     f"tandem_mismatch_kl{{{RUN}}}": "0.001+0x40", f"tandem_run_exact{{{RUN}}}": "0+0x40", f"vllm:kv_cache_usage_perc{{{SERVER}}}": "1+0x40",
-    f"vllm:num_requests_waiting{{{SERVER}}}": "0+0x40", f"tandem_run_since_step_seconds{{{RUN}}}": "0+15x40", f"tandem_run_median_step_seconds{{{RUN}}}": "2+0x40",
-    f"tandem_step{{{RUN}}}": "9+0x40", f"tandem_run_max_steps{{{RUN}}}": "10+0x40",
+    f"vllm:num_requests_waiting{{{SERVER}}}": "0+0x40", f"tandem_run_since_step_seconds{{{RUN}}}": "0+15x40",
+    f"tandem_run_median_step_seconds{{{RUN}}}": "2+0x40", f"tandem_step{{{RUN}}}": "9+0x40", f"tandem_run_max_steps{{{RUN}}}": "10+0x40",
 }  # fmt: skip
 """A run whose bits differ, a full cache for which nobody waits, and the end of a run, with its evaluations and its export."""
 

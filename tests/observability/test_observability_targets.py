@@ -78,6 +78,6 @@ def test_who_comes_back_takes_the_place_of_its_dead_self_at_once(tmp_path: Path)
 
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="targets folder '.*' cannot be written") as refused:
+    with pytest.raises(UserError, match=r"targets folder '.*' cannot be written") as refused:
         check_folder(tmp_path / "file" / "targets")
     assert "\n" not in str(refused.value)

@@ -26,7 +26,7 @@ def test_emit_writes_files_that_name_only_what_is_there(tmp_path: Path) -> None:
     assert set(compose["services"]) == set(IMAGES)
     named = set()
     for service in compose["services"].values():
-        for volume in service["volumes"] if "volumes" in service else ():
+        for volume in service.get("volumes", ()):
             outside, inside = volume.split(":")[:2]
             if outside.startswith("./"):
                 assert (folder / outside).exists(), volume
