@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -92,7 +91,7 @@ def webhook(told: list[tuple[str, str]]) -> Iterator[str]:
 @contextlib.contextmanager
 def training(recipe: Path, log: Path, *overrides: str) -> Iterator[None]:
     with log.open("wb") as sink:
-        process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", str(recipe), *overrides], stdout=sink, stderr=sink)
+        process = subprocess.Popen(["nice", "-n", "15", sys.executable, "-m", "tandem.cli.main", "train", str(recipe), *overrides], stdout=sink, stderr=sink)
     try:
         until(lambda: b"metrics at http://" in log.read_bytes() or process.poll() is not None, "the metrics of the run")
         assert process.poll() is None, log.read_text()
@@ -115,7 +114,10 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         folder / "pretrain", made, data={"train": [{"path": str(made / "train")}], "held_out": str(made / "held"), "global_batch_size": 4},
         evaluation={"every_steps": 50, "sequences": 4}, run={"max_steps": 1_000_000}, checkpoint={"every_steps": 500},
     )  # fmt: skip
-    small = ["--rollout.prompts_per_step=4", "--algorithm.group_size=2", "--evaluation.every_steps=20", "--evaluation.prompts=8", "--sft.steps=12"]
+    small = [
+        "--rollout.prompts_per_step=4", "--algorithm.group_size=2", "--evaluation.every_steps=20", "--evaluation.prompts=8", "--evaluation.final_prompts=8",
+        "--sft.steps=12",
+    ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(webhook(told))
         prometheus = stack.enter_context(observability(folder, targets, "--webhook", url))
@@ -123,40 +125,52 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         (folder / "serve").mkdir()
         tiny = ("--served-model-name", "tiny", "--targets-folder", str(targets))
         serving = stack.enter_context(server(model, folder / "serve", *tiny))
-        front = stack.enter_context(gateway(folder, [serving], targets_folder=str(targets)))
+        # The runs keep all cores busy, so a probe may take long.
+        probes = {"interval_s": 1.0, "timeout_s": 10.0, "failures": 3}
+        front = stack.enter_context(gateway(folder, [serving], targets_folder=str(targets), probes=probes))
         rl = ["--run.max_steps=1000000", f"--run.directory={folder}", "--run.name=rl", "--parallel.data=2", "--evaluation.target_accuracy=1.0", of_run, *small]
         stack.enter_context(training(ROOT / "recipes" / "sort.yaml", folder / "rl.log", *rl))
         stack.enter_context(training(data, folder / "pretrain.log", of_run))
-        until(lambda: len(prometheus.query('tandem_steps_total{job=~"grpo|pretrain"} > 3')) == 2, "steps of both runs")
-        for _ in range(3):
-            assert front.post("/v1/completions", {"model": "tiny", "prompt": "the quick", "max_tokens": 8}).status_code == 200
-            time.sleep(1.1)
+        until(lambda: len(prometheus.query('tandem_steps_total{job=~"grpo|pretrain"} > 3')) == 2, "steps of both runs", 300)
         yield System(prometheus, serving, front, targets, told)
         assert prometheus.stop() == 0
+
+
+def ask_until(system: System, condition: Callable[[], bool], what: str) -> None:
+    """Waits for ``condition`` while clients ask the gateway."""
+
+    def asked() -> bool:
+        for stream in (True, False):
+            system.gateway.post("/v1/completions", {"model": "tiny", "prompt": "the quick", "max_tokens": 8, "stream": stream})
+        return condition()
+
+    until(asked, what)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
 def test_every_query_of_a_dashboard_has_series_in_a_running_system(system: System, dashboard: Dashboard) -> None:
     prometheus = system.prometheus
-
-    def requests() -> None:
-        for _ in range(2):
-            assert system.gateway.post("/v1/completions", {"model": "tiny", "prompt": "the quick", "max_tokens": 8, "stream": True}).status_code == 200
-
-    until(lambda: requests() or all(prometheus.query(record.name) for record in RECORDS), "all recorded series")
+    ask_until(system, lambda: all(prometheus.query(record.name) for record in RECORDS), "all recorded series")
     there = set(prometheus.api("label/__name__/values"))
     panels = [panel for row in dashboard.rows.values() for panel in row]
     missing = {panel.title: names_in(query.expr) - there - BUILT_IN for panel in panels for query in panel.queries}
     assert len(panels) > 10 and {title: names for title, names in missing.items() if names} == {}
-    for panel in panels:
-        for query in panel.queries:
-            asked = filled(query.expr)
-            until(lambda expr=asked: requests() or prometheus.query(expr), f"an answer to {asked}", 30)  # type: ignore[misc]
-            found = prometheus.query(asked)
-            labels = set(re.findall(r"\{\{(\w+)\}\}", query.legend)) - {"run"}
-            if not names_in(query.expr) & BUILT_IN:
-                assert any(labels <= set(series["metric"]) for series in found), (panel.title, query, found)
+    queries = [query for panel in panels for query in panel.queries]
+    answers: dict[str, list[dict[str, Any]]] = {filled(query.expr): [] for query in queries}
+
+    def all_answered() -> bool:
+        # A scrape may come too late on a busy machine, after which a series has no value for a moment.
+        answers.update({expr: prometheus.query(expr) for expr, answer in answers.items() if not answer})
+        return all(answers.values())
+
+    with contextlib.suppress(AssertionError):
+        ask_until(system, all_answered, "an answer to every query")
+    assert [expr for expr, answer in answers.items() if not answer] == []
+    for query in queries:
+        labels = set(re.findall(r"\{\{(\w+)\}\}", query.legend)) - {"run"}
+        if not names_in(query.expr) & BUILT_IN:
+            assert any(labels <= set(series["metric"]) for series in answers[filled(query.expr)]), query
     for query in dashboard.variables.values():
         name, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", query).groups()  # type: ignore[union-attr]
         assert prometheus.api(f"label/{label}/values", **{"match[]": name}), query
@@ -165,7 +179,7 @@ def test_every_query_of_a_dashboard_has_series_in_a_running_system(system: Syste
 @pytest.mark.full
 def test_every_rule_names_series_that_a_running_system_has(system: System) -> None:
     prometheus = system.prometheus
-    until(lambda: all(prometheus.query(record.name) for record in RECORDS), "all recorded series")
+    ask_until(system, lambda: all(prometheus.query(record.name) for record in RECORDS), "all recorded series")
     there = set(prometheus.api("label/__name__/values"))
     assert {rule.name: names_in(rule.expr) - there for rule in (*ALERTS, *RECORDS) if names_in(rule.expr) - there} == {}
     groups = prometheus.api("rules")["groups"]
