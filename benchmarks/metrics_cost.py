@@ -50,10 +50,10 @@ def run(job: Job, arguments: list[str], folder: Path, name: str, is_on: bool) ->
     """Runs the command and returns the seconds of its counted steps. With ``is_on`` its metrics are scraped."""
     on = ["--metrics.targets_folder="] if is_on else []
     command = [sys.executable, "-m", "tandem.cli.main", "train", str(ROOT / "recipes" / job.recipe), f"--run.directory={folder}", f"--run.name={name}"]
-    with subprocess.Popen([*command, *arguments, *on], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
+    with subprocess.Popen([*command, *arguments, *on], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
         ended, lines, thread = threading.Event(), [], None
-        for line in process.stderr:
+        for line in process.stdout:
             lines.append(line)
             found = re.search(r"metrics at (http://\S+)", line)
             if found:

@@ -42,4 +42,3 @@ def test_prometheus_has_what_a_run_says_and_ends_with_the_command(tmp_path: Path
             until(lambda: not any(map(is_running, running.pids)), "the end of what it started")
     finally:
         server.close()
-        metrics.close()

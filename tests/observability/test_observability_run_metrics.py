@@ -61,7 +61,7 @@ def test_a_run_shows_its_newest_row_its_phases_its_faults_and_its_ranks(tmp_path
         metrics.waiting("late")
         found = series(metrics.text())
         table.close()
-    metrics.close()
+    assert not list(tmp_path.glob("*-wal")), "its log was written back"
     expected = {
         "tandem_step": 2, "tandem_kl": 0.5, "tandem_actor_grad_norm": 1, "tandem_evaluation_accuracy": 0.5, "tandem_steps_total": 3,
         "tandem_not_finite_rows_total": 1, "tandem_phase_seconds_total train": 6, "tandem_run_median_step_seconds": 4, "tandem_run_phase train": 1,

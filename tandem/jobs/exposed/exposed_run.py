@@ -52,7 +52,6 @@ def exposed(recipe: AnyRecipe, directory: Path, listener: socket.socket | None, 
     metrics = RunMetrics(run, job, recipe.is_exact if isinstance(recipe, Recipe) else None)
     callbacks.add(metrics)
     with contextlib.ExitStack() as stack:
-        stack.callback(metrics.close)
         server = MetricsServer(listener, metrics.text, CONTENT_TYPE)
         stack.callback(server.close)
         if config.targets_folder:

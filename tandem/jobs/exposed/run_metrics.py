@@ -56,10 +56,6 @@ class RunMetrics(Callback, Collector):
     def text(self) -> bytes:
         return exposition(self._registry)
 
-    def close(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
-
     # -- events --------------------------------------------------------------------------------------------------------
 
     def started(self, run_directory: str, max_steps: int, target: float | None) -> None:
