@@ -15,6 +15,9 @@ IMAGES = {
     "loki": "grafana/loki:3.5.3",
 }
 COMPOSE_FILE = "docker-compose.yml"
+CONFIGURATION = "prometheus-docker.yml"
+"""Of the Prometheus in a container, which has the targets folder at another place."""
+TARGETS = Path("/etc/tandem/targets")
 _LOOPBACK = "127.0.0.1"
 
 
@@ -44,9 +47,8 @@ def _services(targets_folder: Path, port: int, alertmanager_port: int) -> dict[s
         "prometheus": {
             **common["prometheus"], **of_host,
             "command": ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus", f"--web.listen-address={_LOOPBACK}:{port}"],
-            # The path is that of the configuration, so that it holds inside and outside.
             "volumes": [
-                "./prometheus.yml:/etc/prometheus/prometheus.yml:ro", "./rules:/etc/prometheus/rules:ro", f"{targets_folder}:{targets_folder}:ro",
+                f"./{CONFIGURATION}:/etc/prometheus/prometheus.yml:ro", "./rules:/etc/prometheus/rules:ro", f"{targets_folder}:{TARGETS}:ro",
                 "prometheus:/prometheus",
             ],
         },

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tandem.observability.alerts import ALERTS
-from tandem.observability.compose import compose_files
+from tandem.observability.compose import CONFIGURATION, TARGETS, compose_files
 from tandem.observability.dashboards.all import DASHBOARDS
 from tandem.observability.dashboards.model import to_json
 from tandem.observability.prometheus import alertmanager_config, prometheus_config
@@ -21,6 +21,7 @@ def observability_files(
     """Returns the text of each file, by its path in the folder. ``has_alertmanager``: Prometheus sends alerts to ``alertmanager_port``."""
     written = {
         "prometheus.yml": prometheus_config(targets_folder, interval_s, f"127.0.0.1:{alertmanager_port}" if has_alertmanager else None),
+        CONFIGURATION: prometheus_config(TARGETS, interval_s, f"127.0.0.1:{alertmanager_port}"),
         "alertmanager.yml": alertmanager_config(webhook),
         "rules/recording.yml": rules_file("tandem-recording", RECORDS),
         "rules/alerts.yml": rules_file("tandem-alerts", ALERTS),

@@ -23,7 +23,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
 def test_prometheus_has_what_a_run_says_and_ends_with_the_command(tmp_path: Path, number: int) -> None:
     need_programs()
     metrics = RunMetrics("r", "grpo", True)

@@ -33,7 +33,9 @@ def test_emit_writes_files_that_name_only_what_is_there(tmp_path: Path) -> None:
             elif not outside.startswith("/"):
                 named.add(outside)
             else:
-                assert outside == inside == str(tmp_path / "t"), "the configuration names it by this path"
+                assert outside == str(tmp_path / "t")
+                files = yaml.safe_load((folder / "prometheus-docker.yml").read_text())["scrape_configs"][0]["file_sd_configs"][0]["files"]
+                assert files == [f"{inside}/*.json"], "the configuration names it by the path inside"
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
         of_host = service.get("network_mode") == "host"
         assert not of_host or "127.0.0.1" in json.dumps(service.get("command", service.get("environment"))), "nothing listens on another address"
