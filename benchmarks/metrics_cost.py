@@ -1,124 +1,136 @@
-"""What ``/metrics`` costs a run: seconds of a step with section ``metrics``, scraped each second (fifteen times as often as usual), and without it.
+"""What ``/metrics`` costs a run: seconds of a step while it is scraped four times a second (sixty times as often as usual), and of steps in between without.
 
-    python benchmarks/metrics_cost.py [--rounds 6]
+    python benchmarks/metrics_cost.py [--steps 120]
 
-Both sides are the real command and take turns. Two jobs: reinforcement learning in a pod (recipes/sort.yaml, smaller steps), whose controller answers; and
-fine-tuning in one process (recipes/sft_sort.yaml), where the thread that answers has the interpreter of the training itself. Seconds are medians of
-``timing_s/step`` in ``metrics.jsonl``; the first steps of a run are not counted, and no step has an evaluation or a checkpoint.
+One run of each of two jobs, in which blocks of ``BLOCK`` steps with and without a scraper take turns, so that both sides have the same minutes of the machine:
+reinforcement learning in a pod (recipes/sort.yaml, smaller steps), whose controller answers; and fine-tuning in one process (recipes/sft_sort.yaml), where
+the thread that answers shares the interpreter with the training. No step has an evaluation or a checkpoint. Then the processor time of an answer and of the
+event that a row is, from which follows the cost at the usual 15 s.
 """
 
 import json
-import re
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import urllib.request
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from machine import ROOT, machine, write_report
 from options import parser as shared_parser
 
-UNCOUNTED = 3
-SCRAPE_S = 1.0
+from tandem.config.recipe import load_config
+from tandem.jobs.exposed.run_metrics import RunMetrics
+from tandem.jobs.start import train
+from tandem.runtime.callback import Callback
 
-
-@dataclass
-class Job:
-    """A job and its counted steps: ``rounds`` has a pair of lists of seconds, without and with ``/metrics``, for each turn."""
-
-    recipe: str
-    settings: list[str]
-    rounds: list[tuple[list[float], list[float]]] = field(default_factory=list)
-    scrapes: int = 0
-    scrape_bytes: int = 0
-
-
-JOBS = {
-    "reinforcement learning in a pod": Job(
-        "sort.yaml",
-        ["--run.max_steps=25", "--rollout.prompts_per_step=8", "--evaluation.every_steps=1000", "--evaluation.prompts=8", "--evaluation.final_prompts=8",
-         "--evaluation.target_accuracy=1.0", "--checkpoint.every_steps=1000"],
-    ),
-    "fine-tuning in one process": Job("sft_sort.yaml", ["--run.max_steps=60", "--evaluation.every_steps=1000", "--checkpoint.every_steps=1000"]),
-}  # fmt: skip
-
-
-def run(job: Job, arguments: list[str], folder: Path, name: str, is_on: bool) -> list[float]:
-    """Runs the command and returns the seconds of its counted steps. With ``is_on`` its metrics are scraped."""
-    on = ["--metrics.targets_folder="] if is_on else []
-    command = [sys.executable, "-m", "tandem.cli.main", "train", str(ROOT / "recipes" / job.recipe), f"--run.directory={folder}", f"--run.name={name}"]
-    with subprocess.Popen([*command, *arguments, *on], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        ended, lines, thread = threading.Event(), [], None
-        for line in process.stdout:
-            lines.append(line)
-            found = re.search(r"metrics at (http://\S+)", line)
-            if found:
-                thread = threading.Thread(target=scrape, args=(job, found[1], ended))
-                thread.start()
-        status = process.wait()
-        ended.set()
-        if thread is not None:
-            thread.join()
-    if status or is_on == (thread is None):
-        sys.exit("".join(lines[-5:]))
-    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    return [row["timing_s/step"] for row in rows[UNCOUNTED:]]
-
-
-def scrape(job: Job, url: str, ended: threading.Event) -> None:
-    while not ended.wait(SCRAPE_S):
+BLOCK, UNCOUNTED = 6, 6
+SCRAPE_S, USUAL_S = 0.25, 15.0
+RESAMPLED = 2000
+SCRAPER = """
+import pathlib, sys, time, urllib.request
+flag, url, count = pathlib.Path(sys.argv[1]), sys.argv[2], 0
+while True:
+    time.sleep(float(sys.argv[3]))
+    if flag.exists():
         try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                job.scrape_bytes = len(answer.read())
-                job.scrapes += 1
+            urllib.request.urlopen(url, timeout=5).read()
         except OSError:
-            return
+            continue
+        count += 1
+        flag.with_suffix(".count").write_text(str(count))
+"""
+NO_PAUSE = ["evaluation.every_steps=100000", "evaluation.prompts=8", "evaluation.final_prompts=8", "evaluation.target_accuracy=1.0"]
 
 
-def report(rounds: int) -> str:
-    lines = [
-        "# What /metrics costs a run", "", machine(), "",
-        f"`python benchmarks/metrics_cost.py --rounds {rounds}`: a scrape each {SCRAPE_S:g} s; Prometheus asks each 15 s.", "",
-        "| job | steps a side | median step without | with | ratio | ratio of each turn | scrapes | bytes of one |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
-    for name, job in JOBS.items():
-        off = [seconds for without, _ in job.rounds for seconds in without]
-        on = [seconds for _, those_with in job.rounds for seconds in those_with]
-        ratios = [statistics.median(those_with) / statistics.median(without) for without, those_with in job.rounds]
-        turns = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-        medians = statistics.median(off), statistics.median(on)
-        lines.append(
-            f"| {name} | {len(off)} | {1000 * medians[0]:.1f} ms | {1000 * medians[1]:.1f} ms | {medians[1] / medians[0]:.3f} | {turns} | {job.scrapes} | "
-            f"{job.scrape_bytes} |"
-        )
-    lines += ["", "The turns of the same side differ among each other by as much: compare the ratios of the turns, whose sides follow each other at once."]
-    return "\n".join(lines)
+class Turns(Callback):
+    """Starts a scraper in a process of its own, which works while ``flag`` exists, and makes or removes ``flag`` at the end of each block of steps."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+        self.seconds: dict[bool, list[float]] = {False: [], True: []}
+        self.newest: dict[str, float | int | str] = {}
+        self._scraper: subprocess.Popen[bytes] | None = None
+
+    def message(self, text: str) -> None:
+        if text.startswith("metrics at "):
+            self._scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, str(self.flag), text.removeprefix("metrics at "), str(SCRAPE_S)])
+
+    def row(self, row: Mapping[str, float | int | str]) -> None:
+        step, self.newest = int(row["step"]), dict(row)
+        if step >= UNCOUNTED:
+            self.seconds[step // BLOCK % 2 == 1].append(float(row["timing_s/step"]))
+        if (step + 1) // BLOCK % 2 == 1:
+            self.flag.touch()
+        else:
+            self.flag.unlink(missing_ok=True)
+
+    def end(self) -> int:
+        """Ends the scraper; returns how often it has scraped."""
+        assert self._scraper is not None, "the run said where its metrics are"
+        self._scraper.kill()
+        self._scraper.wait()
+        return int(self.flag.with_suffix(".count").read_text())
+
+
+def interval(off: list[float], on: list[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the ratio of the medians, by resampling."""
+    draw = random.Random(0)
+    ratios = sorted(statistics.median(draw.choices(on, k=len(on))) / statistics.median(draw.choices(off, k=len(off))) for _ in range(RESAMPLED))
+    return ratios[RESAMPLED // 40], ratios[-RESAMPLED // 40]
+
+
+def processor_ms(folder: Path, row: Mapping[str, float | int | str]) -> tuple[float, float, int]:
+    """Returns the milliseconds of the processor that an answer and a row take, with the journal of the run in ``folder``, and the bytes of an answer."""
+    metrics = RunMetrics("run", "job", True)
+    metrics.started(str(folder), 100, None)
+    times = []
+    for act in (lambda: metrics.row(row), metrics.text):
+        began = time.process_time()
+        for _ in range(200):
+            act()
+        times.append(1000 * (time.process_time() - began) / 200)
+    return times[1], times[0], len(metrics.text())
+
+
+def measure(name: str, recipe: str, settings: list[str], work: Path) -> str:
+    """Returns the row of the job's table."""
+    turns = Turns(work / f"{recipe}.flag")
+    config = load_config(ROOT / "recipes" / f"{recipe}.yaml", [*settings, f"run.directory={work}", f"run.name={recipe}", "metrics.targets_folder="])
+    train(config, callbacks=[turns], progress=False)
+    scrapes, off, on = turns.end(), turns.seconds[False], turns.seconds[True]
+    low, high = interval(off, on)
+    answer_ms, row_ms, size = processor_ms(work / recipe, turns.newest)
+    ratio = statistics.median(on) / statistics.median(off)
+    usual = answer_ms / 1000 / USUAL_S + row_ms / 1000 / statistics.median(off)
+    print(json.dumps({"job": name, "off": off, "on": on}), flush=True)
+    medians = f"{1000 * statistics.median(off):.1f} ms | {1000 * statistics.median(on):.1f} ms"
+    return (
+        f"| {name} | {len(off)} | {medians} | {ratio:.3f} ({low:.3f} to {high:.3f}) | {scrapes} | "
+        f"{answer_ms:.2f} ms, {size} bytes | {row_ms:.3f} ms | {100 * usual:.3f} % |"
+    )
 
 
 def main() -> None:
     parser = shared_parser(__doc__ or "")
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each side")
+    parser.add_argument("--steps", type=int, default=120, help="steps of reinforcement learning; fine-tuning takes three times as many")
     options = parser.parse_args()
+    lines = [
+        "# What /metrics costs a run", "", machine(), "",
+        f"`python benchmarks/metrics_cost.py --steps {options.steps}`: blocks of {BLOCK} steps with a scrape each {SCRAPE_S:g} s and without take turns in one "
+        f"run. The last column is the processor time of rows and of answers each {USUAL_S:g} s, as Prometheus asks, as a share of one core.", "",
+        "| job | steps a side | median step without | scraped | ratio (95 % interval) | scrapes | an answer | a row | usual share of a core |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        first = Job("sft_sort.yaml", [])
-        run(first, ["--run.max_steps=20", "--trainer.warmup_steps=2"], work, "start", False)
-        for name, job in JOBS.items():
-            settings = job.settings
-            if job.recipe == "sort.yaml":
-                settings = [*settings, "--model.create=null", f"--model.path={work / 'start' / 'model'}", "--sft=null"]
-            for number in range(options.rounds):
-                sides = {}
-                for is_on in ((False, True) if number % 2 == 0 else (True, False)):
-                    sides[is_on] = run(job, settings, work, f"{job.recipe.partition('.')[0]}-{number}-{'on' if is_on else 'off'}", is_on)
-                job.rounds.append((sides[False], sides[True]))
-                print(f"{name}, turn {number + 1}: {statistics.median(sides[False]):.4f} s, {statistics.median(sides[True]):.4f} s", flush=True)
-    print(write_report("metrics-cost", report(options.rounds), options.out))
+        tuning = ["checkpoint.every_steps=100000"]
+        lines.append(measure("fine-tuning in one process", "sft_sort", [*tuning, f"run.max_steps={3 * options.steps}"], work))
+        model = ["model.create=null", f"model.path={work / 'sft_sort' / 'model'}", "sft=null", "rollout.prompts_per_step=8"]
+        lines.append(measure("reinforcement learning in a pod", "sort", [*NO_PAUSE, *tuning, *model, f"run.max_steps={options.steps}"], work))
+    print(write_report("metrics-cost", "\n".join(lines), options.out))
 
 
 if __name__ == "__main__":
