@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.cli.main import main
 from tandem.jobs.exposed.run_metrics import RunMetrics
+from tandem.runtime.callback import Callback
 from tandem.runtime.exposition.http_server import MOST_CLIENTS, MetricsServer
 from tandem.runtime.exposition.names import metric_name
 from tandem.runtime.exposition.text import CONTENT_TYPE
@@ -136,9 +137,14 @@ def test_a_target_in_the_folder_has_the_labels_of_the_run(tmp_path: Path) -> Non
     from tandem.jobs.callbacks import Callbacks
     from tandem.jobs.exposed.exposed_run import exposed, metrics_listener
 
+    class Messages(Callback):
+        def message(self, text: str) -> None:
+            said.append(text)
+
+    said: list[str] = []
     recipe = load_config(ROOT / "recipes" / "sort.yaml", [f"metrics.targets_folder={tmp_path / 'targets'}"])
     (tmp_path / "r").mkdir()
-    told = Callbacks([])
+    told = Callbacks([Messages()])
     with metrics_listener(recipe.metrics) as listener:
         assert listener is not None
         with exposed(recipe, tmp_path / "r", listener, told):
@@ -152,3 +158,7 @@ def test_a_target_in_the_folder_has_the_labels_of_the_run(tmp_path: Path) -> Non
             connection.close()
             assert (found["tandem_step"], found["tandem_run_exact"]) == (3, 1)
     assert list((tmp_path / "targets").iterdir()) == []
+    assert [text.partition(" at ")[0] for text in said] == ["metrics"]
+    everywhere = load_config(ROOT / "recipes" / "sort.yaml", ["metrics.targets_folder=", "metrics.host=0.0.0.0"])
+    with metrics_listener(everywhere.metrics) as listener, exposed(everywhere, tmp_path / "r", listener, told):
+        assert said[1].startswith("warning: anyone who reaches 0.0.0.0 may read the metrics of this run")

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import ipaddress
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,8 @@ def exposed(recipe: AnyRecipe, directory: Path, listener: socket.socket | None, 
         if config.targets_folder:
             labels = {"job": job, "run": run}
             stack.enter_context(announced(config.targets_folder, f"run-{directory.resolve()}", server.address, labels))
+        if not ipaddress.ip_address(str(server.address[0]).partition("%")[0]).is_loopback:
+            callbacks.tell("message", f"warning: anyone who reaches {server.address[0]} may read the metrics of this run; leave out metrics.host")
         host = f"[{server.address[0]}]" if ":" in str(server.address[0]) else server.address[0]
         callbacks.tell("message", f"metrics at http://{host}:{server.address[1]}/metrics")
         yield
