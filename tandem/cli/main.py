@@ -39,6 +39,7 @@ COMMANDS = {
     "convert": "convert a model between Hugging Face, Megatron and Tandem checkpoints",
     "models": "list, show, promote and compare the versions of the model registry",
     "report": "write a run's report.html again, or compare runs",
+    "up": "start what watches over runs and servers: Prometheus, alerts, dashboards",
     "doctor": "show what Tandem finds and uses on this machine",
     "completion": "print the completion script of a shell",
 }

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.machine import MachineConfig
+from tandem.config.metrics import MetricsConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.preference import PreferenceLoss, check_preference
@@ -126,6 +127,7 @@ class PretrainRecipe:
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    metrics: MetricsConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",

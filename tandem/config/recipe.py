@@ -15,6 +15,7 @@ from tandem.config.critic import CriticConfig
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.machine import MachineConfig
+from tandem.config.metrics import MetricsConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.pods import PodsConfig
@@ -60,6 +61,7 @@ class Recipe:
     pods: PodsConfig = field(default_factory=PodsConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    metrics: MetricsConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.elastic": "the trainer of a pod is always restarted with all of its ranks",

@@ -2,6 +2,7 @@
 
 import contextlib
 import shlex
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.checks.predicted_time import describe_data_time, describe_rl_time
 from tandem.jobs.data_run.supervise import supervise
+from tandem.jobs.exposed.exposed_run import check_metrics, exposed, metrics_listener
 from tandem.jobs.finished import check_steps, describe_finished, finished_result
 from tandem.jobs.hub_models import describe_download, with_commits
 from tandem.jobs.python_inputs import Rewards, python_inputs, with_dataset_task, written_for_checks
@@ -64,18 +66,20 @@ def train(
         recipe = recipe_of(recipe if dataset is None else with_dataset_task(recipe))
     told = Callbacks(callbacks)
     _check_inline(recipe, inline)
+    check_metrics(recipe.metrics)
     recipe = with_commits(recipe)
     inputs = python_inputs(recipe, rewards, dataset)
     with written_for_checks(inputs) as checked:
         warnings = [line for line in _check(checked) if line.startswith("warning: ")]
     check_upload_is_free(recipe.checkpoint)
-    directory = _new_directory(recipe.run, Path(recipe_path).stem or "run")
-    recipe = inputs.write(directory / INPUTS_FOLDER)
-    write_recipe(recipe, directory)
-    with _shown(told, progress):
-        for line in warnings:
-            told.message(line)
-        return _execute(recipe, directory, inline, told, faults)
+    with metrics_listener(recipe.metrics) as listener:
+        directory = _new_directory(recipe.run, Path(recipe_path).stem or "run")
+        recipe = inputs.write(directory / INPUTS_FOLDER)
+        write_recipe(recipe, directory)
+        with _shown(told, progress):
+            for line in warnings:
+                told.message(line)
+            return _execute(recipe, directory, inline, told, faults, listener)
 
 
 def prepare(recipe: AnyRecipe, recipe_path: str | Path = "") -> Path:
@@ -148,7 +152,8 @@ def _resume(directory: Path, callback: Callbacks, inline: bool, overrides: Seque
                 callback.message(line)
     before = _write_new_values(recipe, directory) if overrides else recipe
     try:
-        return _execute(recipe, directory, inline, callback, faults, resumed=True)
+        with metrics_listener(recipe.metrics) as listener:
+            return _execute(recipe, directory, inline, callback, faults, listener, resumed=True)
     except UserError as error:
         # A run that failed at work goes on with the new values; one that was refused keeps the old ones.
         if overrides and not isinstance(error, RunError):
@@ -234,11 +239,12 @@ def _shown(told: Callbacks, progress: bool) -> Iterator[None]:
 
 
 def _execute(
-    recipe: AnyRecipe, directory: Path, inline: bool, callback: Callbacks, faults: FaultPlan | None, resumed: bool = False
+    recipe: AnyRecipe, directory: Path, inline: bool, callback: Callbacks, faults: FaultPlan | None, listener: socket.socket | None, resumed: bool = False
 ) -> RunResult:
-    """Runs ``recipe`` in ``directory``. Raises ``RunError`` where a callback failed or stopped the run."""
+    """Runs ``recipe`` in ``directory``, whose metrics are answered on ``listener``. Raises ``RunError`` where a callback failed or stopped the run."""
     try:
-        result = _run_job(recipe, directory, inline, callback, faults, resumed)
+        with exposed(recipe, directory, listener, callback):
+            result = _run_job(recipe, directory, inline, callback, faults, resumed)
     except KeyboardInterrupt:
         callback.raise_why(directory, is_stopped=True)
         raise
@@ -262,6 +268,7 @@ def _run_job(
 def dry_run(recipe: AnyRecipe, recipe_path: str | Path, inline: bool = False) -> str:
     """Returns what the run will need, after every check of ``train`` that needs no work."""
     _check_inline(recipe, inline)
+    check_metrics(recipe.metrics)
     recipe = with_commits(recipe, "description")
     if isinstance(recipe, PretrainRecipe):
         lines = [*check_data_run(recipe), describe_data_time(recipe)]

@@ -15,7 +15,7 @@ KEY = "config"
 """The journal's key of the text of ``config.yaml``."""
 
 MAY_CHANGE = (
-    "'parallel', 'machine', 'checkpoint', 'registry', 'residents', 'coordination', 'pods', 'watchdog', 'slurm', trainer.backend, trainer.offload..., "
+    "'parallel', 'machine', 'checkpoint', 'registry', 'residents', 'coordination', 'pods', 'watchdog', 'slurm', 'metrics', trainer.backend, trainer.offload..., "
     "rollout.workers, run.max_steps, run.max_restarts, run.elastic, run.on_mismatch, evaluation.target_accuracy and evaluation.consecutive"
 )
 """The keys that ``may_change`` allows, for messages."""
@@ -23,7 +23,7 @@ MAY_CHANGE = (
 MOST_NAMED = 8
 """Values that are named one by one; a file with more of them is not one that somebody edited."""
 
-_SECTIONS = ("parallel", "machine", "checkpoint", "registry", "residents", "coordination", "pods", "watchdog", "slurm")
+_SECTIONS = ("parallel", "machine", "checkpoint", "registry", "residents", "coordination", "pods", "watchdog", "slurm", "metrics")
 _KEYS = (
     "trainer.backend", "rollout.workers", "run.max_steps", "run.max_restarts", "run.elastic", "run.on_mismatch", "evaluation.target_accuracy",
     "evaluation.consecutive",
