@@ -103,17 +103,19 @@ class Event:
 
 
 class Journal:
-    """The open ``journal.sqlite`` of a run. Thread-safe; one process writes, others read.
+    """The open ``journal.sqlite`` of a run. Thread-safe; one process writes, others read. ``checked``: look for damage in all of the file when it is opened.
 
     ``incarnation``: the number of trainer starts in this run, resumes included. Raises ``RunError`` where the file is damaged, locked or
     cannot be written.
     """
 
-    def __init__(self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0) -> None:
+    def __init__(
+        self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0, checked: bool = True
+    ) -> None:
         self.path = path
         self._fault_point = fault_point
         self._lock = threading.RLock()
-        self._connection = connect(path, "the run's journal", _VERSION, _SCHEMA, read_only=read_only, durable=False, busy_s=busy_s)
+        self._connection = connect(path, "the run's journal", _VERSION, _SCHEMA, read_only=read_only, durable=False, busy_s=busy_s, checked=checked)
         self._tables = ChainedTables(self._connection, path, _TABLES, read_only=read_only)
         self.incarnation: int = int(self.get("incarnation", 0))
 
