@@ -35,6 +35,7 @@ COMMANDS = {
     "sidecar": "make the environments of vLLM, Megatron-Core and DeepSpeed, which can take a side of a pod",
     "convert": "convert a model between Hugging Face, Megatron and Tandem checkpoints",
     "models": "list, show, promote and compare the versions of the model registry",
+    "dashboard": "show runs in the browser while they train",
     "report": "write a run's report.html again, or compare runs",
     "doctor": "show what Tandem finds and uses on this machine",
     "completion": "print the completion script of a shell",

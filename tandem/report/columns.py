@@ -202,7 +202,7 @@ class Columns:
         values = column.values
         return [value for value in values if value == value] if column.has_gaps else values
 
-    def largest(self, key: str) -> tuple[float, float]:
+    def extremes(self, key: str) -> tuple[float, float]:
         """Returns the smallest and the largest value of ``key``, (0, 0) where no row has one."""
         column = self._columns.get(key)
         if column is None:
