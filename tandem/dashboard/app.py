@@ -48,10 +48,10 @@ def _endpoint(runs: Runs, answer: Answer) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         try:
             found = await run_in_threadpool(answer, runs, request)
+        except RunError as error:  # One of them is a UserError.
+            return error_response(409, str(error))
         except UserError as error:
             return error_response(404, str(error))
-        except RunError as error:
-            return error_response(409, str(error))
         except OSError as error:
             return error_response(409, f"'{error.filename}': {error.strerror or error}" if error.filename else str(error.strerror or error))
         return Response(await run_in_threadpool(to_json, found), headers=_HEADERS, media_type="application/json")

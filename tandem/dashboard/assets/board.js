@@ -3,7 +3,7 @@
 import uPlot from "./vendor/uplot.js";
 import { button, make } from "./dom.js";
 import { ask } from "./server.js";
-import { figure, seconds } from "./words.js";
+import { bytes, figure, seconds } from "./words.js";
 
 const HEIGHT = 200;
 const PADDING = 0.06;
@@ -101,7 +101,9 @@ export class Board {
         const points = Math.max(200, Math.round(Math.max(...charts.map((chart) => chart.width)) * 1.5));
         const [from, to] = this.range ?? [null, null];
         const answers = await Promise.all(this.runs.map((run) => ask("curves", { run, key: keys, from, to, points, axis: this.axis }, this.signal)));
-        this.whole = [Math.min(...answers.map((each) => each.whole[0])), Math.max(...answers.map((each) => each.whole[1]))];
+        // The evaluation after the last step stands beside it.
+        const evaluated = this.axis === "step" ? this.charts.flatMap((chart) => chart.definition.points.flatMap((each) => each.x)) : [];
+        this.whole = [Math.min(...answers.map((each) => each.whole[0])), evaluated.reduce((most, x) => Math.max(most, x), Math.max(...answers.map((each) => each.whole[1])))];
         for (const chart of charts) {
           chart.isStale = false;
           chart.answers = answers;
@@ -121,6 +123,7 @@ export class Board {
 class Chart {
   constructor(board, definition) {
     Object.assign(this, { board, definition, isVisible: false, isStale: true, answers: null, plot: null, shape: "", hidden: new Set() });
+    this.words = definition.unit === "bytes" ? bytes : figure;
     this.keys = make("div", { className: "keys" });
     this.place = make("div", { className: "plot", attributes: { role: "img" }, aria: { label: definition.title } });
     const caption = make("figcaption", {}, definition.title, definition.unit ? make("span", {}, definition.unit) : null);
@@ -163,7 +166,6 @@ class Chart {
   draw(anew = false) {
     if (!this.answers) return;
     const lines = this.lines();
-    this.figure.classList.toggle("empty", !lines.length);
     const tables = [];
     const series = [{}];
     const bands = [];
@@ -218,7 +220,7 @@ class Chart {
       axes: [
         { stroke: quiet, grid: { show: false }, ticks: { stroke: grid.stroke, size: 4 }, font, size: 26, values: (_, values) => values.map((value) => (
           board.axis === "time" ? seconds(value) : Number.isInteger(value) ? figure(value) : "")), space: 60 },
-        { stroke: quiet, grid, ticks: { show: false }, font, size: 52, values: (_, values) => values.map(figure), space: 34 },
+        { stroke: quiet, grid, ticks: { show: false }, font, size: 56, values: (_, values) => values.map(this.words), space: 34 },
       ],
       cursor: {
         drag: { x: true, y: false, setScale: false }, sync: { key: "board", scales: ["x", null] }, points: { size: 6 },
@@ -242,6 +244,7 @@ class Chart {
     ctx.strokeStyle = stroke;
     ctx.fillStyle = stroke;
     ctx.font = `${11 * devicePixelRatio}px ${style("--sans")}`;
+    ctx.textAlign = "left";
     ctx.setLineDash([2 * devicePixelRatio, 4 * devicePixelRatio]);
     for (const line of this.definition.lines) {
       const y = plot.valToPos(line.y, "y", true);
@@ -261,12 +264,12 @@ class Chart {
       const column = this.plot?.data[line.at] ?? [];
       return (at !== null && at !== undefined ? near(column, at) : null) ?? lastOf(column);
     });
-    if (this.keys.childElementCount !== this.drawn.length) {
-      this.keys.replaceChildren(...this.drawn.map((line) => {
-        const swatch = make("i", { className: line.dash ? "dashed" : "" });
-        swatch.style.setProperty("--hue", `var(--c${line.hue % COLOURS})`);
-        return button("", () => this.toggle(line.label), { className: "key", aria: { pressed: String(!this.hidden.has(line.label)) } });
-      }));
+    if (!this.drawn.length) {
+      this.keys.replaceChildren("No value yet.");
+      return;
+    }
+    if (this.keys.querySelectorAll("button").length !== this.drawn.length) {
+      this.keys.replaceChildren(...this.drawn.map((_, place) => button("", () => this.toggle(this.drawn[place].label), { className: "key" })));
     }
     this.drawn.forEach((line, place) => {
       const key = this.keys.children[place];
@@ -277,7 +280,7 @@ class Chart {
         key.replaceChildren(swatch, make("span", {}, line.label), make("b", {}));
         key.dataset.label = line.label;
       }
-      key.lastElementChild.textContent = figure(values[place]);
+      key.lastElementChild.textContent = this.words(values[place]);
     });
   }
 
@@ -290,7 +293,7 @@ class Chart {
   say() {
     const parts = this.drawn.map((line) => {
       const known = line.y.filter((value) => value !== null && value !== undefined);
-      return `${line.label}: first ${figure(known[0])}, last ${figure(known[known.length - 1])}`;
+      return `${line.label}: first ${this.words(known[0])}, last ${this.words(known[known.length - 1])}`;
     });
     this.place.setAttribute("aria-label", `${this.definition.title}. ${parts.join("; ") || "No value yet."}`);
   }

@@ -6,6 +6,9 @@ import { grids } from "./part_curves.js";
 import { ask, follow } from "./server.js";
 import { badge, count, figure, liveBadge, runAddress, seconds, section, table } from "./words.js";
 
+/** Differences that are shown without being asked for. */
+const MOST_OPEN = 12;
+
 export async function compareView(page, names, signal) {
   page.title(`Comparison of ${names.length} runs`);
   const compared = await ask("compare", { run: names }, signal);
@@ -20,7 +23,8 @@ export async function compareView(page, names, signal) {
   const differences = compared.differences.map(([key, values]) => [make("code", {}, key), ...values.map((value) => make("code", {}, value))]);
   page.show(
     section("Results", table("Results", [["Run"], ["State"], ["Steps", "number"], ["Time", "number"], ["Tokens/s", "number"], ["Evaluation", "wide"]], results, "")),
-    section("Differences of the recipes", table("Differences", [["Key"], ...names.map((name) => [name])], differences, "The recipes are the same, or cannot be read.")),
+    section("Differences of the recipes", make("details", { open: differences.length <= MOST_OPEN }, make("summary", {}, `${differences.length} keys differ`),
+      table("Differences", [["Key"], ...names.map((name) => [name])], differences, "The recipes are the same, or cannot be read."))),
     boardTools(board), ...grids(board, compared.sections));
   follow(names, () => board.refresh(), signal);
 }

@@ -26,13 +26,13 @@ export function memoryPart({ page, name, run, place, signal }) {
   const chart = (title, unit, series) => ({ title, unit, floor: 0, ceiling: null, series: series.map(([key, label]) => ({ key, name: label })), points: [], lines: [] });
   const phases = run.memory.map((each) => chart(each.phase.replaceAll("_", " "), "bytes", [[`memory/${each.phase}/measured`, "measured"], [`memory/${each.phase}/predicted`, "predicted"]]));
   const memory = make("div", {});
-  const columns = [["Phase"], ["Predicted", "number"], ["Measured, most", "number"], ["Measured / predicted", "number"], ["", "wide"]];
+  const columns = [["Phase"], ["Predicted", "number"], ["Measured, most", "number"], ["Measured / predicted", "number"], ["Predicted above measured", "wide"]];
   const draw = (now) => memory.replaceChildren(table("Memory of each phase", columns, bars(now.memory), "Nothing was measured yet."));
   draw(run);
   const machine = Object.entries(run.machine).map(([key, value]) => [key, value]);
   place.replaceChildren(section("Memory of each phase", memory), boardTools(board),
     make("div", { className: "charts" }, ...phases.map((each) => board.add(each))),
-    section("Machine", table("Machine", [["What the run computes on"], ["", "wide"]], machine, "The journal says nothing of the machine."),
+    section("Machine", table("Machine", [["Of the machine"], ["Value", "wide"]], machine, "The journal says nothing of the machine."),
       make("div", { className: "charts" }, ...MACHINE.map((each) => board.add(chart(...each))))));
   return { overview: draw, changed: () => board.refresh() };
 }

@@ -56,7 +56,7 @@ export async function samplesPart({ page, name, run, place, signal }) {
     said.textContent = `Step ${found.step}: ${isAll ? "" : `${count(found.matched)} of `}${count(found.count)} samples, ${
       found.mean === null ? "none has a reward" : `mean reward ${figure(found.mean)} of all`}.`;
     const made = found.prompts.map((prompt) => make("article", { className: "prompt" }, make("pre", {}, prompt.prompt),
-      ...prompt.samples.map((sample) => sampleView(sample, found.step))));
+      make("div", { className: "group" }, ...prompt.samples.map((sample) => sampleView(sample, found.step)))));
     if (isMore) list.append(...made);
     else list.replaceChildren(...(made.length ? made : [make("p", { className: "quiet" }, "No sample of this step fits. Search all steps looks at the others.")]));
     page.worked();
@@ -68,6 +68,7 @@ export async function samplesPart({ page, name, run, place, signal }) {
     const opened = button("Tokens", async () => {
       detail.hidden = !detail.hidden;
       opened.setAttribute("aria-expanded", String(!detail.hidden));
+      opened.closest(".sample").classList.toggle("wide", !detail.hidden);
       if (detail.hidden || detail.childElementCount) return;
       try {
         detail.replaceChildren(...whole(await ask("sample", { run: name, step: at, id: sample.id }, signal)));

@@ -11,16 +11,18 @@ const LEFT = 84;
 const RIGHT = 12;
 const WHEEL = 1.0015;
 const COLOURS = 8;
-const ORDER = ["rollout", "train", "inference", "update_weight", "evaluate", "checkpoint", "wait_rollout", "onload", "offload", "convert", "register"];
+/** Of a state beyond the eighth, which has the colour of an earlier one. */
+const PALE = 0.55;
+const ORDER = ["rollout", "train", "checkpoint", "update_weight", "evaluate", "inference", "wait_rollout", "onload", "offload", "convert", "register"];
 const SEVERAL = "several";
 const LEAST_S = 1e-5;
 
-/** Returns the number of a state's colour: the common ones have one each. */
+/** Returns the number of a state's colour: the common ones have one each, the others are paler. */
 function hue(state, others) {
   const known = ORDER.indexOf(state);
-  if (known >= 0) return known % COLOURS;
+  if (known >= 0) return known;
   if (!others.includes(state)) others.push(state);
-  return (ORDER.length + others.indexOf(state)) % COLOURS;
+  return ORDER.length + others.indexOf(state);
 }
 
 export async function timelinePart({ page, name, run, place, signal }) {
@@ -104,19 +106,19 @@ export async function timelinePart({ page, name, run, place, signal }) {
         const x = toX(begin);
         const w = Math.max(1, toX(end) - x);
         const number = hue(state, others);
-        context.globalAlpha = state === SEVERAL ? 0.35 : 1;
-        context.fillStyle = state === SEVERAL ? quiet : canvasColour(style, `--c${number}`);
+        context.globalAlpha = state === SEVERAL ? 0.35 : number >= COLOURS ? PALE : 1;
+        context.fillStyle = state === SEVERAL ? quiet : canvasColour(`--c${number % COLOURS}`);
         context.fillRect(x, y + 6, w, LANE - 12);
         context.globalAlpha = 1;
-        if (isCut) { context.fillStyle = canvasColour(style, "--bad"); context.fillRect(x, y + 2, 3, LANE - 4); }
+        if (isCut) { context.fillStyle = canvasColour("--bad"); context.fillRect(x, y + 2, 3, LANE - 4); }
         if (chosen && bar[4] === chosen[4] && begin === chosen[0] && state !== SEVERAL) {
-          context.strokeStyle = canvasColour(style, "--ink");
+          context.strokeStyle = canvasColour("--ink");
           context.lineWidth = 2;
           context.strokeRect(x + 1, y + 5, Math.max(1, w - 2), LANE - 10);
         }
         const words = state.replaceAll("_", " ");
         if (w > 34 && state !== SEVERAL) {
-          context.fillStyle = canvasColour(style, "--page");
+          context.fillStyle = canvasColour("--page");
           const room = Math.max(x, LEFT) + 5;
           if (context.measureText(words).width < x + w - room - 4) context.fillText(words, room, y + LANE / 2);
         }
@@ -132,7 +134,8 @@ export async function timelinePart({ page, name, run, place, signal }) {
     const sums = Object.entries(spent).sort((one, other) => other[1].seconds - one[1].seconds);
     keys.replaceChildren(...sums.map(([words, sum]) => {
       const swatch = make("i", {});
-      swatch.style.setProperty("--hue", `var(--c${sum.hue})`);
+      swatch.style.setProperty("--hue", `var(--c${sum.hue % COLOURS})`);
+      if (sum.hue >= COLOURS) swatch.style.opacity = PALE;
       return make("span", { className: "key" }, swatch, make("span", {}, words));
     }));
     totals.replaceChildren(table("Phases in this part", [["Phase"], ["Seconds here", "number"], ["Bars", "number"]],
@@ -141,7 +144,7 @@ export async function timelinePart({ page, name, run, place, signal }) {
 
   const colours = new Map();
   /** The canvas knows no variables: each is resolved once for a theme. */
-  function canvasColour(style, variable) {
+  function canvasColour(variable) {
     if (!colours.has(variable)) {
       const probe = make("span", {});
       probe.style.color = `var(${variable})`;
