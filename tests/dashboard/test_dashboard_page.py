@@ -105,6 +105,8 @@ def test_curves_are_drawn_enlarged_and_turned_off(chromium: Any, served: LoggedP
             page.page.get_by_label("From").press("Enter")
             page.page.get_by_label("To", exact=True).fill("200")
             page.page.get_by_label("To", exact=True).press("Enter")
+        # The evaluations, which are beyond the range, are no longer drawn.
+        page.page.wait_for_function("() => !document.querySelector('.chart .plot').getAttribute('aria-label').includes('held out')")
         box = accuracy.locator(".u-over").bounding_box()
         assert box is not None
         with page.page.expect_request(lambda request: "/api/curves" in request.url and "from=1" in request.url) as asked:
@@ -116,7 +118,7 @@ def test_curves_are_drawn_enlarged_and_turned_off(chromium: Any, served: LoggedP
         assert 120 < low < 130 and 170 < high < 180, "a drag across a chart enlarges it"
         page.page.get_by_role("button", name="All", exact=True).click()
         assert page.page.get_by_label("From").input_value() == ""
-        key = accuracy.get_by_role("button", name="held out, sampled")
+        key = accuracy.get_by_role("button", name="in training")
         key.click()
         assert key.get_attribute("aria-pressed") == "false"
         page.page.locator("label", has_text="x axis").get_by_role("combobox").select_option("time")
