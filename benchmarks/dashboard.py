@@ -1,10 +1,9 @@
 """How soon the dashboard opens a long run, and what it costs a run that it follows.
 
-Runs of 10,000 and of 100,000 steps are written with the real writers: rows of 60 metrics, fourteen phases a step, and samples of every fiftieth step. A fresh
-`tandem dashboard` is asked for what the page asks first: the overview, and the curves of the twelve charts of the first screens, 800 points each. The first time
-the files are read; the second time they have been. Then a real Chromium opens the run, from the address to the first drawn charts. Last, a run of 10,000 steps
-writes a row and fourteen phases every second while Chromium shows its curves: CPU seconds of the dashboard, and what a step's records take with the page and
-without it.
+Runs of 10,000 and of 100,000 steps are written with the real writers: rows of 60 metrics, twelve phases a step, and samples of every fiftieth step. A
+fresh `tandem dashboard` is asked for what the page asks first: the overview, and twelve curves of 800 points. The first time the files are read; the second
+time they have been. Then a real Chromium opens the run, from the address to the first drawn charts. Last, a run of 10,000 steps writes a row and twelve
+phases every second while Chromium shows its curves: CPU seconds of the dashboard, and what a step's records take with the page and without it.
 
     python benchmarks/dashboard.py [--seconds 30] [--out benchmarks/results]
 """
@@ -80,7 +79,7 @@ def timed(served: LoggedProcess, path: str) -> tuple[float, float]:
 
 
 def opening(folder: Path, log: Path, name: str, chromium: Any) -> list[str]:
-    keys = [key for key in (*KEYS, "mismatch_kl", "timing_s/step", "memory/train/measured")][:12]
+    keys = (*KEYS, "mismatch_kl", "timing_s/step", "memory/train/measured")
     curves = f"/api/curves?run={name}&points={POINTS}&" + "&".join(f"key={key}" for key in keys)
     asked = {"overview": f"/api/run?run={name}", "12 curves": curves, "phases of the newest steps": f"/api/phases?run={name}",
              "all phases": f"/api/phases?run={name}&from=0&to=1e9", "samples of the newest step": f"/api/samples?run={name}"}  # fmt: skip
@@ -128,8 +127,8 @@ def following(folder: Path, log: Path, name: str, steps: int, seconds: float, ch
         spent = sum(psutil.Process(process.pid).cpu_times()[:2]) - before
         page.page.wait_for_function(f"() => document.querySelector('#summary').textContent.startsWith('{steps + len(alone) + len(watched):,}')")
     return [
-        f"A run that writes a step every second, with the page open for {seconds:.0f} s: the dashboard uses {100 * spent / seconds:.1f} % of a core. The records of a "
-        f"step take {statistics.median(alone):.1f} ms (median) without it and {statistics.median(watched):.1f} ms with it.",
+        f"A run that writes a step every second, with the page open for {seconds:.0f} s: the dashboard uses {100 * spent / seconds:.1f} % of a core. The "
+        f"records of a step take {statistics.median(alone):.1f} ms (median) without it and {statistics.median(watched):.1f} ms with it.",
     ]  # fmt: skip
 
 

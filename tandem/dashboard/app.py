@@ -41,7 +41,7 @@ def make_app(runs: Runs, token: str) -> ASGIApp:
         return found or error_response(404, f"there is no {request.url.path[:200]}")
 
     routes = [Route(f"/api/{name}", _endpoint(runs, answer)) for name, answer in ANSWERS.items()]
-    return Guard(Starlette(routes=[*routes, Route("/api/stream", _stream(runs)), Route("/{path:path}", page)]), token)
+    return Guard(Starlette(routes=[*routes, Route("/api/stream", _stream(runs)), Route("/health", _health), Route("/{path:path}", page)]), token)
 
 
 def _endpoint(runs: Runs, answer: Answer) -> Callable[[Request], Any]:
@@ -70,6 +70,10 @@ def _stream(runs: Runs) -> Callable[[Request], Any]:
         return StreamingResponse(events, headers={**_HEADERS, "X-Accel-Buffering": "no"}, media_type="text/event-stream")
 
     return endpoint
+
+
+async def _health(request: Request) -> Response:
+    return Response(b'{"status":"ok"}', headers=_HEADERS, media_type="application/json")
 
 
 def to_json(value: Any) -> bytes:

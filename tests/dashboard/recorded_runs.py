@@ -13,7 +13,9 @@ from tandem.types import FinishReason, Sample, Score, ScoreState, WeightVersion
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "</script><img src=x onerror='window.hacked=1'><b id=title>bold</b> مرحبا 👩‍👩‍👧‍👦 \u202egnp\u202c \x1b[31m\ud83d &amp;"
-KEYS = ("reward/mean", "reward/std", "reward/correct", "accuracy", "actor/entropy", "actor/grad_norm", "timing_s/rollout", "timing_s/train", "perf/tokens_per_s")
+KEYS = (
+    "reward/mean", "reward/std", "reward/correct", "accuracy", "actor/entropy", "actor/grad_norm", "timing_s/rollout", "timing_s/train", "perf/tokens_per_s",
+)  # fmt: skip
 
 
 def value(key: str, step: int) -> float:
