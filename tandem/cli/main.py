@@ -36,6 +36,7 @@ COMMANDS = {
     "convert": "convert a model between Hugging Face, Megatron and Tandem checkpoints",
     "models": "list, show, promote and compare the versions of the model registry",
     "dashboard": "show runs in the browser while they train",
+    "top": "show a run in the terminal while it trains",
     "report": "write a run's report.html again, or compare runs",
     "doctor": "show what Tandem finds and uses on this machine",
     "completion": "print the completion script of a shell",

@@ -74,6 +74,14 @@ class Phases:
         ends = [end if end == end else self._start[place] for place, end in enumerate(self._end[start:stop], start)]
         return self._start[start], max(ends)
 
+    def newest(self) -> list[tuple[str, str, int, float, float | None]]:
+        """Returns the newest phase of each sidecar: sidecar, state, step, start and end (``None`` while it lasts)."""
+        found: dict[str, tuple[str, str, int, float, float | None]] = {}
+        for place in range(len(self) - 1, max(-1, len(self) - 1 - _STILL_OPEN), -1):
+            (sidecar, state), end = self._names[place], self._end[place]
+            found.setdefault(sidecar, (sidecar, state, self._steps[place], self._start[place], None if end != end else end))
+        return [found[sidecar] for sidecar in sorted(found)]
+
     def window(self, low: float, high: float, now_s: float | None) -> dict[str, Any]:
         """Returns the bars from ``low`` to ``high``. ``now_s``: the end of a phase that still lasts, ``None`` where the run does not."""
         start = bisect_left(self._start, low - self._longest)

@@ -59,7 +59,7 @@ class _Column:
         part: Sequence[float] = self.values[start:stop]
         if self.has_gaps:
             part = [value for value in part if value == value]
-        return (min(part), max(part), math.fsum(part), len(part)) if part else (_NAN, _NAN, 0.0, 0)
+        return (min(part), max(part), sum(part), len(part)) if part else (_NAN, _NAN, 0.0, 0)
 
     def extend_blocks(self) -> None:
         for start in range(len(self.low) * BLOCK, len(self.values) - BLOCK + 1, BLOCK):
@@ -243,7 +243,8 @@ class Columns:
         if size == 1:
             return Thinned([_shown(value) for value in column.values[start:stop]], [], [])
         parts = list(self._parts(column, start, stop, size))
-        y = [_shown(total / count) if count else None for _, _, total, count in parts]
+        # The sum of very large values is infinite.
+        y = [_shown(total / count if math.isfinite(total) else low / 2 + high / 2) if count else None for low, high, total, count in parts]
         return Thinned(y, [_shown(part[0]) for part in parts], [_shown(part[1]) for part in parts])
 
     def _parts(self, column: _Column, start: int, stop: int, size: int) -> Iterator[tuple[float, float, float, int]]:
@@ -259,7 +260,7 @@ class Columns:
                 yield column.summary(first, last)
             else:
                 part = slice(blocks.start, blocks.stop)
-                yield min(column.low[part]), max(column.high[part]), math.fsum(column.total[part]), sum(counts)
+                yield min(column.low[part]), max(column.high[part]), sum(column.total[part]), sum(counts)
 
 
 def _buckets(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
