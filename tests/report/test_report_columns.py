@@ -1,5 +1,6 @@
 """Metrics as columns: the values of the rows, whatever the rows are, and any part thinned as the rows say."""
 
+import itertools
 import json
 import math
 import random
@@ -68,7 +69,7 @@ def test_a_part_is_thinned_to_the_mean_and_the_range_of_its_rows(tmp_path: Path,
     for start, stop in ((0, 1000), (37, 911), (5, 6), (1000, 1000)):
         thin, places = columns.thinned("a", start, stop, size), columns.x(start, stop, size, "step")
         bounds = sorted({start, *range(-(-start // size) * size, stop, size), stop})
-        parts = list(zip(bounds[:-1], bounds[1:], strict=True))
+        parts = list(itertools.pairwise(bounds))
         assert len(thin.y) == len(places) == len(parts)
         for place, (first, last) in enumerate(parts):
             known = [value for row in rows[first:last] if (value := value_of(row, "a")) is not None]
@@ -92,7 +93,10 @@ def test_thinning_is_a_power_of_two_so_that_points_stay_while_a_run_grows(tmp_pa
 
 def test_damaged_lines_are_left_out_and_the_first_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = ('{"step": 0, "a": 1.0}', "[" * 50_000, '{"step": 1.5, "a": 2}', '{"step": 1, "a": {"b": 2}}', '{"a": 1}', '{"step": 99999999999999999999}', '{"step": 2, "a": 3.0}')
+    lines = (
+        '{"step": 0, "a": 1.0}', "[" * 50_000, '{"step": 1.5, "a": 2}', '{"step": 1, "a": {"b": 2}}', '{"a": 1}', '{"step": 99999999999999999999}',
+        '{"step": 2, "a": 3.0}',
+    )  # fmt: skip
     path.write_text("\n".join(lines) + '\n{"step": 3')
     columns = Columns(path)
     columns.follow()

@@ -10,7 +10,13 @@ import pytest
 
 from tandem.runtime.records.run_lock import RunLock, holder
 
-HOLD = "import sys, pathlib; from tandem.runtime.records.run_lock import RunLock; held = RunLock(pathlib.Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+HOLD = """\
+import pathlib, sys
+from tandem.runtime.records.run_lock import RunLock
+held = RunLock(pathlib.Path(sys.argv[1]))
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 def test_the_holder_is_named_while_it_lives(tmp_path: Path) -> None:
