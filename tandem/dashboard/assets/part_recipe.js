@@ -13,7 +13,6 @@ export function recipePart({ run, place }) {
   const step = make("input", { type: "number", min: 0, value: Math.max(0, run.rows - 1), on: { input: () => draw() } });
   const draw = () => shown.replaceChildren(command(`tandem replay ${run.path} --step ${Math.max(0, Math.trunc(Number(step.value)) || 0)}`));
   draw();
-  const replayed = (run.replays ?? []).map((each) => [each.when, String(each.step), each.text]);
   const row = (cells) => cells.map((cell) => make("code", {}, cell));
   const recipe = run.recipe
     ? [table("Keys that are not the default", [["Key"], ["Value", "wide"], ["Default", "wide"]], run.recipe.changed.map(row), "All keys have their default."),
@@ -21,8 +20,7 @@ export function recipePart({ run, place }) {
     : [make("p", { className: "quiet" }, "config.yaml cannot be read by this version of Tandem.")];
   place.replaceChildren(
     section("Replay", make("p", {}, "Repeats a recorded step on this machine and compares every number with the record. The run's files are only read."),
-      make("div", { className: "toolbar" }, make("label", {}, "step ", step)), shown,
-      replayed.length ? table("Replays", [["Time"], ["Step", "number"], ["Result", "wide"]], replayed, "") : null),
+      make("div", { className: "toolbar" }, make("label", {}, "step ", step)), shown),
     section("Try the model", ...(run.commands.length ? run.commands.map(command) : [make("p", { className: "quiet" }, "The run has not finished.")])),
     section("Recipe", ...recipe));
 }
