@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tandem.runtime.records.run_lock import holder
 from tandem.types import RunError, UserError
 
 DEPTH = 4
+MOST_FOLDERS = 10_000
+"""Folders that are looked into for runs, so that a wrong folder costs no minutes."""
 MOST_RUNS = 1000
 MOST_OPEN = 16
 """Runs whose metrics are kept in memory."""
@@ -43,10 +46,12 @@ class Runs:
             name = self.folder.resolve().name
             return {name: self.folder, **{f"{name}/{stage}": path for stage, path in _stages(self.folder).items()}}
         found: dict[str, Path] = {}
-        self._search(self.folder, "", DEPTH, found)
+        self._search(self.folder, "", DEPTH, found, iter(range(MOST_FOLDERS)))
         return dict(sorted(found.items()))
 
-    def _search(self, folder: Path, prefix: str, depth: int, found: dict[str, Path]) -> None:
+    def _search(self, folder: Path, prefix: str, depth: int, found: dict[str, Path], left: Iterator[int]) -> None:
+        if next(left, None) is None:
+            return
         try:
             inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
         except OSError:
@@ -58,7 +63,7 @@ class Runs:
                 found[prefix + path.name] = path
                 found.update({f"{prefix}{path.name}/{stage}": inside for stage, inside in _stages(path).items()})
             elif depth > 1:
-                self._search(path, f"{prefix}{path.name}/", depth - 1, found)
+                self._search(path, f"{prefix}{path.name}/", depth - 1, found, left)
 
     def open(self, name: str) -> OpenRun:
         """Returns the run ``name``. Raises ``UserError`` where there is none."""
