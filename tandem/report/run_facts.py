@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,17 @@ def facts_of(directory: Path, journal: Journal, rows: Sequence[Row]) -> RunFacts
 
 def _read_recipe(directory: Path) -> AnyRecipe | None:
     """Returns the recipe of the run, ``None`` where another version wrote it: the curves do not depend on it."""
+    path = directory / "config.yaml"
     try:
-        return load_config(directory / "config.yaml")
-    except UserError:
+        return _loaded(path, path.stat().st_mtime_ns, path.stat().st_size)
+    except (UserError, OSError):
         return None
+
+
+@lru_cache(maxsize=32)
+def _loaded(path: Path, changed_ns: int, size: int) -> AnyRecipe:
+    """Returns the recipe in ``path``, which is read again when it was written again."""
+    return load_config(path)
 
 
 def _headline(evaluations: Sequence[Mapping[str, Any]]) -> str:

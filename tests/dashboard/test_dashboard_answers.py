@@ -285,3 +285,31 @@ def test_steps_whose_samples_are_not_judged_yet_are_shown(tmp_path: Path) -> Non
     newest = Dashboard(tmp_path).ask("samples", run="run")
     assert newest["step"] == 1 and newest["mean"] is None
     assert {sample["reason"] for sample in itertools.chain(*(prompt["samples"] for prompt in newest["prompts"]))} == {"not judged yet"}
+
+
+def test_a_phase_that_lasts_is_followed_to_its_end_and_a_resume_is_read_again(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [row(0)], steps=3)
+    dashboard, whole = Dashboard(tmp_path), {"run": "run", "from": 0, "to": 1000}
+    states = lambda of: [(lane["name"], [bar[2:] for bar in lane["bars"]]) for lane in of.ask("phases", run="run", step=3)["lanes"]]
+    with RunLock(folder), Journal(folder / "journal.sqlite") as journal:
+        dashboard.ask("phases", **whole)
+        with journal.transition(3, "trainer", "train"):
+            first, second = (dashboard.ask("phases", run="run", step=3)["lanes"][0]["bars"] for _ in range(2))
+            assert first[0][2:4] == ["train", 3] and not first[0][5] and second[0][1] > first[0][1], "it lasts until now"
+        assert states(dashboard) == states(Dashboard(tmp_path)) and dashboard.ask("phases", **whole)["count"] == 7
+        journal.cut_after(1)
+        journal.next_incarnation()
+        with journal.transition(1, "trainer", "train"):
+            pass
+    again = dashboard.ask("phases", **whole)
+    assert again["count"] == Dashboard(tmp_path).ask("phases", **whole)["count"] == 3 and again["steps"] == [0, 1]
+
+
+def test_a_folder_that_is_a_run_is_listed_with_its_stage(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", [row(0)], steps=1)
+    make_run(folder / "sft", [{"step": 0, "train/loss": 2.0, "timing_s/step": 1.0}], steps=0)
+    dashboard = Dashboard(folder)
+    assert [run["name"] for run in dashboard.ask("runs")["runs"]] == ["one", "one/sft"]
+    assert [run["name"] for run in Dashboard(tmp_path).ask("runs")["runs"]] == ["one", "one/sft"]
+    loss = dashboard.ask("run", run="one/sft")["sections"][0]
+    assert loss["title"] == "Loss" and loss["charts"][0]["series"] == [{"key": "train/loss", "name": "training"}]

@@ -10,6 +10,7 @@ const PADDING = 0.06;
 const COLOURS = 8;
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
 const GAPS_STAY = 1;
+const MOST_KEYS = 60;
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (number) => resolved(`var(--c${number % COLOURS})`);
@@ -87,6 +88,19 @@ export class Board {
     else this.charts.forEach((chart) => chart.draw());
   }
 
+  /** Returns charts on the screen that need their curves, and the metrics of these, as many as one request may name. */
+  next() {
+    const charts = [];
+    const keys = new Set();
+    for (const chart of this.charts.filter((each) => each.isVisible && each.isStale)) {
+      const own = chart.definition.series.map((each) => each.key);
+      if (charts.length && keys.size + own.length > MOST_KEYS) break;
+      charts.push(chart);
+      own.forEach((key) => keys.add(key));
+    }
+    return [charts, [...keys]];
+  }
+
   /** Asks once for the curves of all charts that need them, one request for each run. */
   async load() {
     if (this.waiting) { this.again = true; return; }
@@ -95,9 +109,8 @@ export class Board {
       do {
         this.again = false;
         await new Promise((drawn) => { requestAnimationFrame(drawn); });
-        const charts = this.charts.filter((chart) => chart.isVisible && chart.isStale).slice(0, 24);
+        const [charts, keys] = this.next();
         if (!charts.length) break;
-        const keys = [...new Set(charts.flatMap((chart) => chart.definition.series.map((each) => each.key)))].slice(0, 60);
         const points = Math.max(200, Math.round(Math.max(...charts.map((chart) => chart.width)) * 1.5));
         const [from, to] = this.range ?? [null, null];
         const answers = await Promise.all(this.runs.map((run) => ask("curves", { run, key: keys, from, to, points, axis: this.axis }, this.signal)));

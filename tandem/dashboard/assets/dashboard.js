@@ -4,7 +4,7 @@ import { announce, applyTheme, byId } from "./dom.js";
 import { compareView } from "./compare.js";
 import { listView } from "./list.js";
 import { runView } from "./run.js";
-import { keepToken, takeToken } from "./server.js";
+import { ServerError, keepToken, takeToken } from "./server.js";
 
 const THEME = "tandem.dashboard.theme";
 let leave = new AbortController();
@@ -64,6 +64,7 @@ theme.addEventListener("change", () => {
   document.dispatchEvent(new Event("theme"));
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("theme")));
+document.addEventListener("lost", () => page.failed(new ServerError("The dashboard does not answer; the page asks again every two seconds.", 0)));
 byId("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   keepToken(byId("token").value.trim());

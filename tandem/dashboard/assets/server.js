@@ -75,7 +75,10 @@ export async function follow(runs, changed, signal) {
         const news = JSON.parse(data);
         if (news.runs || !runs.length) changed(news);
       }
-    } catch { /* It is made again. */ }
+    } catch {
+      // It is made again.
+      if (!connection.signal.aborted) document.dispatchEvent(new Event("lost"));
+    }
     signal.removeEventListener("abort", stop);
     document.removeEventListener("visibilitychange", hide);
     if (!signal.aborted && !document.hidden) await new Promise((resume) => { setTimeout(resume, AGAIN_MS); });
