@@ -50,7 +50,8 @@ def totals_of_rows(rows: Sequence[Row]) -> Totals:
 def totals_of_columns(columns: Columns) -> Totals:
     steps = columns.steps[-1] + 1 if columns.steps else 0
     mismatch = max(map(abs, columns.extremes("mismatch_kl"))) if "mismatch_kl" in columns.keys else None
-    return Totals(steps, columns.seconds[-1] if columns.seconds else 0.0, median(columns.finite("perf/tokens_per_s")), mismatch)
+    speeds = sorted(columns.finite("perf/tokens_per_s"))
+    return Totals(steps, columns.seconds[-1] if columns.seconds else 0.0, speeds[len(speeds) // 2] if speeds else None, mismatch)
 
 
 def cards(run: RunFacts, totals: Totals) -> list[Card]:

@@ -208,7 +208,7 @@ class Columns:
         if column is None:
             return 0.0, 0.0
         low, high = [], []
-        for part_low, part_high, _, count in self._parts(column, 0, len(self), BLOCK):
+        for part_low, part_high, _, count in self._parts(column, 0, len(self), 64 * BLOCK):
             if count:
                 low.append(part_low)
                 high.append(part_high)

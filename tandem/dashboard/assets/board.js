@@ -43,7 +43,7 @@ function smoothed(values, weight) {
 export class Board {
   /** `runs`: the names of the runs whose curves are drawn in the same charts. */
   constructor(runs, page, signal) {
-    Object.assign(this, { runs, page, signal, axis: "step", range: null, smoothing: 0, charts: [], waiting: false, whole: [0, 1] });
+    Object.assign(this, { runs, page, signal, axis: "step", range: null, smoothing: 0, charts: [], marks: [], waiting: false, whole: [0, 1] });
     this.seen = new IntersectionObserver((entries) => {
       for (const entry of entries) {
         const chart = this.charts.find((each) => each.figure === entry.target);
@@ -246,7 +246,7 @@ class Chart {
           if (width > 4) board.zoom([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
           plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
         }],
-        draw: [(plot) => this.drawTargets(plot, quiet)],
+        draw: [(plot) => { this.drawTargets(plot, quiet); this.drawMarks(plot); }],
       },
     };
   }
@@ -266,6 +266,26 @@ class Chart {
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
       ctx.fillText(`${line.name} ${figure(line.y)}`, bbox.left + 4 * devicePixelRatio, y - 4 * devicePixelRatio);
+    }
+    ctx.restore();
+  }
+
+  /** Draws a triangle at the axis for each event that belongs to a step; the part of faults and recoveries says which. */
+  drawMarks(plot) {
+    if (this.board.axis !== "step" || !this.board.marks.length) return;
+    const { ctx, bbox } = plot;
+    const size = 4 * devicePixelRatio;
+    ctx.save();
+    ctx.fillStyle = resolved("var(--bad)");
+    for (const [step] of this.board.marks) {
+      const x = plot.valToPos(step, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      const y = bbox.top + bbox.height;
+      ctx.beginPath();
+      ctx.moveTo(x, y);
+      ctx.lineTo(x - size, y + 2 * size);
+      ctx.lineTo(x + size, y + 2 * size);
+      ctx.fill();
     }
     ctx.restore();
   }

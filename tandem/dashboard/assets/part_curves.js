@@ -22,6 +22,7 @@ export function curvesPart({ page, name, run, place, signal }) {
   let shape = "";
 
   function draw(now) {
+    board.marks = now.marks;
     figures.replaceChildren(...now.cards.map(card));
     headline.textContent = now.headline;
     const phases = { title: "Time of each phase", unit: "seconds", floor: 0, ceiling: null, series: now.phases.slice(0, 12), points: [], lines: [] };
