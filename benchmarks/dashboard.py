@@ -78,11 +78,11 @@ def timed(served: LoggedProcess, path: str) -> tuple[float, float]:
     return seconds * _MS, len(answer.content) / 1e3
 
 
-def opening(folder: Path, log: Path, name: str, chromium: Any) -> list[str]:
+def opening(folder: Path, log: Path, name: str, steps: int, chromium: Any) -> list[str]:
     keys = (*KEYS, "mismatch_kl", "timing_s/step", "memory/train/measured")
     curves = f"/api/curves?run={name}&points={POINTS}&" + "&".join(f"key={key}" for key in keys)
     asked = {"overview": f"/api/run?run={name}", "12 curves": curves, "phases of the newest steps": f"/api/phases?run={name}",
-             "all phases": f"/api/phases?run={name}&from=0&to=1e9", "samples of the newest step": f"/api/samples?run={name}"}  # fmt: skip
+             "all phases": f"/api/phases?run={name}&from=0&to={steps}", "samples of the newest step": f"/api/samples?run={name}"}  # fmt: skip
     lines, first, again = [], {}, {}
     with serving_command(["dashboard", str(folder), "--port", "0"], log, "dashboard at ") as (process, url, client):
         served = LoggedProcess(process, url.rstrip("/"), client, log)
@@ -143,7 +143,7 @@ def main() -> None:
         for name, steps in (("steps-10000", 10_000), ("steps-100000", 100_000)):
             made = make_run(folder / name, steps)
             print(f"{name}: {(made / 'metrics.jsonl').stat().st_size / 1e6:.0f} MB of metrics", flush=True)
-            lines += opening(folder, log, name, chromium)
+            lines += opening(folder, log, name, steps, chromium)
             print(*lines[-7:], sep="\n", flush=True)
         lines += ["", *following(folder, log, "steps-10000", 10_000, options.seconds, chromium)]
     print(json.dumps(lines[-1]))

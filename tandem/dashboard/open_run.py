@@ -70,7 +70,8 @@ class OpenRun:
             now = stamp_of(self.directory)
             if self._facts is None or self._facts.stamp != now:
                 with self.columns() as columns:
-                    rows = [columns.row(len(columns) - 1)] if len(columns) else []
+                    last = columns.last_row()
+                    rows = [] if last is None else [last]
                     problems = [columns.problem] if columns.problem else []
                 facts = None
                 try:

@@ -189,10 +189,12 @@ class Columns:
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def row(self, place: int) -> dict[str, Any]:
-        """Returns the finite numbers of a row; the last is ``len(self) - 1``."""
-        values = {key: value for key, column in self._columns.items() if (value := column.values[place]) == value}
-        return {**values, "step": self.steps[place]}
+    def last_row(self) -> dict[str, Any] | None:
+        """Returns the finite numbers of the newest row, ``None`` without one."""
+        if not self.steps:
+            return None
+        newest = {key: _number(column.pending[-1]) if column.pending else column.numbers[-1] for key, column in self._columns.items()}
+        return {**{key: value for key, value in newest.items() if value == value}, "step": self.steps[-1]}
 
     def finite(self, key: str) -> Sequence[float]:
         """Returns the finite values of ``key``, empty where no row has one."""
