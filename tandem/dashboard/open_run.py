@@ -83,11 +83,13 @@ class OpenRun:
             return self._facts.facts, self._facts.problem
 
     @contextmanager
-    def phases(self) -> Iterator[Phases]:
-        """Yields the phases so far. Raises ``RunError``."""
+    def phases(self, low: float | None = None, step: int | None = None) -> Iterator[Phases]:
+        """Yields the phases so far: the newest, and if ``low`` (seconds since the first) or ``step`` is before them all. Raises ``RunError``."""
         with self._lock:
             with self.journal() as journal:
                 self._phases.follow(journal)
+                if not self._phases.covers(low, step):
+                    self._phases.follow(journal, whole=True)
             yield self._phases
 
     def decode(self, journal: Journal) -> Callable[[Sequence[int]], str]:

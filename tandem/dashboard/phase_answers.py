@@ -18,7 +18,7 @@ STEPS_SHOWN = 6
 def phase_window(run: OpenRun, low: float | None, high: float | None, step: int | None) -> dict[str, Any]:
     """Returns the phases between two times (seconds since the first phase) or of a step; without both the newest steps."""
     is_live = holder(run.directory) is not None
-    with run.phases() as phases:
+    with run.phases(low, step) as phases:
         now_s = time.time() - phases.began_s if is_live and len(phases) else None
         if step is not None:
             low, high = phases.of_steps(step, step)

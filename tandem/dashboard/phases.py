@@ -6,6 +6,8 @@ from typing import Any
 
 from tandem.runtime.records.journal import Journal
 
+RECENT = 20_000
+"""Phases that are read of a long run before older ones are asked for."""
 MOST_BARS = 1500
 """Bars of one lane: a screen is at most about as many pixels wide."""
 _STILL_OPEN = 500
@@ -29,24 +31,29 @@ class Phases:
         self._end: array[float] = array("d")
         self._names: list[tuple[str, str]] = []
         self._longest = 0.0
+        self._first_step, self._before = 0, 0
+        self.is_whole = True
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def follow(self, journal: Journal) -> None:
-        """Reads the phases that were added or have ended; all again after a resume, which may have removed some."""
-        if journal.incarnation != self._incarnation:
+    def follow(self, journal: Journal, *, whole: bool = False) -> None:
+        """Reads the phases that were added or have ended; all again after a resume, which may have removed some. Of a long run the newest are read, and those
+        before them when ``whole`` is asked for."""
+        if journal.incarnation != self._incarnation or (whole and not self.is_whole):
             self._forget()
             self._incarnation = journal.incarnation
+        if not self._ids:
+            self._before = 0 if whole else max(0, journal.last_transition() - RECENT)
+            self.is_whole = self._before == 0
+            self._first_step, self.began_s = journal.first_transition() or (0, 0.0)
         first = max(0, len(self) - _STILL_OPEN)
         known = next((place for place in range(first, len(self)) if self._end[place] != self._end[place]), len(self))
         for values in (self._ids, self._steps, self._start, self._end):
             del values[known:]  # type: ignore[attr-defined]
         del self._names[known:]
         known_names: dict[tuple[str, str], tuple[str, str]] = {}
-        for id, step, sidecar, state, started_s, ended_s in journal.spans(self._ids[-1] if self._ids else 0):
-            if not self._ids:
-                self.began_s = started_s
+        for id, step, sidecar, state, started_s, ended_s in journal.spans(self._ids[-1] if self._ids else self._before):
             self._ids.append(id)
             self._steps.append(step)
             self._start.append(started_s - self.began_s)
@@ -64,7 +71,13 @@ class Phases:
     @property
     def steps(self) -> tuple[int, int]:
         """The first and the last step."""
-        return (self._steps[0], self._steps[-1]) if self._ids else (0, 0)
+        return (self._first_step, self._steps[-1]) if self._ids else (0, 0)
+
+    def covers(self, low: float | None, step: int | None) -> bool:
+        """Whether the phases that were read begin before the time ``low`` and before ``step``."""
+        if self.is_whole or not self._ids:
+            return True
+        return (low is None or low - self._longest > self._start[0]) and (step is None or step > self._steps[0])
 
     def of_steps(self, first: int, last: int) -> tuple[float, float]:
         """Returns the time from the start of step ``first`` to the end of step ``last``."""

@@ -313,3 +313,17 @@ def test_a_folder_that_is_a_run_is_listed_with_its_stage(tmp_path: Path) -> None
     assert [run["name"] for run in Dashboard(tmp_path).ask("runs")["runs"]] == ["one", "one/sft"]
     loss = dashboard.ask("run", run="one/sft")["sections"][0]
     assert loss["title"] == "Loss" and loss["charts"][0]["series"] == [{"key": "train/loss", "name": "training"}]
+
+
+def test_of_a_long_run_the_newest_phases_are_read_and_older_ones_when_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", [row(0)], steps=0)
+    with sqlite3.connect(folder / "journal.sqlite") as file:
+        states = [(step, "trainer", "train", 1000.0 + step, 1000.5 + step) for step in range(300)]
+        file.executemany("INSERT INTO transitions (step, sidecar, state, started_s, ended_s, incarnation) VALUES (?, ?, ?, ?, ?, 1)", states)
+    asked = ({}, {"step": 290}, {"from": 280, "to": 290}, {"from": 100, "to": 290}, {"step": 3}, {"from": 0, "to": 300})
+    whole = [{**Dashboard(tmp_path).ask("phases", run="run", **each), "count": 0} for each in asked]
+    monkeypatch.setattr("tandem.dashboard.phases.RECENT", 50)
+    assert Dashboard(tmp_path).ask("phases", run="run", step=290)["count"] == 50
+    assert [{**Dashboard(tmp_path).ask("phases", run="run", **each), "count": 0} for each in asked] == whole
+    one = Dashboard(tmp_path)
+    assert [{**one.ask("phases", run="run", **each), "count": 0} for each in (*asked, *asked)] == [*whole, *whole]

@@ -17,13 +17,21 @@ const PARTS = {
 };
 /** What a live run says above its curves is asked for again at most so often. */
 const OVERVIEW_MS = 4000;
+const READING_MS = 400;
 
 export async function runView(page, name, wanted, signal) {
   const tab = wanted in PARTS ? wanted : "curves";
   page.title(name);
   page.tabs(...Object.entries(PARTS).map(([key, [title]]) => (
     make("a", { href: runAddress(name, key), ...(key === tab ? { aria: { current: "page" } } : {}) }, title))));
-  let run = await ask("run", { run: name }, signal);
+  // Of a long run the first answer takes a moment; a part that is left for another keeps the page as it is.
+  const wait = setTimeout(() => page.show(make("p", { className: "quiet" }, "The run is being read …")), READING_MS);
+  let run;
+  try {
+    run = await ask("run", { run: name }, signal);
+  } finally {
+    clearTimeout(wait);
+  }
 
   function head() {
     const state = run.live ? liveBadge() : badge(run.status[0], run.status[1]);

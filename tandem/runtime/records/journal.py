@@ -179,6 +179,11 @@ class Journal:
         """Returns id, step, sidecar, state, start and end of the transitions with an id above ``after``, in order, without their details."""
         return self._read("SELECT id, step, sidecar, state, started_s, ended_s FROM transitions WHERE id > ? ORDER BY id", (after,))  # type: ignore[return-value]
 
+    def first_transition(self) -> tuple[int, float] | None:
+        """Returns step and start of the first transition, ``None`` without one."""
+        rows = self._read("SELECT step, started_s FROM transitions ORDER BY id LIMIT 1")
+        return (int(rows[0][0]), float(rows[0][1])) if rows else None
+
     def transition_of(self, id: int) -> Transition | None:
         """Returns one transition, ``None`` where there is none with that ``id``."""
         rows = self._read("SELECT step FROM transitions WHERE id = ?", (id,))
