@@ -38,6 +38,8 @@ COMMANDS = {
     "sidecar": "make the environments of vLLM, Megatron-Core and DeepSpeed, which can take a side of a pod",
     "convert": "convert a model between Hugging Face, Megatron and Tandem checkpoints",
     "models": "list, show, promote and compare the versions of the model registry",
+    "dashboard": "show runs in the browser while they train",
+    "top": "show a run in the terminal while it trains",
     "report": "write a run's report.html again, or compare runs",
     "up": "start what watches over runs and servers: Prometheus, alerts, dashboards",
     "doctor": "show what Tandem finds and uses on this machine",
