@@ -15,8 +15,8 @@ KEY = "config"
 """The journal's key of the text of ``config.yaml``."""
 
 MAY_CHANGE = (
-    "'parallel', 'machine', 'checkpoint', 'registry', 'residents', 'coordination', 'pods', 'watchdog', 'slurm', 'metrics', trainer.backend, trainer.offload..., "
-    "rollout.workers, run.max_steps, run.max_restarts, run.elastic, run.on_mismatch, evaluation.target_accuracy and evaluation.consecutive"
+    "'parallel', 'machine', 'checkpoint', 'registry', 'residents', 'coordination', 'pods', 'watchdog', 'slurm', 'metrics', trainer.backend, "
+    "trainer.offload..., rollout.workers, run.max_steps, run.max_restarts, run.elastic, run.on_mismatch, evaluation.target_accuracy and evaluation.consecutive"
 )
 """The keys that ``may_change`` allows, for messages."""
 
