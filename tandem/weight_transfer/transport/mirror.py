@@ -126,6 +126,8 @@ class WeightMirror:
             return Mirrored(held, "", NOTHING_FETCHED)
         arrived = self._from_storage(manifest, held, is_again, deadline, on_progress) if self._stored is not None else None
         if arrived is None:
+            # What was read from the storage may be in the place of what came early.
+            early = early if self._stored is None else None
             arrived = self._from_pods(manifest, held, is_again, protocols, deadline, on_progress, early)
         if self._delta_memory is not None:
             publish_reference(self.own, None if arrived.delta is None else arrived.delta.reference)
