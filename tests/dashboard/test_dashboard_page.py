@@ -193,7 +193,7 @@ def test_runs_are_chosen_and_compared_with_the_keyboard(chromium: Any, served: L
 
 @pytest.mark.full
 def test_a_run_that_grows_is_followed_and_shown_as_live(chromium: Any, tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "runs" / "growing", [row(step) for step in range(3)], steps=3)
+    folder = make_run(tmp_path / "runs" / "growing", [row(step) for step in range(3)], steps=0)
     stop = threading.Event()
 
     def train() -> None:
@@ -205,13 +205,15 @@ def test_a_run_that_grows_is_followed_and_shown_as_live(chromium: Any, tmp_path:
                     return
 
     with dashboard(tmp_path / "runs", tmp_path / "log") as served, opened(chromium, served) as page:
-        go(page, served, "run/growing/curves")
-        assert page.page.locator("#badges").inner_text() == "not finished"
+        go(page, served, "run/growing/samples")
+        assert page.page.locator("#badges").inner_text() == "not finished" and "has no samples" in page.page.locator("#view").inner_text()
         with RunLock(folder):
             training = threading.Thread(target=train)
             training.start()
             try:
                 page.page.wait_for_function("() => document.querySelector('#badges').textContent === 'live'")
+                page.page.wait_for_selector(".sample")
+                go(page, served, "run/growing/curves")
                 page.page.wait_for_function("() => parseInt(document.querySelector('#summary').textContent) > 8")
                 go(page, served, "run/growing/samples")
                 page.page.wait_for_function("() => Number(document.querySelector('.toolbar input[type=number]').value) > 10")

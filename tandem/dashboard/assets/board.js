@@ -15,14 +15,20 @@ const MOST_KEYS = 60;
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (number) => resolved(`var(--c${number % COLOURS})`);
 
+/** Colours of the theme that is shown: to ask for one makes the browser lay out the page. */
+const known = new Map();
+document.addEventListener("theme", () => known.clear());
+
 /** Returns a colour that the canvas can draw: `light-dark()` is known to style sheets alone. */
 function resolved(value) {
-  const probe = make("span", {});
-  probe.style.color = value;
-  document.body.append(probe);
-  const found = getComputedStyle(probe).color;
-  probe.remove();
-  return found;
+  if (!known.has(value)) {
+    const probe = make("span", {});
+    probe.style.color = value;
+    document.body.append(probe);
+    known.set(value, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  return known.get(value);
 }
 
 const faded = (value, share) => value.replace(/^rgba?\(([^)]+)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3).join(",")},${share})`);

@@ -24,7 +24,14 @@ function facts(sample) {
 export async function samplesPart({ page, name, run, place, signal }) {
   if (run.samples === null) {
     place.replaceChildren(make("p", { className: "quiet" }, "The run has no samples: it is on data, or its first rollout has not ended."));
-    return null;
+    const part = {
+      async overview(now) {
+        if (now.samples === null) return;
+        delete part.overview;
+        Object.assign(part, await samplesPart({ page, name, run: now, place, signal }));
+      },
+    };
+    return part;
   }
   let last = run.samples;
   let follows = true;
