@@ -102,6 +102,13 @@ def come(pods: TwoPods) -> int:
     return sum(piece.is_verified for piece in list(early._pieces))
 
 
+def come_bytes(pods: TwoPods) -> int:
+    """Returns how many bytes have come to the second pod before they are published."""
+    early = pods.mirror._early
+    assert early is not None
+    return early._done_bytes()
+
+
 def register_early(pods: TwoPods, sent: Sequence[tuple[str, Tensor]], version: WeightVersion, before: Callable[[str], object] = str) -> WeightManifest:
     return pods.writer.publish(read_by(sent, before), version, announces=True)
 
@@ -164,7 +171,7 @@ def test_a_part_of_which_the_beginning_came_is_read_on(make: Callable[..., TwoPo
 
     def stall(sent: int, block: bytearray) -> bool:
         passed[0] += len(block)
-        if passed[0] > 3.5 * PART and not goes_on.is_set():
+        if passed[0] > 4.2 * PART and not goes_on.is_set():
             goes_on.wait(30)
             return False
         return True
@@ -172,7 +179,7 @@ def test_a_part_of_which_the_beginning_came_is_read_on(make: Callable[..., TwoPo
     pods = make(lambda: stall, connections=1)
     begin(pods, FIRST)
     register_early(pods, weights(1), FIRST)
-    until(lambda: passed[0] > 3.5 * PART)
+    until(lambda: passed[0] > 4.2 * PART and come_bytes(pods) >= 3 * PART)
     pods.mirror._early._patience_s = 0.0  # type: ignore[union-attr]
     threading.Timer(0.2, goes_on.set).start()
     got = pods.bring(FIRST)
@@ -188,14 +195,14 @@ def test_what_has_not_come_when_it_is_published_comes_over_the_connections_that_
 
         def alter(sent: int, block: bytearray) -> bool:
             passed[0] += len(block)
-            return passed[0] < 2.5 * PART or goes_on.wait(30)
+            return passed[0] < 3.2 * PART or goes_on.wait(30)
 
         return alter
 
     pods = make(hold, connections=1)
     begin(pods, FIRST)
     register_early(pods, weights(1), FIRST)
-    until(lambda: passed[0] > 2.5 * PART)
+    until(lambda: passed[0] > 3.2 * PART and come_bytes(pods) >= 2 * PART)
     told = list[int]()
     threading.Timer(0.3, goes_on.set).start()
     got = pods.mirror.bring(FIRST, ("tcp",), Deadline(60.0), lambda done, total: told.append(done))
