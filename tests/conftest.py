@@ -19,6 +19,8 @@ sys.path.append(str(Path(__file__).parent))
 import torch
 from etcd_server import WHY_SKIPPED, EtcdServer, program
 from hub_server import Hub, hub_server
+from slurm_cluster import WHY_SKIPPED as WHY_NO_SLURM
+from slurm_cluster import SlurmCluster, is_installed
 
 # Collecting thousands of tests makes a million objects that live as long as the process. The garbage collector need not visit them, neither
 # now nor in each full collection of a test.
@@ -67,6 +69,18 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer
     server = EtcdServer(tmp_path_factory.mktemp("etcd")).start()
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A real Slurm of two nodes for the session. Tests leave no job behind."""
+    if not is_installed():
+        pytest.skip(WHY_NO_SLURM)
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        yield cluster.start()
+    finally:
+        cluster.stop()
 
 
 @pytest.fixture(scope="session")

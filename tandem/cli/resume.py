@@ -6,41 +6,43 @@ finished is only reported, unless it is given more steps or a higher target.
 
 The run's recipe, journal, metrics and start model are verified first, and every byte of the checkpoint; 'tandem verify' shows more.
 
-The sections parallel, machine, checkpoint, registry, trackers, residents, coordination, pods and watchdog, and trainer.offload,
-trainer.offload_parameters, trainer.offload_activations, trainer.offload_folder, rollout.workers, run.max_steps, run.max_restarts, run.elastic, run.on_mismatch,
+The sections parallel, machine, checkpoint, registry, trackers, residents, coordination, pods, watchdog, slurm and metrics, and
+trainer.offload, trainer.offload_parameters, trainer.offload_activations, trainer.offload_folder, rollout.workers, run.max_steps,
+run.max_restarts, run.elastic, run.on_mismatch,
 evaluation.target_accuracy and evaluation.consecutive, may have new values; on another mesh results differ in their last bits.
 run.max_steps cannot change once the learning rate has begun to fall towards it (trainer.schedule linear, cosine and wsd).
 
 examples:
   tandem resume runs/sort --run.max_steps=400        train longer
-  tandem resume runs/sort
+  tandem resume runs/sort                            a run that was launched on Slurm becomes a job again
+  tandem resume runs/sort --on local                 here, in any case
   tandem resume runs/pretrain --parallel.data=4      on another number of ranks; no sample is lost or repeated
 """
 
 import argparse
+from pathlib import Path
 
-from tandem.runtime.process.faults import FaultPlan
+from tandem.cluster.launch.launcher import LAUNCHERS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
     parser.add_argument("--from", dest="source", metavar="URL", help="restore the folder from the copies of checkpoint.upload")
+    parser.add_argument("--on", choices=LAUNCHERS, help="where it continues (default: where it was launched)")
     parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
     parser.set_defaults(takes_overrides=True)
 
 
 def run(options: argparse.Namespace) -> int:
-    from tandem.jobs.display import display
-    from tandem.jobs.start import resume
+    from tandem.cluster.launch.choose import launcher, launcher_of
+    from tandem.cluster.launch.local import LocalLauncher
     from tandem.jobs.uploads import restore
 
+    directory = Path(options.run_directory)
     if options.source:
         restore(options.run_directory, options.source)
-    with display() as callback:
-        result = resume(
-            options.run_directory, inline=options.inline, callbacks=[callback], progress=False, overrides=options.overrides,
-            faults=FaultPlan.parse(options.fault) if options.fault else None,
-        )
-    print(result.summary())
+    is_here = options.on == "local" or options.inline or bool(options.fault)
+    chosen = LocalLauncher(options.inline, options.fault) if is_here else launcher(options.on) if options.on else launcher_of(directory)
+    print(chosen.resume(directory, options.overrides).text)
     return 0

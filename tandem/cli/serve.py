@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.cli.engine_options import add_engine_options, engine_args, json_object, template_text
+from tandem.runtime.exposition.targets import DEFAULT_FOLDER
 from tandem.text.answer_reader import REASONING_FORMATS
 from tandem.text.tool_formats import TOOL_FORMATS
 from tandem.types import UserError, WeightVersion
@@ -109,6 +110,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-transfer-port", type=int, default=0, metavar="PORT", help="its port (default: a free one)")
     parser.add_argument("--kv-transfer-memory", type=float, default=1.0, metavar="GIB", help="shared memory for KV blocks that wait or arrive (default: 1)")
     parser.add_argument("--kv-transfer-timeout", type=float, default=30.0, metavar="SECONDS", help="time for KV blocks to be fetched (default: 30)")
+    parser.add_argument(
+        "--targets-folder", nargs="?", const=DEFAULT_FOLDER, default="", metavar="DIR",
+        help=f"name the server to Prometheus in this folder (without DIR: {DEFAULT_FOLDER}); see 'tandem up observability'",
+    )  # fmt: skip
     parser.add_argument("--max-waiting", type=int, default=1024, help="maximum number of waiting requests; more get status 429")
     parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="time for in-flight requests after SIGTERM")
     parser.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a client to send its request")
@@ -200,6 +205,7 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
         heartbeat_s=options.heartbeat_timeout, step_s=options.step_timeout, max_connections_per_client=options.max_connections_per_client,
         max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib), follows=follows,
         weight_version=options.weight_version, kv_events=options.kv_events, kv_transfer=_kv_transfer(options),
+        targets_folder=options.targets_folder,
     )  # fmt: skip
     return run_server(settings)
 

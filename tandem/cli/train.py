@@ -14,19 +14,20 @@ examples:
   tandem train recipes/sort.yaml --coordination etcd      publish weights and elect the controller in the etcd on this machine
   tandem train recipes/sort.yaml --pods 2         a second pod draws samples too
   tandem train recipes/sort.yaml --pods 2 --trainer-pods 2 --parallel.data=2      both train, too
+  tandem train recipes/sort.yaml --on slurm --slurm.partition=gpu --slurm.time=0-08:00:00      as a job of Slurm; with --dry-run its script
   tandem train recipes/sort.yaml --rollout vllm   vLLM draws the samples ('tandem sidecar install vllm' makes its environment)
 """
 
 import argparse
 
-from tandem.config.recipe import load_config
-from tandem.runtime.process.faults import FaultPlan
+from tandem.cluster.launch.launcher import LAUNCHERS, Launch
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file, or the name of a recipe that comes with Tandem ('tandem recipes')")
+    parser.add_argument("--on", choices=LAUNCHERS, default="local", help="where it runs: on this machine, or as a job of Slurm ('docs/cluster.md')")
     parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
-    parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan and exit")
+    parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan, or the script of the job, and exit")
     parser.add_argument("--coordination", choices=("embedded", "etcd"), help="short for --coordination.store")
     parser.add_argument("--pods", type=int, metavar="N", help="short for --pods.count")
     parser.add_argument("--trainer-pods", type=int, metavar="N", help="short for --pods.trainer_count")
@@ -37,21 +38,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tandem.jobs.display import display
-    from tandem.jobs.start import dry_run, train
+    from tandem.cluster.launch.choose import launcher
 
     short = {
         "coordination.store": options.coordination, "pods.count": options.pods, "pods.trainer_count": options.trainer_pods,
         "rollout.backend": options.rollout, "trainer.backend": options.trainer,
     }  # fmt: skip
-    recipe = load_config(options.recipe, [*(f"--{key}={value}" for key, value in short.items() if value is not None), *options.overrides])
-    if options.dry_run:
-        print(dry_run(recipe, options.recipe, options.inline))
-        return 0
-    with display() as callback:
-        result = train(
-            recipe, recipe_path=options.recipe, inline=options.inline, callbacks=[callback], progress=False,
-            faults=FaultPlan.parse(options.fault) if options.fault else None,
-        )
-    print(result.summary())
+    overrides = (*(f"--{key}={value}" for key, value in short.items() if value is not None), *options.overrides)
+    launch, chosen = Launch(options.recipe, overrides, options.inline, options.fault), launcher(options.on)
+    print(chosen.plan(launch) if options.dry_run else chosen.submit(launch).text)
     return 0

@@ -337,6 +337,8 @@ class GatewayConfig:
     """File of API keys, which `tandem keys` writes; requests then need one of them. Empty: no key is needed, and a tenant is a client's address."""
     oidc: OidcConfig = field(default_factory=OidcConfig)
     """Tokens in place of keys, or beside them."""
+    targets_folder: str = ""
+    """Folder in which the gateway is named to Prometheus (`file_sd_configs`), as in `observability.md`. Empty: none."""
     audit_log: str = ""
     """File to which a line of JSON is added for each request: who asked for what and what it cost, without prompt and answer. It may be moved away while the
     gateway runs."""

@@ -61,7 +61,9 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         target = result
         *parents, last = name.split(".")
         for parent in parents:
-            child = target.setdefault(parent, {})
+            if target.get(parent) is None:  # A saved recipe has the sections that it does not use, without a value.
+                target[parent] = {}
+            child = target[parent]
             if not isinstance(child, dict):
                 raise UserError(f"override '{override}': '{parent}' is {_describe(child)}, not a section")
             target = child

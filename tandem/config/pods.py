@@ -11,7 +11,7 @@ from tandem.types.errors import UserError
 _OF_TLS = ("tls_cert_file", "tls_key_file", "tls_ca_file")
 _OF_JOINING = ("min_count", "join_timeout_s", "heartbeat_timeout_s", "host", "port", "credential_file", *_OF_TLS)
 _OF_DELTAS = ("elementwise_deltas", "full_update_every")
-_OF_PODS = ("protocols", "peer_to_peer")
+_OF_PODS = ("protocols", "peer_to_peer", "pipeline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,10 @@ class PodsConfig:
     peer_to_peer: bool = False
     """Pods send on the weights that they have received, at any free port of their `host`: new weights go to one pod, then from two to two more, from four to
     four more, so that the trainer's pod does not send them once for each. Over plain TCP; pods that read over `rdma` or `mooncake` read from the trainer's."""
+    pipeline: Literal["auto", "always", "never"] = "auto"
+    """Whether pods begin to read a version while the trainer registers it, each part as soon as it is written. It is verified and used as without: when it is
+    published whole. `auto`: pods of other machines do; those of the run's own machine would take its cores from the trainer. Where memory is short, over `rdma`
+    and `mooncake`, and with `elementwise_deltas` pods read after the publication; with `peer_to_peer` the first one alone reads before."""
     elementwise_deltas: bool = False
     """Send other pods the positions and new values of the elements that have changed since the version before, where that is smaller: in bf16 at the learning
     rates of reinforcement learning about 2 % of the weights' bytes. Every tensor is compared with its digest, and read whole where that is not right. Needs

@@ -7,12 +7,14 @@ from typing import ClassVar, Literal
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.machine import MachineConfig
+from tandem.config.metrics import MetricsConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.preference import PreferenceLoss, check_preference
 from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import DemonstrationsConfig
+from tandem.config.slurm import SlurmConfig
 from tandem.config.task import TaskConfig
 from tandem.config.trackers import TrackersConfig
 from tandem.config.trainer import TrainerConfig
@@ -126,6 +128,8 @@ class PretrainRecipe:
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    metrics: MetricsConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",

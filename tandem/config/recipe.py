@@ -15,6 +15,7 @@ from tandem.config.critic import CriticConfig
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.machine import MachineConfig
+from tandem.config.metrics import MetricsConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.pods import PodsConfig
@@ -27,6 +28,7 @@ from tandem.config.rewards import COMPARING, RewardsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
+from tandem.config.slurm import SlurmConfig
 from tandem.config.task import VERIFIERS, TaskConfig
 from tandem.config.trackers import TrackersConfig
 from tandem.config.trainer import TrainerConfig
@@ -60,6 +62,8 @@ class Recipe:
     coordination: CoordinationConfig = field(default_factory=CoordinationConfig)
     pods: PodsConfig = field(default_factory=PodsConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    metrics: MetricsConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.elastic": "the trainer of a pod is always restarted with all of its ranks",

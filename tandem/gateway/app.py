@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -31,6 +30,7 @@ from tandem.gateway.servers.servers import Servers
 from tandem.gateway.siblings import Siblings, joined_metrics
 from tandem.gateway.stored_responses import PATH
 from tandem.gateway.usage import Meter
+from tandem.runtime.exposition.text import CONTENT_TYPE
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.patient_protocol import CONNECTION
 from tandem.runtime.tls import ServerTls
@@ -146,7 +146,7 @@ class GatewayApp:
         text = state.metrics.text(state.admission, state.servers)
         if siblings is not None:
             text = joined_metrics({siblings.place.number: text.decode(), **await siblings.ask("metrics")})
-        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     def _model(self, name: str) -> dict[str, Any]:
         versions = self._state.pool.weight_versions(name)

@@ -5,12 +5,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from tandem.gateway.admission import Admission
 from tandem.gateway.backend import Backend
 from tandem.gateway.routing.prefix_index import PrefixIndex
 from tandem.gateway.servers.servers import Servers
+from tandem.runtime.exposition.text import exposition
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 600)
 
@@ -115,4 +116,4 @@ class Metrics:
                 self._cached.labels(backend.name).set(index.size(backend))
             self._ready.labels(backend.name).set(backend.is_ready)
             self._breaker.labels(backend.name).set({"closed": 0, "half_open": 0.5, "open": 1}[backend.breaker.state])
-        return generate_latest(self.registry)
+        return exposition(self.registry)

@@ -45,6 +45,7 @@ from tandem.gateway.siblings import Place, Siblings
 from tandem.gateway.stored_responses import StoredResponses
 from tandem.gateway.upstream import KEEP_ALIVE_S, Upstream
 from tandem.gateway.workers import run_workers, share_of_worker
+from tandem.runtime.exposition.targets import announced, check_folder
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.runtime.tls import ServerTls, TlsFiles, check_tls, expiry_warning
@@ -101,6 +102,8 @@ def check_files(config: GatewayConfig) -> None:
         read_keys(Path(config.keys_file))
     if config.registry:
         check_stages(config.servers, read_stages(Path(config.registry)))
+    if config.targets_folder:
+        check_folder(config.targets_folder)
     if config.audit_log:
         check_audit_log(Path(config.audit_log))
 
@@ -225,11 +228,13 @@ async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Ca
     stop, stop_now = stop_events()
     serving = asyncio.create_task(server.serve([listener]))
     hurry = asyncio.create_task(stop_now.wait())
-    address = _announce(state, listener) if state.siblings is None or state.siblings.place.announces else ""
+    is_first = state.siblings is None or state.siblings.place.announces
+    address = _announce(state, listener) if is_first else ""
     drained = asyncio.create_task(_drain(state, stop))
     keeping = asyncio.create_task(state.servers.keep(None if ready is None else functools.partial(ready, address)), name="servers")
     try:
-        await asyncio.wait({drained, hurry, serving, keeping}, return_when=asyncio.FIRST_COMPLETED)
+        with _target(config, listener) if is_first and config.targets_folder else contextlib.nullcontext():
+            await asyncio.wait({drained, hurry, serving, keeping}, return_when=asyncio.FIRST_COMPLETED)
         if keeping.done():
             keeping.result()
         is_drained = drained.done() and drained.result()
@@ -243,6 +248,12 @@ async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Ca
         await asyncio.gather(drained, hurry, keeping, return_exceptions=True)
         server.should_exit, server.force_exit = True, state.open_requests > 0
         await serving
+
+
+def _target(config: GatewayConfig, listener: socket.socket) -> contextlib.AbstractContextManager[object]:
+    """Names the gateway in the targets folder."""
+    address = listener.getsockname()
+    return announced(config.targets_folder, f"gateway-{host_of(address)}-{address[1]}", address, {"job": "gateway"}, tls=config.tls.is_on)
 
 
 def _relieve_collector() -> None:

@@ -9,6 +9,7 @@ from tandem.jobs.run_files import rl_start_folder
 from tandem.jobs.start import read_recipe
 from tandem.runtime.coordination.open import store_address
 from tandem.runtime.process.program import program
+from tandem.runtime.records.run_lock import lock_holder
 from tandem.serving.settings import FollowedRun, FollowMode
 from tandem.types import UserError
 
@@ -23,7 +24,7 @@ def followed_run(directory: Path, mode: FollowMode, say: Callable[[str], None]) 
         raise UserError(f"'{directory}' is a run on data, which publishes no weights while it trains; serve one of its checkpoints or its model")
     if recipe.trainer.lora is not None:
         raise UserError(f"'{directory}' trains an adapter (trainer.lora), and --follow serves whole weights in this version; serve its checkpoints")
-    if (directory / "model").is_dir() and not _is_running(directory):
+    if (directory / "model").is_dir() and lock_holder(directory) is None:
         raise UserError(f"the run in '{directory}' has ended; serve its model: {program()} serve {directory / 'model'}")
     folder = rl_start_folder(recipe, directory)
     if not folder.is_dir():
@@ -31,12 +32,3 @@ def followed_run(directory: Path, mode: FollowMode, say: Callable[[str], None]) 
     while not folder.is_dir():
         time.sleep(LOOK_S)
     return folder, FollowedRun(store_address(recipe.coordination, directory), mode), recipe.trainer.dtype
-
-
-def _is_running(directory: Path) -> bool:
-    """Returns whether the process that last held the run's lock lives. The lock itself is left alone: a run that starts now needs it."""
-    try:
-        holder = int((directory / "lock").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return False
-    return Path(f"/proc/{holder}").exists()

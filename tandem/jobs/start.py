@@ -2,6 +2,7 @@
 
 import contextlib
 import shlex
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.checks.predicted_time import describe_data_time, describe_rl_time
 from tandem.jobs.data_run.supervise import supervise
+from tandem.jobs.exposed.exposed_run import check_metrics, exposed, metrics_listener
 from tandem.jobs.finished import check_steps, describe_finished, finished_result
 from tandem.jobs.hub_models import describe_download, with_commits
 from tandem.jobs.python_inputs import Rewards, python_inputs, with_dataset_task, written_for_checks
@@ -67,18 +69,42 @@ def train(
         recipe = recipe_of(recipe if dataset is None else with_dataset_task(recipe))
     told = Callbacks(callbacks)
     _check_inline(recipe, inline)
+    check_metrics(recipe.metrics)
     recipe = with_commits(recipe)
     inputs = python_inputs(recipe, rewards, dataset)
     with written_for_checks(inputs) as checked:
         warnings = [line for line in _check(checked) if line.startswith("warning: ")]
     check_upload_is_free(recipe.checkpoint)
+    with metrics_listener(recipe.metrics) as listener:
+        directory = _new_directory(recipe.run, Path(recipe_path).stem or "run")
+        recipe = inputs.write(directory / INPUTS_FOLDER)
+        write_recipe(recipe, directory)
+        with _shown(told, progress):
+            for line in warnings:
+                told.message(line)
+            return _execute(recipe, directory, inline, told, faults, listener)
+
+
+def prepare(recipe: AnyRecipe, recipe_path: str | Path = "") -> Path:
+    """Makes the folder of a run that ``resume`` begins, now or later and on this machine or another one, and returns it. What depends on the machine is
+    checked there."""
+    recipe = with_commits(recipe, "description")
+    check_upload_is_free(recipe.checkpoint)
     directory = _new_directory(recipe.run, Path(recipe_path).stem or "run")
-    recipe = inputs.write(directory / INPUTS_FOLDER)
     write_recipe(recipe, directory)
-    with _shown(told, progress):
-        for line in warnings:
-            told.message(line)
-        return _execute(recipe, directory, inline, told, faults)
+    return directory
+
+
+def check_resume(directory: Path, overrides: Sequence[str]) -> tuple[AnyRecipe, str]:
+    """Returns the recipe with which the run in ``directory`` would be resumed and, if it has finished and is only reported, a line that says so. Raises
+    ``UserError`` for ``overrides`` that it cannot continue with."""
+    recipe = read_recipe(directory, overrides)
+    _check_may_change(overrides)
+    finished = finished_result(recipe, directory)
+    if finished is not None:
+        return recipe, describe_finished(recipe, finished, overrides)
+    check_steps(recipe, directory)
+    return recipe, ""
 
 
 def _check(recipe: AnyRecipe) -> list[str]:
@@ -123,11 +149,15 @@ def _resume(directory: Path, callback: Callbacks, inline: bool, overrides: Seque
     check_steps(recipe, directory)
     # On another machine, or after its cache was emptied, they are not there. Nothing reads the weights again once the stage has ended.
     recipe = with_commits(recipe, "description" if (directory / SFT_FOLDER / "model").is_dir() else "model")
-    if overrides:
-        _check(recipe)
+    if overrides or not (directory / "journal.sqlite").exists():
+        # A run that was only prepared was checked by no machine that it works on.
+        for line in _check(recipe):
+            if line.startswith("warning: "):
+                callback.message(line)
     before = _write_new_values(recipe, directory) if overrides else recipe
     try:
-        return _execute(recipe, directory, inline, callback, faults, resumed=True)
+        with metrics_listener(recipe.metrics) as listener:
+            return _execute(recipe, directory, inline, callback, faults, listener, resumed=True)
     except UserError as error:
         # A run that failed at work goes on with the new values; one that was refused keeps the old ones.
         if overrides and not isinstance(error, RunError):
@@ -213,15 +243,16 @@ def _shown(told: Callbacks, progress: bool) -> Iterator[None]:
 
 
 def _execute(
-    recipe: AnyRecipe, directory: Path, inline: bool, callback: Callbacks, faults: FaultPlan | None, resumed: bool = False
+    recipe: AnyRecipe, directory: Path, inline: bool, callback: Callbacks, faults: FaultPlan | None, listener: socket.socket | None, resumed: bool = False
 ) -> RunResult:
-    """Runs ``recipe`` in ``directory``. Raises ``RunError`` where a callback failed or stopped the run."""
+    """Runs ``recipe`` in ``directory``, whose metrics are answered on ``listener``. Raises ``RunError`` where a callback failed or stopped the run."""
     tracked = Tracked(recipe.trackers, callback.message)
     if recipe.trackers.names:
         callback.add(tracked)
     status: Status = "stopped"
     try:
-        result = _run_job(recipe, directory, inline, callback, faults, resumed)
+        with exposed(recipe, directory, listener, callback):
+            result = _run_job(recipe, directory, inline, callback, faults, resumed)
         status = "finished"
     except KeyboardInterrupt:
         callback.raise_why(directory, is_stopped=True)
@@ -248,6 +279,7 @@ def _run_job(
 def dry_run(recipe: AnyRecipe, recipe_path: str | Path, inline: bool = False) -> str:
     """Returns what the run will need, after every check of ``train`` that needs no work."""
     _check_inline(recipe, inline)
+    check_metrics(recipe.metrics)
     check_trackers(recipe.trackers)
     recipe = with_commits(recipe, "description")
     if isinstance(recipe, PretrainRecipe):

@@ -7,7 +7,7 @@ TRAINER_CALLS = (
 )  # fmt: skip
 InferencePart = Literal["all", "rewards", "update"]
 """Which passes of other models an inference phase has: those that ``rewards`` need, those that the ``update`` needs, or both."""
-ROLLOUT_CALLS = ("start_engine", "update_weight", "confirm_weight", "rollout", "sleep_engine", "weight_digests", "verify_engine")
+ROLLOUT_CALLS = ("start_engine", "stage_weight", "update_weight", "confirm_weight", "rollout", "sleep_engine", "weight_digests", "verify_engine")
 LEARNED_CALLS = frozenset(
     {"inference", "compare", "train", "offload", "prefetch", "onload", "convert", "register", "update_weight", "confirm_weight", "rollout", "sleep_engine"}
 )

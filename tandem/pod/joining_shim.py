@@ -47,7 +47,7 @@ STACKS_FOLDER = "stacks"
 """In the folder of a pod: where its processes answer with their stacks."""
 RELEASED, AGAIN = 0, 75
 """Exit statuses: the run needs this pod no longer; this life is over and the next one may join (``EX_TEMPFAIL``)."""
-_OF_ROLLOUT = (*ROLLOUT_CALLS, "start_worker", "stop_worker", "replace_worker", "receive_weights", "verify_weights", "memory")
+_OF_ROLLOUT = (*ROLLOUT_CALLS, "start_worker", "stop_worker", "replace_worker", "receive_early", "receive_weights", "verify_weights", "memory")
 _OF_TRAINER = {**{name: name for name in (*TRAINER_CALLS, "start_ranks", "allocate")}, "stop_ranks": "stop_worker"}
 """Calls of the trainer's ranks in this pod, with their names in its shim."""
 _FIRST_CONTACT_S = 10.0
@@ -237,7 +237,7 @@ class JoiningShim:
     def _own(self, name: str) -> Mapping[str, str]:
         """What a call names that is elsewhere on this machine."""
         own_store = str(self.folder / "pod" / "store.sqlite")
-        if name == "receive_weights":
+        if name in ("receive_early", "receive_weights"):
             return {"store": self.options.join, "own_store": own_store}
         if name == "register":
             return {"store": own_store}

@@ -200,7 +200,8 @@ class Pod:
 
     def _register(self, version: WeightVersion) -> None:
         with self.transitions.trainer_does(TrainerState.REGISTER, version.step) as detail:
-            detail.update(self.moves.note(version.step, self.trainer.register(version, self.buffers, self.fence())))
+            announces = self.pods.are_several and self.pods.pipeline != "never" and self.rollout.receive_early(version)
+            detail.update(self.moves.note(version.step, self.trainer.register(version, self.buffers, self.fence(), announces=announces)))
             self._check_changed(version.step, str(detail["digest"]))
             self.engine_bytes["engine_weights"], self.published = self.base_bytes + int(detail["bytes"]), version
             if self.pods.elementwise_deltas:
@@ -237,6 +238,7 @@ class Pod:
             began, was_empty = monotonic(), self.engine_step is None
             updated = self.rollout.update_weight(version)
             rereads, self.engine_step = updated["rereads"], step
+            detail.update({key: updated[key] for key in ("early_bytes",) if key in updated})
             for each in updated.get("left_out", ()):
                 self.restarts.note(step, each)
             for each in updated.get("members", ()):

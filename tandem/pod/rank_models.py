@@ -87,15 +87,15 @@ class RankModels:
             self.converted = convert(self.actor.checkpoints.state, self.rank.publishing, engine_layout)
         return self.converted
 
-    def publish(self, writer: WeightWriter, version: WeightVersion, guard: Guard | None) -> WeightManifest:
-        """Writes this rank's converted parts and publishes the manifest of all ranks as ``version`` if ``guard`` holds. Then the actor moves away too. Raises
-        ``RunError`` if they were not converted."""
+    def publish(self, writer: WeightWriter, version: WeightVersion, guard: Guard | None, *, announces: bool = False) -> WeightManifest:
+        """Writes this rank's converted parts and publishes the manifest of all ranks as ``version`` if ``guard`` holds; ``announces``: as of ``WeightWriter``.
+        Then the actor moves away too. Raises ``RunError`` if they were not converted."""
         if self.converted is None:
             raise RunError("register was asked for before convert")
         # Where they are registered again, they have left already.
         if self.offloader is not None and self.offloader.is_away("actor"):
             self.enter(Phase.TRAIN)
-        manifest = writer.publish(self.converted, version, guard)
+        manifest = writer.publish(self.converted, version, guard, announces=announces)
         self.residents.leave(Phase.ROLLOUT, self.steps)
         self.residents.settle()
         if self.offloader is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from threading import Thread
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from tandem.types.wire import Frame
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_BEGIN_S = 30.0
 
 
 @dataclass
@@ -39,7 +41,9 @@ class RolloutPods:
     ``away``: why the others do not, by number; ``lost``: those that were left out since the last update of weights and outside a rollout, as it is
     reported. ``least``: the pods that an update of weights waits for, up to ``join_timeout_s``. ``sends_on``: where pods send
     on the weights that they have received, as ``serves`` of ``receive_weights``; empty: they do not. ``reads_deltas``: whether pods read element-wise
-    deltas. ``weights_url``: the storage that pods of other machines read weights from, if it is given."""
+    deltas. ``weights_url``: the storage that pods of other machines read weights from, if it is given. ``reads_early``: whether a pod that
+    receives weights begins while they are registered; ``stages``: whether the engine of a pod that has a version reads and verifies it while other pods
+    receive it."""
 
     pods: Sequence[RolloutPod]
     open_store: Callable[[], Store]
@@ -53,6 +57,8 @@ class RolloutPods:
     sends_on: Mapping[str, Any] = field(default_factory=dict)
     reads_deltas: bool = False
     weights_url: str = ""
+    reads_early: Callable[[RolloutPod], bool] = lambda pod: True
+    stages: Callable[[RolloutPod], bool] = lambda pod: False
     there: list[RolloutPod] = field(default_factory=list)
     away: dict[int, str] = field(default_factory=dict)
     lost: list[dict[str, Any]] = field(default_factory=list)
@@ -71,13 +77,16 @@ class RolloutPods:
         self._take_part([*self._each(self.pods, self._start, "start"), *joined])
 
     def call(self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None) -> Frame:
+        """One call of all pods. ``receive_early`` does not wait for their answers."""
+        if name == "receive_early":
+            return Frame({"pods": self._begin_early(list((meta or {})["version"]))}, {}, "result")
         meta, blobs, progress = meta or {}, blobs or {}, on_progress or (lambda _: None)
         told: dict[str, Any] = {}
         with _one_sidecar():
             if name == "update_weight":
-                self._bring_weights(list(meta["version"]))
+                early_bytes = self._bring_weights(list(meta["version"]))
                 (lost, self.lost), news = (self.lost, []), [] if self.joining is None else self.joining.told()
-                told = {key: value for key, value in {"left_out": lost, "members": news}.items() if value}
+                told = {key: value for key, value in {"left_out": lost, "members": news, "early_bytes": early_bytes}.items() if value}
             # Without those that an earlier rollout under the same weights has lost.
             self._take_part(self.there)
             pods = [worker.pod for worker in self.workers.workers if isinstance(worker, PodWorker)]
@@ -86,8 +95,29 @@ class RolloutPods:
                 reply["groups_of_pods"] = _by_pod(pods, reply.pop("groups"))
         return Frame({**reply, **told}, payload, "result")
 
-    def _bring_weights(self, version: list[int]) -> None:
-        """Starts the pods again that are not there, takes in those that joined, and lets those without ranks of the trainer receive ``version``."""
+    def _begin_early(self, version: list[int]) -> int:
+        """Lets pods begin to read ``version`` while it is registered: all that read it from the trainer's pod. Returns how many. What keeps one from it is seen
+        when they receive the version; one that does not answer holds up nothing."""
+        receivers = [] if self.reads_deltas else [pod for pod in self.there if pod.receives]
+
+        def begin(pod: RolloutPod) -> None:
+            with suppress(WorkerDied, SidecarDied, RunError):
+                pod.ask("receive_early", self._of_weights(pod, version), deadline_s=_BEGIN_S)
+
+        receivers = [pod for pod in (receivers[:1] if self.sends_on else receivers) if self.reads_early(pod)]
+        for pod in receivers:
+            Thread(target=begin, args=(pod,), name=f"early-{pod.number}", daemon=True).start()
+        return len(receivers)
+
+    def _of_weights(self, pod: RolloutPod, version: list[int]) -> Meta:
+        """Returns the arguments of a call by which ``pod`` receives ``version``."""
+        url = self.weights_url if pod.name else ""
+        stores = {"store": self.store_address, "own_store": pod.own_store, "deltas": self.reads_deltas, "weights_url": url}
+        return {**stores, "version": version, "protocols": [], "deadline_s": self.deadline_s}
+
+    def _bring_weights(self, version: list[int]) -> int:
+        """Starts the pods again that are not there, takes in those that joined, and lets those without ranks of the trainer receive ``version``. Returns the
+        bytes that had come to them before it was published."""
         assert self._store is not None
         present = members(self._store)
         revisions = {member.name: member.revision for member in present}
@@ -97,16 +127,22 @@ class RolloutPods:
         self._take_part([*self.there, *self._each([pod for pod in self.pods if pod not in self.there], self._start_again, "start")])
         self._take_in(present)
 
+        early_bytes = list[int]()
+
         def receive(pod: RolloutPod) -> None:
             if pod.receives:
-                url = self.weights_url if pod.name else ""
-                stores = {"store": self.store_address, "own_store": pod.own_store, "deltas": self.reads_deltas, "weights_url": url}
-                pod.ask("receive_weights", {**stores, "version": version, "protocols": [], "deadline_s": self.deadline_s, "serves": self.sends_on})
+                reply = pod.ask("receive_weights", {**self._of_weights(pod, version), "serves": self.sends_on}).meta
+                early_bytes.append(int(reply.get("early_bytes", 0)))
+            if self.stages(pod):
+                # It does not switch to it yet.
+                with suppress(WorkerDied, RunError):  # It is missed by the update.
+                    pod.ask("stage_weight", {"version": version, "worker": 0}, deadline_s=_BEGIN_S)
 
         received: list[RolloutPod] = []
         for wave in _waves(self.there) if self.sends_on else [self.there]:
             received += self._each(wave, receive, "receive_weights")
         self._take_part(received)
+        return sum(early_bytes)
 
     def _take_in(self, present: Sequence[Member]) -> None:
         """Takes in the pods that have joined and are prepared. Waits for them where there are fewer than ``least``; raises ``RunError`` past the time."""

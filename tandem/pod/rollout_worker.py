@@ -107,6 +107,19 @@ class RolloutWorker:
                 )
         return {}, {}
 
+    def stage_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Begins to read, verify and pack the published ``version`` beside the weights that the engine has, and returns; ``update_weight`` then takes it. The
+        reply says whether the engine ``stages`` it: where memory has no room for it ``update_weight`` reads it, as for an engine that sleeps."""
+        engine, version = self._engine().engine, WeightVersion(*meta["version"])
+        stages = not engine.is_sleeping and engine.weight_version != version
+        if stages:
+            logger.info("the weights of step %d are read beside those in use", version.step)
+            engine.stage_weights_from(self._source(), version)
+        return {"stages": stages}, {}
+
+    def _source(self, *, verifies: bool = True) -> WeightSource:
+        return replace(self.source, verifies=verifies, shares=self.recipe.shares_weights)
+
     def update_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Copy out, verify and apply the published ``version``; nothing is applied unless every tensor verifies. ``rereads``: names of
         tensors that were damaged when they were first read. A sleeping engine then allocates its KV cache again, in ``seconds``. ``unverified``: the
@@ -120,8 +133,7 @@ class RolloutWorker:
             base_bytes = self._base_bytes()
         had_own = not llm.engine.shares_weights
         if llm.weight_version != version or llm.engine.is_sleeping:
-            source = replace(self.source, verifies=not meta.get("unverified", False), shares=self.recipe.shares_weights)
-            updated = llm.update_weights_from(source, version)
+            updated = llm.update_weights_from(self._source(verifies=not meta.get("unverified", False)), version)
             rereads, revision = updated.rereads, updated.revision
             if had_own and llm.engine.shares_weights:
                 logger.info("the engine computes with the published weights in shared memory, and has no copy")

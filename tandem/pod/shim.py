@@ -79,7 +79,7 @@ class Shim:
             own["write_delta"] = self.between_pods.write_delta
         else:
             own["receive_weights"], own["replace_worker"] = self.between_pods.receive_weights, self.replace_worker
-            own["verify_weights"] = self.verify_weights
+            own["verify_weights"], own["receive_early"] = self.verify_weights, self.between_pods.receive_early
         return {**{name: self._pass_on(name) for name in CALLS[self.role]}, **own}
 
     def allocate(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

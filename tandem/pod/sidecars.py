@@ -70,11 +70,12 @@ class TrainerSidecar:
     def convert(self, step: int) -> dict[str, Any]:
         return self.channel.call("convert", {"step": step}).meta
 
-    def register(self, version: WeightVersion, buffers: Sequence[str], guard: Guard | None = None) -> dict[str, Any]:
+    def register(self, version: WeightVersion, buffers: Sequence[str], guard: Guard | None = None, *, announces: bool = False) -> dict[str, Any]:
         """Write the converted weights to the one of ``buffers`` that is free and publish their manifest; then the actor follows what ``offload`` has
-        begun to move. ``guard``: that of the manifest. Returns the ``bytes`` that were published, the ``moves`` that ended and the ``residue`` of the training
-        before."""
-        return self.channel.call("register", {"version": list(version), "buffers": list(buffers), "guard": guard}).meta
+        begun to move. ``guard``: that of the manifest. ``announces``: other pods are told of each part when it is written (``receive_early``). Returns the
+        ``bytes`` that were published, the ``moves`` that ended and the ``residue`` of the training before."""
+        meta = {"version": list(version), "buffers": list(buffers), "guard": guard, "announces": announces}
+        return self.channel.call("register", meta).meta
 
     def serve_weights(
         self, store: str, protocols: Sequence[str] = ("tcp",), *, host: str = "127.0.0.1", port: int = 0, advertised: str = ""
@@ -128,6 +129,10 @@ class RolloutSidecar:
     def verify_engines(self, step: int) -> None:
         """Compares what the engines hold with what they were given. Raises ``SidecarDied``, with its name, if a tensor has changed in an engine's memory."""
         self.channel.call("verify_engine", {"step": step})
+
+    def receive_early(self, version: WeightVersion) -> bool:
+        """Let the other pods begin to read ``version`` as soon as its registration begins, part by part, and return at once. Returns whether any does."""
+        return bool(self.channel.call("receive_early", {"version": list(version)}).meta["pods"])
 
     def receive_weights(
         self, store: str, own_store: str, version: WeightVersion | None, protocols: Sequence[str] = (), *, deadline_s: float = 600.0,

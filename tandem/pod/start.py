@@ -174,5 +174,13 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
     sends_on = {"host": pods.host, "port": 0, "advertised": ""} if pods.peer_to_peer else {}
     return RolloutPods(
         made, lambda: open_store(address), address, rollout.engine.max_num_seqs, deadline_s, answer, joining, pods.min_count, pods.join_timeout_s, sends_on,
-        pods.elementwise_deltas, pods.weights_url,
-    )
+        pods.elementwise_deltas, pods.weights_url, reads_early=lambda pod: pods.pipeline == "always" or bool(pod.name), stages=lambda pod: _stages(recipe, pod),
+    )  # fmt: skip
+
+
+def _stages(recipe: Recipe, pod: RolloutPod) -> bool:
+    """Returns whether the engine of ``pod`` stages weights: not where several are verified together, after they have taken them, and not where several on this
+    machine would each make a second set at the same time."""
+    pods, has_room = recipe.pods, bool(pod.name) or recipe.pods.count == 1 or recipe.shares_weights
+    is_on = pods.pipeline == "always" or (pods.pipeline == "auto" and pods.may_join)
+    return is_on and recipe.rollout.backend == "tandem" and pod.workers == 1 and has_room

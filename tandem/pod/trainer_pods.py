@@ -118,7 +118,7 @@ class TrainerPods:
         meta = {**meta, **{key: str(Path(meta[key]).absolute()) for key in _PATHS if key in meta}}
         if name != "register" or not pod.own_store:
             return meta
-        return {**meta, "buffers": list(self.buffers[pod.number]), "store": pod.own_store, "guard": None}
+        return {**meta, "buffers": list(self.buffers[pod.number]), "store": pod.own_store, "guard": None, "announces": False}
 
     def _raise(self, calls: Sequence["Future[Frame]"]) -> None:
         """Raises the error that ended a call: what is no death of a sidecar first, else what every pod that failed says."""

@@ -198,14 +198,16 @@ class TrainerWorker:
 
     def register(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Writes this rank's converted parts to the free segment of its pod; the pod's first rank publishes the manifest of all as ``version`` in ``store``,
-        that of the run if it is not given, if the ``guard`` holds. Then the actor moves too. The reply has the ``moves`` that ended, and the ``residue``."""
+        that of the run if it is not given, if the ``guard`` holds. Then the actor moves too. ``announces``: other pods read the parts as they are written.
+        The reply has the ``moves`` that ended, and the ``residue``."""
         models, version = self._held(), WeightVersion(*meta["version"])
         models.expect(version.step)
         if self.writer is None:
             first, second = meta["buffers"]
             store = open_store(meta["store"], on_wait=self.rank.beat) if "store" in meta else self.store
             self.writer = WeightWriter(WeightBuffers.open((first, second)), store, kernels=self.kernels if isinstance(self.kernels, CpuKernels) else None)
-        manifest = models.publish(self.writer, version, Guard(*meta["guard"]) if meta["guard"] is not None else None)
+        guard = Guard(*meta["guard"]) if meta["guard"] is not None else None
+        manifest = models.publish(self.writer, version, guard, announces=bool(meta.get("announces")))
         moves, residue = models.take_moves(), models.find_residue(Phase.ROLLOUT)
         return {"bytes": manifest.size_bytes, "digest": manifest.digest, "moves": moves, "residue": residue}, {}
 

@@ -46,6 +46,10 @@ class VllmWorker:
         """Every call by its name."""
         return {name: getattr(self, name) for name in CALLS}
 
+    def stage_weight(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Does nothing: vLLM's server has one set of weights, which an update changes in place."""
+        return {"stages": False}, {}
+
     def start_engine(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Starts a server with dummy weights for the model in ``folder``, in place of the one that runs; with ``reads_weights`` it holds those of the folder.
         Raises ``RunError`` if vLLM does not take the model."""

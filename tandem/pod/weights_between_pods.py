@@ -101,21 +101,15 @@ class WeightsBetweenPods:
         """Brings the ``version`` that is published in the run's ``store`` (``None``: the newest) to this pod's shared memory over one of ``protocols``
         (empty: all that this machine has) within ``deadline_s``, and publishes it in ``own_store``, which this pod's engines read. The reply has the
         ``version``, the ``bytes`` that came from the other pod, the ``protocol`` (empty: it was here before), the tensors that were read again
-        (``rereads``), how often a connection broke (``breaks``), the pods that sent it beside the trainer's (``peers``) and the ``seconds``. ``serves``: the
+        (``rereads``), how often a connection broke (``breaks``), the pods that sent it beside the trainer's (``peers``), the bytes that came before it was
+        published (``early_bytes``) and the ``seconds``. ``serves``: the
         ``host``, ``port`` and ``advertised`` host, as of ``serve_weights``, at which this pod sends it on to others from now on. ``deltas``: whether
         element-wise deltas are read; the reply has their ``delta_bytes``, and why they or parts of them were not used (``whole``). ``weights_url``: the storage
         that the version is read from, if it can be."""
         protocols, began = check_protocols(meta["protocols"] or (*available(), "tcp")), time.monotonic()
         version = None if meta["version"] is None else WeightVersion(*meta["version"])
         with self._lock:
-            if self._mirror is None:
-                shared, own = self._store(meta["store"]), self._store(meta["own_store"])
-                self._mirror = WeightMirror(
-                    shared, own, lambda size_bytes: WeightBuffers.create(self._pod, size_bytes), self._open_source, pod=self._pod,
-                    delta_memory=self._delta_memory() if meta.get("deltas") else None, threads=self._threads,
-                    stored=StoredWeights(open_storage(meta["weights_url"], create=True)) if meta.get("weights_url") else None,
-                )  # fmt: skip
-            arrived = self._mirror.bring(
+            arrived = self._mirror_of(meta).bring(
                 version, protocols, Deadline(float(meta["deadline_s"])), lambda done, total: progress({"bytes": done, "total_bytes": total})
             )
             if meta.get("serves"):
@@ -124,8 +118,26 @@ class WeightsBetweenPods:
         return {
             "version": list(arrived.manifest.version), "bytes": size_bytes, "protocol": arrived.protocol, "rereads": list(rereads),
             "breaks": breaks, "peers": list(arrived.peers), "seconds": time.monotonic() - began,
-            "delta_bytes": arrived.delta_bytes, "whole": list(arrived.whole),
+            "delta_bytes": arrived.delta_bytes, "whole": list(arrived.whole), "early_bytes": arrived.early_bytes,
         }, {}  # fmt: skip
+
+    def receive_early(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Begins to bring ``version``, which is about to be registered, part by part as the trainer announces them, and returns. ``receive_weights`` ends it,
+        and goes on where it was. Arguments as there."""
+        protocols = check_protocols(meta["protocols"] or (*available(), "tcp"))
+        with self._lock:
+            self._mirror_of(meta).begin_early(WeightVersion(*meta["version"]), protocols, Deadline(float(meta["deadline_s"])))
+        return {}, {}
+
+    def _mirror_of(self, meta: Meta) -> WeightMirror:
+        if self._mirror is None:
+            shared, own = self._store(meta["store"]), self._store(meta["own_store"])
+            self._mirror = WeightMirror(
+                shared, own, lambda size_bytes: WeightBuffers.create(self._pod, size_bytes), self._open_source, pod=self._pod,
+                delta_memory=self._delta_memory() if meta.get("deltas") else None, threads=self._threads,
+                stored=StoredWeights(open_storage(meta["weights_url"], create=True)) if meta.get("weights_url") else None,
+            )  # fmt: skip
+        return self._mirror
 
     def _send_on(self, where: Meta, manifest: WeightManifest) -> None:
         """Serves what the mirror has received, and says so in the run's store."""

@@ -1,6 +1,6 @@
 """Which curves a page has: of one run, or of several with the same curve of each in one chart."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tandem.report.run_facts import RunFacts
@@ -78,21 +78,35 @@ _ELSEWHERE = (
 _ELSEWHERE_PREFIXES = ("timing_s/", "reward_s/", "memory/", "comm/", "reward/")
 
 
+TRAINED = {True: ("Loss", "train/loss", "training"), False: ("Accuracy and reward", "accuracy", "in training")}
+"""Of runs on data and of others: the first section, the metric of its first chart, and what it is called beside evaluations."""
+
+
+def defined_curves(keys: Collection[str], *, is_data: bool) -> dict[str, list[Curve]]:
+    """Returns the curves of metrics with these ``keys``, by section. The first chart of the first section, which has evaluations too, is ``first_chart``."""
+    fixed = {**(DATA if is_data else REINFORCEMENT), **EVERY_JOB}
+    by_section = {section: list(curves) for section, curves in fixed.items()}
+    known = {key for curves in fixed.values() for curve in curves for key, _ in curve.keys}
+    if not is_data:
+        by_section[TRAINED[False][0]][1:1] = _reward_functions(keys)
+        by_section["Speed"] += _reward_times(keys)
+    others = sorted(key for key in set(keys) - known - set(_ELSEWHERE) if not key.startswith(_ELSEWHERE_PREFIXES))
+    by_section["Other metrics"] = [_curve(key, key) for key in others]
+    return by_section
+
+
+def first_chart(runs: Sequence[RunFacts], *, is_data: bool) -> Chart:
+    """Returns the chart of accuracy, or of a run on data the one of the loss."""
+    return _loss(runs) if is_data else _accuracy(runs)
+
+
 def sections(runs: Sequence[RunFacts]) -> dict[str, list[Chart]]:
     """Returns the charts of ``runs`` by their section; those without any value are left out."""
     is_data = all(run.is_data for run in runs)
-    curves = {**(DATA if is_data else REINFORCEMENT), **EVERY_JOB}
-    by_section: dict[str, list[Chart]] = {}
-    first = "Loss" if is_data else "Accuracy and reward"
-    by_section[first] = [chart for chart in ((_loss(runs),) if is_data else (_accuracy(runs),)) if chart.series]
-    for section, defined in curves.items():
+    keys = {key for run in runs for row in run.rows for key, value in row.items() if isinstance(value, int | float)}
+    by_section = {TRAINED[is_data][0]: [chart for chart in (first_chart(runs, is_data=is_data),) if chart.series]}
+    for section, defined in defined_curves(keys, is_data=is_data).items():
         by_section.setdefault(section, []).extend(chart for chart in (_chart(runs, curve) for curve in defined) if chart.series)
-    if not is_data:
-        # After accuracy and reward.
-        by_section[first][2:2] = _reward_functions(runs)
-        by_section["Speed"] = by_section.get("Speed", []) + _reward_times(runs)
-    known = {key for defined in curves.values() for curve in defined for key, _ in curve.keys}
-    by_section["Other metrics"] = [chart for chart in (_chart(runs, _curve(key, key)) for key in _others(runs, known)) if chart.series]
     if len(runs) > 1:
         by_section = {section: [part for chart in charts for part in _split(chart)] for section, charts in by_section.items()}
     return {section: charts for section, charts in by_section.items() if charts}
@@ -149,22 +163,16 @@ def _evaluated(run: RunFacts, number: int, name: str, kinds: Sequence[str], key:
         yield Series(name, [finite(e[key]) for e in chosen], steps, number, error if whole else None, points=True)
 
 
-def _reward_functions(runs: Sequence[RunFacts]) -> list[Chart]:
-    keys = sorted({key for run in runs for row in run.rows for key in row if key.startswith("reward/")} - set(REWARD_STATISTICS))
-    return [chart for chart in (_chart(runs, _curve(f"Reward function {key.removeprefix('reward/')}", key)) for key in keys) if chart.series]
+def _reward_functions(keys: Collection[str]) -> list[Curve]:
+    names = sorted({key for key in keys if key.startswith("reward/")} - set(REWARD_STATISTICS))
+    return [_curve(f"Reward function {key.removeprefix('reward/')}", key) for key in names]
 
 
-def _reward_times(runs: Sequence[RunFacts]) -> list[Chart]:
+def _reward_times(keys: Collection[str]) -> list[Curve]:
     """Returns for each reward function the seconds in its calls that were hidden behind rollout and inference, and those that were not."""
-    names = sorted({key.split("/", 1)[1].rpartition("/")[0] for run in runs for row in run.rows for key in row if key.startswith("reward_s/")})
-    keys = lambda name: tuple((f"reward_s/{name}/{part}", part) for part in ("hidden", "tail"))
-    curves = [Curve(f"Time of reward function {name}", keys(name), "seconds", 0) for name in names]
-    return [chart for chart in (_chart(runs, curve) for curve in curves) if chart.series]
-
-
-def _others(runs: Sequence[RunFacts], known: set[str]) -> list[str]:
-    keys = {key for run in runs for row in run.rows for key, value in row.items() if isinstance(value, int | float)}
-    return sorted(key for key in keys - known - set(_ELSEWHERE) if not key.startswith(_ELSEWHERE_PREFIXES))
+    names = sorted({key.split("/", 1)[1].rpartition("/")[0] for key in keys if key.startswith("reward_s/")})
+    parts = lambda name: tuple((f"reward_s/{name}/{part}", part) for part in ("hidden", "tail"))
+    return [Curve(f"Time of reward function {name}", parts(name), "seconds", 0) for name in names]
 
 
 def stage_charts(run: RunFacts) -> list[Chart]:

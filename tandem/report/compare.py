@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tandem.report.cards import median
 from tandem.report.charts import phase_seconds, sections
 from tandem.report.page import new_page, write_page
 from tandem.report.run_facts import RunFacts, read_facts
 from tandem.report.series import column
-from tandem.report.tables import alerts, escaped, median, shown_values, table
+from tandem.report.tables import alerts, escaped, shown_values, table
 from tandem.types import UserError
 
 MOST_RUNS = 16
@@ -49,14 +50,16 @@ def _names(directories: Sequence[Path]) -> list[str]:
 
 def differences(runs: Sequence[RunFacts]) -> str:
     """Returns a table of the keys whose values differ between the recipes."""
+    rows = [[f"<code>{escaped(key)}</code>", *(f"<code>{escaped(value)}</code>" for value in values)] for key, values in differing(runs)]
+    return table(("key", *(run.name for run in runs)), rows, numbers=False) if rows else "<p class='quiet'>The recipes are the same.</p>"
+
+
+def differing(runs: Sequence[RunFacts]) -> list[tuple[str, list[str]]]:
+    """Returns the keys whose values differ between the recipes, each with its values."""
     recipes = [shown_values(run.recipe or {}) for run in runs]
     keys = [key for key in dict.fromkeys(key for recipe in recipes for key in recipe) if key not in _NOT_COMPARED]
-    rows = []
-    for key in keys:
-        values = [recipe.get(key, "-") for recipe in recipes]
-        if len(set(values)) > 1:
-            rows.append([f"<code>{escaped(key)}</code>", *(f"<code>{escaped(value)}</code>" for value in values)])
-    return table(("key", *(run.name for run in runs)), rows, numbers=False) if rows else "<p class='quiet'>The recipes are the same.</p>"
+    rows = [(key, [recipe.get(key, "-") for recipe in recipes]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
 def _results(runs: Sequence[RunFacts]) -> str:

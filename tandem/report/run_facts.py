@@ -1,7 +1,8 @@
 """Reads what a page shows from the files of a run: ``metrics.jsonl``, the journal, the recipe and traces."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,19 @@ def read_facts(directory: Path, *, with_samples: bool = True) -> RunFacts:
         raise UserError(f"'{directory}' is not a run: it has no journal.sqlite; name a folder under runs/")
     rows = read_rows(directory / "metrics.jsonl")
     with Journal(directory / "journal.sqlite", read_only=True) as journal:
-        evaluations = [{"step": step, "kind": kind, **result} for step, kind, result in journal.evaluations()]
-        recorded = journal.events()
-        events = [{"kind": event.kind, "detail": event.detail, "time_s": event.time_s} for event in recorded]
-        traces = {step: read_trace(directory / "traces", step) for step in traced_steps(directory / "traces")}
-        memory, commands, result = journal.get("memory", {}), journal.get("commands", []), journal.get(RESULT_KEY) or {}
+        facts = facts_of(directory, journal, rows)
         samples = chosen_samples(journal, directory, len(rows)) if with_samples else []
+    traces = {step: read_trace(directory / "traces", step) for step in traced_steps(directory / "traces")}
+    return replace(facts, samples=samples, traces=traces, stage_rows=read_rows(directory / "sft" / "metrics.jsonl"))
+
+
+def facts_of(directory: Path, journal: Journal, rows: Sequence[Row]) -> RunFacts:
+    """Returns what the journal and the recipe of a run say, without its traces, its samples and the stage before reinforcement learning. ``rows``: of its
+    metrics all, or the last."""
+    evaluations = [{"step": step, "kind": kind, **result} for step, kind, result in journal.evaluations()]
+    recorded = journal.events()
+    events = [{"kind": event.kind, "detail": event.detail, "time_s": event.time_s} for event in recorded]
+    memory, commands, result = journal.get("memory", {}), journal.get("commands", []), journal.get(RESULT_KEY) or {}
     recipe = _read_recipe(directory)
     sampled = [e for e in evaluations if e["kind"] == "sampled"]
     return RunFacts(
@@ -89,11 +97,8 @@ def read_facts(directory: Path, *, with_samples: bool = True) -> RunFacts:
         examples_after=sampled[-1].get("examples", []) if sampled else [],
         commands=commands,
         headline=_headline(evaluations),
-        traces=traces,
         order=recipe.parallel.schedule if recipe is not None else "1f1b",
         note=describe_fewer_ranks(fewer_ranks(recorded)),
-        stage_rows=read_rows(directory / "sft" / "metrics.jsonl"),
-        samples=samples,
         recipe=None if recipe is None else dict(leaves(to_mapping(recipe))),
         defaults={} if recipe is None else dict(leaves(default_values(recipe))),
         ended=result.get("steps") if rows and result.get("steps") == rows[-1]["step"] + 1 else None,
@@ -104,10 +109,17 @@ def read_facts(directory: Path, *, with_samples: bool = True) -> RunFacts:
 
 def _read_recipe(directory: Path) -> AnyRecipe | None:
     """Returns the recipe of the run, ``None`` where another version wrote it: the curves do not depend on it."""
+    path = directory / "config.yaml"
     try:
-        return load_config(directory / "config.yaml")
-    except UserError:
+        return _loaded(path, path.stat().st_mtime_ns, path.stat().st_size)
+    except (UserError, OSError):
         return None
+
+
+@lru_cache(maxsize=32)
+def _loaded(path: Path, changed_ns: int, size: int) -> AnyRecipe:
+    """Returns the recipe in ``path``, which is read again when it was written again."""
+    return load_config(path)
 
 
 def _headline(evaluations: Sequence[Mapping[str, Any]]) -> str:

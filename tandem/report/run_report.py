@@ -5,6 +5,7 @@ It is built from the run's files alone (``metrics.jsonl``, the journal, the reci
 
 from pathlib import Path
 
+from tandem.report.cards import Card, cards, status, totals_of_rows
 from tandem.report.charts import sections, stage_charts, time_chart
 from tandem.report.page import Page, new_page, write_page
 from tandem.report.run_facts import RunFacts, read_facts
@@ -17,7 +18,6 @@ from tandem.report.tables import (
     events_table,
     examples,
     marks,
-    median,
     memory_table,
     moves_table,
     samples,
@@ -77,46 +77,16 @@ def _mismatch(page: Page, run: RunFacts) -> str:
 
 
 def _status(run: RunFacts) -> str:
-    if run.ended is None:
-        return "<span class='badge quiet'>not finished</span>"
-    if run.reached is None:
-        return "<span class='badge good'>finished</span>"
-    return "<span class='badge good'>target reached</span>" if run.reached else "<span class='badge quiet'>finished, target not reached</span>"
+    words, kind = status(run)
+    return f"<span class='badge {kind}'>{words}</span>"
 
 
 def _cards(run: RunFacts) -> str:
     """Returns the figures at the top of the page."""
-    cards: list[tuple[str, str]] = []
-    for name, kinds, after_kind in (("held-out accuracy, sampled", ("sampled",), "final"), ("held-out accuracy, greedy", ("greedy",), "final_greedy")):
-        before = [e["accuracy"] for e in run.evaluations if e["kind"] in kinds]
-        after = [e["accuracy"] for e in run.evaluations if e["kind"] == after_kind] or before[1:]
-        if before:
-            cards.append((_change(before[0], after[-1] if after else None, ".3f"), name))
-    losses = [e["loss"] for e in run.evaluations if e["kind"] == "held_out"]
-    pairs = [e for e in run.evaluations if e["kind"] == "held_out_pairs"]
-    if pairs:
-        cards.append((_change(pairs[0]["accuracy"], pairs[-1]["accuracy"] if len(pairs) > 1 else None, ".3f"), "held-out pairs preferred rightly"))
-    if losses:
-        cards.append((_change(losses[0], losses[-1] if len(losses) > 1 else None, ".4f"), "held-out loss, nats per token"))
-    asked = None if run.recipe is None else run.recipe.get("run.max_steps")
-    done = run.rows[-1]["step"] + 1 if run.rows else 0
-    cards.append((f"{done:,}" + (f" <s>of {asked:,}</s>" if asked else ""), "optimizer steps"))
-    seconds = sum(value for value in column(run.rows, "timing_s/step") if value is not None)
-    cards.append((_duration(seconds), "time of these steps"))
-    speed = median(column(run.rows, "perf/tokens_per_s"))
-    if speed is not None:
-        cards.append((f"{speed:,.0f}", "tokens per second (median)"))
-    mismatch = [abs(value) for value in column(run.rows, "mismatch_kl") if value is not None]
-    if mismatch:
-        cards.append(("<i class='good'>exactly 0</i>" if max(mismatch) == 0 else f"<i class='bad'>{max(mismatch):.2g}</i>", "mismatch_kl, largest"))
-    return "<div class='cards'>" + "".join(f"<div><b>{value}</b><span>{escaped(name)}</span></div>" for value, name in cards) + "</div>"
+    shown = "".join(f"<div><b>{_figure(card)}</b><span>{escaped(card.name)}</span></div>" for card in cards(run, totals_of_rows(run.rows)))
+    return f"<div class='cards'>{shown}</div>"
 
 
-def _change(before: float, after: float | None, form: str) -> str:
-    return f"{before:{form}}" if after is None else f"<s>{before:{form}} →</s> {after:{form}}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def _figure(card: Card) -> str:
+    value = f"<i class='{card.state}'>{card.value}</i>" if card.state else card.value
+    return (f"<s>{card.before} →</s> " if card.before else "") + value + (f" <s>of {card.limit}</s>" if card.limit else "")

@@ -47,7 +47,7 @@ def chosen_samples(journal: Journal, directory: Path, steps: int) -> list[StepSa
         return []
     last = len(recorded) - 1
     places = sorted({round(number * last / (MOST_STEPS - 1)) for number in range(MOST_STEPS)}) if last >= MOST_STEPS else range(last + 1)
-    decode, longest = _decoder(journal, directory), ALL_CHARACTERS // (len(places) * PROMPTS * (SAMPLES_EACH + 1))
+    decode, longest = decoder(journal, directory), ALL_CHARACTERS // (len(places) * PROMPTS * (SAMPLES_EACH + 1))
     chosen = []
     for place in places:
         try:
@@ -94,7 +94,7 @@ def shortened(text: str, longest: int) -> str:
     return f"{text[: 2 * longest // 3]} … {len(text) - longest:,} characters … {text[-(longest // 3) :]}"
 
 
-def _decoder(journal: Journal, directory: Path) -> Callable[[Sequence[int]], str]:
+def decoder(journal: Journal, directory: Path) -> Callable[[Sequence[int]], str]:
     """Returns a function that decodes a prompt with the tokenizer of the model that the run starts from, or lists its token ids if the model was removed."""
     start = journal.get("start_model")
     try:

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tandem.config.addresses import has_secret
+from tandem.report.cards import MEASURED, MEMORY, memory_of_phases
 from tandem.report.charts import phase_seconds
 from tandem.report.run_facts import RunFacts
 from tandem.report.samples import ShownSample, StepSamples
-from tandem.report.series import Row, column, finite
+from tandem.report.series import Row, column
 
 ALERTS = ("damage", "mismatch", "weights_damaged", "checkpoint_damaged", "journal_lost")
 """Events after which results may not be what they should be."""
@@ -54,17 +55,15 @@ def time_table(rows: Sequence[Row]) -> str:
 
 
 def memory_table(run: RunFacts) -> str:
-    measured: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for row in run.rows:
         for key, value in row.items():
-            if key.startswith("memory/") and key.endswith("/measured"):
-                phase = key.split("/")[1]
-                measured[phase] = max(measured.get(phase, 0.0), float(value))
+            if key.startswith(MEMORY) and key.endswith(MEASURED):
+                largest[key] = max(largest.get(key, 0.0), float(value))
     body = []
-    for phase in sorted(set(measured) | set(run.predicted_memory)):
-        predicted, peak = run.predicted_memory.get(phase), measured.get(phase)
-        ratio = f"{peak / predicted:.2f}" if predicted and peak else "-"
-        body.append([escaped(phase.replace("_", " ")), _mebibytes(predicted), _mebibytes(peak), ratio])
+    for each in memory_of_phases(largest.items(), run.predicted_memory):
+        ratio = f"{each.measured / each.predicted:.2f}" if each.predicted and each.measured else "-"
+        body.append([escaped(each.phase.replace("_", " ")), _mebibytes(each.predicted), _mebibytes(each.measured), ratio])
     return table(("phase", "predicted MiB", "measured MiB (max)", "measured / predicted"), body)
 
 
@@ -140,6 +139,10 @@ def _sample(sample: ShownSample) -> str:
 
 
 def alerts(run: RunFacts) -> str:
+    return "".join(f"<p class='alert'>{escaped(line)}</p>" for line in alert_lines(run))
+
+
+def alert_lines(run: RunFacts) -> list[str]:
     """Returns the events after which results may not be what they should be, at most one line for each kind."""
     lines = [run.note] if run.note else []
     for kind in ALERTS:
@@ -147,7 +150,7 @@ def alerts(run: RunFacts) -> str:
         if alarms:
             more = f" (and {len(alarms) - 1} more, below)" if len(alarms) > 1 else ""
             lines.append(f"{alarms[0].get('reason') or alarms[0].get('what') or kind}{more}")
-    return "".join(f"<p class='alert'>{escaped(line)}</p>" for line in lines)
+    return lines
 
 
 def marks(run: RunFacts) -> list[tuple[int, str]]:
@@ -202,7 +205,3 @@ def configuration(run: RunFacts) -> str:
         f"keys have their default</summary><table>{rest}</table></details></div>"
     )
 
-
-def median(values: Sequence[float | None]) -> float | None:
-    ordered = sorted(value for value in map(finite, values) if value is not None)
-    return ordered[len(ordered) // 2] if ordered else None

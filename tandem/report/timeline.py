@@ -50,6 +50,9 @@ def bubble(spans: Sequence[Span], order: ScheduleName) -> Bubble | None:
     of = lambda span: (span.name, span.arguments["stage"])
     for key, group in groupby(sorted(passes, key=of), key=of):
         seconds[key] = fmean(span.seconds for span in group)
+    if len(seconds) < 2 * shape.stages:
+        # The step was cut off, or is not over.
+        return None
     forward, backward = ([seconds[name, stage] for stage in range(shape.stages)] for name in ("forward", "backward"))
     simulated = bubble_share(simulate(shape, schedule(order, shape), forward, backward))
     return Bubble(shape, bubble_share(timeline), published_bubble_share(shape), simulated)

@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tandem.engine.metrics.stats import EngineStats
 from tandem.engine.processing.outputs import RequestOutput
+from tandem.runtime.exposition.text import exposition
 from tandem.serving.engines.messages import EngineInfo
 from tandem.serving.engines.stream import Stream
 
@@ -97,7 +98,7 @@ class Metrics:
             self._between.labels(*labels)
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        return exposition(self.registry)
 
     def totals(self) -> Totals:
         """Returns the figures of the log."""

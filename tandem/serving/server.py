@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.model.huggingface.generation_config import default_sampling
 from tandem.model.huggingface.pooling_config import read_pooling
+from tandem.runtime.exposition.targets import announced, check_folder
 from tandem.runtime.machine.heap import large_memory_given_back, use_one_arena
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
@@ -44,6 +45,8 @@ def run_server(settings: ServerSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises ``UserError`` before any work where the settings, the
     model or the port cannot be used."""
     settings.check()
+    if settings.targets_folder:
+        check_folder(settings.targets_folder)
     if settings.tls is not None:
         check_tls(settings.tls)
     use_one_arena()
@@ -63,8 +66,17 @@ def run_server(settings: ServerSettings) -> int:
     state = ServerState(
         settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names), TextEncoder(tokenizer), bodies, transfers, defaults, pooling
     )
-    with listener, large_memory_given_back():
+    with listener, large_memory_given_back(), _announced(settings, listener):
         return asyncio.run(_serve(state, listener))
+
+
+def _announced(settings: ServerSettings, listener: socket.socket) -> contextlib.AbstractContextManager[object]:
+    """Names the server in the targets folder, if there is one."""
+    if not settings.targets_folder:
+        return contextlib.nullcontext()
+    address = listener.getsockname()
+    identity = f"server-{host_of(address)}-{address[1]}"
+    return announced(settings.targets_folder, identity, address, {"job": "server"}, tls=settings.tls is not None, path=settings.root_path)
 
 
 async def _serve(state: ServerState, listener: socket.socket) -> int:

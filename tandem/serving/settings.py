@@ -69,6 +69,7 @@ class ServerSettings:
         kv_events: publish what enters and leaves the prefix cache (``GET /kv_cache``).
         kv_transfer: the exchange of KV blocks with other servers, and the server's role among them.
         follows: the run whose published weights are served.
+        targets_folder: the folder in which the server is named to Prometheus; empty: none.
     """
 
     engine: EngineArgs
@@ -111,6 +112,7 @@ class ServerSettings:
     kv_events: bool = False
     kv_transfer: KVTransferSettings = field(default_factory=KVTransferSettings)
     follows: FollowedRun | None = None
+    targets_folder: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

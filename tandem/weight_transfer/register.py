@@ -1,5 +1,9 @@
-"""The trainer's side: its ranks write the converted weights to the free buffer, and the first rank publishes them."""
+"""The trainer's side: its ranks write the converted weights to the free buffer, and the first rank publishes them.
 
+It may announce the version before, so that other pods read parts as soon as they are written (``announcement``).
+"""
+
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,15 +11,19 @@ from tandem.layout.shard_offsets import ShardOffsets
 from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import CollectiveError, Communicator
 from tandem.runtime.coordination.store import Guard, Store
+from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.errors import RunError
 from tandem.types.sample import WeightVersion
 from tandem.types.weights import Layout, PartEntry, TensorEntry, WeightManifest
-from tandem.weight_transfer.convert import ConvertedWeights
+from tandem.weight_transfer.announcement import Announcement, Board, Place, announce, board_bytes, new_attempt, write_note
+from tandem.weight_transfer.convert import ConvertedWeights, Part
 from tandem.weight_transfer.copying import Threads, address_of, copy_and_digest, digest_of, looks_equal
 from tandem.weight_transfer.manifest import make_manifest
 from tandem.weight_transfer.panels import DIGESTED_BYTES, PublishingKernels, look_equal, write_panels
 from tandem.weight_transfer.publication import Replaceable, check_newer, describe, publish, replaceable
 from tandem.weight_transfer.shared_memory import Contents, Segment, WeightBuffers, contents_of
+
+logger = logging.getLogger(__name__)
 
 
 class WeightWriter:
@@ -30,14 +38,17 @@ class WeightWriter:
         self._published: Replaceable | None = None
         # What this process has written to each segment, by name, and in which place: (part, offset in the segment) -> digest.
         self._written: dict[str, tuple[list[int | str], dict[_Place, str]]] = {}
+        # The shared memory in which this trainer's ranks mark parts of announced versions; rank 0 has made it.
+        self._board: Segment | None = None
 
-    def publish(self, weights: ConvertedWeights, version: WeightVersion, guard: Guard | None = None) -> WeightManifest:
+    def publish(self, weights: ConvertedWeights, version: WeightVersion, guard: Guard | None = None, *, announces: bool = False) -> WeightManifest:
         """Copies and digests every part on its owner and publishes ``version``, all or nothing. Every rank calls it and returns the
         manifest.
 
         A part that the buffer holds already, from the version before the last, is not copied again: frozen weights are not even read, and others are
         compared with the digest of what was written there. Where the published version is registered again, because its memory was damaged, everything is
-        copied.
+        copied. ``announces``: other pods are told of the version before, and of each part when it is written, if the shared memory has room for a few bytes
+        more.
 
         The buffer with the published version is not written to. Raises the same ``RunError`` on every rank if the tensors do not fit, a
         rank fails, ``version`` is not newer than the published one (the trainer has been replaced in the meantime), or ``guard`` does not
@@ -45,7 +56,7 @@ class WeightWriter:
         """
         ranks, what = weights.ranks, f"the weights {describe(version)} were not published"
 
-        def choose() -> tuple[int, list[int | str]]:
+        def choose() -> tuple[int, list[int | str], list[str]]:
             replaced = self._published = replaceable(self.store, self._published)
             before = replaced[0] if replaced else None
             check_newer(version, None, before)
@@ -54,13 +65,18 @@ class WeightWriter:
             if weights.size_bytes > chosen.size_bytes:
                 raise RunError(f"they need {weights.size_bytes} bytes and the shared memory has {chosen.size_bytes}; their shapes have changed")
             held = chosen.contents if before is None or version != before.version else None
+            write_note(chosen, None)
             chosen.contents = None
-            return self.buffers.segments.index(chosen), _plain(held)
+            return self.buffers.segments.index(chosen), _plain(held), self._announce(weights, version, chosen) if announces else []
 
-        (place, held), *_ = _together(ranks, what, choose if ranks.rank == 0 else lambda: None)
+        (place, held, told), *_ = _together(ranks, what, choose if ranks.rank == 0 else lambda: None)
         segment = self.buffers.segments[place]
         written, known = self._written.pop(segment.name, ([], {}))
-        digests = _together(ranks, what, lambda: self._write(segment, weights, known if held and written == held else {}))
+        try:
+            digests = _together(ranks, what, lambda: self._write(segment, weights, known if held and written == held else {}, self._marks(told)))
+        except BaseException:
+            write_note(segment, None)
+            raise
         manifest = _manifest(weights, segment.name, digests, version)
 
         def move_on() -> None:
@@ -71,9 +87,42 @@ class WeightWriter:
         self._written[segment.name] = _plain(contents_of(manifest)), dict(zip(_places(weights), digests[ranks.rank], strict=True))
         return manifest
 
-    def _write(self, segment: Segment, weights: ConvertedWeights, known: Mapping["_Place", str]) -> list[str]:
-        """Returns the digests of this rank's parts, in order. ``known``: of what the segment holds."""
+    def _announce(self, weights: ConvertedWeights, version: WeightVersion, segment: Segment) -> list[str]:
+        """Announces ``version``. Returns the attempt and the board; nothing if there is no memory for a board."""
+        places, attempt = [Place(part.offset_bytes, size_bytes) for part, size_bytes in _announced_parts(weights).values()], new_attempt()
+        needed = board_bytes(len(places))
+        try:
+            if self._board is None or self._board.size_bytes < needed:
+                self._close_board()
+                self._board = Segment.create(segment.name.split("-")[1], "board", needed, in_huge_pages=False)
+        except RunError as error:
+            logger.warning("weights %s are not announced: %s", describe(version), error)
+            return []
+        Board(self._board.memory, attempt).begin(places)
+        announcement = Announcement(version, segment.name, weights.size_bytes, attempt, self._board.name)
+        write_note(segment, announcement)
+        announce(self.store, announcement)
+        return [attempt, self._board.name]
+
+    def _marks(self, told: Sequence[str]) -> Board | None:
+        """Returns the board of the announcement ``told``, if there is one."""
+        if not told:
+            return None
+        attempt, name = told
+        if self._board is None or self._board.name != name:
+            self._close_board()
+            self._board = Segment.open(name, writable=True)
+        return Board(self._board.memory, attempt)
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            self._board.close()
+        self._board = None
+
+    def _write(self, segment: Segment, weights: ConvertedWeights, known: Mapping["_Place", str], board: Board | None) -> list[str]:
+        """Returns the digests of this rank's parts, in order. ``known``: of what the segment holds. ``board``: of an announced version."""
         own, where = weights.own, _places(weights)
+        index = {} if board is None else {key: at for at, key in enumerate(_announced_parts(weights))}
         places = [place.offset_bytes for place in where]
         sizes = [part.size_bytes for part in own]
         if segment.name not in self._touched:
@@ -97,11 +146,18 @@ class WeightWriter:
                 return copy_and_digest(base + places[i], source.data_ptr(), sizes[i], of_source=True)
             return self._kernels.copy_and_digest(base + places[i], source.data_ptr(), sizes[i])
 
-        return self._threads.map(write, range(len(own)), sizes)
+        def write_and_mark(i: int) -> str:
+            digest, key = write(i), (own[i].tensor, own[i].part)
+            if board is not None and key in index:
+                board.mark(index[key], digest)
+            return digest
+
+        return self._threads.map(write_and_mark, range(len(own)), sizes)
 
     def close(self) -> None:
         """Ends the threads and releases the buffers; their owner removes them."""
         self._threads.close()
+        self._close_board()
         self.buffers.close()
 
 
@@ -125,6 +181,16 @@ def _places(weights: ConvertedWeights) -> list[_Place]:
     """Returns those of this rank's parts, in order."""
     parts = [(weights.tensors[own.tensor], weights.tensors[own.tensor].parts[own.part], own.shard.is_frozen) for own in weights.own]
     return [_Place(tensor.name, tensor.dtype, part.offsets, part.offset_bytes, tensor.layout, is_frozen) for tensor, part, is_frozen in parts]
+
+
+def _announced_parts(weights: ConvertedWeights) -> dict[tuple[int, int], tuple[Part, int]]:
+    """Returns the parts of all ranks that have bytes, by their tensor and their number in it, in the order of a board: each with its bytes."""
+    return {
+        (i, j): (part, part.offsets.numel * DTYPE_BYTES[tensor.dtype])
+        for i, tensor in enumerate(weights.tensors)
+        for j, part in enumerate(tensor.parts)
+        if part.offsets.numel
+    }
 
 
 def _together(ranks: Communicator, what: str, work: Callable[[], Any]) -> list[Any]:

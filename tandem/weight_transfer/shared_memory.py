@@ -152,6 +152,11 @@ class Segment:
         return self._map[self.size_bytes : self.size_bytes + LABEL_BYTES]
 
     @property
+    def note(self) -> memoryview:
+        """The rest of the label's page, for what is said of a version while it is written (``announcement``)."""
+        return self._map[self.size_bytes + LABEL_BYTES : self.size_bytes + mmap.PAGESIZE]
+
+    @property
     def contents(self) -> Contents | None:
         """Which weights the segment holds now; ``None``: none, or some are being written."""
         return decode_label(bytes(self.label))

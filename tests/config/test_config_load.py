@@ -82,6 +82,11 @@ def test_overrides_set_nested_keys_without_touching_the_original() -> None:
     assert data == {"inner": {"kind": "constant"}}
 
 
+def test_an_override_begins_a_section_that_a_saved_recipe_has_without_a_value() -> None:
+    changed = apply_overrides({"name": "x", "maybe": None}, ["--maybe.kind=cosine"])
+    assert build(Outer, changed).maybe == Inner(kind="cosine")
+
+
 @pytest.mark.parametrize("override", ["--inner", "=3", "--name.sub=3"])
 def test_a_malformed_override_is_refused(override: str) -> None:
     with pytest.raises(UserError):

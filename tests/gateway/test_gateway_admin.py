@@ -110,7 +110,8 @@ def test_the_file_is_followed_without_a_dropped_stream(tmp_path: Path) -> None:
             for changes, says in (
                 ({"backends": [two], "port": 1}, "'port' cannot change while the gateway runs"), ({"backends": [two], "blance": "x"}, "blance"),
                 ({"backends": []}, "no backends"), ({"timeouts": {"connect_s": 1}}, "'timeouts.connect_s'"),
-                ({"redis": {"prefix": "other"}}, "'redis'"), ({"backends": [{**two, "api_key_file": "nothing.txt"}]}, "nothing.txt"),
+                ({"redis": {"prefix": "other"}}, "'redis'"), ({"targets_folder": "other"}, "'targets_folder'"),
+                ({"backends": [{**two, "api_key_file": "nothing.txt"}]}, "nothing.txt"),
             ):  # fmt: skip
                 refused = reload(**changes)
                 assert refused.status_code == 400 and says in refused.json()["error"]["message"], refused.text

@@ -151,13 +151,13 @@ def publishes_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that publishes the values that one tensor had when it was published first."""
     own, first = WeightWriter.publish, dict[str, torch.Tensor]()
 
-    def publish(writer: WeightWriter, weights: Any, *rest: Any) -> Any:
+    def publish(writer: WeightWriter, weights: Any, *rest: Any, **options: Any) -> Any:
         place = next(i for i, part in enumerate(weights.own) if part.shard.name == "model.layers.1.mlp.up_proj.weight")
         part = weights.own[place]
         kept = first.setdefault("up", part.shard.read().clone())
         parts = list(weights.own)
         parts[place] = part._replace(shard=part.shard._replace(read=lambda: kept))
-        return own(writer, replace(weights, own=tuple(parts)), *rest)
+        return own(writer, replace(weights, own=tuple(parts)), *rest, **options)
 
     monkeypatch.setattr(WeightWriter, "publish", publish)
 

@@ -48,8 +48,8 @@ class Machines:
     def train(self, *arguments: str) -> "subprocess.Popen[str]":
         return self.run.begin("train", str(self.recipe), f"--run.directory={self.run.parent}", *self._common, *arguments)
 
-    def log(self, name: str) -> str:
-        path = self.pods[name].parent / "files" / "logs" / "rollout_shim.log"
+    def log(self, name: str, of: str = "rollout_shim") -> str:
+        path = self.pods[name].parent / "files" / "logs" / f"{of}.log"
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, name: str, what: str, process: "subprocess.Popen[str] | None" = None) -> None:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import signal
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from etcd_server import EtcdServer
 from joined_machines import CREDENTIAL, Machines, needs_etcd, shim_of
 from pod_runs import RECIPE, PodRun, difference, finish
@@ -22,6 +24,7 @@ from tandem import __version__
 from tandem.config.pods import PodsConfig
 from tandem.config.recipe import Recipe, load_config
 from tandem.jobs.start import train
+from tandem.layout.shard_offsets import whole_offsets
 from tandem.pod.joining import Joining
 from tandem.pod.joining_shim import AGAIN, STACKS_FOLDER, JoiningShim
 from tandem.pod.rollout_pod import RolloutPod
@@ -35,7 +38,14 @@ from tandem.runtime.process.stacks import stacks_in
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.runtime.rpc.credentials import write_credential
 from tandem.runtime.rpc.http_server import HttpServer
-from tandem.types import UserError
+from tandem.trainer.checkpoint.replica_state import WeightShard
+from tandem.trainer.parallel.ranks import alone
+from tandem.types import UserError, WeightVersion
+from tandem.weight_transfer.convert import place_shards
+from tandem.weight_transfer.publication import current
+from tandem.weight_transfer.register import WeightWriter
+from tandem.weight_transfer.shared_memory import WeightBuffers
+from tandem.weight_transfer.transport.service import WeightService
 
 JOINS = ["--pods.max_count=2", "--pods.credential_file=f", "--coordination.store=etcd", "--run.name=r"]
 
@@ -98,6 +108,33 @@ def test_a_life_tells_its_controller_alone_where_its_processes_are(life: Life, t
         with pytest.raises(PeerDied, match="was fenced"):
             life.call("stacks", life.token(6))
     assert stack[0] == f"the rollout shim (process {os.getpid()})" and "in stacks_of" in stack[1] and "in named_stacks" in stack[1]
+
+
+def test_a_life_reads_weights_while_they_are_registered_for_its_controller_alone(life: Life, tmp_path: Path) -> None:
+    life.set_up(life.token())
+    asked = {"store": "the run's", "own_store": "its own", "version": [1, 1], "protocols": [], "deadline_s": 60.0}
+    with pytest.raises(PeerDied, match="was fenced"):
+        life.call("receive_early", life.token(6), **asked)
+    store, buffers = EmbeddedStore(tmp_path / "store.sqlite"), WeightBuffers.create("test" + secrets.token_hex(4), 1 << 20)
+    service = WeightService("first", buffers.segments, store, CREDENTIAL, ("tcp",))
+    assert life.call("receive_early", life.token(), **asked) == {}
+    mirror = life.shim.shims["rollout"].between_pods._mirror
+
+    def read(number: int) -> torch.Tensor:
+        ends = time.monotonic() + 30
+        while number == 2 and mirror is not None and mirror._early is not None and len(mirror._early._pieces) < 2 and time.monotonic() < ends:
+            time.sleep(0.005)
+        return torch.full((100, 100), float(number))
+
+    shards = [WeightShard(f"t{i}", (100, 100), whole_offsets((100, 100)), torch.float32, lambda i=i: read(i)) for i in range(3)]
+    writer = WeightWriter(buffers, store, 1)
+    manifest = writer.publish(place_shards(alone().world, shards), WeightVersion(1, 1), announces=True)
+    got = life.call("receive_weights", life.token(), **asked)
+    assert got["bytes"] == manifest.size_bytes and got["early_bytes"] > 0 and got["rereads"] == []
+    own = current(EmbeddedStore(tmp_path / "pod" / "store.sqlite"))
+    assert own is not None and own[0].digest == manifest.digest
+    for each in (service, writer, buffers, store):
+        each.close()
 
 
 def test_a_new_controller_ends_a_life_that_works_for_the_one_before(life: Life) -> None:
@@ -359,6 +396,8 @@ def test_a_pod_that_was_started_elsewhere_draws_samples_and_the_curve_is_that_of
     assert difference(machines.run, undisturbed) == [] and machines.left_behind() == []
     assert machines.members() == [("joined", "a")] and machines.run.events("recovery") == []
     assert [f"weights of step {step} (incarnation 1) came from pod" in machines.log("a") for step in range(7)] == [True] * 7
+    # It has begun with them while they were registered.
+    assert "are read from pod" in machines.log("a") and "the weights of step 6 are read beside those in use" in machines.log("a", "rollout_worker")
     store = EtcdStore(machines.etcd.config(), f"/tandem/{machines.name}/")
     assert store.list("") == [] and store._call("kv/range", store._range(""), store._deadline()).get("kvs", []) == [], "neither keys nor requests"
 

@@ -132,6 +132,47 @@ def test_every_other_pod_has_received_the_weights_before_any_engine_switches(thr
     assert sorted(three.asked[2:]) == [(0, "update_weight"), (1, "update_weight"), (2, "update_weight")]
 
 
+def test_engines_of_a_pod_that_has_the_weights_read_them_while_others_receive_and_switch_together(three: ThreeFakePods) -> None:
+    three.pods.stages = lambda pod: True
+    assert three.update() == []
+    *before, first, second, third = three.asked
+    assert sorted(before) == [(0, "stage_weight"), (1, "receive_weights"), (1, "stage_weight"), (2, "receive_weights"), (2, "stage_weight")]
+    assert all(before.index((number, "receive_weights")) < before.index((number, "stage_weight")) for number in (1, 2))
+    assert sorted((first, second, third)) == [(0, "update_weight"), (1, "update_weight"), (2, "update_weight")]
+
+
+def test_every_pod_without_ranks_of_the_trainer_is_told_of_a_version_before_it_is_registered(three: ThreeFakePods) -> None:
+    def told(asked: int) -> list[tuple[int, str]]:
+        three.asked.clear()
+        assert three.pods.call("receive_early", {"version": [1, 2]}).meta == {"pods": asked}
+        ends = time.monotonic() + 10
+        while len(three.asked) < asked and time.monotonic() < ends:
+            time.sleep(0.005)
+        return sorted(three.asked)
+
+    assert told(2) == [(1, "receive_early"), (2, "receive_early")]
+    three.pods.sends_on = {"host": "127.0.0.1"}
+    assert told(1) == [(1, "receive_early")], "the others read from it"
+    three.pods.reads_early = lambda pod: pod.number == 2
+    assert told(0) == [], "the first one does not"
+    three.pods.sends_on = {}
+    assert told(1) == [(2, "receive_early")]
+    three.pods.reads_deltas = True
+    assert told(0) == []
+
+
+def test_pods_of_other_machines_read_early_by_themselves_and_those_of_this_one_when_they_are_asked_to(tmp_path: Path) -> None:
+    def early(*settings: str) -> list[bool]:
+        recipe = load_config(RECIPE, ["--pods.count=2", *settings])
+        assert isinstance(recipe, Recipe)
+        pods = open_channels(recipe, tmp_path, False, None)[1]
+        assert isinstance(pods, RolloutPods)
+        joined = RolloutPod(7, None, 1, "its own", name="elsewhere")  # type: ignore[arg-type]
+        return [each(pod) for pod in (pods.pods[1], joined) for each in (pods.reads_early, pods.stages)]
+
+    assert early() == [False, False, True, False] and early("--pods.pipeline=always") == [True, True, True, True]
+
+
 def test_a_pod_whose_lease_ended_is_started_again_before_the_update(three: ThreeFakePods) -> None:
     leave(three.store, "pod-2")
     before = {member.name: member.revision for member in members(three.store)}

@@ -133,11 +133,12 @@ def test_the_pod_of_rank_0_says_where_the_ranks_of_the_others_find_it(two: Train
     assert [name for name, _ in fake(two, 1).asked].count("start_ranks") == 1
 
 
-def test_each_pod_publishes_in_its_own_memory_and_store_and_only_the_first_under_the_guard(two: TrainerPods) -> None:
+def test_each_pod_publishes_in_its_own_memory_and_store_and_only_the_first_under_the_guard_and_announced(two: TrainerPods) -> None:
     names = two.allocate(1)
-    two.call("register", {"version": [1, 0], "buffers": list(names), "guard": ["leader", 7]})
-    assert fake(two, 0).asked[-1][1] == {"version": [1, 0], "buffers": ["first of 0", "second of 0"], "guard": ["leader", 7]}
-    assert fake(two, 1).asked[-1][1] == {"version": [1, 0], "buffers": ["first of 1", "second of 1"], "guard": None, "store": "store of 1"}
+    two.call("register", {"version": [1, 0], "buffers": list(names), "guard": ["leader", 7], "announces": True})
+    first, second = (fake(two, number).asked[-1][1] for number in (0, 1))
+    assert first == {"version": [1, 0], "buffers": ["first of 0", "second of 0"], "guard": ["leader", 7], "announces": True}
+    assert second == {"version": [1, 0], "buffers": ["first of 1", "second of 1"], "guard": None, "store": "store of 1", "announces": False}
     two.call("serve_weights", {})
     assert [name for name, _ in fake(two, 1).asked].count("serve_weights") == 0
 

@@ -31,6 +31,29 @@ def write_versions(store_path: str, first: str, second: str, count: str) -> None
     print("done", flush=True)
 
 
+def announce_and_wait(store_path: str, first: str, second: str) -> None:
+    """Acts as a trainer's worker: announces step 2 and writes two of its tensors; then it waits to be killed."""
+    import torch
+
+    from tandem.layout.shard_offsets import whole_offsets
+    from tandem.runtime.coordination.embedded import EmbeddedStore
+    from tandem.trainer.checkpoint.replica_state import WeightShard
+    from tandem.trainer.parallel.ranks import alone
+    from tandem.types import WeightVersion
+    from tandem.weight_transfer.convert import place_shards
+    from tandem.weight_transfer.register import WeightWriter
+
+    def read(number: int) -> torch.Tensor:
+        if number == 2:
+            print("waits", flush=True)
+            time.sleep(60)
+        return torch.full((100, 300), float(number))
+
+    shards = [WeightShard(f"t{i}", (100, 300), whole_offsets((100, 300)), torch.float32, lambda i=i: read(i)) for i in range(6)]
+    writer = WeightWriter(WeightBuffers.open((first, second)), EmbeddedStore(Path(store_path)), threads=1)
+    writer.publish(place_shards(alone().world, shards), WeightVersion(1, 2), announces=True)
+
+
 def race(store_path: str, incarnation: str, steps: str) -> None:
     """Publishes its steps one by one; prints the accepted ones."""
     from tandem.runtime.coordination.embedded import EmbeddedStore
@@ -57,4 +80,4 @@ def scribble(name: str) -> None:
 
 
 if __name__ == "__main__":
-    {"own": own, "write_versions": write_versions, "race": race, "scribble": scribble}[sys.argv[1]](*sys.argv[2:])
+    {"own": own, "write_versions": write_versions, "announce_and_wait": announce_and_wait, "race": race, "scribble": scribble}[sys.argv[1]](*sys.argv[2:])

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,22 @@ def many_versions(here: RankContext, names: tuple[str, str], store: Path, count:
     for step in range(1, count + 1):
         shards = rows(here, lambda i, box, step=step: torch.full(box.shape, float(step)))
         writer.publish(place_shards(here.groups["world"], shards), WeightVersion(1, step))
+
+
+def announced_versions(here: RankContext, names: tuple[str, str], store: Path, goes_on: Path) -> None:
+    """Announces and registers a version whose tensor ``ti`` is filled with i; the last one is written when ``goes_on`` exists."""
+    torch.set_num_threads(1)
+    writer = WeightWriter(WeightBuffers.open(names), EmbeddedStore(store), threads=1)
+
+    def read(i: int, box: ShardOffsets) -> Tensor:
+        ends = time.monotonic() + 30
+        while i == 5 and not goes_on.exists():
+            assert time.monotonic() < ends, "nobody has read the others"
+            time.sleep(0.005)
+        return torch.full(box.shape, float(i))
+
+    writer.publish(place_shards(here.groups["world"], rows(here, read)), WeightVersion(1, 1), announces=True)
+    writer.close()
 
 
 def one_fails(here: RankContext, names: tuple[str, str], store: Path, told: Path, how: str) -> str:

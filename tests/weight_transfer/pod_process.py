@@ -1,7 +1,8 @@
 """A pod as a process of its own: ``python pod_process.py ROLE FOLDER PROTOCOLS PORT``, driven by a line on its standard input for each answer.
 
 ``serve``: publishes weights and serves them; a line ``INCARNATION STEP ROWS`` is a version. ``receive``: a line ``INCARNATION STEP ROWS`` brings that version
-and compares it with the tensors that the other side made; ``PORT`` other than 0 is where plain TCP is reached in the place of the published one.
+and compares it with the tensors that the other side made, ``early INCARNATION STEP ROWS`` begins to read it before it is published; ``PORT`` other than 0 is
+where plain TCP is reached in the place of the published one.
 """
 
 import json
@@ -65,14 +66,18 @@ def receive(folder: Path, protocols: tuple[str, ...], port: int) -> None:
     reader = WeightReader(own)
     say(ready=True)
     for line in sys.stdin:
-        incarnation, step, rows = map(int, line.split())
-        version = WeightVersion(incarnation, step)
+        *how, incarnation, step, rows = (int(word) if word.isdigit() else word for word in line.split())
+        version = WeightVersion(int(incarnation), int(step))
+        if how:
+            mirror.begin_early(version, check_protocols(protocols), Deadline(60.0))
+            say(begun=True)
+            continue
         try:
             got = mirror.bring(version, check_protocols(protocols), Deadline(60.0))
         except (UserError, CallError, TimeoutError) as error:
             say(error=type(error).__name__, text=str(error))
             continue
-        pairs = zip(reader.read(version).tensors, tensors(step, rows), strict=True)
+        pairs = zip(reader.read(version).tensors, tensors(int(step), int(rows)), strict=True)
         is_equal = all(name == same and torch.equal(mine, theirs) for (name, mine), (same, theirs) in pairs)
         say(protocol=got.protocol, rereads=got.fetched.rereads, breaks=got.fetched.breaks, equal=is_equal)
 

@@ -29,6 +29,13 @@ class PodProcess:
         self.tell(incarnation, step, rows)
         return self.answer()
 
+    def ask_early(self, incarnation: int, step: int) -> dict[str, Any]:
+        """Asks a receiver to read a version before it is published."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"early {incarnation} {step} 0\n")
+        self.process.stdin.flush()
+        return self.answer()
+
     def answer(self, limit_s: float = 120.0) -> dict[str, Any]:
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], limit_s)[0], "the process does not answer"

@@ -12,10 +12,13 @@ from tandem.pod.states import RolloutState, TrainerState
 from tandem.pod.transitions import Transitions
 from tandem.runtime.coordination.store import Conflict, Entry, Guard
 from tandem.types import PartEntry, TensorEntry, WeightManifest, WeightVersion
+from tandem.weight_transfer.announcement import Announcement, is_announced, write_note
 from tandem.weight_transfer.delta import DeltaReference, publish_reference, reference_to
 from tandem.weight_transfer.manifest import make_manifest, to_json
 from tandem.weight_transfer.publication import KEY, current
 from tandem.weight_transfer.shared_memory import Contents, Segment, WeightBuffers, contents_of, decode_label, encode_label
+from tandem.weight_transfer.transport.early import Arrived
+from tandem.weight_transfer.transport.pieces import Piece, pieces_of
 
 TENSORS = ("a", "b")
 Bytes = WeightVersion
@@ -49,7 +52,12 @@ class MemoryStore:
 
 @cache
 def digest(name: str, content: Bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(f"{name} of {content}".encode())
+    return xxhash.xxh3_128_hexdigest(bytes_of(name, content))
+
+
+def bytes_of(name: str, content: Bytes) -> bytes:
+    """Returns the 64 bytes of a tensor."""
+    return f"{name} of {tuple(content)}".encode().ljust(64)
 
 
 @cache
@@ -77,6 +85,32 @@ def label_says(label: WeightVersion | None, wanted: WeightVersion) -> bool:
         return False
     encoded = encode_label(Contents(label, manifest_of(label, "any").digest))
     return decode_label(encoded) == contents_of(manifest_of(wanted, "any"))
+
+
+@cache
+def is_in_early(version: WeightVersion, place: int, marked: Bytes, came: Bytes) -> bool:
+    """Returns whether the tensor ``place`` of the published ``version`` needs not be read, because it was read early: marked as of ``marked``, the bytes
+    ``came``."""
+    wanted = pieces_of(manifest_of(version, "any"))
+    early = Piece("it", wanted[place].offset_bytes, 64, digest(TENSORS[place], marked))
+    early.arrived(memoryview(bytearray(early.offset_bytes) + bytes_of(TENSORS[place], came)), 64)
+    left = Arrived(cast(Segment, None), [early]).hand_over(wanted)
+    return all(piece.is_verified for piece in left if piece.offset_bytes == early.offset_bytes)
+
+
+@cache
+def note_says(note: tuple[WeightVersion, int] | None, version: WeightVersion, attempt: int) -> bool:
+    """Returns whether a segment with the announcement ``note`` is one of ``version`` in its registration ``attempt``, by the bytes of the note."""
+    if note is None:
+        return False
+    page = _Page(memoryview(bytearray(4096)))
+    write_note(cast(Segment, page), Announcement(note[0], "any", 128, f"{note[1]:032x}", "board"))
+    return is_announced(cast(Segment, page), Contents(version, f"{attempt:032x}"))
+
+
+class _Page(NamedTuple):
+    note: memoryview
+    name: str = "any"
 
 
 class _KeyStore:

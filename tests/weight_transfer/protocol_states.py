@@ -4,8 +4,8 @@ One trainer publishes a few versions of a model of two tensors; it may die at ev
 unseen (a paused machine, a cut network), in another. Two engines take what is published: engine 0 by copying shared memory (``WeightReader.read``), or
 unverified, as one of several whose weights are verified once when all have taken them (``WeightReader.view``, ``PublishedVerifier``), or by computing with
 them where they are (``SharedReader``), engine 1 from another
-pod (``transport.fetch``), with ``deltas`` from what its pod holds and the elements that have changed (``DeltaWriter``, ``LocalParts``). Both may die at every
-step. A bit of shared memory may flip.
+pod (``transport.fetch``), with ``deltas`` from what its pod holds and the elements that have changed (``DeltaWriter``, ``LocalParts``), with ``early`` also
+while it is written (``announcement``, ``EarlyReading``). Both may die at every step. A bit of shared memory may flip.
 
 What decides is the code itself: ``publish``, ``replaceable``, ``current`` and ``check_newer`` over a store in memory, manifests and their digests, labels of
 segments, ``WeightBuffers.other``, and ``Transitions``. What is modelled beside it is named for the code that it stands for. A tensor is written, read or
@@ -23,8 +23,10 @@ from protocol_code import (
     delta_leads_to,
     digest,
     free_buffer,
+    is_in_early,
     label_says,
     manifest_of,
+    note_says,
     place_of,
     read_manifest,
     rollout_goes,
@@ -44,7 +46,8 @@ DAMAGED, NOTHING = WeightVersion(-1, -1), WeightVersion(0, 0)
 class Protection(NamedTuple):
     """What is switched off in a negative control. ``after``: weights that several engines take are verified after all have taken them, else before;
     ``revision``: only if they were published all the time in between; ``repair``: weights that arrive damaged are registered again; ``delta``: what comes of a
-    delta is compared with its digest; ``held``: an engine that shares looks at the label of the memory that it computed with."""
+    delta is compared with its digest; ``held``: an engine that shares looks at the label of the memory that it computed with; ``early``: what came before the
+    publication is compared with the digests of what is published."""
 
     compare_and_swap: bool = True
     label: bool = True
@@ -54,6 +57,7 @@ class Protection(NamedTuple):
     repair: bool = True
     delta: bool = True
     held: bool = True
+    early: bool = True
 
 
 ALL = Protection()
@@ -62,7 +66,8 @@ ALL = Protection()
 class Limits(NamedTuple):
     """How far a walk goes: optimizer steps, deaths, flipped bits, and trainers that are replaced while they still run. ``once``: whether engine 0 is one of
     several whose weights are verified once; ``shares``: whether it computes with the shared memory itself. ``deltas``: whether element-wise deltas are made for
-    engine 1, and bits flip in the memory of its pod too."""
+    engine 1, and bits flip in the memory of its pod too. ``early``: whether versions are announced, and engine 1 reads what is written of them; bits flip in
+    that too."""
 
     steps: int = 3
     deaths: int = 1
@@ -71,18 +76,32 @@ class Limits(NamedTuple):
     once: int = 0
     deltas: int = 0
     shares: int = 0
+    early: int = 0
 
 
 class Memory(NamedTuple):
-    """One segment. ``label``: the version that it says to hold."""
+    """One segment. ``label``: the version that it says to hold. ``note``: the version and the registration that it announces; ``ready``: which tensors are
+    marked."""
 
     label: WeightVersion | None = None
     tensors: tuple[Bytes, Bytes] = (NOTHING, NOTHING)
+    note: tuple[WeightVersion, int] | None = None
+    ready: tuple[bool, bool] = (False, False)
+
+
+class Early(NamedTuple):
+    """What engine 1's pod reads of the registration ``attempt`` of ``version``, which was announced for ``segment``: what ``came``."""
+
+    version: WeightVersion
+    segment: str
+    attempt: int
+    came: tuple[Bytes | None, Bytes | None] = (None, None)
 
 
 class Trainer(NamedTuple):
-    """A trainer's worker. ``at``: ``train``, ``choose``, ``a``, ``b`` (the tensor that it writes next), ``label``, ``look`` (at what is published), ``swap``,
-    ``delta`` or ``dead``. ``replaced``: the version, segment and revision that it saw last; ``target``: the buffer that it writes, of the shim ``shim``."""
+    """A trainer's worker. ``at``: ``train``, ``choose``, ``announce``, ``a``, ``b`` (the tensor that it writes next), ``label``, ``look`` (at what is
+    published), ``swap``, ``delta`` or ``dead``. ``replaced``: the version, segment and revision that it saw last; ``target``: the buffer that it writes, of the
+    shim ``shim``."""
 
     incarnation: int
     shim: int
@@ -98,7 +117,7 @@ class Engine(NamedTuple):
     ``copied`` what has been copied; ``rereads``: how often it began again; ``verified``: what the verifier of several engines has read, and ``revision``
     that of the manifest, for it. Of engine 1: ``pod``, what the shared memory of its pod holds of that version, and ``made``, which tensors a delta has
     made. Of an engine that shares: ``uses``, the segment that it computes with, and ``drawn``, what it has computed with since it began to draw (``None``: it
-    does not)."""
+    does not). ``early``: what its pod has read of a version that is not published."""
 
     state: RolloutState = RolloutState.START_ENGINE
     holds: WeightVersion | None = None
@@ -112,6 +131,7 @@ class Engine(NamedTuple):
     made: tuple[int, ...] = ()
     uses: str = ""
     drawn: tuple[Bytes, ...] | None = None
+    early: Early | None = None
 
 
 class Delta(NamedTuple):
@@ -127,7 +147,8 @@ class Delta(NamedTuple):
 
 class State(NamedTuple):
     """All of it. ``published``: version and segment in the store, and ``revision``. ``again``: an engine found damage, and the controller has the trainer
-    register the same weights again. ``shims``: segments by shim. ``left``: deaths, flips and replacements that may still come. ``delta``: the newest."""
+    register the same weights again. ``shims``: segments by shim. ``left``: deaths, flips and replacements that may still come. ``delta``: the newest.
+    ``announced``: version, segment and registration in the store, of which ``attempts`` were begun."""
 
     published: tuple[WeightVersion, str] | None
     revision: int
@@ -137,6 +158,8 @@ class State(NamedTuple):
     left: tuple[int, int, int]
     again: bool = False
     delta: Delta | None = None
+    announced: tuple[WeightVersion, str, int] | None = None
+    attempts: int = 0
 
 
 class Next(NamedTuple):
@@ -194,14 +217,21 @@ def trainer_moves(state: State, number: int, limits: Limits, protection: Protect
             return
         published = seen[0].tensors[0].segment if seen and seen[0] else None
         chosen = trainer._replace(
-            at="a", target=free_buffer(own, published), replaced=(seen[0].version, published or "", seen[1]) if seen and seen[0] else None
+            at="announce" if limits.early else "a", target=free_buffer(own, published),
+            replaced=(seen[0].version, published or "", seen[1]) if seen and seen[0] else None,
         )
         free = state.shims[own][chosen.target]
-        yield Next(f"{who} takes the label away", with_trainer(chosen, shims=with_memory(chosen.target, free._replace(label=None))))
+        bare = free._replace(label=None, note=None, ready=(False, False))
+        yield Next(f"{who} takes the label away", with_trainer(chosen, shims=with_memory(chosen.target, bare)))
+    elif trainer.at == "announce":
+        told = (version, segment_name(own, trainer.target), state.attempts)
+        shims = with_memory(trainer.target, memory._replace(note=(version, state.attempts)))
+        yield Next(f"{who} announces", with_trainer(trainer._replace(at="a"), shims=shims, announced=told, attempts=state.attempts + 1))
     elif trainer.at in TENSORS:
         tensors = (version, memory.tensors[1]) if trainer.at == "a" else (memory.tensors[0], version)
         changed = trainer._replace(at="b" if trainer.at == "a" else "label")
-        yield Next(f"{who} writes {trainer.at}", with_trainer(changed, shims=with_memory(trainer.target, memory._replace(tensors=tensors))))
+        ready = (bool(limits.early), memory.ready[1] or (bool(limits.early) and trainer.at == "b"))
+        yield Next(f"{who} writes {trainer.at}", with_trainer(changed, shims=with_memory(trainer.target, memory._replace(tensors=tensors, ready=ready))))
     elif trainer.at == "label":
         after = "look" if trainer.replaced is None else "swap"
         yield Next(f"{who} labels", with_trainer(trainer._replace(at=after), shims=with_memory(trainer.target, memory._replace(label=version))))
@@ -279,6 +309,8 @@ def engine_moves(state: State, number: int, limits: Limits, protection: Protecti
         yield _draws(state, engine, with_engine, protection)
         return
     if engine.wants is None:
+        if number == 1 and limits.early:
+            yield from _reads_early(state, engine, with_engine)
         if engine.uses and engine.state is RolloutState.UPDATE_WEIGHT:
             yield Next(f"{who} begins to draw", with_engine(engine._replace(drawn=())))
         elif engine.holds is not None and engine.state is RolloutState.UPDATE_WEIGHT:
@@ -294,11 +326,17 @@ def engine_moves(state: State, number: int, limits: Limits, protection: Protecti
         return
     version, segment = engine.wants
     shim, place = place_of(segment)
-    memory, none = state.shims[shim][place], engine._replace(wants=None, copied=(), made=(), rereads=0)
+    memory, none = state.shims[shim][place], engine._replace(wants=None, copied=(), made=(), rereads=0, early=None)
     if number == 0 and limits.once:
         yield _verified_once(state, engine, memory, with_engine, protection)
         return
     if len(engine.copied) < len(TENSORS):
+        came = None if engine.early is None else engine.early.came[len(engine.copied)]
+        if engine.early is not None and came is not None:
+            is_in = not protection.early or is_in_early(version, len(engine.copied), engine.early.version, came)
+            if is_in:
+                yield Next(f"{who} has it early", with_engine(engine._replace(copied=(*engine.copied, came))))
+                return
         if number == 1 and protection.label and not label_says(memory.label, version):
             yield Next(f"{who} is told that the version has moved", with_engine(none))
             return
@@ -314,6 +352,23 @@ def engine_moves(state: State, number: int, limits: Limits, protection: Protecti
             return
         after = after._replace(state=with_engine(after.state.engines[0]._replace(uses=segment)))
     yield after
+
+
+def _reads_early(state: State, engine: Engine, with_engine: Any) -> Iterator[Next]:
+    """``EarlyReading`` of the pod of engine 1: begins with what is announced, and reads a tensor that the server has marked, while the note is that one."""
+    early = engine.early
+    if state.announced is not None and (early is None or early.attempt != state.announced[2]):
+        version, segment, attempt = state.announced
+        if engine.holds is None or engine.holds < version:
+            yield Next("engine 1 follows the announcement", with_engine(engine._replace(early=Early(version, segment, attempt))))
+    if early is None:
+        return
+    shim, place = place_of(early.segment)
+    memory = state.shims[shim][place]
+    for i, name in enumerate(TENSORS):
+        if early.came[i] is None and memory.ready[i] and note_says(memory.note, early.version, early.attempt):
+            came = (memory.tensors[0], early.came[1]) if i == 0 else (early.came[0], memory.tensors[1])
+            yield Next(f"engine 1 reads {name} early", with_engine(engine._replace(early=early._replace(came=came))))
 
 
 def _draws(state: State, engine: Engine, with_engine: Any, protection: Protection) -> Next:
@@ -392,7 +447,7 @@ def _verified(state: State, number: int, engine: Engine, version: WeightVersion,
     if engine.rereads == 0 and state.published is not None:
         # From the manifest on.
         manifest, _ = read_manifest(*state.published, state.revision)
-        again = engine._replace(wants=(manifest.version, manifest.tensors[0].segment), copied=(), made=(), rereads=1)
+        again = engine._replace(wants=(manifest.version, manifest.tensors[0].segment), copied=(), made=(), rereads=1, early=None)
         return Next(f"{who} reads again", with_engine(again), mixture=mixture)
     is_current = protection.repair and state.published is not None and engine.wants == state.published
     return Next(f"{who} reports damage", with_engine(none, again=state.again or is_current), mixture=mixture)
@@ -431,9 +486,23 @@ def faults(state: State, limits: Limits) -> Iterator[Next]:
         pair[place] = memory._replace(tensors=(DAMAGED, memory.tensors[1]))
         shims = (*state.shims[:shim], cast(tuple[Memory, Memory], tuple(pair)), *state.shims[shim + 1 :])
         yield Next("a bit flips", state._replace(shims=shims, left=(deaths, flips - 1, replacements)), True)
+        if limits.early:
+            yield from _flips_early(state)
         if limits.deltas and state.engines[1].holds is not None:
             flipped = state.engines[1]._replace(pod=(DAMAGED, state.engines[1].pod[1]))
             yield Next("a bit of the other pod flips", state._replace(engines=(state.engines[0], flipped), left=(deaths, flips - 1, replacements)), True)
+
+
+def _flips_early(state: State) -> Iterator[Next]:
+    """A bit flips in the first tensor of what is announced, after it was written."""
+    deaths, flips, replacements = state.left
+    for shim, pair in enumerate(state.shims):
+        for place, memory in enumerate(pair):
+            if memory.ready[0] and memory.label is None:
+                flipped = memory._replace(tensors=(DAMAGED, memory.tensors[1]))
+                changed = (flipped, pair[1]) if place == 0 else (pair[0], flipped)
+                shims = (*state.shims[:shim], changed, *state.shims[shim + 1 :])
+                yield Next("a bit flips in what is announced", state._replace(shims=shims, left=(deaths, flips - 1, replacements)), True)
 
 
 def moves(state: State, limits: Limits, protection: Protection) -> Iterator[Next]:

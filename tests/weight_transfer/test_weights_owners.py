@@ -2,8 +2,10 @@
 
 import random
 import threading
+import time
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from model_ranks import LLAMA, QWEN3, QWEN3_MOE, Case
-from owner_ranks import bytes_of_deltas, many_versions, one_fails, peak, registered, replica_of
+from owner_ranks import announced_versions, bytes_of_deltas, many_versions, one_fails, peak, registered, replica_of
 from ranks import Ranks
 from safetensors.torch import load_file
+from two_pods import TwoPods
 
 from tandem.layout.mesh import MeshShape
 from tandem.layout.shapes import ModelShapes
@@ -22,6 +25,7 @@ from tandem.layout.shard_offsets import ShardOffsets, intersection, offsets_of_r
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.huggingface.model_folder import save_model
 from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.calls import error_meta, raise_error
 from tandem.types import DamagedWeights, RunError, WeightVersion
 from tandem.weight_transfer import shared_memory
@@ -312,3 +316,24 @@ def test_boxes_are_a_partition_where_every_element_is_in_one() -> None:
         assert all(intersection(box, whole_offsets(shape)) == box for box in boxes)
         seen.add(bool((times == 1).all()))
     assert seen == {True, False}
+
+
+def test_every_rank_marks_its_own_parts_and_another_pod_reads_them_before_the_last_is_written(ranks: Ranks, tmp_path: Path) -> None:
+    pods, goes_on = TwoPods(tmp_path), tmp_path / "go"
+    pods.mirror.begin_early(WeightVersion(1, 1), ("tcp",), Deadline(60.0))
+
+    def wait() -> None:
+        ends = time.monotonic() + 30
+        while sum(piece.is_verified for piece in list(pods.mirror._early._pieces)) < 10 and time.monotonic() < ends:  # type: ignore[union-attr]
+            time.sleep(0.005)
+        goes_on.touch()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    ranks.run(MeshShape(data=2), announced_versions, pods.buffers.names, tmp_path / "shared.sqlite", goes_on)
+    thread.join()
+    got = pods.bring(WeightVersion(1, 1))
+    assert 0.8 * got.fetched.size_bytes < got.early_bytes and got.manifest.owners == (0, 1)
+    with closing(WeightReader(pods.own)) as reader:
+        assert all(float(tensor.min()) == float(tensor.max()) == float(name[1:]) for name, tensor in reader.read().tensors)
+    pods.close()

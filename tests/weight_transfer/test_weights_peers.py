@@ -17,7 +17,8 @@ from tandem.runtime.process.deadline import Deadline
 from tandem.types import DamagedWeights, WeightVersion
 from tandem.weight_transfer.shared_memory import WeightBuffers
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer
-from tandem.weight_transfer.transport.mirror import Mirrored, WeightMirror
+from tandem.weight_transfer.transport.mirror import WeightMirror
+from tandem.weight_transfer.transport.mirrored import Mirrored
 from tandem.weight_transfer.transport.pieces import Source
 from tandem.weight_transfer.transport.service import WeightService
 from tandem.weight_transfer.transport.tcp_source import TcpSource

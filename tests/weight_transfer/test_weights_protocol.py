@@ -12,6 +12,7 @@ REPLACED = Limits(steps=1, deaths=0, flips=0, replacements=1)
 DAMAGED = Limits(steps=1, deaths=0, flips=1, replacements=0)
 ONCE_DAMAGED = Limits(steps=1, deaths=0, flips=1, replacements=0, once=1)
 SHARED = Limits(steps=2, deaths=0, flips=0, replacements=0, shares=1)
+EARLY = Limits(steps=2, deaths=0, flips=0, replacements=0, early=1)
 LONG = Limits(steps=3, deaths=0, flips=0, replacements=0)
 STATES = [
     pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=0), 7_154, id="a death"),
@@ -33,6 +34,10 @@ STATES = [
     pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=0, shares=1), 10_574, id="shared, a death", marks=pytest.mark.full),
     pytest.param(Limits(steps=1, deaths=0, flips=1, replacements=0, shares=1), 9_905, id="shared, a flipped bit", marks=pytest.mark.full),
     pytest.param(Limits(steps=1, deaths=0, flips=0, replacements=1, shares=1), 1_524, id="shared, a trainer replaced while it runs", marks=pytest.mark.full),
+    pytest.param(EARLY, 2_603, id="early"),
+    pytest.param(Limits(steps=1, deaths=0, flips=0, replacements=1, early=1), 10_254, id="early, a trainer replaced while it runs"),
+    pytest.param(Limits(steps=1, deaths=0, flips=1, replacements=0, early=1), 43_658, id="early, a flipped bit", marks=pytest.mark.full),
+    pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=0, early=1), 93_153, id="early, a death", marks=pytest.mark.full),
     pytest.param(Limits(steps=2, deaths=1, flips=0, replacements=1), 808_433, id="a death and a replacement", marks=pytest.mark.full),
 ]
 
@@ -78,6 +83,12 @@ def test_without_the_comparison_of_what_comes_of_a_delta_a_damaged_base_becomes_
     walked = walk(Limits(steps=2, deaths=0, flips=1, replacements=0, deltas=1), ALL._replace(delta=False))
     assert walked.mixture == "engine: it draws from (-1, -1), (1, 1) as (1, 1)"
     assert walked.way[-4:] == ("a bit of the other pod flips", "engine 1 applies the delta", "engine 1 applies the delta", "engine 1 holds it")
+
+
+def test_without_the_comparison_of_what_came_early_a_transfer_takes_bytes_of_two_versions_as_one() -> None:
+    walked = walk(EARLY, ALL._replace(early=False))
+    assert walked.mixture == "transfer: bytes of (1, 1), (1, 0) were accepted as one version"
+    assert walked.way[-4:] == ("engine 1 reads the manifest", "engine 1 has it early", "engine 1 copies", "engine 1 reads again")
 
 
 def test_without_the_label_an_engine_that_shares_draws_from_two_versions() -> None:

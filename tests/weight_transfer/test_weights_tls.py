@@ -1,6 +1,7 @@
 """Weights between pods under TLS: the same bytes, whatever happens on the way, none of them readable there, and none for a machine that is no pod."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from certificates import certificate
 from tcp_proxy import Alter, TcpProxy
 from torch import Tensor
 from two_pods import TwoPods
+from whole_tensors import converted
 
+from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.rpc.pod_tls import PodTls, tls_files
 from tandem.types import RunError, WeightVersion
 from tandem.weight_transfer.update import WeightReader
@@ -82,6 +85,27 @@ def test_every_version_arrives_bit_for_bit_and_is_readable_on_the_wire_without_t
     assert len(seen) > 3 * 4 * NUMBERS
     some = weights(2)[0][1].numpy().tobytes()[4000:4064]
     assert (some in seen) != is_encrypted and (b"size_bytes" in seen) != is_encrypted
+
+
+def test_parts_that_are_read_while_they_are_registered_are_encrypted_as_well(make: Callable[..., TwoPods]) -> None:
+    seen = bytearray()
+
+    def record() -> Alter:
+        def alter(sent: int, block: bytearray) -> bool:
+            seen.extend(block)
+            return True
+
+        return alter
+
+    pods, sent = make(record), weights(1)
+    pods.mirror.begin_early(WeightVersion(1, 1), ("tcp",), Deadline(60.0))
+    pods.writer.publish(converted(sent), WeightVersion(1, 1), announces=True)
+    ends = time.monotonic() + 30
+    while not any(piece.is_verified for piece in list(pods.mirror._early._pieces)) and time.monotonic() < ends:  # type: ignore[union-attr]
+        time.sleep(0.005)
+    assert pods.bring().early_bytes > 0
+    assert_received(pods, sent)
+    assert sent[0][1].numpy().tobytes()[4000:4064] not in seen and b"ready" not in seen
 
 
 def test_elementwise_deltas_are_encrypted_as_well(make: Callable[..., TwoPods]) -> None:

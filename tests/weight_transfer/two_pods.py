@@ -19,7 +19,8 @@ from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
 from tandem.weight_transfer.stored.storage_source import StoredWeights
 from tandem.weight_transfer.stored.storage_writer import StorageWriter
 from tandem.weight_transfer.transport.endpoints import Endpoint, Offer, Protocol
-from tandem.weight_transfer.transport.mirror import Mirrored, WeightMirror
+from tandem.weight_transfer.transport.mirror import WeightMirror
+from tandem.weight_transfer.transport.mirrored import Mirrored
 from tandem.weight_transfer.transport.mooncake import MooncakeSource
 from tandem.weight_transfer.transport.pieces import Source
 from tandem.weight_transfer.transport.service import WeightService

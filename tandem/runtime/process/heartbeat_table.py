@@ -66,13 +66,7 @@ class HeartbeatTable:
 
     def states(self) -> list[RankState]:
         """Returns every rank's record, by rank."""
-        states = []
-        for rank in range(self.ranks):
-            values = _RECORD.unpack_from(self._memory, rank * _SIZE)
-            beat_s, since_s, pid, step, collectives, sent, waited, *texts = values
-            phase, group, collective = (text.split(b"\0", 1)[0].decode("utf-8", "replace") for text in texts)
-            states.append(RankState(rank, pid, beat_s, step, phase, collective, group, since_s, collectives, sent, waited))
-        return states
+        return _states(self._memory, self.ranks)
 
     def writer(self, rank: int) -> "Heartbeat":
         """Returns the writer of the record of ``rank``, which must be this process."""
@@ -87,6 +81,25 @@ class HeartbeatTable:
     def close(self) -> None:
         """Releases the file. What it had last can still be read, by a thread that looks at the ranks meanwhile."""
         self._memory = bytes(self._memory)
+
+
+def read_states(path: Path) -> list[RankState]:
+    """Returns the records in the file ``path`` of a ``HeartbeatTable``, by rank; none if it is gone."""
+    try:
+        memory = path.read_bytes()
+    except OSError:
+        return []
+    return _states(memory, len(memory) // _SIZE)
+
+
+def _states(memory: "mmap.mmap | bytes", ranks: int) -> list[RankState]:
+    states = []
+    for rank in range(ranks):
+        values = _RECORD.unpack_from(memory, rank * _SIZE)
+        beat_s, since_s, pid, step, collectives, sent, waited, *texts = values
+        phase, group, collective = (text.split(b"\0", 1)[0].decode("utf-8", "replace") for text in texts)
+        states.append(RankState(rank, pid, beat_s, step, phase, collective, group, since_s, collectives, sent, waited))
+    return states
 
 
 class Heartbeat:

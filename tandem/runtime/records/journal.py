@@ -103,17 +103,20 @@ class Event:
 
 
 class Journal:
-    """The open ``journal.sqlite`` of a run. Thread-safe; one process writes, others read.
+    """The open ``journal.sqlite`` of a run. Thread-safe; one process writes, others read. ``brief``: for a few reads at once, of a
+    file of any size.
 
     ``incarnation``: the number of trainer starts in this run, resumes included. Raises ``RunError`` where the file is damaged, locked or
     cannot be written.
     """
 
-    def __init__(self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0) -> None:
+    def __init__(
+        self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0, brief: bool = False
+    ) -> None:
         self.path = path
         self._fault_point = fault_point
         self._lock = threading.RLock()
-        self._connection = connect(path, "the run's journal", _VERSION, _SCHEMA, read_only=read_only, durable=False, busy_s=busy_s)
+        self._connection = connect(path, "the run's journal", _VERSION, _SCHEMA, read_only=read_only, durable=False, busy_s=busy_s, brief=brief)
         self._tables = ChainedTables(self._connection, path, _TABLES, read_only=read_only)
         self.incarnation: int = int(self.get("incarnation", 0))
 
@@ -172,6 +175,20 @@ class Journal:
             for id, at, sidecar, state, started_s, ended_s, incarnation, detail in rows
         ]
 
+    def spans(self, after: int = 0) -> list[tuple[int, int, str, str, float, float | None]]:
+        """Returns id, step, sidecar, state, start and end of the transitions with an id above ``after``, in order, without their details."""
+        return self._read("SELECT id, step, sidecar, state, started_s, ended_s FROM transitions WHERE id > ? ORDER BY id", (after,))  # type: ignore[return-value]
+
+    def first_transition(self) -> tuple[int, float] | None:
+        """Returns step and start of the first transition, ``None`` without one."""
+        rows = self._read("SELECT step, started_s FROM transitions ORDER BY id LIMIT 1")
+        return (int(rows[0][0]), float(rows[0][1])) if rows else None
+
+    def transition_of(self, id: int) -> Transition | None:
+        """Returns one transition, ``None`` where there is none with that ``id``."""
+        rows = self._read("SELECT step FROM transitions WHERE id = ?", (id,))
+        return next((each for each in self.transitions(rows[0][0]) if each.id == id), None) if rows else None
+
     # -- samples and scores --------------------------------------------------------------------------------------------
 
     def commit_samples(self, step: int, samples: Sequence[Sample], round: int = 0, buffer: ReplayBuffer | None = None) -> None:
@@ -204,6 +221,14 @@ class Journal:
         """Returns the samples of ``round`` of ``step``, or ``None`` where its rollout has not ended."""
         committed = self._step_batch(step, round)
         return None if committed is None else decode_samples(committed[0])
+
+    def sample_blobs(self, step: int) -> list[bytes]:
+        """Returns the samples of each round of ``step`` as they are stored, to look into before they are decoded."""
+        return [row[0] for row in self._read("SELECT samples FROM step_batches WHERE step = ? ORDER BY round", (step,))]
+
+    def steps_before(self, step: int, count: int) -> list[int]:
+        """Returns at most ``count`` steps up to ``step`` that have samples, the newest first."""
+        return [row[0] for row in self._read("SELECT DISTINCT step FROM step_batches WHERE step <= ? ORDER BY step DESC LIMIT ?", (step, count))]
 
     def scores(self, step: int, round: int = 0) -> list[Score] | None:
         """Returns the scores of ``round`` of ``step``, or ``None`` where it has none."""
@@ -240,6 +265,11 @@ class Journal:
         if _digest(samples, None) != digest:
             raise RunError(f"the run's journal: {self.path} is damaged (replay buffer of step {at}); restore it from a copy or start a new run")
         return ReplayBuffer(tuple(decode_samples(samples)), started)
+
+    def last_journalled_step(self) -> int | None:
+        """Returns the newest step that has samples, ``None`` without one."""
+        (found,) = self._read("SELECT MAX(step) FROM step_batches")[0]
+        return None if found is None else int(found)
 
     def journalled_steps(self) -> list[int]:
         """Returns the steps that have samples, ascending."""

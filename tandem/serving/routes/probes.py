@@ -3,10 +3,10 @@
 from typing import Any
 
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 import tandem
+from tandem.runtime.exposition.text import CONTENT_TYPE
 from tandem.serving.state import ServerState
 
 _TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
@@ -50,6 +50,6 @@ def router(state: ServerState) -> APIRouter:
 
     @routes.get("/metrics", responses=_TEXT, response_model=None)
     async def metrics() -> Response:
-        return Response(state.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(state.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     return routes

@@ -12,6 +12,7 @@ from tandem.types.errors import DamagedWeights
 from tandem.types.weights import WeightManifest
 from tandem.weight_transfer.publication import describe
 from tandem.weight_transfer.shared_memory import Contents, Segment, contents_of
+from tandem.weight_transfer.transport.early import Arrived
 from tandem.weight_transfer.transport.local_parts import NOTHING_HERE, LocalParts
 from tandem.weight_transfer.transport.pieces import Piece, Source, SourceLost, pieces_of
 
@@ -32,13 +33,13 @@ class Fetched(NamedTuple):
 
 def fetch(
     source: Source, manifest: WeightManifest, segment: str, into: Segment, here: LocalParts = NOTHING_HERE, *, peer: str, deadline: Deadline,
-    patience_s: float = 10.0, on_progress: Callable[[int, int], None] = lambda done, total: None,
+    patience_s: float = 10.0, on_progress: Callable[[int, int], None] = lambda done, total: None, early: Arrived | None = None,
 ) -> Fetched:  # fmt: skip
     """Reads every part of ``manifest`` that is not ``here`` from ``segment`` of the pod ``peer`` to the same offsets of ``into``, whose label it sets when all
     are verified.
 
     ``patience_s``: how long attempts may bring no byte before the other pod counts as dead. ``on_progress``: receives the verified and all bytes,
-    after each attempt.
+    after each attempt. ``early``: what has come to ``into`` before the manifest was published, of which parts with its digests are not read again.
 
     Raises:
         VersionMoved: the other pod holds another version now; ``into`` holds nothing.
@@ -47,8 +48,12 @@ def fetch(
         TimeoutError: past ``deadline``.
     """
     into.contents = None
-    left, wanted = here.missing(pieces_of(manifest), into), contents_of(manifest)
+    wanted, pieces = contents_of(manifest), pieces_of(manifest)
+    left = pieces if early is None else early.hand_over(pieces)
+    # What has come must not be written to again.
+    left = [piece for piece in left if piece.done_bytes] + here.missing([piece for piece in left if not piece.done_bytes], into)
     fetched_bytes = sum(piece.size_bytes for piece in left)
+    left = [piece for piece in left if not piece.is_verified]
 
     def is_repeated(piece: Piece) -> bool:
         if piece.sender in piece.altered_by:

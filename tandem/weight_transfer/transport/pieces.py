@@ -47,6 +47,10 @@ class Piece:
         """Begins again with the first byte."""
         self.done_bytes, self._digest = 0, xxhash.xxh3_128()
 
+    def go_on(self, before: "Piece") -> None:
+        """Begins with what has come of ``before``, which is the same part."""
+        self.sender, self.done_bytes, self._digest = before.sender, before.done_bytes, before._digest
+
     @property
     def missing(self) -> tuple[int, int]:
         """Returns offset and bytes of what has not arrived."""

@@ -4,6 +4,9 @@ After the handshake a client sends ``read`` frames with the segment, the version
 Each is answered by a frame ``bytes`` with the same version and digest, and the bytes behind it; or by ``refused``. A segment whose label changes while it
 is sent is not sent on: the connection is closed, and the client's next request is refused. A client that has all that it wants of a segment that was made for
 it alone says so with ``release``, which is answered by ``released``.
+
+Of a version that is announced and not published yet, parts that are ready are sent in the same way, to a request with the announcement's attempt in the place
+of the digest. Which are ready a client is told by frames ``ready`` after it has asked for them with ``follow`` (``announced_parts``).
 """
 
 import contextlib
@@ -22,8 +25,10 @@ from tandem.runtime.rpc.pod_tls import PodTls, TlsSocket, wait_for
 from tandem.runtime.rpc.rpc_server import RpcServer
 from tandem.types.sample import WeightVersion
 from tandem.types.wire import Frame
+from tandem.weight_transfer.announcement import is_announced
 from tandem.weight_transfer.publication import describe
 from tandem.weight_transfer.shared_memory import Contents, Segment
+from tandem.weight_transfer.transport.announced_parts import AnnouncedParts
 from tandem.weight_transfer.transport.handshake import admits
 
 logger = logging.getLogger(__name__)
@@ -45,7 +50,7 @@ class WeightServer(RpcServer):
     ) -> None:  # fmt: skip
         self._segments = {segment.name: segment for segment in segments}
         self._secret, self._silent_s, self._released, self._what = credential, silent_s, released, what
-        self._tls = tls
+        self._tls, self._announced = tls, AnnouncedParts()
         self._readers: Counter[str] = Counter()
         self._changed = threading.Condition()
         super().__init__({}, credential, name=name, host=host, port=port)
@@ -53,6 +58,10 @@ class WeightServer(RpcServer):
     def serve_too(self, segment: Segment) -> None:
         """Serves one more segment from now on, which must stay open as long as this server, or until ``withdraw``."""
         self._segments[segment.name] = segment
+
+    def close(self) -> None:
+        super().close()
+        self._announced.close()
 
     def withdraw(self, segment: Segment) -> None:
         """Serves ``segment`` no longer, and returns when it has no reader, so that it can be closed."""
@@ -95,7 +104,9 @@ class WeightServer(RpcServer):
         segment, contents, ranges = self._asked(request)
         held = None if segment is None else segment.contents
         deadline = Deadline(self._silent_s)
-        if segment is None or held != contents:
+        if segment is not None and request.kind == "follow":
+            return self._announced.tell(channel, segment, contents, self._silent_s)
+        if segment is None or (held != contents and not self._announced.are_ready(segment, contents, ranges)):
             what = "nothing" if held is None else f"the {self._what} {describe(held.version)}"
             text = f"it holds {what} in the place of the {self._what} {describe(contents.version)}"
             return channel.send({"message": text, "moved": True}, kind="refused", deadline=deadline)
@@ -105,7 +116,7 @@ class WeightServer(RpcServer):
         if request.kind == "release":
             self._released(segment.name)
             return channel.send({}, kind="released", deadline=deadline)
-        meta = {"version": list(held.version), "digest": held.digest, "size_bytes": sum(size for _, size in ranges)}
+        meta = {"version": list(contents.version), "digest": contents.digest, "size_bytes": sum(size for _, size in ranges)}
         with corked(connection):
             channel.send(meta, kind="bytes", deadline=deadline)
             for offset, size in ranges:
@@ -126,7 +137,7 @@ class WeightServer(RpcServer):
     def _send(self, connection: socket.socket, segment: Segment, contents: Contents, offset: int, size: int) -> None:
         silent = Deadline(self._silent_s)
         while size:
-            if segment.contents != contents:
+            if segment.contents != contents and not is_announced(segment, contents):
                 raise BrokenFrame(f"the {self._what} {describe(contents.version)} were replaced while they were sent")
             count = min(size, SLICE_BYTES)
             try:

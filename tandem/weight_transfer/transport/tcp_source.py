@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tandem.runtime.process.deadline import LOOK_S, Deadline
@@ -26,6 +26,8 @@ CHUNK_BYTES = 2**20
 _AHEAD = 2
 """The number of requests in flight on a connection, so that the server always has the next one."""
 _HEADER_BYTES = 2**16
+_READY_BYTES = 2**26
+"""The largest frame with the places and digests of parts: those of a million."""
 
 
 class TcpSource:
@@ -59,6 +61,14 @@ class TcpSource:
         except (OSError, EOFError, BrokenFrame) as error:
             raise SourceLost(f"the connection to {self.peer} broke: {describe_loss(error)}") from None
 
+    def follow(self, segment: str, contents: Contents, deadline: Deadline) -> Iterator[Frame]:
+        """Yields the frames ``ready`` of the announcement with ``contents``, until all of its parts are. Raises as ``read``, and ends with ``abort``."""
+        try:
+            with self._connection(deadline) as connection:
+                yield from connection.follow(segment, contents)
+        except (OSError, EOFError, BrokenFrame) as error:
+            raise SourceLost(f"the connection to {self.peer} broke: {describe_loss(error)}") from None
+
     def _connection(self, deadline: Deadline) -> "_Connection":
         return _Connection(self._address, self.peer, self._credential, self._silent_s, deadline, self._open, self._what, self._tls)
 
@@ -76,7 +86,7 @@ class TcpSource:
         try:
             with self._connection(deadline) as connection:
                 while True:
-                    while len(asked) < _AHEAD and (bucket := queue.take()):
+                    while len(asked) < _AHEAD and (bucket := queue.take(waits=not asked)):
                         asked.append(bucket)
                         for piece in bucket:
                             piece.sender = self.peer
@@ -114,7 +124,8 @@ class Buckets:
     def __len__(self) -> int:
         return len(self._left)
 
-    def take(self) -> list[Piece] | None:
+    def take(self, *, waits: bool) -> list[Piece] | None:
+        """Returns the next one. ``waits``: the caller has nothing else to do, where some may still come (``early``); here there are none then."""
         with self._lock:
             return self._left.popleft() if self._left else None
 
@@ -166,6 +177,18 @@ class _Connection:
         self._channel.send(meta, kind="release", deadline=Deadline(self._silent_s, self._deadline))
         self._frame()
 
+    def follow(self, segment: str, contents: Contents) -> Iterator[Frame]:
+        """Yields the answers to a request for the parts that are ready, the last of which says that all are."""
+        meta = {"segment": segment, "version": list(contents.version), "digest": contents.digest, "ranges": []}
+        self._channel.send(meta, kind="follow", deadline=Deadline(self._silent_s, self._deadline))
+        is_all = False
+        while not is_all:
+            frame = self._frame(_READY_BYTES)
+            if frame.kind == "refused":
+                raise VersionMoved(f"{self._peer} refused to send {self._what}: {frame.meta.get('message')}")
+            yield frame
+            is_all = bool(frame.meta.get("is_all"))
+
     def receive(self, contents: Contents, pieces: Sequence[Piece], into: memoryview) -> None:
         """Receives the answer to ``ask``."""
         answer = self._frame()
@@ -180,10 +203,10 @@ class _Connection:
                 at, left = piece.missing
                 piece.arrived(into, self._receive(into[at : at + min(left, CHUNK_BYTES)]))
 
-    def _frame(self) -> Frame:
+    def _frame(self, limit_bytes: int = _HEADER_BYTES) -> Frame:
         """Returns a frame, of which not a byte more is read: weights follow it."""
         try:
-            header_bytes, payload_bytes = frame_sizes(self._exactly(PREFIX.size), _HEADER_BYTES)
+            header_bytes, payload_bytes = frame_sizes(self._exactly(PREFIX.size), limit_bytes)
             return decode_body(self._exactly(header_bytes + payload_bytes), header_bytes)
         except ValueError as error:
             raise BrokenFrame(str(error)) from None

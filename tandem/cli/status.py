@@ -1,0 +1,37 @@
+"""Show where a run is, and how far, whoever launched it.
+
+The state is queued, running, finished, stopped or failed; 'tandem resume' continues the last two.
+
+examples:
+  tandem status runs/sort
+  tandem status runs/sort --json
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    from tandem.cluster.launch.choose import launcher_of
+    from tandem.cluster.launch.progress import read_progress
+    from tandem.jobs.start import read_recipe
+
+    directory = Path(options.run_directory)
+    chosen = launcher_of(directory)
+    status, progress = chosen.status(directory), read_progress(read_recipe(directory), directory)
+    if options.json:
+        print(json.dumps({"run": str(directory), "launcher": chosen.name, **asdict(status), **asdict(progress)}))
+        return 0
+    about = ": ".join(text for text in (status.where, status.reason) if text)
+    print(f"{directory}: {status.state}" + (f", {about}" if about else ""))
+    step = "in its stage of supervised fine-tuning" if progress.is_in_sft else f"{progress.steps} of at most {progress.max_steps} steps"
+    saved = "no checkpoint yet" if progress.checkpoint is None else f"newest checkpoint after step {progress.checkpoint}"
+    print(", ".join(text for text in (step, progress.score, saved) if text))
+    return 0

@@ -1,0 +1,18 @@
+"""Finds the launcher by its name, or the one of a run."""
+
+from pathlib import Path
+
+from tandem.cluster.launch.launcher import Launcher, LauncherName
+from tandem.cluster.launch.local import LocalLauncher
+from tandem.cluster.launch.record import read_record
+from tandem.cluster.launch.slurm.launcher import SlurmLauncher
+
+
+def launcher(name: LauncherName) -> Launcher:
+    return SlurmLauncher() if name == "slurm" else LocalLauncher()
+
+
+def launcher_of(directory: Path) -> Launcher:
+    """Returns the launcher that placed the run in ``directory``. Raises ``UserError`` if that is not a run."""
+    record = read_record(directory)
+    return launcher("local" if record is None else record.launcher)

@@ -1,0 +1,119 @@
+"""The commands of Slurm that the launcher calls, and what it reads of their output. Imports nothing of a run."""
+
+import difflib
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tandem.types import RunError, UserError
+
+SAVED = 75
+"""Exit status of a job whose run was stopped and saved (``EX_TEMPFAIL``)."""
+_ANSWER_S = 60.0
+_QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
+_RUNNING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that Slurm still knows. ``state``: Slurm's word. ``nodes``: their names, empty while it waits. ``used`` and ``limit``: of its time.
+    ``exit_status``: of its batch script, 0 before its end."""
+
+    state: str
+    nodes: str
+    used: str
+    limit: str
+    reason: str
+    exit_status: int
+
+    @property
+    def is_queued(self) -> bool:
+        return self.state in _QUEUED
+
+    @property
+    def is_running(self) -> bool:
+        return self.state in _RUNNING
+
+
+def check_installed() -> None:
+    """Raises ``UserError`` where the commands of Slurm are not."""
+    for name in ("sbatch", "sinfo", "scancel", "scontrol"):
+        if shutil.which(name) is None:
+            raise UserError(f"no '{name}' on the PATH, so there is no Slurm here; give the command on a login node of the cluster, or without '--on slurm'")
+
+
+def ask(*command: str, stdin: str | None = None) -> str:
+    """Returns what a command of Slurm prints. Raises ``UserError`` with its first line if it refuses."""
+    try:
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, errors="replace", timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"Slurm did not answer '{command[0]}' within {_ANSWER_S:.0f} s; try again when its controller is back ('scontrol ping')") from None
+    except FileNotFoundError:
+        raise UserError(f"no '{command[0]}' on the PATH, so there is no Slurm here; give the command on a login node of the cluster") from None
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+        raise UserError(f"Slurm refused: {'; '.join(lines[:2])}")
+    return done.stdout
+
+
+def check_place(partition: str, nodes: int) -> None:
+    """Raises ``UserError`` for a partition that does not exist or is not up, or that has fewer ``nodes``. ``partition``: empty for the default one."""
+    found = _partitions()
+    default = next((name for name in found if name.endswith("*")), "")
+    there = {name.removesuffix("*"): facts for name, facts in found.items()}
+    name = partition or default.removesuffix("*")
+    if not name:
+        raise UserError(f"this cluster has no default partition; set slurm.partition to one of {', '.join(sorted(there))}")
+    for each in name.split(","):
+        if each not in there:
+            near = difflib.get_close_matches(each, there, n=1, cutoff=0.6)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(there)[:20])}"
+            raise UserError(f"'slurm.partition' is '{each}', which this cluster does not have; {hint}")
+    if not any(there[each][0] == "up" for each in name.split(",")):
+        raise UserError(f"partition '{name}' is {there[name.split(',')[0]][0]}; choose another slurm.partition, or wait until it is up ('sinfo')")
+    most = max(there[each][1] for each in name.split(","))
+    if nodes > most:
+        raise UserError(f"'slurm.nodes' is {nodes}, and partition '{name}' has {most}; lower it, or choose another slurm.partition")
+
+
+def _partitions() -> Mapping[str, tuple[str, int]]:
+    """Returns of each partition, whose name ends with a star if it is the default one, its state and the number of its nodes."""
+    lines = (line.split("|") for line in ask("sinfo", "--noheader", "--summarize", "--format=%P|%a|%D").splitlines())
+    found: dict[str, tuple[str, int]] = {}
+    for name, state, nodes in (line for line in lines if len(line) == 3):
+        found[name] = (state.strip(), found.get(name, ("", 0))[1] + int(nodes))
+    return found
+
+
+def submit(script: str) -> str:
+    """Returns the id of the job that runs ``script``."""
+    return ask("sbatch", "--parsable", stdin=script).strip().partition(";")[0]
+
+
+def find_job(job: str) -> Job | None:
+    """Returns the job of this id; ``None`` once Slurm has forgotten it (``MinJobAge``)."""
+    try:
+        text = ask("scontrol", "show", "job", "--oneliner", job)
+    except UserError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+    facts = dict(re.findall(r"(\w+)=(\S*)", text))
+    nodes = facts.get("NodeList", "").replace("(null)", "")
+    return Job(
+        facts.get("JobState", ""), nodes, facts.get("RunTime", ""), facts.get("TimeLimit", ""), facts.get("Reason", ""),
+        int(facts.get("ExitCode", "0:0").partition(":")[0]),
+    )  # fmt: skip
+
+
+def node_names(listed: str) -> list[str]:
+    """Returns the names in a list of nodes such as ``n[1-3]``."""
+    return ask("scontrol", "show", "hostnames", listed).split()
+
+
+def node_address(name: str) -> str:
+    """Returns the address at which Slurm reaches a node."""
+    words = ask("scontrol", "show", "node", "--oneliner", name).split()
+    return next((word.partition("=")[2] for word in words if word.startswith("NodeAddr=")), name)

@@ -1,0 +1,42 @@
+"""The batch script of a run: what Slurm is asked for, and one command."""
+
+import shlex
+import sys
+from pathlib import Path
+
+from tandem.config.slurm import SlurmConfig
+
+
+def batch_script(config: SlurmConfig, directory: Path, folder: Path) -> str:
+    """Returns the script of the run in ``directory``, whose recipe names files from ``folder``. Both are shared by the nodes, as is this Python."""
+    asked = {
+        "job-name": f"tandem-{directory.name}", "chdir": str(folder), "output": f"{directory}/logs/slurm-%j.out", "open-mode": "append",
+        "nodes": str(config.nodes), "ntasks-per-node": "1", "signal": f"B:USR1@{config.signal_s}",
+        **{name.replace("_", "-"): str(value) for name in _ASKED if (value := getattr(config, name))},
+    }  # fmt: skip
+    flags = ["requeue" if config.requeue else "no-requeue", *(["exclusive"] if not config.cpus_per_task else [])]
+    command = [sys.executable, "-m", "tandem.cluster.launch.slurm.job", str(directory)]
+    return "\n".join([
+        "#!/bin/bash",
+        *(f"#SBATCH --{name}={_quoted(value)}" for name, value in asked.items()),
+        *(f"#SBATCH --{flag}" for flag in flags),
+        *(f"#SBATCH {_whole(option)}" for option in config.options),
+        "",
+        *config.setup,
+        "# The run in place of this shell, so that Slurm's signals reach it.",
+        f"exec {shlex.join(command)}",
+        "",
+    ])  # fmt: skip
+
+
+_ASKED = ("partition", "time", "account", "qos", "cpus_per_task", "gpus_per_node", "mem", "constraint", "nodelist", "exclude", "reservation")
+
+
+def _quoted(value: str) -> str:
+    """Returns ``value`` as sbatch reads it, which takes quotation marks but no other form of a shell."""
+    return f'"{value}"' if any(character in value for character in " #'") else value
+
+
+def _whole(option: str) -> str:
+    name, equals, value = option.partition("=")
+    return f"{name}{equals}{_quoted(value)}"

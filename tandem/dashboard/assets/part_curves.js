@@ -1,0 +1,53 @@
+// The curves of a run, below its figures.
+
+import { make } from "./dom.js";
+import { Board, boardTools } from "./board.js";
+import { section, table } from "./words.js";
+
+export function card({ name, value, before, limit, state }) {
+  return make("div", {}, make("b", {}, before ? make("s", {}, `${before} → `) : null, make("span", { className: state }, value), limit ? make("s", {}, ` of ${limit}`) : null),
+    make("small", {}, name));
+}
+
+/** Returns the sections of a board. */
+export function grids(board, sections) {
+  return sections.map(({ title, charts }) => section(title, make("div", { className: "charts" }, ...charts.map((chart) => board.add(chart)))));
+}
+
+export function curvesPart({ page, name, run, place, signal }) {
+  const board = new Board([name], page, signal);
+  const figures = make("div", { className: "cards" });
+  const headline = make("p", { className: "quiet" });
+  const curves = make("div", {});
+  let shape = "";
+
+  function draw(now) {
+    board.marks = now.marks;
+    figures.replaceChildren(...now.cards.map(card));
+    headline.textContent = now.headline;
+    const phases = { title: "Time of each phase", unit: "seconds", floor: 0, ceiling: null, series: now.phases.slice(0, 12), points: [], lines: [] };
+    const sections = [...now.sections, ...(now.phases.length ? [{ title: "Phases", charts: [phases] }] : [])];
+    const names = JSON.stringify(sections.map(({ title, charts }) => [title, charts.map((chart) => [chart.title, chart.series])]));
+    if (names !== shape) {
+      shape = names;
+      for (const chart of board.charts) { board.seen.unobserve(chart.figure); board.sized.unobserve(chart.figure); chart.plot?.destroy(); }
+      board.charts = [];
+      curves.replaceChildren(...(sections.length ? grids(board, sections) : [make("p", { className: "quiet" }, "No step was completed yet.")]));
+    } else {
+      // Evaluations come with the overview, not with the curves.
+      const charts = sections.flatMap((each) => each.charts);
+      board.charts.forEach((chart, number) => { chart.definition = charts[number]; chart.draw(); });
+    }
+  }
+
+  draw(run);
+  place.replaceChildren(headline, figures, boardTools(board), curves, examples(run));
+  return { overview: draw, changed: () => board.refresh() };
+}
+
+function examples(run) {
+  if (!run.examples.length) return make("div", {});
+  const completion = (each) => (each ? make("code", { className: each.correct ? "good" : "bad" }, each.text) : "–");
+  const rows = run.examples.map((each) => [make("code", {}, each.prompt), completion(each.before), completion(each.after)]);
+  return section("Completions before and after", table("Completions before and after", [["Prompt"], ["Before", "wide"], ["After", "wide"]], rows, ""));
+}

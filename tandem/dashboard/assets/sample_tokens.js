@@ -1,0 +1,67 @@
+// The tokens of a sample, coloured by what is chosen.
+
+import { make } from "./dom.js";
+import { figure } from "./words.js";
+
+const VISIBLE = { " ": "␣", "\n": "⏎\n", "\t": "⇥" };
+const shown = (text) => (text === "" ? "·" : text.trim() === "" ? [...text].map((letter) => VISIBLE[letter] ?? letter).join("") : text);
+const quoted = (text) => JSON.stringify(text).slice(1, -1);
+const percent = (logprob) => (logprob === null ? "–" : `${+(Math.exp(logprob) * 100).toPrecision(3)} %`);
+const FULL = 65;
+const STRONG_ADVANTAGE = 2;
+
+/** How strongly a token is coloured, from 0 to 1, and whether it is good. */
+const COLOURS = {
+  logprob: ["log-probability", (token) => [token.logprob === null ? 0 : 1 - Math.exp(token.logprob), "doubt"]],
+  advantage: ["advantage", (token, sample) => [Math.min(1, Math.abs(sample.advantage ?? 0) / STRONG_ADVANTAGE), sample.advantage > 0 ? "good" : "bad"]],
+  difference: ["model – sampling", (token) => [token.logprob === null || token.sampling === null ? 0 : Math.min(1, 2 * Math.abs(Math.exp(token.logprob) - Math.exp(token.sampling))), "doubt"]],
+};
+let chosen = "logprob";
+
+/** Returns the tokens as a row of buttons, of which one is reached by Tab and the others by the arrows, and below it what is known of the chosen one. */
+export function tokenView(sample) {
+  const tokens = sample.token_list.map(([text, id, logprob, sampling, isSampled]) => ({ text, id, logprob, sampling, isSampled: Boolean(isSampled) }));
+  const detail = make("p", { className: "token-detail quiet" }, "Choose a token.");
+  const row = make("div", { className: "tokens", attributes: { role: "group" }, aria: { label: "Tokens of the completion" } });
+  const parts = tokens.map((token, number) => make("button", {
+    type: "button", className: `token${token.isSampled ? "" : " given"}`, tabIndex: number ? -1 : 0, data: { number },
+    aria: { label: `${quoted(token.text) || "part of a letter"}, ${token.isSampled ? percent(token.logprob) : "not sampled"}` },
+  }, shown(token.text)));
+  row.append(...parts);
+  const paint = () => parts.forEach((part, number) => {
+    const [share, hue] = tokens[number].isSampled ? COLOURS[chosen][1](tokens[number], sample) : [0, "doubt"];
+    part.style.setProperty("--share", `${Math.round(share * FULL)}%`);
+    part.style.setProperty("--hue", `var(--${hue === "doubt" ? "doubt-hue" : hue})`);
+  });
+  const select = make("select", { on: { change: () => { chosen = select.value; paint(); } } }, ...Object.entries(COLOURS).map(([value, [title]]) => (
+    make("option", { value, disabled: value === "advantage" && sample.advantage === null }, value === "advantage" && sample.advantage === null ? "advantage (not of one sample)" : title))));
+  if (chosen === "advantage" && sample.advantage === null) chosen = "logprob";
+  select.value = chosen;
+  paint();
+  let current = 0;
+
+  const choose = (number, focus) => {
+    parts[current].tabIndex = -1;
+    parts[current].removeAttribute("aria-current");
+    current = number;
+    parts[current].tabIndex = 0;
+    parts[current].setAttribute("aria-current", "true");
+    if (focus) parts[current].focus();
+    const token = tokens[number];
+    detail.textContent = token.isSampled
+      ? `Token ${number + 1}, id ${token.id}: log-probability ${figure(token.logprob)} (${percent(token.logprob)}), when it was drawn ${figure(token.sampling)} (${percent(token.sampling)}), advantage ${figure(sample.advantage)}.`
+      : `Token ${number + 1}, id ${token.id}: an observation, which the model has not sampled.`;
+  };
+  row.addEventListener("click", (event) => {
+    const pressed = event.target.closest(".token");
+    if (pressed) choose(Number(pressed.dataset.number), false);
+  });
+  row.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1, Home: -parts.length, End: parts.length }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    choose(Math.max(0, Math.min(parts.length - 1, current + step)), true);
+  });
+  const cut = sample.left_out ? make("p", { className: "quiet" }, `${sample.left_out} more tokens are not shown.`) : null;
+  return make("div", {}, make("label", { className: "colour" }, "Colour by ", select), row, cut, detail);
+}

@@ -1,0 +1,65 @@
+"""Answers ``/metrics`` for a run while it runs, and names it in the targets folder."""
+
+import contextlib
+import importlib.util
+import ipaddress
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tandem.config.metrics import MetricsConfig
+from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.runtime.exposition.http_server import MetricsServer
+from tandem.runtime.exposition.targets import announced, check_folder
+from tandem.runtime.rpc.listener import listen
+from tandem.types import UserError
+
+if TYPE_CHECKING:
+    from tandem.jobs.callbacks import Callbacks
+
+
+def check_metrics(config: MetricsConfig | None) -> None:
+    """Raises ``UserError`` where the run could not answer ``/metrics``: a package, the port or the folder."""
+    with metrics_listener(config):
+        pass
+
+
+@contextlib.contextmanager
+def metrics_listener(config: MetricsConfig | None) -> Iterator[socket.socket | None]:
+    """Yields the socket of ``config``, which is closed afterwards; ``None`` without the section. Raises as ``check_metrics``."""
+    if config is None:
+        yield None
+        return
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise UserError("section 'metrics' needs prometheus_client, which is not installed; pip install 'tandem-rl[metrics]', or remove the section")
+    if config.targets_folder:
+        check_folder(config.targets_folder)
+    with listen(config.host, config.port) as listener:
+        yield listener
+
+
+@contextlib.contextmanager
+def exposed(recipe: AnyRecipe, directory: Path, listener: socket.socket | None, callbacks: "Callbacks") -> Iterator[None]:
+    """Answers ``/metrics`` of the run in ``directory`` on ``listener`` from the events that ``callbacks`` are told of, and says where."""
+    config = recipe.metrics
+    if config is None or listener is None:
+        yield
+        return
+    from tandem.jobs.exposed.run_metrics import RunMetrics
+    from tandem.runtime.exposition.text import CONTENT_TYPE
+
+    run, job = directory.resolve().name, str(recipe.algorithm.name)
+    metrics = RunMetrics(run, job, recipe.is_exact if isinstance(recipe, Recipe) else None)
+    callbacks.add(metrics)
+    with contextlib.ExitStack() as stack:
+        server = MetricsServer(listener, metrics.text, CONTENT_TYPE)
+        stack.callback(server.close)
+        if config.targets_folder:
+            labels = {"job": job, "run": run}
+            stack.enter_context(announced(config.targets_folder, f"run-{directory.resolve()}", server.address, labels))
+        if not ipaddress.ip_address(str(server.address[0]).partition("%")[0]).is_loopback:
+            callbacks.tell("message", f"warning: anyone who reaches {server.address[0]} may read the metrics of this run; leave out metrics.host")
+        host = f"[{server.address[0]}]" if ":" in str(server.address[0]) else server.address[0]
+        callbacks.tell("message", f"metrics at http://{host}:{server.address[1]}/metrics")
+        yield

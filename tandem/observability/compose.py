@@ -1,0 +1,88 @@
+"""A ``docker compose`` file with Prometheus, Alertmanager, Grafana, Jaeger and Loki, and what they read."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.observability.dashboards.model import DATASOURCE
+
+IMAGES = {
+    "prometheus": "prom/prometheus:v3.5.0",
+    "alertmanager": "prom/alertmanager:v0.28.1",
+    "grafana": "grafana/grafana:12.1.0",
+    "jaeger": "jaegertracing/jaeger:2.9.0",
+    "loki": "grafana/loki:3.5.3",
+}
+COMPOSE_FILE = "docker-compose.yml"
+CONFIGURATION = "prometheus-docker.yml"
+"""Of the Prometheus in a container, which has the targets folder at another place."""
+TARGETS = Path("/etc/tandem/targets")
+_LOOPBACK = "127.0.0.1"
+
+
+def compose_files(targets_folder: Path, port: int, alertmanager_port: int) -> dict[str, str]:
+    """Returns the files by their paths in the folder. Prometheus, Alertmanager and Grafana have the machine's own network, where targets answer on
+    127.0.0.1; nothing listens on another address."""
+    datasources = [
+        {"name": "Prometheus", **DATASOURCE, "url": f"http://{_LOOPBACK}:{port}", "isDefault": True},
+        {"name": "Loki", "type": "loki", "uid": "tandem-loki", "url": f"http://{_LOOPBACK}:3100"},
+        {"name": "Jaeger", "type": "jaeger", "uid": "tandem-jaeger", "url": f"http://{_LOOPBACK}:16686"},
+    ]
+    provider = {"name": "tandem", "type": "file", "options": {"path": "/etc/tandem/dashboards"}}
+    services = _services(targets_folder, port, alertmanager_port)
+    volumes: dict[str, Any] = {name: {} for name in ("prometheus", "alertmanager", "grafana", "loki")}
+    return {
+        COMPOSE_FILE: _yaml({"name": "tandem-observability", "services": services, "volumes": volumes}),
+        "grafana/datasources/tandem.yml": _yaml({"apiVersion": 1, "datasources": datasources}),
+        "grafana/dashboards/tandem.yml": _yaml({"apiVersion": 1, "providers": [provider]}),
+        "loki.yml": _yaml(_LOKI),
+    }
+
+
+def _services(targets_folder: Path, port: int, alertmanager_port: int) -> dict[str, Any]:
+    common: dict[str, dict[str, Any]] = {name: {"image": image, "restart": "unless-stopped"} for name, image in IMAGES.items()}
+    of_host = {"network_mode": "host"}
+    return {
+        "prometheus": {
+            **common["prometheus"], **of_host,
+            "command": ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus", f"--web.listen-address={_LOOPBACK}:{port}"],
+            "volumes": [
+                f"./{CONFIGURATION}:/etc/prometheus/prometheus.yml:ro", "./rules:/etc/prometheus/rules:ro", f"{targets_folder}:{TARGETS}:ro",
+                "prometheus:/prometheus",
+            ],
+        },
+        "alertmanager": {
+            **common["alertmanager"], **of_host,
+            "command": ["--config.file=/etc/alertmanager/alertmanager.yml", "--storage.path=/alertmanager", "--cluster.listen-address=",
+                        f"--web.listen-address={_LOOPBACK}:{alertmanager_port}"],
+            "volumes": ["./alertmanager.yml:/etc/alertmanager/alertmanager.yml:ro", "alertmanager:/alertmanager"],
+        },
+        "grafana": {
+            **common["grafana"], **of_host,
+            "environment": {"GF_SERVER_HTTP_ADDR": _LOOPBACK, "GF_SERVER_HTTP_PORT": "3000", "GF_ANALYTICS_REPORTING_ENABLED": "false"},
+            "volumes": ["./grafana:/etc/grafana/provisioning:ro", "./dashboards:/etc/tandem/dashboards:ro", "grafana:/var/lib/grafana"],
+        },
+        "jaeger": {**common["jaeger"], "ports": [f"{_LOOPBACK}:{each}:{each}" for each in (16686, 4317, 4318)]},
+        "loki": {
+            **common["loki"], "command": ["-config.file=/etc/loki/loki.yml"], "ports": [f"{_LOOPBACK}:3100:3100"],
+            "volumes": ["./loki.yml:/etc/loki/loki.yml:ro", "loki:/loki"],
+        },
+    }  # fmt: skip
+
+
+_LOKI: dict[str, Any] = {
+    "auth_enabled": False,
+    "server": {"http_listen_port": 3100},
+    "common": {
+        "path_prefix": "/loki", "replication_factor": 1, "ring": {"kvstore": {"store": "inmemory"}},
+        "storage": {"filesystem": {"chunks_directory": "/loki/chunks", "rules_directory": "/loki/rules"}},
+    },
+    "schema_config": {
+        "configs": [{"from": "2025-01-01", "store": "tsdb", "object_store": "filesystem", "schema": "v13", "index": {"prefix": "index_", "period": "24h"}}]
+    },
+}  # fmt: skip
+
+
+def _yaml(data: Any) -> str:
+    return yaml.safe_dump(data, sort_keys=False, width=160)
