@@ -63,7 +63,7 @@ def chosen_samples(journal: Journal, directory: Path, steps: int) -> list[StepSa
 def samples_of_step(journal: Journal, directory: Path, step: int, count: int) -> list[tuple[str, ShownSample]]:
     """Returns the first ``count`` samples of ``step``, each after its prompt."""
     samples, scores = joined(journal.rounds(step))
-    by_id, decode = {score.sample_id: score for score in scores}, _decoder(journal, directory)
+    by_id, decode = {score.sample_id: score for score in scores}, decoder(journal, directory)
     return [(decode(sample.prompt_token_ids), _shown(sample, by_id[sample.id], decode, ALL_CHARACTERS)) for sample in samples[:count]]
 
 
