@@ -12,8 +12,18 @@ MOST_VALUES = 100_000
 """Values of a recipe after its anchors are repeated: sections are copied and checked one by one, about a second for as many."""
 
 
+MOST_LEVELS = 100
+"""Brackets inside one another: the scanner takes the square of their number."""
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """A YAML loader for which a repeated key is an error, not a silent overwrite."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        """Raises ``RecursionError``."""
+        super().fetch_flow_collection_start(TokenClass)
+        if self.flow_level > MOST_LEVELS:
+            raise RecursionError
 
 
 def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
