@@ -1,4 +1,4 @@
-"""Show where a run is, and how far, whoever launched it.
+"""Show where a run is, and how far, on any launcher.
 
 The state is queued, running, finished, stopped or failed; 'tandem resume' continues the last two.
 

@@ -92,7 +92,7 @@ def own_etcd(host: str, password_file: Path, log: Path, prefix: str) -> Iterator
 
 
 def _authenticate(url: str, password: str, prefix: str) -> None:
-    """Lets nobody in without the password: the network of a cluster has other users."""
+    """Requires the password of every client: the network of a cluster has other users."""
     key, end = prefix.encode(), prefix[:-1].encode() + bytes([prefix.encode()[-1] + 1])
     permission = {"permType": "READWRITE", "key": base64.b64encode(key).decode(), "range_end": base64.b64encode(end).decode()}
     for user in ("root", USER):

@@ -1,4 +1,4 @@
-"""Who may read the runs: on this machine everybody at an address of this machine, from elsewhere who has the token."""
+"""Who may read the runs: on this machine every client at one of its own addresses, from elsewhere clients with the token."""
 
 import hmac
 import ipaddress

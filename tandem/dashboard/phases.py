@@ -13,7 +13,7 @@ MOST_BARS = 1500
 _STILL_OPEN = 500
 """A phase without an end that has so many after it was cut off, and will not get one."""
 SEVERAL = "several"
-"""The state of a bar that stands for phases which are too short to be seen."""
+"""The state of a bar that represents phases too short to be drawn."""
 
 
 class Phases:

@@ -224,7 +224,7 @@ class Columns:
         return start, max(start, stop)
 
     def thinning(self, start: int, stop: int, points: int) -> int:
-        """Returns how many rows one point of at most ``points`` stands for: 1, or a power of 2, so that points stay where they are while a run grows."""
+        """Returns how many rows one point of at most ``points`` represents: 1, or a power of 2, so that points stay where they are while a run grows."""
         size = 1
         while -(-(stop - start) // size) > points:
             size *= 2

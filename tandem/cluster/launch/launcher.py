@@ -1,6 +1,6 @@
 """What every launcher does: places a run on machines, says where it is, and ends it. No scheduler of our own: a launcher asks one that exists.
 
-A run is its folder, whoever launched it: ``tandem.cluster.launch.record`` has which launcher that was, and everything else that a launcher needs to know of a
+A run is its folder, on any launcher: ``tandem.cluster.launch.record`` has which launcher that was, and everything else that a launcher needs to know of a
 run is in the folder too. The machines of a run share that folder.
 """
 

@@ -1,4 +1,4 @@
-"""How far a run is, from its folder alone, whoever launched it. Reads only: a run that works is not disturbed."""
+"""How far a run is, from its folder alone, on any launcher. Reads only: a run that works is not disturbed."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -120,7 +120,7 @@ export class Board {
         const points = Math.max(200, Math.round(Math.max(...charts.map((chart) => chart.width)) * 1.5));
         const [from, to] = this.range ?? [null, null];
         const answers = await Promise.all(this.runs.map((run) => ask("curves", { run, key: keys, from, to, points, axis: this.axis }, this.signal)));
-        // The evaluation after the last step stands beside it.
+        // The evaluation after the last step is drawn beside it.
         const evaluated = this.axis === "step" ? this.charts.flatMap((chart) => chart.definition.points.flatMap((each) => each.x)) : [];
         this.whole = [Math.min(...answers.map((each) => each.whole[0])), evaluated.reduce((most, x) => Math.max(most, x), Math.max(...answers.map((each) => each.whole[1])))];
         for (const chart of charts) {

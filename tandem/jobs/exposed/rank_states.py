@@ -1,4 +1,4 @@
-"""Finds the heartbeats of a run's trainer ranks in its folder, for whoever looks at the run from beside."""
+"""Finds the heartbeats of a run's trainer ranks in its folder, for readers in another process."""
 
 from pathlib import Path
 

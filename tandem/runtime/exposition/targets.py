@@ -1,7 +1,7 @@
 """The targets folder: every process of Tandem that has ``/metrics`` writes itself there, and Prometheus reads it (``file_sd_configs``).
 
 A target is one file of its own, a JSON list with ``targets`` and ``labels``. Its process holds a lock on it, which the kernel releases when the process
-ends, also by ``kill -9``, so anybody can tell a target that is gone. ``sweep`` renames the file of one (``NAME.dead.json``, which Prometheus still
+ends, also by ``kill -9``, so any process can tell that a target has ended. ``sweep`` renames the file of one (``NAME.dead.json``, which Prometheus still
 reads, so that the alert on a target that is down can fire) and removes it ``KEPT_S`` later.
 """
 

@@ -84,7 +84,7 @@ class HeartbeatTable:
 
 
 def read_states(path: Path) -> list[RankState]:
-    """Returns the records in the file ``path`` of a ``HeartbeatTable``, by rank; none if it is gone."""
+    """Returns the records in the file ``path`` of a ``HeartbeatTable``, by rank; none if the file does not exist."""
     try:
         memory = path.read_bytes()
     except OSError:
