@@ -44,6 +44,14 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def import_path() -> Iterator[None]:
+    """Loading a function of the user adds its folder to the import path. The processes that later tests start must not find its modules there."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
 @pytest.fixture
 def empty_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A server with the API of the Hugging Face Hub and no models, with an empty cache and without a token, for this process and its children."""

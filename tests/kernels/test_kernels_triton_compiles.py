@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_program_compiles_for_hopper_and_all_tiles_of_16_bits_use_one_kind_of_matrix_instruction(dtype: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).with_name("compile_for_gpu.py")

@@ -89,6 +89,7 @@ def test_rank_that_is_killed_on_a_mesh_changes_no_bit(mesh: str, fault: str, run
     assert run.left_behind() == []
 
 
+@pytest.mark.full
 def test_run_of_two_ranks_is_resumed_in_one_process_and_says_that_its_bits_may_differ(tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     done = run.train("--parallel.data=2", *FEW_STEPS, "--run.max_restarts=0", "--fault", "trainer_rank1:before:convert:2")

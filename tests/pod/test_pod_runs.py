@@ -41,6 +41,7 @@ def started_workers(run: PodRun, role: str) -> list[str]:
     return list(dict.fromkeys(pids))
 
 
+@pytest.mark.full
 def test_engine_terminated_between_steps_gives_the_bits_of_the_one_that_stays(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     done = run.train("--residents.plan=terminate", "--run.max_steps=4")

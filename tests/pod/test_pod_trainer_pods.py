@@ -306,6 +306,7 @@ def test_trainer_pods_that_cannot_be_are_refused_in_one_line(settings: list[str]
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.full
 def test_ranks_whose_meeting_place_goes_away_are_lost_and_the_run_is_not_wrong(tmp_path: Path) -> None:
     """As where rank 0 is killed while the others look for it: the trainer is replaced, and the run goes on."""
     place: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

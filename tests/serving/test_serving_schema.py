@@ -27,6 +27,7 @@ def fuzz(running: Server, examples: int, seed: int) -> None:
     running.wait_idle()
 
 
+@pytest.mark.full
 def test_schemathesis_finds_nothing(shared: Server) -> None:
     fuzz(shared, 4, seed=1)
 

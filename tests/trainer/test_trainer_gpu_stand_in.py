@@ -43,6 +43,7 @@ def steps(stand_in: Path, cases: tuple[str, ...]) -> dict[str, dict[str, object]
     return found
 
 
+@pytest.mark.full
 def test_a_step_keeps_to_its_gpu_and_waits_for_it_twice(stand_in: Path) -> None:
     found = steps(stand_in, QUICK)
     assert all(line["weights"] == ["cuda"] for line in found.values())
