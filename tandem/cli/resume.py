@@ -6,7 +6,7 @@ finished is only reported, unless it is given more steps or a higher target.
 
 The run's recipe, journal, metrics and start model are verified first, and every byte of the checkpoint; 'tandem verify' shows more.
 
-The sections parallel, machine, checkpoint, registry, trackers, residents, coordination, pods, watchdog, slurm and metrics, and
+The sections parallel, machine, checkpoint, registry, trackers, residents, coordination, pods, watchdog, slurm, kubernetes and metrics, and
 trainer.offload, trainer.offload_parameters, trainer.offload_activations, trainer.offload_folder, rollout.workers, run.max_steps,
 run.max_restarts, run.elastic, run.on_mismatch,
 evaluation.target_accuracy and evaluation.consecutive, may have new values; on another mesh results differ in their last bits.

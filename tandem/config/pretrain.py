@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.machine import MachineConfig
 from tandem.config.metrics import MetricsConfig
@@ -129,6 +130,7 @@ class PretrainRecipe:
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     metrics: MetricsConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {

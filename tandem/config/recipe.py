@@ -13,6 +13,7 @@ from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.evaluation import EvaluationConfig
+from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.machine import MachineConfig
 from tandem.config.metrics import MetricsConfig
@@ -63,6 +64,7 @@ class Recipe:
     pods: PodsConfig = field(default_factory=PodsConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     metrics: MetricsConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {

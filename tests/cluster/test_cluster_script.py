@@ -85,4 +85,4 @@ def test_several_nodes_without_an_etcd_to_start_are_refused(here: Here, monkeypa
 
 
 def test_a_launcher_that_does_not_exist_is_refused_with_those_that_do(here: Here) -> None:
-    assert "invalid choice: 'ray' (choose from 'local', 'slurm')" in here("train", TINY, "--on", "ray")
+    assert "invalid choice: 'nomad' (choose from 'local', 'slurm'" in here("train", TINY, "--on", "nomad")

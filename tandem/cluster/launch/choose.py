@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tandem.cluster.launch.kubernetes.launcher import KubernetesLauncher
 from tandem.cluster.launch.launcher import Launcher, LauncherName
 from tandem.cluster.launch.local import LocalLauncher
 from tandem.cluster.launch.record import read_record
@@ -9,6 +10,8 @@ from tandem.cluster.launch.slurm.launcher import SlurmLauncher
 
 
 def launcher(name: LauncherName) -> Launcher:
+    if name == "kubernetes":
+        return KubernetesLauncher()
     return SlurmLauncher() if name == "slurm" else LocalLauncher()
 
 
