@@ -20,6 +20,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.pods import PodsConfig
 from tandem.config.pretrain import PretrainRecipe
+from tandem.config.ray import RayConfig
 from tandem.config.reference import ReferenceConfig
 from tandem.config.registry import RegistryConfig
 from tandem.config.residents import ResidentsConfig
@@ -63,6 +64,7 @@ class Recipe:
     pods: PodsConfig = field(default_factory=PodsConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     metrics: MetricsConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {

@@ -4,12 +4,15 @@ from pathlib import Path
 
 from tandem.cluster.launch.launcher import Launcher, LauncherName
 from tandem.cluster.launch.local import LocalLauncher
+from tandem.cluster.launch.ray.launcher import RayLauncher
 from tandem.cluster.launch.record import read_record
 from tandem.cluster.launch.slurm.launcher import SlurmLauncher
 
 
 def launcher(name: LauncherName) -> Launcher:
-    return SlurmLauncher() if name == "slurm" else LocalLauncher()
+    if name == "slurm":
+        return SlurmLauncher()
+    return RayLauncher() if name == "ray" else LocalLauncher()
 
 
 def launcher_of(directory: Path) -> Launcher:
