@@ -15,6 +15,7 @@ from tandem.config.preference import PreferenceLoss, check_preference
 from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import DemonstrationsConfig
+from tandem.config.ray import RayConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.task import TaskConfig
 from tandem.config.trackers import TrackersConfig
@@ -130,6 +131,7 @@ class PretrainRecipe:
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     metrics: MetricsConfig | None = None
 

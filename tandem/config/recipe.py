@@ -29,6 +29,7 @@ from tandem.config.rewards import COMPARING, RewardsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
+from tandem.config.ray import RayConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.task import VERIFIERS, TaskConfig
 from tandem.config.trackers import TrackersConfig
@@ -64,6 +65,7 @@ class Recipe:
     pods: PodsConfig = field(default_factory=PodsConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     metrics: MetricsConfig | None = None
 

@@ -5,14 +5,14 @@ from pathlib import Path
 from tandem.cluster.launch.kubernetes.launcher import KubernetesLauncher
 from tandem.cluster.launch.launcher import Launcher, LauncherName
 from tandem.cluster.launch.local import LocalLauncher
+from tandem.cluster.launch.ray.launcher import RayLauncher
 from tandem.cluster.launch.record import read_record
 from tandem.cluster.launch.slurm.launcher import SlurmLauncher
 
 
 def launcher(name: LauncherName) -> Launcher:
-    if name == "kubernetes":
-        return KubernetesLauncher()
-    return SlurmLauncher() if name == "slurm" else LocalLauncher()
+    made = {"local": LocalLauncher, "slurm": SlurmLauncher, "ray": RayLauncher, "kubernetes": KubernetesLauncher}
+    return made[name]()
 
 
 def launcher_of(directory: Path) -> Launcher:
