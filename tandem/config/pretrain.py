@@ -12,10 +12,10 @@ from tandem.config.metrics import MetricsConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.preference import PreferenceLoss, check_preference
+from tandem.config.ray import RayConfig
 from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import DemonstrationsConfig
-from tandem.config.ray import RayConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.task import TaskConfig
 from tandem.config.trackers import TrackersConfig

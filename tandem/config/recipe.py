@@ -21,6 +21,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.pods import PodsConfig
 from tandem.config.pretrain import PretrainRecipe
+from tandem.config.ray import RayConfig
 from tandem.config.reference import ReferenceConfig
 from tandem.config.registry import RegistryConfig
 from tandem.config.residents import ResidentsConfig
@@ -29,7 +30,6 @@ from tandem.config.rewards import COMPARING, RewardsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
-from tandem.config.ray import RayConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.task import VERIFIERS, TaskConfig
 from tandem.config.trackers import TrackersConfig

@@ -1,5 +1,6 @@
 """Finds the launcher by its name, or the one of a run."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tandem.cluster.launch.kubernetes.launcher import KubernetesLauncher
@@ -11,7 +12,9 @@ from tandem.cluster.launch.slurm.launcher import SlurmLauncher
 
 
 def launcher(name: LauncherName) -> Launcher:
-    made = {"local": LocalLauncher, "slurm": SlurmLauncher, "ray": RayLauncher, "kubernetes": KubernetesLauncher}
+    made: dict[LauncherName, Callable[[], Launcher]] = {
+        "local": LocalLauncher, "slurm": SlurmLauncher, "ray": RayLauncher, "kubernetes": KubernetesLauncher,
+    }  # fmt: skip
     return made[name]()
 
 
