@@ -27,7 +27,7 @@ from tandem.cluster.launch.launcher import LAUNCHERS, Launch
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file, or the name of a recipe that comes with Tandem ('tandem recipes')")
-    parser.add_argument("--on", choices=LAUNCHERS, default="local", help="where it runs: on this machine, as a job of Slurm, on Ray or on Kubernetes ('docs/cluster.md')")
+    parser.add_argument("--on", choices=LAUNCHERS, default="local", help="where it runs: on this machine, on Slurm, Ray or Kubernetes ('docs/cluster.md')")
     parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
     parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan, or the script of the job, and exit")
     parser.add_argument("--coordination", choices=("embedded", "etcd"), help="short for --coordination.store")

@@ -48,7 +48,7 @@ def output_of(directory: Path, job: str) -> Path:
 class Job:
     """The run in ``directory`` as the first pod of a JobSet. ``mounted`` and ``certificates``: the folders of its Secrets."""
 
-    def __init__(self, directory: Path, mounted: Path = SECRETS, certificates: Path = CERTIFICATES) -> None:
+    def __init__(self, directory: Path, mounted: Path, certificates: Path) -> None:
         self.directory, self._mounted, self._certificates = directory, mounted, certificates
         self._process = RunProcess(directory)
         # From the first moment on: a pod may be evicted while it starts.
@@ -117,9 +117,9 @@ def copied_output(path: Path) -> Iterator[None]:
                 os.close(number)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], mounted: Path = SECRETS, certificates: Path = CERTIFICATES) -> int:
     directory = Path(arguments[0])
-    job, began = Job(directory), time.monotonic()
+    job, began = Job(directory, mounted, certificates), time.monotonic()
     try:
         choose_temporary_folder()
         record, recipe = read_job(directory)

@@ -36,9 +36,9 @@ _LEAVES_S = 60.0
 
 
 class JoiningPod:
-    """The pod of the run in ``directory`` on this node."""
+    """The pod of the run in ``directory`` on this node. ``mounted`` and ``certificates``: the folders of its Secrets."""
 
-    def __init__(self, directory: Path, mounted: Path = SECRETS, certificates: Path = CERTIFICATES) -> None:
+    def __init__(self, directory: Path, mounted: Path, certificates: Path) -> None:
         self.directory, self._mounted, self._certificates = directory, mounted, certificates
         self._stopped = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -89,12 +89,12 @@ def _wait(process: "subprocess.Popen[bytes]") -> None:
         return
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], mounted: Path = SECRETS, certificates: Path = CERTIFICATES) -> int:
     try:
         choose_temporary_folder()
         if not os.environ.get(ADDRESS) or not os.environ.get(NAME):
             raise UserError(f"{ADDRESS} and {NAME} are not set; this is what a pod of a JobSet runs")
-        return JoiningPod(Path(arguments[0])).run()
+        return JoiningPod(Path(arguments[0]), mounted, certificates).run()
     except (UserError, RunError) as error:
         print(f"tandem: {error}", file=sys.stderr, flush=True)
         return error.exit_code
