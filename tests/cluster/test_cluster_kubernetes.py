@@ -179,6 +179,15 @@ def test_an_api_server_that_does_not_answer_or_is_not_there_is_named(api: Record
     assert "is not reached" in train()
 
 
+def test_what_may_have_been_created_without_an_answer_is_deleted_or_named(api: RecordedApi, train: Here, tmp_path: Path) -> None:
+    looked = ("claim", "nodes", "jobset-dry-run", "policy-dry-run", "jobset-create-unavailable")
+    api.expect(*looked, "jobset-delete", "pods-delete")
+    assert train(status=1).startswith(f"the API server {api.url} could not create JobSet tandem-job-a1b2c3 (504: the server was unable to return")
+    api.expect(*looked, "jobset-delete-forbidden")
+    assert "; delete what may be left of it: kubectl delete jobset tandem-job-a1b2c3 --namespace lab (you may not delete" in train(status=1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_kubeconfig_that_is_missing_damaged_or_gives_no_credentials_is_named(
     api: RecordedApi, train: Here, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ from tandem.jobs.start import check_resume, read_recipe
 from tandem.runtime.process.program import program
 from tandem.runtime.records.run_lock import lock_holder
 from tandem.runtime.rpc.credentials import new_credential
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 
 _LONGEST_NAME = 30
 _MORE_SHARED_MIB = 1024
@@ -147,15 +147,7 @@ def _submitted(api: Api, directory: Path, recipe: AnyRecipe, objects: RunObjects
     write_record(directory, record)
     _own(directory, objects.user)
     try:
-        first, *others = _made(recipe, objects, manifests.new_secrets(new_credential(), new_credential()))
-        owner = api.create(first)
-        try:
-            # Its pods wait for the Secret.
-            for manifest in others:
-                api.create(manifests.belonging_to(manifest, owner))
-        except BaseException:
-            api.delete_jobset(objects.name, at_once=True)
-            raise
+        _create(api, _made(recipe, objects, manifests.new_secrets(new_credential(), new_credential())))
     except BaseException:
         if before is not None:
             write_record(directory, before)
@@ -165,6 +157,26 @@ def _submitted(api: Api, directory: Path, recipe: AnyRecipe, objects: RunObjects
         directory,
         f"created JobSet {record.job}: run {here}\n{program()} status {here}\n{program()} logs {here} --follow\n{program()} cancel {here}",
     )
+
+
+def _create(api: Api, made: list[manifests.Manifest]) -> None:
+    """Creates all of ``made``, of which the others belong to the first one, a JobSet, or nothing."""
+    first, *others = made
+    name, is_made = first["metadata"]["name"], False
+    try:
+        owner = api.create(first)
+        is_made = True
+        # Its pods wait for the Secret.
+        for manifest in others:
+            api.create(manifests.belonging_to(manifest, owner))
+    except BaseException as error:
+        # A server that did not answer may have made it. One that refuses has not, and a JobSet of this name is another's.
+        if is_made or isinstance(error, RunError):
+            try:
+                api.delete_jobset(name, at_once=True)
+            except UserError as left:
+                raise RunError(f"{error}; delete what may be left of it: kubectl delete jobset {name} --namespace {api.namespace} ({left})") from None
+        raise
 
 
 def _made(recipe: AnyRecipe, objects: RunObjects, values: dict[str, str]) -> list[manifests.Manifest]:

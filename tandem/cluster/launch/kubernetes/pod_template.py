@@ -50,8 +50,8 @@ def placement(config: KubernetesConfig) -> Manifest:
 
 
 def environment(**more: str) -> list[Manifest]:
-    """Returns the variables of a container: its address, a home that can be written, and ``more``."""
-    return [{"name": ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}, {"name": "HOME", "value": "/tmp"},
+    """Returns the variables of a container: its address, a home that can be written, a name for its user, who has none in the image, and ``more``."""
+    return [{"name": ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}, {"name": "HOME", "value": "/tmp"}, {"name": "USER", "value": "tandem"},
             *({"name": name, "value": value} for name, value in more.items())]  # fmt: skip
 
 
