@@ -12,7 +12,6 @@ from tandem.types import UserError
 
 _SUFFIXES = {"m": 1e-3, "": 1.0, "k": 1e3, **{letter: 1000.0**power for power, letter in enumerate("MGTPE", 2)}}
 _BINARY = {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTPE", 1)}
-_WORKERS = ("ReadWriteMany",)
 
 
 def check_place(api: Api, config: KubernetesConfig) -> None:
@@ -37,7 +36,7 @@ def _check_claim(api: Api, config: KubernetesConfig) -> None:
     except Missing:
         raise UserError(f"'kubernetes.claim' is '{config.claim}', and namespace {api.namespace} has no PersistentVolumeClaim of this name") from None
     modes, phase = claim["spec"].get("accessModes") or [], (claim.get("status") or {}).get("phase")
-    if config.nodes > 1 and not any(mode in _WORKERS for mode in modes):
+    if config.nodes > 1 and "ReadWriteMany" not in modes:
         raise UserError(f"'kubernetes.claim' is '{config.claim}', which is {', '.join(modes)}; pods on several nodes need a claim that is ReadWriteMany")
     if phase == "Lost" or claim["metadata"].get("deletionTimestamp"):
         raise UserError(f"'kubernetes.claim' is '{config.claim}', which {'has lost its volume' if phase == 'Lost' else 'is being deleted'}")
