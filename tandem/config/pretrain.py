@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.machine import MachineConfig
 from tandem.config.metrics import MetricsConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.preference import PreferenceLoss, check_preference
+from tandem.config.ray import RayConfig
 from tandem.config.registry import RegistryConfig
 from tandem.config.run import RunConfig
 from tandem.config.sft import DemonstrationsConfig
@@ -129,6 +131,8 @@ class PretrainRecipe:
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     metrics: MetricsConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {

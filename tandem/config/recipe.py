@@ -13,6 +13,7 @@ from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.evaluation import EvaluationConfig
+from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.machine import MachineConfig
 from tandem.config.metrics import MetricsConfig
@@ -20,6 +21,7 @@ from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
 from tandem.config.pods import PodsConfig
 from tandem.config.pretrain import PretrainRecipe
+from tandem.config.ray import RayConfig
 from tandem.config.reference import ReferenceConfig
 from tandem.config.registry import RegistryConfig
 from tandem.config.residents import ResidentsConfig
@@ -63,6 +65,8 @@ class Recipe:
     pods: PodsConfig = field(default_factory=PodsConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     metrics: MetricsConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {

@@ -16,7 +16,7 @@ _OWN = (
 
 @dataclass(frozen=True, slots=True)
 class SlurmConfig:
-    """What `--on slurm` asks Slurm for, under the names of `sbatch`; no other launcher reads it. See `cluster.md`."""
+    """What `--on slurm` asks Slurm for, under the names of `sbatch`; no other launcher reads it. See `cluster/slurm.md`."""
 
     partition: str = ""
     """Partition. Empty: the cluster's default."""

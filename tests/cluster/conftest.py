@@ -7,6 +7,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "pod"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from launched_runs import LaunchedRuns
 from slurm_cluster import SlurmCluster
@@ -22,11 +23,11 @@ def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
 
-    def run(*arguments: str | Path) -> str:
+    def run(*arguments: str | Path, refused_with: int = 2) -> str:
         capsys.readouterr()
         status = main([str(argument) for argument in arguments])
         out, error = capsys.readouterr()
-        assert (status, error) == (0, "") or (status == 2 and out == "" and error.count("\n") == 1), (arguments, status, out, error)
+        assert (status, error) == (0, "") or (status == refused_with and out == "" and error.count("\n") == 1), (arguments, status, out, error)
         return out or error.removeprefix("tandem: ").rstrip()
 
     yield run

@@ -49,7 +49,7 @@ class LaunchedRuns:
 
     def output(self, name: str) -> str:
         """Returns what the run's jobs have written."""
-        return "".join(path.read_text() for path in sorted((self.directory(name) / "logs").glob("slurm-*.out")))
+        return "".join(path.read_text() for path in sorted((self.directory(name) / "logs").glob("*-*.out")))
 
     def status(self, name: str) -> dict[str, Any]:
         return dict(json.loads(self.tandem("status", f"runs/{name}", "--json")))

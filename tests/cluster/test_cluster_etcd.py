@@ -7,7 +7,8 @@ import pytest
 from etcd_server import WHY_SKIPPED, program
 
 from tandem.cluster.etcd_process import USER, own_etcd
-from tandem.cluster.launch.slurm.addresses import address_of, own_address
+from tandem.cluster.launch.addresses import own_address
+from tandem.cluster.launch.slurm.addresses import address_of
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.load import apply_overrides
 from tandem.runtime.coordination.etcd import EtcdStore

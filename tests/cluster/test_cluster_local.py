@@ -49,8 +49,8 @@ def test_a_record_is_for_its_user_alone_and_a_damaged_or_foreign_one_is_named(he
     write_secrets(run)
     assert (run / FOLDER / "pods.secret").read_text() == first and len(first) == 64
     path = run / FOLDER / "record.json"
-    path.write_text(path.read_text().replace('"slurm"', '"kubernetes"'))
-    assert here("status", run) == f"'{run}' was launched on kubernetes by another version of Tandem; use that version"
+    path.write_text(path.read_text().replace('"slurm"', '"torchx"'))
+    assert here("status", run) == f"'{run}' was launched on torchx by another version of Tandem; use that version"
     path.write_text("{")
     with pytest.raises(RunError, match="is damaged"):
         read_record(run)

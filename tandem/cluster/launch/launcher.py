@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-LauncherName = Literal["local", "slurm"]
-LAUNCHERS: tuple[LauncherName, ...] = ("local", "slurm")
+LauncherName = Literal["local", "slurm", "ray", "kubernetes"]
+LAUNCHERS: tuple[LauncherName, ...] = ("local", "slurm", "ray", "kubernetes")
 
 State = Literal["queued", "running", "finished", "stopped", "failed"]
 """``finished``: it has taken all of its steps; ``stopped``: a resume continues it; ``failed``: so it does, but its last process ended with an error."""

@@ -17,13 +17,14 @@ _RECORD = "record.json"
 @dataclass(frozen=True, slots=True)
 class Record:
     """``job``: the scheduler's id. ``starts_etcd``: the run has no etcd of its own, so the job starts one. ``folder``: in which the command was given.
-    ``overrides``: new values of a resume."""
+    ``overrides``: new values of a resume. ``address``: of the scheduler; empty: that of this machine, or one that was started for the job."""
 
     launcher: LauncherName
     job: str = ""
     starts_etcd: bool = False
     folder: str = ""
     overrides: tuple[str, ...] = ()
+    address: str = ""
 
 
 def read_record(directory: Path) -> Record | None:

@@ -187,8 +187,20 @@ def _check_pod(recipe: Recipe, shapes: ModelShapes, context: int) -> PodPlan:
     check_storage("pods.weights_url", recipe.pods.weights_url)
     check_kv_cache(recipe.rollout.engine, context)
     planned = plan_of(recipe, shapes, context)
-    check_free(2 * recipe.pods.count * segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype))
+    check_free(_weight_buffers(recipe, shapes))
     return planned
+
+
+def weight_buffers_bytes(recipe: Recipe) -> int:
+    """Returns the bytes of shared memory that the weight buffers of a run of ``recipe`` take on the machine that begins it. Raises ``UserError`` without its
+    model."""
+    with folder_to_check(recipe.model) as folder:
+        return _weight_buffers(recipe, read_shapes(folder))
+
+
+def _weight_buffers(recipe: Recipe, shapes: ModelShapes) -> int:
+    """Two for each pod: one is read while the other is written."""
+    return 2 * recipe.pods.count * segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype)
 
 
 def _check_own_storage(url: str) -> None:

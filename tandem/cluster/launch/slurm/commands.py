@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from tandem.types import RunError, UserError
 
-SAVED = 75
-"""Exit status of a job whose run was stopped and saved (``EX_TEMPFAIL``)."""
 _ANSWER_S = 60.0
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
 _RUNNING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING")

@@ -1,11 +1,8 @@
 """What a job of Slurm runs on its first node: ``python -m tandem.cluster.launch.slurm.job RUN``, which the batch script ends with.
 
-It continues the run in ``RUN``, or begins it, with ``tandem resume``, and is the only one who knows Slurm: it starts the run's etcd and a pod on every further
-node, passes on the signals, and returns an exit status that Slurm can act on. Imports no torch.
-
-    0   the run has finished
-    75  it was stopped and saved, and a resume continues it (``EX_TEMPFAIL``); after the time limit's signal the job queues itself again, with ``slurm.requeue``
-    1   it failed;  2  it was refused
+It is the only one who knows Slurm: it starts the run's etcd and a pod on every further node beside the run's process, passes on the signals, and returns an
+exit status that Slurm can act on (``tandem.cluster.launch.job``). After the time limit's signal the job queues itself again, with ``slurm.requeue``. Imports
+no torch.
 """
 
 import contextlib
@@ -19,19 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from tandem.cluster.etcd_process import own_etcd
-from tandem.cluster.launch.record import FOLDER, PASSWORD, Record, read_record
-from tandem.cluster.launch.slurm.addresses import address_of, own_address
-from tandem.cluster.launch.slurm.commands import SAVED, ask, node_address, node_names
-from tandem.config.recipe import AnyRecipe, Recipe, load_config
-from tandem.runtime.coordination.open import run_prefix
-from tandem.runtime.process.processes import Threads, available_cores, spawn, terminate, wait
+from tandem.cluster.launch.addresses import own_address
+from tandem.cluster.launch.job import SAVED, RunProcess, read_job, store_of_run
+from tandem.cluster.launch.record import Record
+from tandem.cluster.launch.slurm.addresses import address_of
+from tandem.cluster.launch.slurm.commands import ask, node_address, node_names
+from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.runtime.process.processes import Threads, spawn, terminate, wait
 from tandem.runtime.records.logs import setup
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
-_INTERRUPTED = 130
 _POD_ENDS_S = 10.0
 
 
@@ -39,40 +35,26 @@ class Job:
     """The run in ``directory`` as a job. ``is_over_time``: Slurm has said that its time ends soon."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.is_over_time, self._stops = directory, False, 0
-        self._controller: subprocess.Popen[bytes] | None = None
+        self.directory, self.is_over_time = directory, False
+        self._process = RunProcess(directory)
         # From the first moment on: Slurm sends them when it wants, and they end a process that does not expect them.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
 
     def run(self) -> int:
         """Returns the exit status of the job."""
-        record = read_record(self.directory)
-        if record is None:
-            raise UserError(f"'{self.directory}' was not launched on Slurm: it has no {FOLDER}/record.json")
-        recipe = load_config(self.directory / "config.yaml", record.overrides)
+        record, recipe = read_job(self.directory)
         nodes = node_names(os.environ["SLURM_JOB_NODELIST"])
         logger.info("job %s on %s", os.environ["SLURM_JOB_ID"], ", ".join(nodes))
-        with contextlib.ExitStack() as stack:
-            overrides = [*record.overrides, *stack.enter_context(self._beside(record, recipe, nodes))]
-            arguments = ["resume", str(self.directory), "--on", "local", *overrides]
-            threads = Threads(recipe.machine.threads or available_cores())
-            self._controller = spawn("tandem.cli.main", arguments, threads=threads, new_session=True)
-            for _ in range(self._stops):
-                self._controller.terminate()
-            status = self._controller.wait()
-        logger.info("the controller ended with %d", status)
-        # One that was asked to stop before it listened has done nothing.
-        is_stopped = status == _INTERRUPTED or (self._stops and status == -signal.SIGTERM)
-        if not is_stopped:
-            return status if status >= 0 else 128 - status
-        if self.is_over_time and recipe.slurm.requeue:
+        with self._beside(record, recipe, nodes) as overrides:
+            status = self._process.run(recipe, [*record.overrides, *overrides])
+        if status == SAVED and self.is_over_time and recipe.slurm.requeue:
             print(f"[job {os.environ['SLURM_JOB_ID']}] its time ends: it queues itself again, to continue from the checkpoint", flush=True)
             try:
                 ask("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
             except (UserError, RunError) as error:
                 print(f"tandem: {error}; 'tandem resume' continues the run in a new job", file=sys.stderr, flush=True)
-        return SAVED
+        return status
 
     @contextlib.contextmanager
     def _beside(self, record: Record, recipe: AnyRecipe, nodes: list[str]) -> Iterator[list[str]]:
@@ -81,13 +63,8 @@ class Job:
             yield []
             return
         host = own_address(address_of(node_address(nodes[1]))) if len(nodes) > 1 else "127.0.0.1"
-        shared: list[str] = []
         with contextlib.ExitStack() as stack:
-            if record.starts_etcd:
-                log, password = self.directory / "logs" / "etcd.log", self.directory / FOLDER / PASSWORD
-                etcd = stack.enter_context(own_etcd(host, password, log, run_prefix(recipe.coordination, self.directory)))
-                logger.info("etcd at %s, cluster %s", etcd.endpoint, etcd.cluster_id)
-                shared += etcd.overrides()
+            shared = stack.enter_context(store_of_run(self.directory, record, recipe, host))
             if others := len(nodes) - 1:
                 stack.callback(_end, self._start_pods(others, host, shared))
             yield [*shared, f"--pods.host={host}"]
@@ -102,9 +79,7 @@ class Job:
         if number == signal.SIGUSR1 and self.is_over_time:
             return
         self.is_over_time |= number == signal.SIGUSR1
-        self._stops += 1
-        if self._controller is not None and self._controller.poll() is None:
-            self._controller.send_signal(signal.SIGTERM)
+        self._process.stop()
 
 
 def _end(pods: "subprocess.Popen[bytes]") -> None:

@@ -1,0 +1,251 @@
+"""Runs as JobSets of Kubernetes, queued by Kueue where the recipe names a queue. A JobSet is the run's folder on a shared volume and a command for each pod, so
+that Kubernetes can begin it again on other nodes."""
+
+import os
+import re
+import secrets
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.cluster.launch.job import last_error
+from tandem.cluster.launch.kubernetes import manifests
+from tandem.cluster.launch.kubernetes.api import Api, Forbidden, Missing
+from tandem.cluster.launch.kubernetes.check_place import check_place
+from tandem.cluster.launch.kubernetes.connection import check_installed, connect
+from tandem.cluster.launch.kubernetes.image import check_image
+from tandem.cluster.launch.kubernetes.job import output_of
+from tandem.cluster.launch.kubernetes.manifests import RunObjects
+from tandem.cluster.launch.kubernetes.state import is_suspended, state_of
+from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, State, Status
+from tandem.cluster.launch.record import Record, read_record, write_record
+from tandem.cluster.launch.several_nodes import for_nodes, placed_recipe, prepared, run_folder, section
+from tandem.config.kubernetes import KubernetesConfig
+from tandem.config.load import build, to_mapping
+from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.jobs.checks.check_rl import weight_buffers_bytes
+from tandem.jobs.finished import finished_result
+from tandem.jobs.start import check_resume, read_recipe
+from tandem.runtime.process.program import program
+from tandem.runtime.records.run_lock import lock_holder
+from tandem.runtime.rpc.credentials import new_credential
+from tandem.types import RunError, UserError
+
+_LONGEST_NAME = 30
+_MORE_SHARED_MIB = 1024
+"""What NCCL and PyTorch take of shared memory, beside the weight buffers."""
+
+
+@dataclass(frozen=True)
+class KubernetesLauncher:
+    name: LauncherName = "kubernetes"
+
+    def plan(self, launch: Launch) -> str:
+        """Returns the manifests, without the values of the Secret. Asks no cluster."""
+        recipe, _ = placed_recipe(launch, _nodes, etcd_is_here=False)
+        objects = _objects(recipe, run_folder(to_mapping(recipe)["run"]), Path.cwd(), _user(recipe.kubernetes))
+        made = _made(recipe, objects, manifests.new_secrets("(made when it is submitted)", "(made when it is submitted)"))
+        return yaml.safe_dump_all(made, sort_keys=False).rstrip()
+
+    def submit(self, launch: Launch) -> Placed:
+        if launch.inline:
+            raise UserError("--inline is one process on this machine, and '--on kubernetes' pods on others; leave one of them out")
+        check_installed()
+        recipe, starts_etcd = placed_recipe(launch, _nodes, etcd_is_here=False)
+        user = _user(recipe.kubernetes)
+        objects = _objects(recipe, run_folder(to_mapping(recipe)["run"]), Path.cwd(), user)
+        api = _api(recipe.kubernetes)
+        _check(api, recipe, objects)
+        record = Record("kubernetes", starts_etcd=starts_etcd, folder=str(Path.cwd()))
+        with prepared(recipe, launch) as directory:
+            return _submitted(api, directory, recipe, replace(objects, directory=directory), record)
+
+    def resume(self, directory: Path, overrides: Sequence[str]) -> Placed:
+        check_installed()
+        directory = directory.absolute()
+        record = read_record(directory) or Record("kubernetes", folder=str(Path.cwd()))
+        if (status := self.status(directory)).is_active:
+            end = f"{program()} cancel {shlex.quote(str(directory))}"
+            raise UserError(f"'{directory}' is {status.state} as {status.where}; wait for it, or end it first: {end}")
+        if (holder := lock_holder(directory)) is not None:
+            raise UserError(f"the run directory {directory} is in use by process {holder} on this machine; wait for it or stop it")
+        more, starts_etcd = for_nodes(to_mapping(read_recipe(directory, overrides)), directory, _nodes, etcd_is_here=False)
+        recipe, finished = check_resume(directory, [*overrides, *more])
+        if finished:
+            return Placed(directory, finished)
+        objects = _objects(recipe, directory, Path(record.folder), _user(recipe.kubernetes))
+        api = _api(recipe.kubernetes)
+        _check(api, recipe, objects)
+        is_given = any(override.startswith("--coordination.endpoints=") for override in overrides)
+        starts_etcd = (record.starts_etcd or starts_etcd) and not is_given
+        placed = _submitted(api, directory, recipe, objects, replace(record, launcher="kubernetes", starts_etcd=starts_etcd, overrides=(*overrides, *more)))
+        _forget(record)
+        return placed
+
+    def status(self, directory: Path) -> Status:
+        record, recipe = read_record(directory), read_recipe(directory)
+        is_finished = finished_result(recipe, directory) is not None
+        ended: State = "finished" if is_finished else "stopped"
+        if record is None or record.launcher != "kubernetes" or not record.job:
+            return Status(ended)
+        api, name = _api_of(record)
+        found = api.jobset(name)
+        if found is None:
+            return Status(ended, f"JobSet {record.job}, which Kubernetes no longer has", "" if is_finished else last_error(self.logs(directory)))
+        pods = api.pods(name)
+        workloads = []
+        with suppress(Forbidden, Missing):
+            # Without Kueue there are none.
+            workloads = api.workloads(found["metadata"]["uid"]) if recipe.kubernetes.queue and is_suspended(found) else []
+        status = state_of(found, pods, workloads)
+        if status.is_active:
+            return status
+        if status.state == "failed":
+            return replace(status, reason=last_error(self.logs(directory)) or status.reason)
+        return replace(status, state=ended, reason="" if is_finished else last_error(self.logs(directory)))
+
+    def logs(self, directory: Path) -> tuple[Path, ...]:
+        """The outputs of the run's JobSets, each with those of all its first pods."""
+        return tuple(sorted((directory / "logs").glob(output_of(Path(), "*").name), key=lambda path: path.stat().st_mtime))
+
+    def cancel(self, directory: Path, *, at_once: bool) -> str:
+        record, status = read_record(directory), self.status(directory)
+        if record is None or not status.is_active:
+            raise UserError(f"the run in '{directory}' is not running on Kubernetes, so there is nothing to cancel")
+        api, name = _api_of(record)
+        api.delete_jobset(name, at_once=at_once)
+        if at_once or status.state == "queued":
+            return f"deleted JobSet {record.job}"
+        return f"deleted JobSet {record.job}: its pods finish their step, which the run saves first"
+
+
+def _check(api: Api, recipe: AnyRecipe, objects: RunObjects) -> None:
+    """Raises ``UserError`` for what the cluster does not have, or would refuse. Nothing is made."""
+    config = recipe.kubernetes
+    check_place(api, config)
+    check_image(config.image)
+    for manifest in _made(recipe, objects, manifests.new_secrets(new_credential(), new_credential())):
+        try:
+            api.create(manifest, dry_run=True)
+        except Missing as error:
+            if manifest["kind"] == "JobSet" and error.is_kind:
+                raise UserError("this cluster has no JobSet (jobset.x-k8s.io/v1alpha2); install it, see docs/cluster/kubernetes.md") from None
+            raise UserError(f"'kubernetes.namespace' is '{api.namespace}': {error}") from None
+
+
+def _submitted(api: Api, directory: Path, recipe: AnyRecipe, objects: RunObjects, record: Record) -> Placed:
+    (directory / "logs").mkdir(exist_ok=True)
+    _own(directory, objects.user)
+    record = replace(record, job=f"{api.namespace}/{objects.name}", address=api.context)
+    before = read_record(directory)
+    # A pod reads it, and may begin before this process goes on.
+    write_record(directory, record)
+    _own(directory, objects.user)
+    try:
+        _create(api, _made(recipe, objects, manifests.new_secrets(new_credential(), new_credential())))
+    except BaseException:
+        if before is not None:
+            write_record(directory, before)
+        raise
+    here = shlex.quote(os.path.relpath(directory))
+    return Placed(
+        directory,
+        f"created JobSet {record.job}: run {here}\n{program()} status {here}\n{program()} logs {here} --follow\n{program()} cancel {here}",
+    )
+
+
+def _create(api: Api, made: list[manifests.Manifest]) -> None:
+    """Creates all of ``made``, of which the others belong to the first one, a JobSet, or nothing."""
+    first, *others = made
+    name, is_made = first["metadata"]["name"], False
+    try:
+        owner = api.create(first)
+        is_made = True
+        # Its pods wait for the Secret.
+        for manifest in others:
+            api.create(manifests.belonging_to(manifest, owner))
+    except BaseException as error:
+        # A server that did not answer may have made it. One that refuses has not, and a JobSet of this name is another's.
+        if is_made or isinstance(error, RunError):
+            try:
+                api.delete_jobset(name, at_once=True)
+            except UserError as left:
+                raise RunError(f"{error}; delete what may be left of it: kubectl delete jobset {name} --namespace {api.namespace} ({left})") from None
+        raise
+
+
+def _made(recipe: AnyRecipe, objects: RunObjects, values: dict[str, str]) -> list[manifests.Manifest]:
+    """Returns the objects of a run, the JobSet first, to which the others belong."""
+    secret = [manifests.secret(objects, values)] if objects.shares_secret else []
+    return [manifests.jobset(recipe.kubernetes, objects), *secret, manifests.network_policy(objects)]
+
+
+def _objects(recipe: AnyRecipe, directory: Path, folder: Path, user: int) -> RunObjects:
+    """Returns what the objects of a run in ``directory`` depend on. Raises ``UserError`` for keys that are missing, and folders that pods do not have."""
+    config = recipe.kubernetes
+    for key, example in (("image", "registry.example.com/tandem:0.1.0"), ("claim", "runs")):
+        if not getattr(config, key):
+            raise UserError(f"'kubernetes.{key}' is empty, and a run on Kubernetes needs it; set it, for example --kubernetes.{key}={example}")
+    for what, path in (("the run's folder", directory), ("the folder of this command", folder)):
+        if not path.is_relative_to(config.mount_path):
+            raise UserError(
+                f"{what} is '{path}', which is not under kubernetes.mount_path ('{config.mount_path}'), so no pod has it; give the command in a folder of the "
+                "shared volume, or set kubernetes.mount_path to where it is mounted here"
+            )
+    stem = re.sub(r"[^a-z0-9]+", "-", directory.name.lower()).strip("-")[:_LONGEST_NAME].rstrip("-")
+    name = f"tandem-{stem}-{secrets.token_hex(3)}" if stem else f"tandem-{secrets.token_hex(3)}"
+    return RunObjects(
+        name, directory, folder, user, config.shared_memory or _shared_memory(recipe), recipe.metrics is None,
+        isinstance(recipe, Recipe) and recipe.pods.may_join,
+    )  # fmt: skip
+
+
+def _shared_memory(recipe: AnyRecipe) -> str:
+    buffers = weight_buffers_bytes(recipe) if isinstance(recipe, Recipe) else 0
+    return f"{-(-buffers // 2**20) + _MORE_SHARED_MIB}Mi"
+
+
+def _user(config: KubernetesConfig) -> int:
+    """Returns the user of the pods' processes, who owns the run's folder. Raises ``UserError`` for root, and for one to whom this process cannot give it."""
+    own = os.getuid()
+    user = config.user_id or own
+    if user == 0:
+        raise UserError("pods of a run are not root; give the command as another user, or set kubernetes.user_id to the one who owns the shared folder")
+    if own not in (0, user):
+        raise UserError(f"'kubernetes.user_id' is {user}, and this command is of user {own}, whose run {user} could not write; leave it out")
+    return user
+
+
+def _own(directory: Path, user: int) -> None:
+    """Gives the run's folder to ``user``, where this process is root."""
+    if os.getuid() == 0:
+        for path in (directory, *directory.rglob("*")):
+            os.chown(path, user, user, follow_symlinks=False)
+
+
+def _api(config: KubernetesConfig) -> Api:
+    connection = connect(config.context)
+    return Api(connection, config.namespace or connection.namespace)
+
+
+def _api_of(record: Record) -> tuple[Api, str]:
+    """Returns the API of the cluster on which the run was placed, and the name of its JobSet."""
+    namespace, _, name = record.job.partition("/")
+    return Api(connect(record.address), namespace), name
+
+
+def _forget(record: Record) -> None:
+    """Deletes the JobSet that has ended, whose run another one continues."""
+    if record.launcher == "kubernetes" and record.job:
+        with suppress(UserError):
+            api, name = _api_of(record)
+            api.delete_jobset(name)
+
+
+def _nodes(data: Mapping[str, Any]) -> tuple[int, str]:
+    return build(KubernetesConfig, section(data, "kubernetes"), "kubernetes").nodes, "kubernetes.nodes"

@@ -1,0 +1,189 @@
+"""Runs on Ray. A job of a run is a detached actor, which Ray starts again on another node when its node is lost, with an actor for each further pod."""
+
+import hashlib
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.launch.ended import CANCELLED, Ended, read_end, write_end
+from tandem.cluster.launch.job import SAVED, last_error
+from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, State, Status
+from tandem.cluster.launch.ray.commands import RayAt, check_installed
+from tandem.cluster.launch.ray.own_cluster import TOKEN, own_address_of, start_cluster
+from tandem.cluster.launch.record import FOLDER, Record, read_record, write_record, write_secrets
+from tandem.cluster.launch.several_nodes import for_nodes, placed_recipe, prepared, run_folder
+from tandem.config.load import build, to_mapping
+from tandem.config.ray import RayConfig
+from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.jobs.finished import finished_result
+from tandem.jobs.start import check_resume, read_recipe
+from tandem.runtime.machine.gpus import probe
+from tandem.runtime.process.program import program
+from tandem.runtime.records.run_lock import lock_holder
+from tandem.types import UserError
+
+
+@dataclass(frozen=True)
+class RayLauncher:
+    name: LauncherName = "ray"
+
+    def plan(self, launch: Launch) -> str:
+        """Returns what would be placed where. A cluster that would be started for the run is not."""
+        check_installed()
+        recipe, _ = placed_recipe(launch, _nodes)
+        config = recipe.ray
+        groups = f"{config.nodes} placement group{'s' if config.nodes > 1 else ''} (strict pack)"
+        if not config.address:
+            _check_own(config)
+            return f"starts a Ray cluster of {config.most_nodes} nodes on this machine for the run, and places {groups} of one core and {config.num_gpus} GPUs"
+        planned = RayAt(config.address).ask("plan", **_asked(recipe, run_folder(to_mapping(recipe)["run"])))
+        asked = ", ".join(f"{name} {amount:g}" for name, amount in planned["bundle"].items())
+        return f"places {groups} of {asked} on the Ray cluster at {config.address}, which has room for {planned['room']} on {', '.join(planned['nodes'])}"
+
+    def submit(self, launch: Launch) -> Placed:
+        if launch.inline:
+            raise UserError("--inline is one process on this machine, and '--on ray' a job on others; leave one of them out")
+        check_installed()
+        recipe, starts_etcd = placed_recipe(launch, _nodes)
+        if not recipe.ray.address:
+            _check_own(recipe.ray)
+        with prepared(recipe, launch) as directory:
+            return _submitted(directory, recipe, Record("ray", starts_etcd=starts_etcd, folder=str(Path.cwd())))
+
+    def resume(self, directory: Path, overrides: Sequence[str]) -> Placed:
+        check_installed()
+        directory = directory.absolute()
+        record = read_record(directory) or Record("ray", folder=str(Path.cwd()))
+        if record.launcher == self.name and (status := self.status(directory)).is_active:
+            end = f"{program()} cancel {shlex.quote(str(directory))}"
+            raise UserError(f"'{directory}' is {status.state} as {status.where}; wait for it, or end it first: {end}")
+        if (holder := lock_holder(directory)) is not None:
+            raise UserError(f"the run directory {directory} is in use by process {holder} on this machine; wait for it or stop it")
+        more, starts_etcd = for_nodes(to_mapping(read_recipe(directory, overrides)), directory, _nodes)
+        recipe, finished = check_resume(directory, [*overrides, *more])
+        if finished:
+            return Placed(directory, finished)
+        if not recipe.ray.address:
+            _check_own(recipe.ray)
+        is_given = any(override.startswith("--coordination.endpoints=") for override in overrides)
+        record = replace(record, starts_etcd=(record.starts_etcd or starts_etcd) and not is_given)
+        return _submitted(directory, recipe, replace(record, launcher="ray", overrides=(*overrides, *more)))
+
+    def status(self, directory: Path) -> Status:
+        record, is_finished = read_record(directory), finished_result(read_recipe(directory), directory) is not None
+        if record is None or not record.job:
+            return Status("finished" if is_finished else "stopped")
+        where = f"job {record.job}"
+        if (ended := read_end(directory, record.job)) is not None:
+            if is_finished:
+                return Status("finished", where)
+            is_failed = ended.exit_status not in (0, SAVED, CANCELLED)
+            state: State = "failed" if is_failed else "stopped"
+            return Status(state, where, last_error(self.logs(directory)) if is_failed else "")
+        try:
+            roles = _at(directory, record).ask("status", job=record.job)["roles"]
+        except UserError as error:
+            return Status("finished" if is_finished else "stopped", where, str(error))
+        if not roles:
+            return Status("finished" if is_finished else "failed", f"{where}, which Ray has lost", last_error(self.logs(directory)))
+        there = ", ".join(f"{role} on {node}" for role, (_, node) in sorted(roles.items()) if node)
+        waiting = [role for role, (_, node) in sorted(roles.items()) if not node]
+        reason = f"{', '.join(waiting)} waiting for room on the cluster" if waiting else ""
+        if "controller" in waiting:
+            return Status("queued", where, reason)
+        return Status("running", f"{where}, {there}", reason)
+
+    def logs(self, directory: Path) -> tuple[Path, ...]:
+        """The outputs of the run's jobs. What a job writes that goes on elsewhere is appended."""
+        return tuple(sorted((directory / "logs").glob("ray-*.out"), key=lambda path: path.stat().st_mtime))
+
+    def cancel(self, directory: Path, *, at_once: bool) -> str:
+        record, status = read_record(directory), self.status(directory)
+        if record is None or not status.is_active:
+            raise UserError(f"the run in '{directory}' is not running on Ray, so there is nothing to cancel")
+        if _at(directory, record).ask("stop", job=record.job, now=at_once)["is_asked"]:
+            return f"asked job {record.job} to stop after its step, which it saves first"
+        if read_end(directory, record.job) is None:
+            write_end(directory, Ended(record.job, CANCELLED))
+        return f"cancelled job {record.job}"
+
+    def scale(self, directory: Path, nodes: int) -> str:
+        """Sets the number of placement groups of a run: pods join it, or leave it after their iteration."""
+        record, status, recipe = read_record(directory), self.status(directory), read_recipe(directory)
+        if record is None or not status.is_active:
+            raise UserError(f"the run in '{directory}' is not running on Ray; resume it with --ray.nodes={nodes}")
+        most = 1 + recipe.pods.max_count - recipe.pods.count if isinstance(recipe, Recipe) and recipe.pods.may_join else 1
+        if not 1 <= nodes <= most:
+            raise UserError(f"NODES is {nodes}, and this run may have 1 to {most} nodes; for more resume it with a higher ray.max_nodes")
+        _at(directory, record).ask("scale", job=record.job, nodes=nodes)
+        return f"asked job {record.job} for {nodes} node{'s' if nodes > 1 else ''}"
+
+
+def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
+    (directory / "logs").mkdir(exist_ok=True)
+    write_secrets(directory)
+    before = read_record(directory)
+    attempt = 1 + max((int(path.stem.rpartition("-")[2]) for path in (directory / "logs").glob("ray-*.out")), default=0)
+    job = f"{directory.name}-{hashlib.sha256(str(directory).encode()).hexdigest()[:8]}-{attempt}"
+    is_own, config = not recipe.ray.address, recipe.ray
+    record = replace(record, job=job, address=config.address)
+    # The job reads it, and may begin before this process goes on.
+    write_record(directory, record)
+    request = {**_asked(recipe, directory), "job": job, "directory": str(directory), "folder": record.folder}
+    try:
+        if is_own:
+            starting = start_cluster(directory, job, config.most_nodes, config.num_gpus)
+            try:
+                starting.at.ask("place", **request)
+                starting.keep()
+            except BaseException:
+                starting.end()
+                raise
+        else:
+            RayAt(config.address).ask("place", **request)
+    except BaseException:
+        if before is not None:
+            write_record(directory, before)
+        raise
+    here, where = shlex.quote(os.path.relpath(directory)), "a Ray cluster on this machine" if is_own else f"the Ray cluster at {config.address}"
+    text = f"submitted job {job} to {where}: run {here}"
+    return Placed(directory, f"{text}\n{program()} status {here}\n{program()} logs {here} --follow\n{program()} cancel {here}")
+
+
+def _at(directory: Path, record: Record) -> RayAt:
+    """Returns the cluster of a job. Raises ``UserError`` if it was the run's own and is not there any more."""
+    if record.address:
+        return RayAt(record.address)
+    if not (address := own_address_of(directory)):
+        raise UserError("its Ray cluster has ended")
+    return RayAt(address, directory / FOLDER / TOKEN)
+
+
+def _asked(recipe: AnyRecipe, directory: Path) -> dict[str, Any]:
+    config = recipe.ray
+    return {"ray": asdict(config), "nodes": config.nodes, "is_own": not config.address, "folder": str(_existing(directory))}
+
+
+def _existing(folder: Path) -> Path:
+    """Returns the first folder above ``folder``, or itself, that there is."""
+    return next(each for each in (folder, *folder.parents) if each.is_dir())
+
+
+def _check_own(config: RayConfig) -> None:
+    """Raises ``UserError`` for what a cluster on this machine could not have."""
+    for name, value in (("num_cpus", config.num_cpus > 1), ("memory_gib", config.memory_gib), ("resources", config.resources)):
+        if value:
+            raise UserError(f"'ray.{name}' is {getattr(config, name)}, and the cluster that is started on this machine has nodes of one core; leave it out")
+    needed = config.most_nodes * config.num_gpus
+    if needed and needed > (found := len(probe().gpus)):
+        raise UserError(f"'ray.num_gpus' is {config.num_gpus} for each of {config.most_nodes} nodes, and this machine has {found} GPUs; lower one of them")
+
+
+def _nodes(data: Mapping[str, Any]) -> tuple[int, str]:
+    section = data.get("ray") or {}
+    config = build(RayConfig, section, "ray") if isinstance(section, Mapping) else RayConfig()
+    return config.most_nodes, "ray.nodes" if config.nodes == config.most_nodes else "ray.max_nodes"
+

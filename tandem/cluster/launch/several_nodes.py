@@ -1,0 +1,83 @@
+"""The recipe of a run that a scheduler places: its name, and what it needs on several nodes, each of which has a pod."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.etcd_process import check_etcd_program
+from tandem.cluster.launch.launcher import Launch
+from tandem.cluster.launch.record import CREDENTIAL, FOLDER
+from tandem.config.bundled import recipe_file
+from tandem.config.load import apply_overrides, read_yaml
+from tandem.config.recipe import ON_DATA, AnyRecipe, recipe_of
+from tandem.jobs.start import prepare
+from tandem.types import UserError
+
+NodesOf = Callable[[Mapping[str, Any]], tuple[int, str]]
+"""Returns the most nodes that the run of a recipe, as a mapping, may have, and the key that says so."""
+
+
+def placed_recipe(launch: Launch, nodes_of: NodesOf, *, etcd_is_here: bool = True) -> tuple[AnyRecipe, bool]:
+    """Returns the recipe of a run to submit, with what it needs on several nodes, and whether its job starts an etcd. Raises ``UserError``."""
+    data = apply_overrides(read_yaml(recipe_file(launch.recipe)), launch.overrides)
+    run = section(data, "run")
+    if not run.get("name"):
+        # Pods find the run by its name.
+        data = {**data, "run": {**run, "name": _free_name(run_folder(run), Path(launch.recipe).stem)}}
+    more, starts_etcd = for_nodes(data, run_folder(section(data, "run")), nodes_of, etcd_is_here=etcd_is_here)
+    return recipe_of(apply_overrides(data, more)), starts_etcd
+
+
+def for_nodes(data: Mapping[str, Any], directory: Path, nodes_of: NodesOf, *, etcd_is_here: bool = True) -> tuple[list[str], bool]:
+    """Returns the values that the recipe ``data`` of the run in ``directory`` needs for pods on its nodes, and whether its job starts an etcd, which
+    ``etcd_is_here`` says is the one that is installed here."""
+    nodes, key = nodes_of(data)
+    if nodes == 1:
+        return [], False
+    if section(data, "algorithm").get("name") in ON_DATA:
+        raise UserError(f"'{key}' is {nodes}, and a run on data trains on one machine in this version; set it to 1")
+    pods, coordination = section(data, "pods"), section(data, "coordination")
+    count, most = (value if isinstance(value := pods.get(name), int) else 1 for name in ("count", "max_count"))
+    values: dict[str, object] = {"coordination.store": "etcd", "pods.max_count": max(most, count + nodes - 1)}
+    if not pods.get("credential_file"):
+        values["pods.credential_file"] = json.dumps(str(directory / FOLDER / CREDENTIAL), ensure_ascii=False)
+    starts_etcd = coordination.get("store") != "etcd"
+    if starts_etcd and etcd_is_here:
+        check_etcd_program()
+    return [f"--{key}={value}" for key, value in values.items()], starts_etcd
+
+
+@contextlib.contextmanager
+def prepared(recipe: AnyRecipe, launch: Launch) -> Iterator[Path]:
+    """Yields the new folder of a run, which is removed if the block raises."""
+    is_first = not Path(recipe.run.directory).exists()
+    directory = prepare(recipe, launch.recipe).absolute()
+    try:
+        yield directory
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        if is_first:
+            with contextlib.suppress(OSError):
+                directory.parent.rmdir()
+        raise
+
+
+def section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns the section of a recipe as a mapping, which may not be checked yet; empty without it."""
+    found = data.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def run_folder(run: Mapping[str, Any]) -> Path:
+    """Returns the folder of the run of section ``run``; without a name, that of all runs."""
+    return (Path(str(run.get("directory", "runs"))) / str(run.get("name", ""))).absolute()
+
+
+def _free_name(parent: Path, stem: str) -> str:
+    number = 1
+    while (parent / (name := stem if number == 1 else f"{stem}-{number}")).exists():
+        number += 1
+    return name

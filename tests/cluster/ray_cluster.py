@@ -1,0 +1,102 @@
+"""A real Ray of several raylets on this machine, each where the test wants it."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RAY = Path(sys.executable).with_name("ray")
+
+
+@dataclass
+class RayCluster:
+    """A head without cores at ``host``, and nodes. ``environment``: of commands that use it."""
+
+    host: str
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ray-")))
+    processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.chmod(0o755)
+        (self.folder / "token").write_text(secrets.token_hex(32))
+        with socket.socket() as probe:
+            probe.bind((self.host, 0))
+            self.address = f"{self.host}:{probe.getsockname()[1]}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"), "RAY_USAGE_STATS_ENABLED": "0"}
+
+    def start(self) -> "RayCluster":
+        port = self.address.rpartition(":")[2]
+        arguments = [f"--port={port}", "--head", "--num-cpus=0", f"--temp-dir={self.folder / 't'}", "--include-dashboard=false", "--no-monitor"]
+        self._start("head", arguments, self.host)
+        return self
+
+    def add(
+        self, name: str, *options: str, host: str = "", environment: Mapping[str, str] | None = None,
+        inside: Callable[..., Sequence[str]] = lambda *words: words,
+    ) -> None:  # fmt: skip
+        """Starts a node of one core, which has joined after a while."""
+        self._start(name, [f"--address={self.address}", "--num-cpus=1", *options], host or self.host, environment, inside)
+
+    def kill(self, name: str) -> None:
+        self.processes.pop(name).kill()
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        subprocess.run(["rm", "-rf", str(self.folder)], check=True)
+
+    def _start(
+        self, name: str, arguments: Sequence[str], host: str, environment: Mapping[str, str] | None = None,
+        inside: Callable[..., Sequence[str]] = lambda *words: words,
+    ) -> None:  # fmt: skip
+        fast = {"RAY_health_check_initial_delay_ms": "2000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "2000"}
+        common = [
+            "start", "--block", f"--node-name={name}", f"--node-ip-address={host}", "--num-gpus=0", "--object-store-memory=80000000", "--min-worker-port=0",
+            "--max-worker-port=0", "--dashboard-agent-listen-port=0", "--include-log-monitor=false",
+        ]  # fmt: skip
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                inside(str(RAY), *common, *arguments), env={**os.environ, **fast, **self.environment, **(environment or {})}, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the ids of a process and of all that it has started."""
+    found = [pid]
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += descendants(int(child))
+    except OSError:
+        pass
+    return found
+
+
+def pause(pid: int, seconds: float) -> None:
+    """Stops a process and all that it has started for a while."""
+    paused = descendants(pid)
+    for each in paused:
+        os.kill(each, signal.SIGSTOP)
+    time.sleep(seconds)
+    for each in paused:
+        try:
+            os.kill(each, signal.SIGCONT)
+        except ProcessLookupError:
+            continue

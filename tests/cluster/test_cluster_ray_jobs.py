@@ -1,0 +1,134 @@
+"""Runs on a real Ray that is started for them, over several nodes of this machine: they have the bits of the local run, though nodes die or stand still, and
+nothing is left of them."""
+
+import importlib.util
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from etcd_server import WHY_SKIPPED, program
+from launched_runs import TINY, LaunchedRuns
+from pod_runs import RECIPE, PodRun, difference
+from ray_cluster import descendants, pause
+
+from tandem.cluster.launch.ray.own_cluster import node_processes
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed, so runs on Ray are NOT tested"),
+    pytest.mark.skipif(program() is None, reason=WHY_SKIPPED),
+]
+LONG = ("--run.max_steps=60", "--evaluation.target_accuracy=1.0", "--evaluation.every_steps=60", "--checkpoint.every_steps=5")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> LaunchedRuns:
+    return LaunchedRuns(tmp_path)
+
+
+def ran(runs: LaunchedRuns, name: str) -> PodRun:
+    return PodRun(runs.folder / "runs", name=name)
+
+
+def ends(runs: LaunchedRuns, name: str) -> None:
+    assert runs.wait_for_state(name, "finished", "failed", "stopped")["state"] == "finished", runs.output(name)
+
+
+def left_behind(runs: LaunchedRuns) -> list[str]:
+    """Returns what still has the test's folder in its command line or its environment, after it had time to end."""
+    until = time.monotonic() + 40
+    while (found := _processes(str(runs.folder))) and time.monotonic() < until:
+        time.sleep(0.2)
+    return found
+
+
+def _processes(text: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(entry.name) != os.getpid() and any(text.encode() in (entry / name).read_bytes() for name in ("cmdline", "environ")):
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_run_over_three_nodes_has_the_bits_of_the_local_one_and_leaves_nothing(runs: LaunchedRuns) -> None:
+    said = runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--pods.min_count=3")
+    assert re.match(r"submitted job three-[0-9a-f]{8}-1 to a Ray cluster on this machine: run runs/three\n", said)
+    assert runs.refusal("resume", "runs/three").startswith(f"'{runs.directory('three')}' is ")
+    runs.tandem("train", RECIPE, "--run.name=local")
+    followed = runs.tandem("logs", "runs/three", "--follow")
+    ends(runs, "three")
+    assert followed == runs.tandem("logs", "runs/three") and "pod 2 (ray-2) joined the run" in followed
+    assert difference(ran(runs, "three"), ran(runs, "local")) == []
+    assert "pod ray-1 joined" in runs.tandem("logs", "runs/three", "--role", "pods/ray-1/rollout_shim")
+    assert left_behind(runs) == []
+    assert "has finished" in runs.tandem("resume", "runs/three")
+
+
+def test_trainer_ranks_on_three_nodes_have_the_bits_of_three_ranks_on_one(runs: LaunchedRuns) -> None:
+    mesh = ("--parallel.data=3", "--rollout.prompts_per_step=6")
+    runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--trainer-pods", "3", *mesh)
+    runs.tandem("train", RECIPE, "--run.name=local", *mesh)
+    ends(runs, "three")
+    assert "pod ray-2 trains with rank " in runs.output("three")
+    assert runs.model("three") == runs.model("local") and left_behind(runs) == []
+
+
+@pytest.mark.parametrize("node", ["node-1", "node-2"])
+def test_a_node_that_is_killed_takes_no_bit_with_it(runs: LaunchedRuns, node: str) -> None:
+    runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--pods.min_count=3", *LONG)
+    runs.wait_for_step("three", 12)
+    roles = dict(re.findall(r"([\w-]+) on (node-\d)", runs.status("three")["where"]))
+    # Both the controller's node and a pod's, whichever names they have.
+    chosen = roles["controller"] if node == "node-1" else roles["ray-1"]
+    for process in descendants(node_processes(runs.directory("three"))[chosen])[:2]:
+        os.kill(process, signal.SIGKILL)
+    runs.tandem("train", RECIPE, "--run.name=local", *LONG)
+    ends(runs, "three")
+    if node == "node-1":
+        assert "from its newest checkpoint" in runs.output("three") and ran(runs, "three").events("resume")[-1].detail["step"] >= 10
+    else:
+        assert len([event for event in ran(runs, "three").events("membership") if "joined" in event.detail]) >= 3, runs.output("three")
+    assert difference(ran(runs, "three"), ran(runs, "local")) == [] and left_behind(runs) == []
+
+
+@pytest.mark.parametrize("role", ["controller", "ray-1"])
+def test_a_node_that_stands_still_takes_no_bit_with_it(runs: LaunchedRuns, role: str) -> None:
+    runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--pods.min_count=2", "--pods.heartbeat_timeout_s=5", *LONG)
+    runs.wait_for_step("three", 12)
+    roles = dict(re.findall(r"([\w-]+) on (node-\d)", runs.status("three")["where"]))
+    # So long that Ray takes it for dead and goes on elsewhere.
+    pause(node_processes(runs.directory("three"))[roles[role]], 20)
+    runs.tandem("train", RECIPE, "--run.name=local", *LONG)
+    ends(runs, "three")
+    assert difference(ran(runs, "three"), ran(runs, "local")) == [] and left_behind(runs) == []
+
+
+def test_a_run_is_cancelled_after_its_step_or_at_once_and_is_resumed_as_another_job(runs: LaunchedRuns) -> None:
+    long = ("--run.max_steps=1000000", "--checkpoint.every_steps=100000")
+    runs.tandem("train", TINY, "--on", "ray", "--run.name=job", *long)
+    runs.wait_for_step("job", 3)
+    assert runs.refusal("resume", "runs/job", "--on", "local").startswith("the run directory runs/job is in use by process ")
+    assert runs.tandem("cancel", "runs/job").startswith("asked job job-")
+    status = runs.wait_for_state("job", "stopped", "failed")
+    assert status["state"] == "stopped" and status["checkpoint"] == status["steps"] >= 3, (status, runs.output("job"))
+    runs.tandem("resume", "runs/job")
+    runs.wait_for_step("job", status["steps"] + 3)
+    assert runs.tandem("cancel", "runs/job", "--now").startswith("cancelled job job-")
+    assert runs.status("job")["state"] == "stopped" and left_behind(runs) == []
+    steps = status["steps"] + 2
+    runs.tandem("resume", "runs/job", "--on", "local", f"--run.max_steps={steps}")
+    runs.tandem("train", TINY, "--run.name=one", f"--run.max_steps={steps}", "--checkpoint.every_steps=100000")
+    assert runs.model("job") == runs.model("one")
+
+
+def test_a_run_that_cannot_work_has_failed_with_the_line_that_says_why(runs: LaunchedRuns) -> None:
+    runs.tandem("train", TINY, "--on", "ray", "--run.name=large", "--machine.memory_gib=0.01")
+    status = runs.wait_for_state("large", "finished", "failed", "stopped")
+    assert status["state"] == "failed" and "memory" in status["reason"], (status, runs.output("large"))
+    assert left_behind(runs) == []
