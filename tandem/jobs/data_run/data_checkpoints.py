@@ -12,8 +12,9 @@ from tandem.jobs.registered import Registered
 from tandem.jobs.uploads import make_uploader
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.stop_signals import SignalRequests
+from tandem.runtime.records.agreements import trusted_step
 from tandem.runtime.records.run_records import Records
-from tandem.trainer.checkpoint.find import VerifiedCheckpoint
+from tandem.trainer.checkpoint.find import VerifiedCheckpoint, committed_steps
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger, Due
@@ -53,7 +54,7 @@ class DataCheckpoints:
         self._uploader = make_uploader(checkpoint, directory, records.callback.message) if records.journal is not None else None
         self.replica = ReplicaCheckpoints(
             directory / "checkpoints", checkpoint.keep, start, ReplicaState(replica), guard, ranks, asynchronous=checkpoint.asynchronous,
-            on_committed=self._uploader.add if self._uploader else None, in_use=self._uploader.in_use if self._uploader else tuple,
+            on_committed=self._uploader.add if self._uploader else None, in_use=self._in_use,
             fault_point=records.fault_point,
         )  # fmt: skip
         self._metrics: dict[str, float] = {}
@@ -129,6 +130,13 @@ class DataCheckpoints:
         self.replica.close()
         if self._uploader is not None:
             self._uploader.close()
+
+    def _in_use(self) -> set[int]:
+        """Returns the steps whose folders are kept: those that are being uploaded, and the one that is returned to after silent data corruption."""
+        kept = self._uploader.in_use() if self._uploader is not None else set()
+        if self._records.journal is not None:
+            kept.add(trusted_step(self._records.journal, committed_steps(self._directory / "checkpoints")))
+        return kept
 
     def _beat(self) -> None:
         if self._records.board is not None:

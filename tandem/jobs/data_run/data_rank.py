@@ -12,6 +12,7 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.trainer.corruption.finding import SilentCorruption
 from tandem.trainer.rank_process import Rank, start
 
 CALLS = ("train", "replay")
@@ -24,11 +25,15 @@ class DataRank:
         self.recipe, self.rank = recipe, rank
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Trains from the newest whole checkpoint to the end. Rank 0 replies with the ``result``; a run that was asked to stop with ``stopped``."""
+        """Trains from the newest whole checkpoint to the end. Rank 0 replies with the ``result``; a run that was asked to stop with ``stopped``,
+        and one whose ranks computed different bits with ``corruption``."""
         try:
             result = train_on(self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]))
         except KeyboardInterrupt:
             return {"stopped": True}, {}
+        except SilentCorruption as corruption:
+            # Every rank raises it.
+            return {"corruption": corruption.finding.to_json()}, {}
         # No rank ends while another one is still in a collective.
         self.rank.ranks.world.barrier("the end")
         return {"result": None if result is None else result.to_json()}, {}

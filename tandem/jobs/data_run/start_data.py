@@ -42,6 +42,8 @@ from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.records.tracing import Tracer
 from tandem.trainer.build import ReplicaSettings, build_replica
+from tandem.trainer.corruption.check import CorruptionCheck, corruption_check
+from tandem.trainer.corruption.injected_flips import inject_flips
 from tandem.trainer.device_speed import device_notes
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.ranks import Ranks
@@ -146,10 +148,24 @@ def opened_run(
         record = tensor_record(directory, ranks.mesh.rank)
         if record is not None:
             record.watch(replica.model, "model")
+        check = None
+        if at_most is None and record is None:
+            check = _corruption_check(recipe, replica, callback)
+        if rank.flips is not None:
+            inject_flips(replica.model, rank.flips)
         yield DataRun(
             directory=directory, records=records, first_step=step, recipe=recipe, start=start, replica=replica, data=data, guard=guard,
-            checkpoints=checkpoints, tracer=tracer, record=record,
+            checkpoints=checkpoints, tracer=tracer, record=record, check=check,
         )  # fmt: skip
+
+
+def _corruption_check(recipe: PretrainRecipe, replica: Replica, callback: Callback) -> CorruptionCheck | None:
+    """Returns the check for silent data corruption. On a GPU, attention and 16-bit products may come from libraries whose bits are not reproducible."""
+    check = corruption_check(replica, recipe.trainer.corruption_check, recipe.run.seed)
+    if check is not None and replica.ranks.device.type == "cuda":
+        callback.message("trainer.corruption_check is off: the kernels of a run on data on a GPU do not repeat their bits")
+        return None
+    return check
 
 
 def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:
