@@ -25,11 +25,11 @@ def distrust(directory: Path, finding: CorruptionFinding, checkpoint: Checkpoint
     The machines of the named ranks are recorded as cordoned. Raises ``RunError`` if a rank was wrong again when its computation was repeated, and after
     ``most`` restarts; the run can then be resumed elsewhere."""
     with Journal(directory / "journal.sqlite") as journal:
-        agreed, step = last_agreement(journal, finding.step), trusted_step(journal, steps_on_disk(directory), finding.step)
+        agreed, step = last_agreement(journal, finding.step), trusted_step(journal, steps_on_disk(directory), finding.step) or 0
         suspects = _set_aside(directory / "checkpoints", step, steps_on_disk(directory))
         if checkpoint.upload:
             _withdraw(checkpoint.upload, step, callback)
-        detail = {**finding.to_json(), "last_agreement": agreed, "checkpoint": step, "suspect_checkpoints": suspects}
+        detail = {**finding.to_json(), "reason": finding.describe(), "last_agreement": agreed, "checkpoint": step, "suspect_checkpoints": suspects}
         journal.record_event(CORRUPTION, detail)
         for host in sorted(set(finding.hosts)):
             ranks = [rank for rank, its in zip(finding.ranks, finding.hosts, strict=True) if its == host]

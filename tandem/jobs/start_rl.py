@@ -137,7 +137,8 @@ def _execute(
         def in_use() -> set[int]:
             """The steps whose folders are kept: those being uploaded, and the one that is returned to after silent data corruption."""
             kept = uploader.in_use() if uploader is not None else set()
-            return kept | {trusted_step(journal, steps_on_disk(directory))}
+            trusted = trusted_step(journal, steps_on_disk(directory))
+            return kept if trusted is None else kept | {trusted}
 
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype), journal,

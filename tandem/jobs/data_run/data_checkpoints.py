@@ -135,7 +135,8 @@ class DataCheckpoints:
         """Returns the steps whose folders are kept: those that are being uploaded, and the one that is returned to after silent data corruption."""
         kept = self._uploader.in_use() if self._uploader is not None else set()
         if self._records.journal is not None:
-            kept.add(trusted_step(self._records.journal, committed_steps(self._directory / "checkpoints")))
+            trusted = trusted_step(self._records.journal, committed_steps(self._directory / "checkpoints"))
+            kept |= set() if trusted is None else {trusted}
         return kept
 
     def _beat(self) -> None:

@@ -24,7 +24,7 @@ def last_agreement(journal: Journal, before: int | None = None) -> int | None:
     return max((step for step in steps if before is None or step < before), default=None)
 
 
-def trusted_step(journal: Journal, committed: Collection[int], before: int | None = None) -> int:
-    """Returns the newest of the ``committed`` checkpoints that is not newer than the last agreement, 0 (the start) without one."""
+def trusted_step(journal: Journal, committed: Collection[int], before: int | None = None) -> int | None:
+    """Returns the newest of the ``committed`` checkpoints that is not newer than the last agreement, ``None`` without one: the start alone is trusted."""
     agreed = last_agreement(journal, before)
-    return max((step for step in committed if agreed is not None and step <= agreed), default=0)
+    return max((step for step in committed if agreed is not None and step <= agreed), default=None)
