@@ -19,8 +19,9 @@ SUSPECT = "suspect-step-"
 """Beginning of the names of checkpoints that are newer than the last agreement, for whoever examines them. No reader takes them for checkpoints."""
 
 
-def distrust(directory: Path, finding: CorruptionFinding, checkpoint: CheckpointConfig, callback: Callback, restarts: int, most: int) -> int:
-    """Records ``finding``, sets aside what was computed since the last agreement, and returns the number of restarts with the one that must follow.
+def distrust(directory: Path, finding: CorruptionFinding, checkpoint: CheckpointConfig, callback: Callback, restarts: int, most: int) -> tuple[int, int]:
+    """Records ``finding``, sets aside what was computed since the last agreement, and returns the number of restarts with the one that must follow, and
+    the step of the checkpoint that is trusted, 0 for the start.
 
     The machines of the named ranks are recorded as cordoned. Raises ``RunError`` if a rank was wrong again when its computation was repeated, and after
     ``most`` restarts; the run can then be resumed elsewhere."""
@@ -45,7 +46,7 @@ def distrust(directory: Path, finding: CorruptionFinding, checkpoint: Checkpoint
     if restarts >= most:
         raise RunError(f"{finding.describe()}; run.max_restarts is {most}, so the ranks are not restarted again; after a resume {back}")
     callback.message(f"{finding.describe()}; {back} (restart {restarts + 1} of {most})")
-    return restarts + 1
+    return restarts + 1, step
 
 
 def _set_aside(checkpoints: Path, step: int, committed: list[int]) -> list[int]:

@@ -79,7 +79,7 @@ def execute_rl(
         try:
             return _execute(recipe, directory, inline, callback, faults, resumed or restarts > 0)
         except SilentCorruption as corruption:
-            restarts = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
+            restarts, _ = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
 
 
 def _execute(

@@ -93,5 +93,5 @@ def test_the_checkpoint_of_the_last_agreement_is_kept_however_many_follow(data: 
 
 
 def test_a_share_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'trainer.corruption_check' is 1.5; it must be between 0 \\(off\\) and 1"):
+    with pytest.raises(UserError, match=r"'trainer.corruption_check' is 1.5; it must be between 0 \(off\) and 1"):
         TrainerConfig(corruption_check=1.5).check()

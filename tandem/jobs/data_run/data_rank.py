@@ -12,6 +12,7 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.trainer.checkpoint.memory.keepers import Keepers
 from tandem.trainer.corruption.finding import SilentCorruption
 from tandem.trainer.rank_process import Rank, start
 
@@ -27,8 +28,11 @@ class DataRank:
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Trains from the newest whole checkpoint to the end. Rank 0 replies with the ``result``; a run that was asked to stop with ``stopped``,
         and one whose ranks computed different bits with ``corruption``."""
+        each, memory = self.recipe.parallel.ranks_per_node or self.rank.ranks.world.size, None
+        if meta.get("memory") is not None:
+            memory = Keepers.of(meta["memory"], each, self.rank.ranks.world.rank)
         try:
-            result = train_on(self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]))
+            result = train_on(self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]), memory=memory)
         except KeyboardInterrupt:
             return {"stopped": True}, {}
         except SilentCorruption as corruption:

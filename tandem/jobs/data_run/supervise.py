@@ -28,6 +28,7 @@ from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.process.worker_group import GroupSettings, RanksLost, WorkerGroup
 from tandem.runtime.records.elastic import FEWER_RANKS
 from tandem.runtime.records.journal import Journal
+from tandem.trainer.checkpoint.memory.keepers import KeeperProcesses
 from tandem.trainer.corruption.finding import CorruptionFinding, SilentCorruption
 from tandem.types import RunError
 
@@ -52,17 +53,23 @@ def supervise(
         # What a supervisor left that was killed.
         shutil.rmtree(folder, ignore_errors=True)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        memory = None
+        if recipe.checkpoint.memory_every_steps:
+            memory = stack.enter_context(closing(KeeperProcesses(max(recipe.parallel.nodes()) + 1, directory)))
         requests = stack.enter_context(SignalRequests(callback.message, callback.wants_stop))
         shape, before, restarts, backoff = mesh_of(recipe.parallel), None, 0, Backoff()
         while True:
             try:
                 settings = group_settings(recipe.machine, recipe.parallel, shape, directory, folder / str(restarts), faults)
-                reply = run_on_ranks(settings, shape, callback, requests, "train", {"resumed": resumed or restarts > 0})
+                held = memory.start() if memory is not None else None
+                reply = run_on_ranks(settings, shape, callback, requests, "train", {"resumed": resumed or restarts > 0, "memory": held})
                 if is_stage and requests.stop:
                     raise KeyboardInterrupt
                 return RunResult.from_json(reply["result"])
             except SilentCorruption as corruption:
-                restarts = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
+                restarts, trusted = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
+                if memory is not None:
+                    memory.drop_after(trusted)
             except RanksLost as loss:
                 if requests.stop:
                     raise KeyboardInterrupt from None
