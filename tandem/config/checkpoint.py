@@ -21,7 +21,7 @@ class CheckpointConfig:
     """Write checkpoints while training continues."""
     memory_every_steps: int = 0
     """Optimizer steps between two checkpoints in the memory of the nodes, each rank's with its own node and the next one, from which lost ranks are
-    restarted. Takes four checkpoints of memory in all. 0: none."""
+    restarted. Each of the two holds up to three checkpoints of these ranks. 0: none."""
     upload: str = ""
     """Folder or URL to copy each checkpoint to. Empty: none."""
 
