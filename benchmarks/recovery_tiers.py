@@ -95,14 +95,14 @@ def loaded(run: Path) -> list[dict[str, Any]]:
 
 
 def is_in_memory(run: Path, after: int) -> bool:
-    """Returns whether a checkpoint of a step above ``after`` was begun in memory, and two steps have followed."""
+    """Returns whether two checkpoints of steps above ``after`` were begun in memory. The first one has ended when the second one begins."""
     path = run / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines()[after:-2] if path.exists() else []
-    return any("timing_s/memory_checkpoint_stall" in line for line in lines)
+    lines = path.read_text(encoding="utf-8").splitlines()[after:] if path.exists() else []
+    return sum("timing_s/memory_checkpoint_stall" in line for line in lines) >= 2
 
 
 def train_and_kill(folder: Path, environment: Mapping[str, str], repeats: int) -> None:
-    """Runs the recipe to its end and kills node 1 ``repeats`` times, each when two steps have followed the last recovery."""
+    """Runs the recipe to its end and kills node 1 ``repeats`` times, each when a checkpoint newer than the last recovery's is in memory."""
     process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", "recipe.yaml"], cwd=folder, env=dict(environment), stdout=subprocess.DEVNULL)
     try:
         run, killed = folder / "run", 0
@@ -134,9 +134,9 @@ def resume(folder: Path, environment: Mapping[str, str], *, damaged: bool) -> No
 def report(events: list[dict[str, Any]], hidden: int, layers: int, repeats: int) -> str:
     medians = {tier: statistics.median(each["seconds"] for each in events if each["tier"] == tier) for tier in TIERS}
     lines = [
-        "# Recovery from the tiers of checkpoints", "", f"{DATE}. {machine()}.", "",
+        "# Recovery from the tiers of checkpoints", "", f"{DATE}. {machine()}", "",
         f"A model of {layers} layers of width {hidden} with AdamW's moments, on two nodes of one rank each (ZeRO 1) of this machine; the object store is "
-        f"moto's S3 server on this machine, so its network costs nothing. {repeats} recoveries from each tier in one run (`recovery_tiers.py`).", "",
+        f"moto's S3 server on this machine, so its network costs nothing. Recoveries from each tier in one run (`recovery_tiers.py`): {repeats}.", "",
         "| tier | checkpoint | seconds, median | all | rate |", "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for tier, name in TIERS.items():
