@@ -19,11 +19,16 @@ class CheckpointConfig:
     """Number of the newest checkpoints to keep, locally and in `upload`."""
     asynchronous: bool = True
     """Write checkpoints while training continues."""
+    memory_every_steps: int = 0
+    """Optimizer steps between two checkpoints in the memory of the nodes, each rank's with its own node and the next one, from which lost ranks are
+    restarted. Each of the two holds up to three checkpoints of these ranks. 0: none."""
     upload: str = ""
     """Folder or URL to copy each checkpoint to. Empty: none."""
 
     def check(self) -> None:
         check_no_secret("'checkpoint.upload'", self.upload)
         check_at_least_one("checkpoint", self, "every_steps", "keep")
+        if self.memory_every_steps < 0:
+            raise UserError(f"'checkpoint.memory_every_steps' is {self.memory_every_steps}; it must be 0 (none) or more")
         if not 0 <= self.every_minutes < float("inf"):
             raise UserError(f"'checkpoint.every_minutes' is {self.every_minutes}; it must be 0 (off) or more, and finite")

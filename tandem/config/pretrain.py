@@ -224,7 +224,15 @@ class PretrainRecipe:
         self.machine.check_dtype(self.trainer.dtype)
         self.trainer.check_schedule(self.run.max_steps)
         check_mesh(self.parallel, self.trainer)
+        self._check_memory()
         self._check_lora()
+
+    def _check_memory(self) -> None:
+        if self.checkpoint.memory_every_steps and self.parallel.world == 1:
+            raise UserError(
+                f"'checkpoint.memory_every_steps' is {self.checkpoint.memory_every_steps} and the run is one process, with which its memory ends; set it to 0 "
+                "or raise 'parallel'"
+            )
 
     def _check_lora(self) -> None:
         if self.trainer.lora is None:

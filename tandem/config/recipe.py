@@ -71,6 +71,7 @@ class Recipe:
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.elastic": "the trainer of a pod is always restarted with all of its ranks",
+        "checkpoint.memory_every_steps": "a pod repeats lost steps from its journal and its newest checkpoint in the run's folder",
         "rollout.sleep_mode": "it is residents.plan now, where 'keep' and 'terminate' are two of five plans",
         "pods.deadline_factor": "it is watchdog.deadline_factor now, which holds for every wait",
         "pods.min_deadline_s": "it is watchdog.min_deadline_s now, which holds for every wait",

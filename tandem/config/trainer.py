@@ -63,6 +63,9 @@ class TrainerConfig:
     """Where the experts of a mixture are chosen that tokens are trained with. `R3` (rollout routing replay): those that another engine than Tandem's sent the
     tokens to are recorded, and the trainer's forward passes send them there; its routers give the gates and get gradients. `disabled`: the trainer's routers
     choose again. `auto`: `R3` for a mixture of experts with `rollout.backend` `vllm`. Tandem's engine needs none: it routes as the trainer does."""
+    corruption_check: float = 0.01
+    """Share of the micro-batches that a second data-parallel rank computes too, to find silent data corruption: loss and gradients are compared bit for
+    bit. Costs this share of the passes. 0: off, as with one data-parallel rank and with another `backend`."""
     dtype: TrainDtype = "float32"
     """Dtype of weights, activations, gradients and moments. A pod's engine computes in the same one. `bfloat16` takes half the memory of
     `float32` and rounds every update to 8 bits; 16-bit products over fp32 weights are `precision`."""
@@ -117,6 +120,8 @@ class TrainerConfig:
             raise UserError(f"'trainer.muon_iterations' is {self.muon_iterations}; it must be between 1 and 20 (5 is usual)")
         if not 0 <= self.min_lr_ratio <= 1:
             raise UserError(f"'trainer.min_lr_ratio' is {self.min_lr_ratio}; it must be between 0 and 1")
+        if not 0 <= self.corruption_check <= 1:
+            raise UserError(f"'trainer.corruption_check' is {self.corruption_check}; it must be between 0 (off) and 1")
         check_at_least_one("trainer", self, "micro_batch_tokens")
         if self.precision != "fp32" and self.dtype != "float32":
             raise UserError(f"'trainer.precision' is '{self.precision}', whose weights are float32; trainer.dtype is '{self.dtype}'")

@@ -10,6 +10,7 @@ def pretrain(run: DataRun) -> int:
     with run.batches() as loader:
         for step, sequences in loader:
             due = run.checkpoints.due(step)
+            run.checkpoints.copy_to_memory(step)
             if due != "nothing" or step == last:
                 run.checkpoint(step)
             if due == "stop" and step < last:

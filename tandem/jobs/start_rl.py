@@ -13,6 +13,7 @@ from tandem.config.watchdog import WatchdogConfig
 from tandem.data.prompts import PromptSource
 from tandem.data.tools.load import tool_files
 from tandem.jobs.checks.check_rl import check_pod
+from tandem.jobs.distrust import distrust
 from tandem.jobs.finished import remove_model, target_reached
 from tandem.jobs.pod_plan import plan_of
 from tandem.jobs.registered import Registered
@@ -34,6 +35,7 @@ from tandem.jobs.try_commands import task_commands
 from tandem.jobs.uploads import make_uploader
 from tandem.jobs.verify.input_files import check_input_files
 from tandem.jobs.verify.start_model import check_start_model
+from tandem.jobs.verify.verify_records import steps_on_disk
 from tandem.layout.placement import mesh_of
 from tandem.layout.shapes import adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
@@ -57,10 +59,12 @@ from tandem.runtime.process.stacks import stacks_in
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.watchdog import Watchdog
+from tandem.runtime.records.agreements import trusted_step
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.logs import setup
 from tandem.runtime.records.run_records import Records
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
+from tandem.trainer.corruption.finding import SilentCorruption
 from tandem.types import RunError, UserError
 from tandem.weight_transfer.manifest import segment_bytes
 
@@ -68,7 +72,19 @@ from tandem.weight_transfer.manifest import segment_bytes
 def execute_rl(
     recipe: Recipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
-    """Run ``recipe`` in ``directory``, from its newest whole checkpoint where it is ``resumed``; ``inline``: in this process."""
+    """Run ``recipe`` in ``directory``, from its newest whole checkpoint where it is ``resumed``; ``inline``: in this process. After silent data corruption
+    it begins again at the newest checkpoint that is trusted (``jobs.distrust``), as a resume does."""
+    restarts = 0
+    while True:
+        try:
+            return _execute(recipe, directory, inline, callback, faults, resumed or restarts > 0)
+        except SilentCorruption as corruption:
+            restarts, _ = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
+
+
+def _execute(
+    recipe: Recipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool
+) -> RunResult:
     device = check_pod_device(recipe.machine, recipe.ranks_here, recipe.rollout.engine_ranks)
     with ExitStack() as stack:
         stack.enter_context(begun(directory, "controller", callback, recipe.run.max_steps, recipe.evaluation.target_accuracy))
@@ -118,11 +134,17 @@ def execute_rl(
             if uploader is not None:
                 uploader.add(step)
 
+        def in_use() -> set[int]:
+            """The steps whose folders are kept: those being uploaded, and the one that is returned to after silent data corruption."""
+            kept = uploader.in_use() if uploader is not None else set()
+            trusted = trusted_step(journal, steps_on_disk(directory))
+            return kept if trusted is None else kept | {trusted}
+
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype), journal,
             partial(recorded_batch, recipe, journal), records,
             recipe.run.max_restarts, planned.residency, planned.prefetch, recipe.has_inference,
-            on_committed=committed, in_use=uploader.in_use if uploader is not None else tuple,
+            on_committed=committed, in_use=in_use,
             check_inputs=check_inputs, fence=fence, shared_store=shared_store(recipe, directory),
             verify_every=recipe.rollout.verify_weights_every_steps, pods=recipe.pods,
         )

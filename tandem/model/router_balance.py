@@ -8,7 +8,8 @@ The bias (Wang et al., 2024; DeepSeek-V3, section 2.1.2) is added to the probabi
 changes by a fixed amount: up for experts with less than their share of the step's tokens, down for the others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ class RouterBalance:
             self._weight = self.loss * scale / max(every, 1) / self._copies
         for counts in self.counts.values():
             counts.zero_()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Is a context whose tokens are not counted as those of the step."""
+        before = {layer: counts.clone() for layer, counts in self.counts.items()}
+        try:
+            yield
+        finally:
+            for layer, counts in before.items():
+                self.counts[layer].copy_(counts)
 
     def end(self, updated: bool) -> dict[str, float]:
         """Ends the step: updates the biases if the weights were ``updated``. Returns the largest overload of an expert, relative to its

@@ -1,5 +1,7 @@
 """The routing of tokens to experts that are chosen elsewhere than by the router's largest probabilities."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -37,6 +39,15 @@ class ReplayCount:
         differing = (own.sort(-1).values != replayed.sort(-1).values).any(-1).sum()
         sums = torch.stack((differing, torch.full_like(differing, len(own))))
         self._sums = sums if self._sums is None else self._sums + sums
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Is a context whose choices are not counted."""
+        before = self._sums
+        try:
+            yield
+        finally:
+            self._sums = before
 
     def take(self, device: torch.device) -> Tensor:
         """Returns the choices that differed and all of them, int64 [2], since the last call."""

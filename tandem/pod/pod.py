@@ -23,9 +23,11 @@ from tandem.pod.rollout_ahead import Drawn, RolloutAhead
 from tandem.pod.sidecars import OnSamples, RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState
 from tandem.pod.transitions import Transitions
+from tandem.runtime.records.agreements import record_agreement
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.rpc.calls import Progress
+from tandem.trainer.corruption.finding import CorruptionFinding, SilentCorruption
 from tandem.types import DamagedWeights, Prompt, Round, RunError, Sample, Score, WeightVersion
 
 PREFETCH_SHARE = 0.75
@@ -397,11 +399,15 @@ class Pod:
             return self.trainer.compare(samples)
 
     def train(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> dict[str, float]:
-        """One optimizer step; returns its metrics."""
+        """One optimizer step; returns its metrics. Raises ``SilentCorruption``."""
         self.hand_over(step, Phase.TRAIN)
         with self.transitions.trainer_does(TrainerState.TRAIN, step) as detail:
             report = lambda progress: self.records.callback.progress("train", progress["done"], progress["total"], "micro-batches")
             trained = self.trainer.train(step, samples, scores, on_progress=report)
+            if "corruption" in trained:
+                raise SilentCorruption(CorruptionFinding.from_json(trained["corruption"]))
+            if trained.get("compared"):
+                record_agreement(self.journal, step, trained["compared"])
             self.trainer_step = step + 1
             if trained["learned"]:
                 self.learned_step = step + 1

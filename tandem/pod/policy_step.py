@@ -15,6 +15,7 @@ from tandem.rl.algorithms.batch import make_batch, train_sequence, without_repla
 from tandem.rl.algorithms.critic import critic_metrics, update_critic
 from tandem.rl.algorithms.minibatches import worst
 from tandem.rl.algorithms.update import update_policy
+from tandem.trainer.corruption.check import CorruptionCheck
 from tandem.trainer.device_speed import DeviceSpeed
 from tandem.trainer.logprobs import sequence_values
 from tandem.trainer.micro_batch import forward_tokens
@@ -25,12 +26,14 @@ from tandem.types import Batch, Sample, Score, TrainSequence
 
 
 def policy_step(
-    models: RankModels, inferred: Inferred, scores: Sequence[Score], on_progress: Progress, speed: DeviceSpeed, record: TensorRecord | None
+    models: RankModels, inferred: Inferred, scores: Sequence[Score], on_progress: Progress, speed: DeviceSpeed, record: TensorRecord | None,
+    check: CorruptionCheck | None = None,
 ) -> dict[str, Any]:
     """Takes the optimizer step (or steps, with several mini-batches) of ``models.steps`` on the samples of ``inferred``.
 
     Returns the ``metrics``; ``device``, what ``speed`` says of this rank and how well the batch was packed; ``tokens``, those that went through the actor;
     ``verdict``, the worst of any guard; ``learned``: see ``has_learned``;
+    ``compared``, the micro-batches that were computed twice;
     and ``exhausted``, the steps in a row that a guard has skipped if they are more than it may, else 0."""
     actor, recipe, step = models.enter(Phase.TRAIN), models.recipe, models.steps
     critic, shared = actor.critic, recipe.critic if recipe.has_shared_critic else None
@@ -44,12 +47,14 @@ def policy_step(
     actor.replica.model.replay_count.take(actor.replica.model.device)  # Of passes outside of the step.
     if record is not None:
         record.batch(batch.sequences)
+    if check is not None:
+        check.begin_step(step)
     learned = _update_critic(models, critic, batch, on_progress) if critic is not None else None
     result = update_policy(
         actor.replica, batch, recipe.algorithm, recipe.trainer, total_steps=recipe.run.max_steps,
         temperature=recipe.rollout.temperature, guard=actor.guard, on_progress=on_progress,
         on_phase=lambda phase: models.rank.enter(phase, step), tracer=actor.tracer,
-        is_frozen=critic is not None and step < recipe.critic.warmup_steps, shared_critic=shared, record=record,
+        is_frozen=critic is not None and step < recipe.critic.warmup_steps, shared_critic=shared, record=record, check=check,
     )  # fmt: skip
     if record is not None:
         record.weights(actor.replica, "after the step")
@@ -64,6 +69,7 @@ def policy_step(
     return {
         "metrics": metrics, "device": _device_metrics(models, speed, batch.sequences, perf_counter() - began) | dict(result.packing), "tokens": result.tokens,
         "verdict": worst(verdicts), "learned": has_learned(result, recipe.trainer, step),
+        "compared": 0 if check is None else check.take_compared(),
         "exhausted": max(guard.skipped_in_a_row if guard.is_exhausted else 0 for guard in guards),
     }  # fmt: skip
 

@@ -31,7 +31,11 @@ from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.records.tracing import NO_TRACE
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.trainer.corruption.check import CorruptionCheck, corruption_check
+from tandem.trainer.corruption.finding import SilentCorruption
+from tandem.trainer.corruption.injected_flips import inject_flips
 from tandem.trainer.device_speed import DeviceSpeed, device_notes
+from tandem.trainer.parallel.replica import Replica
 from tandem.trainer.rank_process import Rank, start
 from tandem.trainer.step import Progress as Counts
 from tandem.trainer.tensor_record import tensor_record
@@ -64,6 +68,7 @@ class TrainerWorker:
         self.models: RankModels | None = None
         self.inferred: Inferred | None = None
         self.in_use: frozenset[int] = frozenset()
+        self.check: CorruptionCheck | None = None
         self.record = tensor_record(rank.directory, rank.ranks.mesh.rank)
 
     def methods(self) -> dict[str, Method]:
@@ -138,6 +143,12 @@ class TrainerWorker:
                 self.record.watch(actor.critic.replica.model, "critic")
         loaded, damaged = actor.checkpoints.load(meta["step"]), actor.checkpoints.damaged
         step = 0 if loaded is None else loaded.step
+        self.check = None
+        if isinstance(actor.replica, Replica):
+            # Those who repeat recorded steps compare with the record.
+            self.check = corruption_check(actor.replica, recipe.trainer.corruption_check, recipe.run.seed) if self.record is None else None
+            if self.rank.flips is not None:
+                inject_flips(actor.replica.model, self.rank.flips)
         self.models = hold(recipe, self.rank, actor, step, residency, list(map(Phase, meta["prefetch"])))
         is_same = recipe.rollout_precision == recipe.trainer.precision
         notes = device_notes(self.rank.ranks.device, recipe.trainer, "in trainer and rollout" if is_same else "in the trainer")
@@ -231,7 +242,7 @@ class TrainerWorker:
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Takes the optimizer step (or steps, with several mini-batches) of ``step``. The reply is that of ``policy_step``, with the checkpoints that were
-        ``committed`` meanwhile, the ``moves`` that ended, and the ``residue``."""
+        ``committed`` meanwhile, the ``moves`` that ended, and the ``residue``; or it has the ``corruption`` that was found."""
         models, step = self._held(), int(meta["step"])
         models.expect(step)
         if self.record is not None:
@@ -239,7 +250,13 @@ class TrainerWorker:
             self.record.weights(models.enter(Phase.TRAIN).replica, "before the step")
         inferred = self.inferred if self.inferred is not None and self.inferred.step == step else None
         inferred = inferred or infer(models, step, decode_samples(blobs["samples"]), _counts(progress))
-        learned = policy_step(models, inferred, decode_scores(blobs["scores"]), _counts(progress), self.speed, self.record)
+        try:
+            learned = policy_step(models, inferred, decode_scores(blobs["scores"]), _counts(progress), self.speed, self.record, self.check)
+        except SilentCorruption as corruption:
+            # Every rank raises it.
+            models.close()
+            self.models = self.inferred = None
+            return {"corruption": corruption.finding.to_json()}, {}
         self.inferred = None
         committed, moves, residue = models.take_committed(), models.take_moves(), models.find_residue(Phase.TRAIN)
         return {**learned, "committed": committed, "moves": moves, "residue": residue}, {}

@@ -16,7 +16,7 @@ from tandem.report.series import Row, column
 
 ALERTS = ("damage", "mismatch", "weights_damaged", "checkpoint_damaged", "journal_lost")
 """Events after which results may not be what they should be."""
-MARKED = ("recovery", "resume", "fewer_ranks", "skipped_step", "mismatch", "weights_damaged", "reward_fault")
+MARKED = ("recovery", "resume", "fewer_ranks", "skipped_step", "mismatch", "weights_damaged", "silent_corruption", "reward_fault")
 """Events that the curves show at their step."""
 MOST_MARKS = 60
 _SECRET_NAMES = re.compile(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tandem.layout.mesh import Mesh, MeshShape
 from tandem.runtime.collectives.communicator import Communicator, connect, join
 from tandem.runtime.machine.rank_device import rank_device
-from tandem.runtime.process.faults import FaultPlan, FaultPoint, no_fault
+from tandem.runtime.process.faults import BitFlips, FaultPlan, FaultPoint, no_fault
 from tandem.runtime.process.heartbeat_table import Heartbeat, HeartbeatTable
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.process.waits import WAITS
@@ -43,7 +43,7 @@ class Rank:
     """A rank's process as its target receives it. ``ranks``: the mesh. ``saving``: a communicator of all ranks that only checkpoints use.
     ``heartbeat``: reports its progress (``None``: no supervisor). ``threads``: of this process. ``store``: reaches all ranks, for a library that connects
     them for itself, with collectives that end after ``timeout_s``. ``here``: a communicator of the ranks of this machine where others are on other
-    machines (``None``: all are here)."""
+    machines (``None``: all are here). ``flips``: bits that a test flips in this rank's arithmetic."""
 
     ranks: Ranks
     directory: Path
@@ -54,6 +54,7 @@ class Rank:
     store: dist.Store = field(default_factory=dist.HashStore)
     timeout_s: float = SUPERVISED_S
     here: Communicator | None = None
+    flips: BitFlips | None = None
 
     @property
     def publishing(self) -> Communicator:
@@ -84,10 +85,10 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
     torch.set_num_threads(settings.threads)
     device = rank_device(settings.device, settings.here.index(mesh.rank) if settings.here else mesh.rank)
     heartbeat = HeartbeatTable(Path(settings.heartbeats), mesh.shape.world).writer(mesh.rank)
-    fault_point = FaultPlan.parse(settings.faults).point(settings.roles, directory) if settings.faults else no_fault
+    fault_point, flips = _faults(settings, directory)
     if mesh.shape.world == 1:
         single = alone(device)
-        return Rank(single, directory, single.world, heartbeat, fault_point, settings.threads)
+        return Rank(single, directory, single.world, heartbeat, fault_point, settings.threads, flips=flips)
     timeout_s = settings.hang_timeout_s if device.type == "cuda" else SUPERVISED_S
     try:
         store = _rendezvous(settings, mesh.shape.world)
@@ -98,7 +99,24 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
         # A rank has died meanwhile.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CollectiveError(f"rank {mesh.rank} of {mesh.shape.world} did not find the others: {reason}") from None
-    return Rank(Ranks(mesh, groups, deterministic, sequence, device), directory, saving, heartbeat, fault_point, settings.threads, store, timeout_s, here)
+    ranks = Ranks(mesh, groups, deterministic, sequence, device)
+    return Rank(ranks, directory, saving, heartbeat, fault_point, settings.threads, store, timeout_s, here, flips)
+
+
+def _faults(settings: RankSettings, directory: Path) -> tuple[FaultPoint, BitFlips | None]:
+    """Returns the faults of a rank: where it dies, and which bits it flips."""
+    if not settings.faults:
+        return no_fault, None
+    plan = FaultPlan.parse(settings.faults)
+    point, flips = plan.point(settings.roles, directory), plan.flips(settings.roles, directory)
+    if flips is None:
+        return point, None
+
+    def both(name: str) -> None:
+        flips.enters(name)
+        point(name)
+
+    return both, flips
 
 
 def _among(ranks: Sequence[int], name: str, store: dist.Store, settings: RankSettings) -> Communicator:

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -56,6 +58,17 @@ class GradientSums(Protocol):
     def end_backward(self) -> None: ...
 
     def finish(self) -> None: ...
+
+
+class DoubleCheck(Protocol):
+    """What a step needs of the comparison of micro-batches that are computed twice (``corruption.check.CorruptionCheck``)."""
+
+    def begin(
+        self, micro_batches: Sequence[MicroBatch], loss: "Loss", after_backward: Callable[[], None] | None,
+        again: "Callable[[MicroBatch, Loss, Callable[[], None] | None], None]",
+    ) -> "tuple[Loss, Callable[[], None] | None]": ...
+
+    def end(self) -> None: ...
 
 
 class LossShare(NamedTuple):
@@ -184,6 +197,7 @@ def train_step(
     forward_backward: ForwardBackward | None = None,
     tracer: Tracer = NO_TRACE,
     on_gradients: Callable[[], None] | None = None,
+    check: DoubleCheck | None = None,
 ) -> StepResult:
     """Executes one optimizer step. Without micro-batches, weights and moments are unchanged.
 
@@ -192,19 +206,24 @@ def train_step(
 
     If the loss or the gradient is not finite, weights and moments are unchanged, and ``guard`` returns the verdict; without a guard,
     ``RunError`` is raised. ``forward_backward``: runs the micro-batches (``None``: ``no_pipelining``).
-    ``on_gradients`` is called when the gradients are summed over ranks.
+    ``on_gradients`` is called when the gradients are summed over ranks. ``check`` (with ``sums``): of micro-batches that are computed twice; it raises
+    before the weights change.
     """
     scale = 1.0 if guard is None else guard.scale
     optimizer.zero_grad()
     balance = model.router_balance
     if balance is not None:
         balance.begin(sum(m.tokens.numel() for m in micro_batches), scale)
-    if sums is not None:
-        sums.expect(len(micro_batches))
-    after_backward = None if sums is None else sums.end_backward
     if forward_backward is None:
         assert isinstance(model, Decoder)
         forward_backward = no_pipelining(model)
+    after_backward = None if sums is None else sums.end_backward
+    if check is not None:
+        assert sums is not None
+        again = partial(_compute_apart, model, optimizer, sums, forward_backward, temperature, scale, tracer)
+        loss, after_backward = check.begin(micro_batches, loss, after_backward, again)
+    if sums is not None:
+        sums.expect(len(micro_batches))
     output = forward_backward(micro_batches, loss, temperature, on_progress, tracer, scale, after_backward, on_phase)
     total, metrics, maxima = output.loss, output.sums, output.maxima
     on_phase("reduce")
@@ -212,6 +231,8 @@ def train_step(
         with tracer.span("reduce"):
             sums.finish()
             total, metrics, maxima = over_ranks(sums.ranks, total, metrics, maxima)
+    if check is not None:
+        check.end()
     if on_gradients is not None:
         on_gradients()
     with tracer.span("clip"):
@@ -231,6 +252,25 @@ def train_step(
         metrics = metrics | balance.end(updated)
     metrics = metrics | maxima | {"actor/grad_norm": grad_norm, "actor/lr": learning_rate} | ({} if guard is None else guard.metrics())
     return StepResult(metrics, sum(m.tokens.numel() for m in micro_batches), updated, verdict)
+
+
+def _compute_apart(
+    model: TrainedModel, optimizer: StepOptimizer, sums: GradientSums, forward_backward: ForwardBackward, temperature: float, scale: float, tracer: Tracer,
+    micro_batch: MicroBatch, loss: Loss, after_backward: Callable[[], None] | None,
+) -> None:  # fmt: skip
+    """Runs a micro-batch that is no part of the step, and drops its gradients. ``after_backward``: see ``ForwardBackward``."""
+
+    def ended() -> None:
+        sums.end_backward()
+        if after_backward is not None:
+            after_backward()
+
+    balance = model.router_balance
+    with tracer.span("compute twice"), model.replay_count.apart(), nullcontext() if balance is None else balance.apart():
+        sums.expect(1)
+        forward_backward([micro_batch], loss, temperature, None, tracer, scale, ended)
+        sums.finish()
+        optimizer.zero_grad()
 
 
 def over_ranks(

@@ -2,8 +2,11 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -12,8 +15,13 @@ from tandem.jobs.registered import Registered
 from tandem.jobs.uploads import make_uploader
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.stop_signals import SignalRequests
+from tandem.runtime.records.agreements import trusted_step
 from tandem.runtime.records.run_records import Records
-from tandem.trainer.checkpoint.find import VerifiedCheckpoint
+from tandem.storage.files import open_storage
+from tandem.trainer.checkpoint.checkpointer import wait_for
+from tandem.trainer.checkpoint.find import VerifiedCheckpoint, committed_steps
+from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.trainer.checkpoint.remote import fetch_newest
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger, Due
@@ -32,12 +40,13 @@ class DataCheckpoints:
         batch_sequences: sequences of a global batch.
         start: the folder of the model that the run starts from.
         ranks: a communicator of all ranks that nothing else uses.
+        memory: holds further checkpoints (``None``: there is none).
         registered: enters committed checkpoints in the model registry (the first rank only).
     """
 
     def __init__(
         self, checkpoint: CheckpointConfig, batch_sequences: int, directory: Path, start: Path, replica: Replica, guard: GradScaler,
-        ranks: Communicator, records: Records, registered: Registered | None,
+        ranks: Communicator, records: Records, registered: Registered | None, memory: Keepers | None = None,
     ) -> None:  # fmt: skip
         self._config, self._batch_sequences, self._directory = checkpoint, batch_sequences, directory
         self._records, self._registered = records, registered
@@ -49,12 +58,13 @@ class DataCheckpoints:
         def agree(wanted: Sequence[bool]) -> list[bool]:
             return [bool(flag) for flag in world.all_gather(torch.tensor(wanted), "whether to save").any(dim=0).tolist()]
 
+        self._agree, self._memory = agree, memory
         self._trigger = CheckpointTrigger(checkpoint, self.requests, is_first=world.rank == 0, agree=agree)
         self._uploader = make_uploader(checkpoint, directory, records.callback.message) if records.journal is not None else None
         self.replica = ReplicaCheckpoints(
             directory / "checkpoints", checkpoint.keep, start, ReplicaState(replica), guard, ranks, asynchronous=checkpoint.asynchronous,
-            on_committed=self._uploader.add if self._uploader else None, in_use=self._uploader.in_use if self._uploader else tuple,
-            fault_point=records.fault_point,
+            on_committed=self._uploader.add if self._uploader else None, in_use=self._in_use,
+            fault_point=records.fault_point, memory=memory,
         )  # fmt: skip
         self._metrics: dict[str, float] = {}
         self._loaded: VerifiedCheckpoint | None = None
@@ -68,8 +78,13 @@ class DataCheckpoints:
     def load(self, at_most: int | None = None) -> int:
         """Loads the newest whole checkpoint of step ``at_most`` or before. Returns its step, 0 if the run has no checkpoint. Raises ``RunError``
         if all checkpoints are damaged, because a new start would overwrite them."""
+        began = perf_counter()
         self._loaded = self.replica.load(at_most, self._check_cursor)
-        damaged = self.replica.damaged
+        damaged = list(self.replica.damaged)
+        tier = "folder" if self.replica.loaded_in is None else "memory"
+        if self._loaded is None and at_most is None and self._fetch_copy(bool(damaged)):
+            self._loaded, tier = self.replica.load(at_most, self._check_cursor), "upload"
+            damaged += self.replica.damaged
         if self._loaded is None and damaged and at_most is None:
             raise RunError(
                 f"no checkpoint of this run is whole ({damaged[0]}); restore one from a copy or with 'tandem resume NEW_FOLDER --from URL' "
@@ -82,16 +97,45 @@ class DataCheckpoints:
                 f"the journal has the checkpoint of step {newest} as committed, and 'checkpoints' has none; put it back, restore the run with "
                 "'tandem resume NEW_FOLDER --from URL', or start a new run"
             )
+        if self._loaded is not None and at_most is None and journal is not None:
+            journal.record_event("checkpoint_loaded", self._placement(self._loaded, tier, perf_counter() - began))
         for why in damaged:
             if self._records.journal is not None:
                 self._records.journal.record_event("checkpoint_damaged", {"reason": why})
             self._records.callback.message(why)
         return 0 if self._loaded is None else self._loaded.step
 
+    def _placement(self, loaded: VerifiedCheckpoint, tier: str, seconds: float) -> dict[str, Any]:
+        """Returns what the journal says of a loaded checkpoint: from which ``tier``, how many ``bytes`` in how many ``seconds``, and in ``where`` the node of
+        each file in memory."""
+        detail: dict[str, Any] = {"step": loaded.step, "tier": tier, "seconds": round(seconds, 3)}
+        if tier == "memory" and (found := self.replica.loaded_in) is not None:
+            detail |= {"bytes": found.size_bytes, "where": dict(found.source.where)}
+            self._records.callback.message(f"the checkpoint of step {loaded.step} is loaded from the memory of the nodes in {seconds:.2f} s")
+        else:
+            detail["bytes"] = sum(path.stat().st_size for path in loaded.folder.glob("*.safetensors"))
+        return detail
+
+    def _fetch_copy(self, has_damaged: bool) -> bool:
+        """Fetches the newest whole copy of ``checkpoint.upload`` where the folder has lost its checkpoints. Returns whether there is one, on every rank."""
+        journal, fetched = self._records.journal, None
+        if journal is not None and self._config.upload and (has_damaged or journal.checkpoints()):
+            storage = open_storage(self._config.upload)
+            with ThreadPoolExecutor(1) as thread:
+                pending = thread.submit(fetch_newest, storage, self._directory / "checkpoints")
+                wait_for(pending, self._beat)
+                fetched = pending.result()
+            if fetched is not None:
+                self._records.callback.message(f"no checkpoint in the run's folder is whole; that of step {fetched} is fetched from '{self._config.upload}'")
+        return self._agree([fetched is not None])[0]
+
     def journal_loaded(self) -> None:
         """Journals the loaded checkpoint if the run died between its commit and its row in the journal. Called after the journal is cut to
         its step."""
         loaded, journal = self._loaded, self._records.journal
+        if self.replica.loaded_in is not None:
+            # The folder alone has checkpoints that count; the run goes on from this one all the same.
+            return
         if loaded is not None and journal is not None and loaded.step not in {saved.step for saved in journal.checkpoints()}:
             journal.commit_checkpoint(loaded.step, loaded.digest)
             self._register(loaded.step, loaded.digest)
@@ -114,6 +158,17 @@ class DataCheckpoints:
         self._trigger.saved()
         return stall
 
+    def copy_to_memory(self, step: int) -> None:
+        """Begins the checkpoint of ``step`` in memory, if it is due. One is left out where the writing of a checkpoint is still in progress on some rank,
+        because training does not wait for it."""
+        every = self._config.memory_every_steps
+        if self._memory is None or not every or step == 0 or step % every or self._agree([self.replica.is_busy])[0]:
+            return
+        self.replica.wait(self._beat)
+        self._collect()
+        stall = self.replica.copy_to_memory(step, {"steps": step, "sequences": step * self._batch_sequences}, self._beat)
+        self._records.timings["memory_checkpoint_stall"] = stall
+
     def finish(self) -> None:
         """Waits for the checkpoint and the uploads in progress. Raises ``RunError`` where one fails."""
         self.replica.wait(self._beat)
@@ -129,6 +184,14 @@ class DataCheckpoints:
         self.replica.close()
         if self._uploader is not None:
             self._uploader.close()
+
+    def _in_use(self) -> set[int]:
+        """Returns the steps whose folders are kept: those that are being uploaded, and the one that is returned to after silent data corruption."""
+        kept = self._uploader.in_use() if self._uploader is not None else set()
+        if self._records.journal is not None:
+            trusted = trusted_step(self._records.journal, committed_steps(self._directory / "checkpoints"))
+            kept |= set() if trusted is None else {trusted}
+        return kept
 
     def _beat(self) -> None:
         if self._records.board is not None:

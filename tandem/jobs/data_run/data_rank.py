@@ -12,6 +12,8 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.trainer.corruption.finding import SilentCorruption
 from tandem.trainer.rank_process import Rank, start
 
 CALLS = ("train", "replay")
@@ -24,11 +26,18 @@ class DataRank:
         self.recipe, self.rank = recipe, rank
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Trains from the newest whole checkpoint to the end. Rank 0 replies with the ``result``; a run that was asked to stop with ``stopped``."""
+        """Trains from the newest whole checkpoint to the end. Rank 0 replies with the ``result``; a run that was asked to stop with ``stopped``,
+        and one whose ranks computed different bits with ``corruption``."""
+        each, memory = self.recipe.parallel.ranks_per_node or self.rank.ranks.world.size, None
+        if meta.get("memory") is not None:
+            memory = Keepers.of(meta["memory"], each, self.rank.ranks.world.rank)
         try:
-            result = train_on(self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]))
+            result = train_on(self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]), memory=memory)
         except KeyboardInterrupt:
             return {"stopped": True}, {}
+        except SilentCorruption as corruption:
+            # Every rank raises it.
+            return {"corruption": corruption.finding.to_json()}, {}
         # No rank ends while another one is still in a collective.
         self.rank.ranks.world.barrier("the end")
         return {"result": None if result is None else result.to_json()}, {}

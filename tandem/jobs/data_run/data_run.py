@@ -22,8 +22,10 @@ from tandem.model.decoder import Decoder
 from tandem.model.export_dtype import export_dtype
 from tandem.model.huggingface.model_config import read_json
 from tandem.runtime.process.processes import memory_of
+from tandem.runtime.records.agreements import record_agreement
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.bad_batch import dump_batch
+from tandem.trainer.corruption.check import CorruptionCheck
 from tandem.trainer.device_speed import DeviceSpeed
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.losses.aggregate import GlobalCounts, counts_of
@@ -68,6 +70,7 @@ class DataRun(Run):
     waited_s: float = 0.0
     tracer: Tracer = NO_TRACE
     record: TensorRecord | None = None
+    check: CorruptionCheck | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -132,14 +135,19 @@ class DataRun(Run):
         if record is not None:
             record.step = step
             record.weights(self.replica, "before the step")
+        if self.check is not None:
+            self.check.begin_step(step)
         result = train_step(
             self.model, self.replica.optimizer, micro_batches, self.loss(counts),
             learning_rate(self.recipe.trainer, step, self.recipe.run.max_steps), on_progress=self.records.progress("train"), guard=self.guard,
             sums=self.replica.sums, forward_backward=forward_backward or self.replica.forward_backward, tracer=self.tracer,
             on_phase=lambda phase: self.records.enter(phase, step), on_gradients=None if record is None else partial(record.gradients, self.replica),
+            check=self.check,
         )  # fmt: skip
         if record is not None:
             record.weights(self.replica, "after the step")
+        if self.check is not None and (compared := self.check.take_compared()) and self.records.journal is not None:
+            record_agreement(self.records.journal, step, compared)
         return result
 
     def loss(self, counts: GlobalCounts) -> Loss:

@@ -42,6 +42,9 @@ from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.records.tracing import Tracer
 from tandem.trainer.build import ReplicaSettings, build_replica
+from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.trainer.corruption.check import CorruptionCheck, corruption_check
+from tandem.trainer.corruption.injected_flips import inject_flips
 from tandem.trainer.device_speed import device_notes
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.ranks import Ranks
@@ -66,10 +69,10 @@ def this_process(machine: MachineConfig, directory: Path) -> Rank:
     return rank_alone(directory, rank_device(chosen_device(machine, 1), 0), threads)
 
 
-def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool) -> RunResult | None:
+def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool, memory: Keepers | None = None) -> RunResult | None:
     """Runs ``recipe`` on this rank, from the run's newest whole checkpoint if there is one. Returns its result on the first rank, ``None``
-    on others. Only the first rank calls ``callback``."""
-    with opened_run(rank, recipe, callback, resumed=resumed) as run:
+    on others. Only the first rank calls ``callback``. ``memory``: holds checkpoints too."""
+    with opened_run(rank, recipe, callback, resumed=resumed, memory=memory) as run:
         with run.checkpoints.requests:
             steps = pretrain(run)
         run.records.sync()
@@ -91,7 +94,7 @@ KEPT_TIMES = 1.25
 
 @contextlib.contextmanager
 def opened_run(
-    rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool = False, at_most: int | None = None
+    rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool = False, at_most: int | None = None, memory: Keepers | None = None
 ) -> Iterator[DataRun]:
     """Yields ``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before."""
     ranks, directory = rank.ranks, rank.directory
@@ -126,7 +129,7 @@ def opened_run(
         if journal is not None:
             registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
         checkpoints = DataCheckpoints(
-            recipe.checkpoint, recipe.data.global_batch_size, directory, start, replica, guard, rank.saving, records, registered
+            recipe.checkpoint, recipe.data.global_batch_size, directory, start, replica, guard, rank.saving, records, registered, memory
         )
         stack.callback(checkpoints.close)
         # A checkpoint holds the state of the random numbers, which must not depend on whether the model was made in this process.
@@ -135,7 +138,7 @@ def opened_run(
         if keeps_freed and not is_alone:
             stack.enter_context(freed_memory_kept())
         if journal is not None and metrics is not None:
-            if step and at_most is None:
+            if step and at_most is None and checkpoints.replica.loaded_in is None:
                 _tell_of_gaps(journal, metrics, step, callback)
             continue_from(
                 step, journal, metrics, callback, numerics=numerics_record(torch.get_num_threads(), kernels.name), shape=ranks.mesh.shape,
@@ -146,10 +149,24 @@ def opened_run(
         record = tensor_record(directory, ranks.mesh.rank)
         if record is not None:
             record.watch(replica.model, "model")
+        check = None
+        if at_most is None and record is None:
+            check = _corruption_check(recipe, replica, callback)
+        if rank.flips is not None:
+            inject_flips(replica.model, rank.flips)
         yield DataRun(
             directory=directory, records=records, first_step=step, recipe=recipe, start=start, replica=replica, data=data, guard=guard,
-            checkpoints=checkpoints, tracer=tracer, record=record,
+            checkpoints=checkpoints, tracer=tracer, record=record, check=check,
         )  # fmt: skip
+
+
+def _corruption_check(recipe: PretrainRecipe, replica: Replica, callback: Callback) -> CorruptionCheck | None:
+    """Returns the check for silent data corruption. On a GPU, attention and 16-bit products may come from libraries whose bits are not reproducible."""
+    check = corruption_check(replica, recipe.trainer.corruption_check, recipe.run.seed)
+    if check is not None and replica.ranks.device.type == "cuda":
+        callback.message("trainer.corruption_check is off: the kernels of a run on data on a GPU do not repeat their bits")
+        return None
+    return check
 
 
 def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:

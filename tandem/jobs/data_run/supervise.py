@@ -14,6 +14,7 @@ from tandem.config.machine import MachineConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.data_run.rank_events import tell
+from tandem.jobs.distrust import distrust
 from tandem.jobs.result import RunResult
 from tandem.jobs.run_files import RunStopped, begun
 from tandem.layout.mesh import MeshShape, smaller
@@ -27,6 +28,8 @@ from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.process.worker_group import GroupSettings, RanksLost, WorkerGroup
 from tandem.runtime.records.elastic import FEWER_RANKS
 from tandem.runtime.records.journal import Journal
+from tandem.trainer.checkpoint.memory.keepers import KeeperProcesses
+from tandem.trainer.corruption.finding import CorruptionFinding, SilentCorruption
 from tandem.types import RunError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ def supervise(
 
     If a rank dies or hangs, all ranks are restarted from the newest checkpoint on the same mesh, after a wait if it happens again at the same step
     (``Backoff``). With ``run.elastic`` the restart has fewer data-parallel ranks if the same rank was lost twice with no step completed in between.
+    After silent data corruption they are restarted from the newest checkpoint that is trusted (``jobs.distrust``).
     Raises ``RunError`` after ``run.max_restarts`` restarts. ``is_stage``: another stage of the same command follows, so a request to stop that came after the
     last step raises ``KeyboardInterrupt``."""
     with ExitStack() as stack:
@@ -49,15 +53,23 @@ def supervise(
         # What a supervisor left that was killed.
         shutil.rmtree(folder, ignore_errors=True)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        memory = None
+        if recipe.checkpoint.memory_every_steps:
+            memory = stack.enter_context(closing(KeeperProcesses(max(recipe.parallel.nodes()) + 1, directory)))
         requests = stack.enter_context(SignalRequests(callback.message, callback.wants_stop))
         shape, before, restarts, backoff = mesh_of(recipe.parallel), None, 0, Backoff()
         while True:
             try:
                 settings = group_settings(recipe.machine, recipe.parallel, shape, directory, folder / str(restarts), faults)
-                reply = run_on_ranks(settings, shape, callback, requests, "train", {"resumed": resumed or restarts > 0})
+                held = memory.start() if memory is not None else None
+                reply = run_on_ranks(settings, shape, callback, requests, "train", {"resumed": resumed or restarts > 0, "memory": held})
                 if is_stage and requests.stop:
                     raise KeyboardInterrupt
                 return RunResult.from_json(reply["result"])
+            except SilentCorruption as corruption:
+                restarts, trusted = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
+                if memory is not None:
+                    memory.drop_after(trusted)
             except RanksLost as loss:
                 if requests.stop:
                     raise KeyboardInterrupt from None
@@ -91,7 +103,7 @@ def run_on_ranks(
     settings: GroupSettings, shape: MeshShape, callback: Callback, requests: SignalRequests, call: str, meta: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Starts the ranks of ``shape``, calls ``call`` on them and returns rank 0's reply. Passes the signals in ``requests`` on to the ranks.
-    Raises ``RanksLost``, ``RunStopped`` and what a rank raises."""
+    Raises ``RanksLost``, ``SilentCorruption``, ``RunStopped`` and what a rank raises."""
     is_told = False
 
     def pass_on() -> None:
@@ -106,6 +118,8 @@ def run_on_ranks(
         reply = group.call(call, meta, deadline_s=float("inf"), on_progress=lambda progress: tell(callback, progress), on_poll=pass_on).meta
     if reply.get("stopped"):
         raise RunStopped
+    if "corruption" in reply:
+        raise SilentCorruption(CorruptionFinding.from_json(reply["corruption"]))
     return dict(reply)
 
 

@@ -20,7 +20,7 @@ from tandem.trainer.losses.mismatch import recorded_mismatch
 from tandem.trainer.losses.value import make_value_loss, with_value_loss
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.trainer.micro_batch import forward_tokens
-from tandem.trainer.step import OnPhase, Progress, StepResult, train_step
+from tandem.trainer.step import DoubleCheck, OnPhase, Progress, StepResult, train_step
 from tandem.trainer.tensor_record import TensorRecord
 from tandem.types import Batch, TrainSequence
 
@@ -40,6 +40,7 @@ def update_policy(
     is_frozen: bool = False,
     shared_critic: CriticConfig | None = None,
     record: TensorRecord | None = None,
+    check: DoubleCheck | None = None,
 ) -> StepResult:
     """Takes ``epochs`` passes over ``batch`` in ``minibatches`` optimizer updates each, at the learning rate of ``batch.step``.
     ``total_steps``: where a decaying schedule ends; a constant one ignores it.
@@ -51,7 +52,7 @@ def update_policy(
     ``mismatch_kl`` (the mean of k3, nats) and ``mismatch_max_abs`` compare the weights before the first update with ``rollout_logprobs`` on
     every token that these weights sampled, masked samples included. Tokens that are not part of the first update cost an extra forward pass.
     ``is_frozen``: this comparison is all that is done. ``shared_critic``: the policy's value head is trained with it. ``record``: of the
-    gradients.
+    gradients. ``check``: of micro-batches that are computed twice.
 
     ``on_progress`` is called with (micro-batches done, total micro-batches) of this rank's updates. Raises ``RunError`` if a loss or a
     gradient is not finite and there is no ``guard``."""
@@ -91,7 +92,7 @@ def update_policy(
             train_step(
                 replica.model, replica.optimizer, micro_batches, loss, rate, temperature, report, guard=guard, sums=replica.sums,
                 forward_backward=replica.forward_backward, on_phase=on_phase, tracer=tracer,
-                on_gradients=None if record is None else partial(record.gradients, replica),
+                on_gradients=None if record is None else partial(record.gradients, replica), check=check,
             )
         )  # fmt: skip
         done += minibatch.passes

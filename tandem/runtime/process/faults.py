@@ -4,19 +4,24 @@ A point is ``WHEN:NAME:STEP``, with ``WHEN`` before or after and ``NAME`` a jour
 rank's step. With ``stall`` the process sleeps for ever before the point instead. A plan is ``ROLE:WHEN:NAME:STEP[,...]``; each process
 gets it as a command-line argument. A fault happens once in the life of a run: its marker in the run's folder is on the disk before the
 signal is sent, so a resumed run passes the point.
+
+``ROLE:flip:NAME:STEP`` flips one bit in the arithmetic of a rank's step, once: of a ``gradient``, or of the output of a layer's products (``matmul``). With
+``flips`` the rank does so in every pass from that step on, as a broken unit does.
 """
 
 import os
 import re
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.types.errors import UserError
 
 FaultPoint = Callable[[str], None]
+FLIPS = ("gradient", "matmul")
+"""Where a bit may be flipped."""
 
 _NUMBERED = r"(trainer_)?rank\d+|rollout_worker\d+|pod\d+_(rollout_(shim|worker\d*)|trainer_(shim|rank\d+))"
 ROLES = ("controller", "trainer_shim", "trainer_worker", "rollout_shim", "rollout_worker", "pod")
@@ -54,10 +59,12 @@ class FaultPlan:
         """Reads ``ROLE:WHEN:NAME:STEP[,...]``. Raises ``UserError``."""
         faults = []
         for part in text.split(","):
-            match = re.fullmatch(r"(\w+):(before|after|stall):(\w+):(\d+)", part.strip())
-            if not match or (match[1] not in ROLES and not re.fullmatch(_NUMBERED, match[1])):
+            match = re.fullmatch(r"(\w+):(before|after|stall|flips?):(\w+):(\d+)", part.strip())
+            is_known = match and (match[1] in ROLES or re.fullmatch(_NUMBERED, match[1]))
+            if not match or not is_known or (match[2].startswith("flip") and match[3] not in FLIPS):
                 raise UserError(
-                    f"the fault '{part}' is not ROLE:before|after|stall:NAME:STEP with a role of {', '.join(ROLES)}, rankN, trainer_rankN, rollout_workerN, "
+                    f"the fault '{part}' is not ROLE:before|after|stall:NAME:STEP or ROLE:flip|flips:gradient|matmul:STEP, "
+                    f"with a role of {', '.join(ROLES)}, rankN, trainer_rankN, rollout_workerN, "
                     "podN_rollout_shim, podN_trainer_shim; for example trainer_worker:after:train:3"
                 )
             faults.append(Fault(match[1], match[2], match[3], int(match[4])))
@@ -70,7 +77,7 @@ class FaultPlan:
         """Returns the fault point of a process with ``roles``. That of the controller includes the faults of the role ``pod``."""
         roles = {roles} if isinstance(roles, str) else set(roles)
         roles |= {"pod"} if "controller" in roles else set()
-        mine = {f"{f.when.replace('stall', 'before')}:{f.name}:{f.step}": f for f in self.faults if f.role in roles}
+        mine = {f"{f.when.replace('stall', 'before')}:{f.name}:{f.step}": f for f in self.faults if f.role in roles and not f.when.startswith("flip")}
         if not mine:
             return no_fault
 
@@ -82,6 +89,31 @@ class FaultPlan:
                 _die(fault)
 
         return point
+
+    def flips(self, roles: str | Collection[str], run_directory: Path) -> "BitFlips | None":
+        """Returns the bits that a process with ``roles`` flips, ``None`` if it flips none."""
+        roles = {roles} if isinstance(roles, str) else set(roles)
+        mine = [fault for fault in self.faults if fault.role in roles and fault.when.startswith("flip")]
+        return BitFlips(mine, run_directory) if mine else None
+
+
+class BitFlips:
+    """Says when a rank flips a bit. ``enters`` is called with each fault point, by which the step is known."""
+
+    def __init__(self, faults: Sequence[Fault], run_directory: Path) -> None:
+        self._faults, self._directory, self._step = faults, run_directory, -1
+
+    def enters(self, name: str) -> None:
+        match = re.fullmatch(r"before:train:(\d+)", name)
+        if match:
+            self._step = int(match[1])
+
+    def now(self, place: str) -> bool:
+        """Returns whether a bit of ``place`` (one of ``FLIPS``) is flipped now."""
+        for fault in self._faults:
+            if fault.name == place and (self._step >= fault.step if fault.when == "flips" else self._step == fault.step and _mark(self._directory, fault)):
+                return True
+        return False
 
 
 def _mark(run_directory: Path, fault: Fault) -> bool:

@@ -374,6 +374,14 @@ class Journal:
             self._tables.remove("checkpoints", "step > ?", (step,))
             self._tables.remove("metrics_rows", "step >= ?", (step,))
 
+    def distrust_after(self, step: int) -> None:
+        """Goes back to the checkpoint of ``step`` as ``cut_after`` does, and removes the samples and scores of later steps too: the weights that drew them
+        may be wrong."""
+        self.cut_after(step)
+        with self._lock, errors(self.path, "the run's journal"), self._tables.writing(is_durable=True):
+            self._tables.remove("step_batches", "step > ?", (step,))
+            self._tables.remove("replay_buffers", "step > ?", (step,))
+
     # -- reading and writing -------------------------------------------------------------------------------------------
 
     def _read(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:

@@ -18,6 +18,8 @@ from tandem.runtime.process.deadline import LOOK_S, Deadline
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.trainer.checkpoint.find import prune
 from tandem.trainer.checkpoint.format.shard import Key, Piece, Shard, divide, piece_of
+from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.trainer.checkpoint.memory.write import write_to_memory
 from tandem.trainer.checkpoint.staging import Staging
 from tandem.trainer.checkpoint.write import Committed, Work, write_checkpoint
 
@@ -49,10 +51,12 @@ class Checkpointer:
         self.checkpoints, self.keep, self.ranks, self.mesh, self.asynchronous = checkpoints, keep, ranks, mesh, asynchronous
         self._fault_point, self._on_committed, self._in_use, self._staging_folder = fault_point, on_committed, in_use, staging_folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._under_way: Future[Committed] | None = None
+        self._under_way: Future[Committed | None] | None = None
         self._held: tuple[Piece, ...] = ()
         self._chosen: set[tuple[Key, ShardOffsets]] = set()
         self._staging: Staging | None = None
+        self.memory_s = 0.0
+        """Seconds that the last checkpoint in memory took, in the background."""
 
     def prepare(self, shards: Sequence[Shard]) -> None:
         """Agrees which rank writes which of ``shards`` and allocates the staging memory before the first save. Every rank calls it."""
@@ -62,9 +66,9 @@ class Checkpointer:
 
     def save(
         self, step: int, shards: Sequence[Shard], state: Mapping[str, Any], own: Mapping[str, Any] | None = None,
-        companions: Sequence[Path] = (), span: AbstractContextManager[None] | None = None,
+        companions: Sequence[Path] = (), span: AbstractContextManager[None] | None = None, memory: Keepers | None = None,
     ) -> float:
-        """Starts the checkpoint of ``step`` and returns the seconds for which training was blocked.
+        """Starts the checkpoint of ``step`` and returns the seconds for which training was blocked. ``memory``: where it goes in place of the folder.
 
         Waits for the previous save first. Every rank calls it in the same step. ``span`` is entered around the write, in the writing
         thread. Raises ``RunError`` if this checkpoint or the previous one fails."""
@@ -78,7 +82,7 @@ class Checkpointer:
         staging.fill([shard for shard in shards if (shard.key, shard.offsets) in self._chosen])
         self._fault_point(f"after:checkpoint_stage:{step}")
         work = Work(step, staging, state, own or {}, companions)
-        self._under_way = self._thread.submit(self._write, work, span or nullcontext())
+        self._under_way = self._thread.submit(self._write, work, span or nullcontext(), memory)
         if not self.asynchronous:
             self.wait()
         return perf_counter() - began
@@ -89,6 +93,11 @@ class Checkpointer:
             return None
         done, self._under_way = self._under_way, None
         return done.result()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a write is in progress."""
+        return self._under_way is not None and not self._under_way.done()
 
     def wait(self, beat: Callable[[], None] | None = None) -> None:
         """Waits until no write is in progress and calls ``beat`` meanwhile. Raises ``RunError`` if the write failed; the result is left
@@ -101,7 +110,12 @@ class Checkpointer:
         """Stops the thread after its current work."""
         self._thread.shutdown()
 
-    def _write(self, work: Work, span: AbstractContextManager[None]) -> Committed:
+    def _write(self, work: Work, span: AbstractContextManager[None], memory: Keepers | None) -> Committed | None:
+        if memory is not None:
+            with span:
+                self.memory_s = write_to_memory(memory, self.ranks, self.mesh, work)
+            work.staged.release_pages()
+            return None
         with span:
             done = write_checkpoint(self.checkpoints, self.ranks, self.mesh, work, self._fault_point)
         work.staged.release_pages()

@@ -5,14 +5,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tandem.layout.shard_offsets import ShardOffsets, difference, intersection, is_covered, whole_offsets
 from tandem.storage.digests import chunk_digest, chunks_over
-from tandem.trainer.checkpoint.format.manifest import Damaged, Manifest, read_indexes
+from tandem.trainer.checkpoint.format.manifest import Damaged, Manifest, parse_entry, read_indexes
 from tandem.trainer.checkpoint.format.rank_file import Placed, RankIndex
 from tandem.trainer.checkpoint.format.shard import BESIDE, Key, Shard
 from tandem.types import UserError
@@ -28,12 +28,24 @@ class Stored(NamedTuple):
     placed: Placed
 
 
-class Contents:
-    """The content of the checkpoint ``folder``: of the model that is trained, or of the one ``of`` this prefix (one of ``BESIDE``), under the same keys."""
+class Source(Protocol):
+    """The files of a checkpoint that are not in a folder."""
 
-    def __init__(self, folder: Path, manifest: Manifest, of: str = "") -> None:
-        self.folder, self.manifest = folder, manifest
-        self.indexes = read_indexes(folder, manifest)
+    def small(self, name: str) -> bytes: ...
+
+    def pread(self, name: str, size: int, offset: int) -> memoryview: ...
+
+
+class Contents:
+    """The content of the checkpoint ``folder``, or of ``source``: of the model that is trained, or of the one ``of`` this prefix (one of ``BESIDE``), under
+    the same keys."""
+
+    def __init__(self, folder: Path, manifest: Manifest, of: str = "", source: Source | None = None) -> None:
+        self.folder, self.manifest, self._source = folder, manifest, source
+        if source is None:
+            self.indexes = read_indexes(folder, manifest)
+        else:
+            self.indexes = [parse_entry(source.small(entry.name), entry) for entry in manifest.indexes]
         self.stored: Mapping[Key, list[Stored]] = defaultdict(list)
         for index in self.indexes:
             for placed in index.placed:
@@ -77,7 +89,7 @@ class Contents:
                 for index, placed in self.stored[shard.key]:
                     for common in [overlap for part in left if (overlap := intersection(part, placed.piece.offsets)) is not None]:
                         if index.rank not in files:
-                            files[index.rank] = stack.enter_context(_ChunkedFile(self.folder / index.file, index))
+                            files[index.rank] = stack.enter_context(_ChunkedFile(self.folder / index.file, index, self._source))
                         _copy(files[index.rank], placed, common, shard)
                     left = [rest for part in left for rest in difference(part, placed.piece.offsets)]
             return sum(file.read_bytes for file in files.values())
@@ -101,13 +113,15 @@ class Contents:
 class _ChunkedFile:
     """Reads a rank's file chunk by chunk and compares each with its digest. The last chunk is cached, because neighbours share it."""
 
-    def __init__(self, path: Path, index: RankIndex) -> None:
-        self._path, self._index = path, index
+    def __init__(self, path: Path, index: RankIndex, source: Source | None = None) -> None:
+        self._path, self._index, self._source = path, index, source
         self._digest = chunk_digest(index.algorithm)
-        self._last: tuple[int, bytes] | None = None
+        self._last: tuple[int, bytes | memoryview] | None = None
         self.read_bytes = 0
 
     def __enter__(self) -> "_ChunkedFile":
+        if self._source is not None:
+            return self
         try:
             self._descriptor = os.open(self._path, os.O_RDONLY)
         except OSError as error:
@@ -115,7 +129,8 @@ class _ChunkedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        if self._source is None:
+            os.close(self._descriptor)
 
     def read(self, start: int, stop: int) -> bytearray:
         """Returns the bytes ``start .. stop - 1``, verified. Raises ``Damaged``."""
@@ -126,12 +141,16 @@ class _ChunkedFile:
             out[begin - start : end - start] = memoryview(chunk)[begin - first : end - first]
         return out
 
-    def _chunk(self, number: int) -> bytes:
+    def _chunk(self, number: int) -> bytes | memoryview:
         if self._last is not None and self._last[0] == number:
             return self._last[1]
         size = self._index.chunk_bytes
         wanted = min(size, self._index.size - number * size)
-        data = os.pread(self._descriptor, wanted, number * size)
+        data: bytes | memoryview
+        if self._source is None:
+            data = os.pread(self._descriptor, wanted, number * size)
+        else:
+            data = self._source.pread(self._index.file, wanted, number * size)
         self.read_bytes += len(data)
         if len(data) != wanted or self._digest(data) != self._index.chunks[number]:
             raise Damaged(f"'{self._path.name}' does not have the digest it was written with at bytes {number * size} to {number * size + wanted}")

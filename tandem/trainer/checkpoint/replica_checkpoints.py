@@ -21,10 +21,12 @@ from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.backend import TrainedReplica, TrainedState
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
-from tandem.trainer.checkpoint.find import VerifiedCheckpoint, newest_whole, prune
+from tandem.trainer.checkpoint.find import VerifiedCheckpoint, committed_steps, newest_whole, prune
 from tandem.trainer.checkpoint.format.manifest import read_manifest
 from tandem.trainer.checkpoint.format.shard import CRITIC, REFERENCE, Key, Shard
 from tandem.trainer.checkpoint.frozen_state import FrozenState
+from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.trainer.checkpoint.memory.source import InMemory, newest_in_memory
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
@@ -56,15 +58,17 @@ class ReplicaCheckpoints:
     of the newest checkpoint started or loaded. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica
     that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too.
     On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
-    steps ``in_use`` are not removed."""
+    steps ``in_use`` are not removed. ``memory``: holds newer checkpoints, which ``copy_to_memory`` saves and ``load`` prefers; ``loaded_in``: the one of them
+    that was loaded."""
 
     def __init__(
         self, folder: Path, keep: int, start: Path, state: TrainedState, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
         on_committed: Callable[[int], None] | None = None, in_use: Callable[[], Collection[int]] = tuple, fault_point: FaultPoint = no_fault,
-        critic: SavedCritic | None = None, reference: FrozenReplica | None = None,
+        critic: SavedCritic | None = None, reference: FrozenReplica | None = None, memory: Keepers | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.state, self._start, self._guard, self._ranks = folder, state, start, guard, ranks
-        self._keep, self._in_use = keep, in_use
+        self._keep, self._in_use, self._memory = keep, in_use, memory
+        self.loaded_in: InMemory | None = None
         self.last: int | None = None
         self.damaged: list[str] = []
         self._critic = None if critic is None else (critic, ReplicaState(critic.replica))
@@ -77,26 +81,38 @@ class ReplicaCheckpoints:
     def load(self, at_most: int | None = None, check: Callable[[VerifiedCheckpoint], None] = lambda checkpoint: None) -> VerifiedCheckpoint | None:
         """Loads the newest undamaged checkpoint at or before step ``at_most`` after calling ``check`` on it, and returns it; ``None`` if
         there is none. ``damaged`` says why others were skipped."""
-        self.damaged = []
-        checkpoint = newest_whole(self.folder, self._ranks, at_most, self.damaged.append)
+        self.damaged, self.loaded_in = [], None
+        source = None
+        if self._memory is not None and at_most is None:
+            [on_disk, *_] = gather_values(self._ranks, max(committed_steps(self.folder), default=0), "the newest checkpoint of the folder")
+            self.loaded_in = newest_in_memory(self._memory, self._ranks, on_disk, self.damaged.append)
+        if self.loaded_in is not None:
+            found, source = self.loaded_in, self.loaded_in.source
+            checkpoint: VerifiedCheckpoint | None = VerifiedCheckpoint(found.step, self.folder, found.digest, found.manifest)
+        else:
+            checkpoint = newest_whole(self.folder, self._ranks, at_most, self.damaged.append)
         if checkpoint is None:
             return None
         check(checkpoint)
         state = checkpoint.manifest.state
-        contents = Contents(checkpoint.folder, checkpoint.manifest)
+        contents = Contents(checkpoint.folder, checkpoint.manifest, source=source)
         self.state.load(contents, int(state["updates"]))
         _load_counters(self.state.replica, self._guard, state)
         if self._critic is not None:
             (replica, guard, _), shards = self._critic
             if "critic" not in state:
                 raise UserError(f"checkpoint '{checkpoint.folder}' has no critic; it was written by a run without one")
-            shards.load(Contents(checkpoint.folder, checkpoint.manifest, CRITIC), int(state["critic"]["updates"]))
+            shards.load(Contents(checkpoint.folder, checkpoint.manifest, CRITIC, source), int(state["critic"]["updates"]))
             _load_counters(replica, guard, state["critic"])
         if self._reference is not None:
-            self._reference.load(Contents(checkpoint.folder, checkpoint.manifest, REFERENCE))
+            self._reference.load(Contents(checkpoint.folder, checkpoint.manifest, REFERENCE, source))
         own = contents.own(self._ranks.rank, self._ranks.size)
         if own is not None:
             restore_random_states(own["random"])
+        if self.loaded_in is not None:
+            # One in memory is none of the folder's.
+            self.loaded_in.source.read.clear()
+            return checkpoint
         self.last = checkpoint.step
         if at_most is None and self._ranks.rank == 0:
             # A process that was killed between a commit and the removal of older checkpoints left one too many.
@@ -110,6 +126,24 @@ class ReplicaCheckpoints:
 
         ``cursor``: the position in the data. ``span`` is entered around the write, in the writing thread. Raises ``RunError`` if this
         checkpoint or the previous one fails."""
+        companions: Sequence[Path] = [self._start / name for name in COMPANIONS if (self._start / name).is_file()]
+        stall = self._save(step, cursor, companions, span, beat)
+        self.last = step
+        return stall
+
+    def copy_to_memory(self, step: int, cursor: Mapping[str, int], beat: Callable[[], None] | None = None) -> float:
+        """Does ``save`` to the memory of the nodes: the state is no checkpoint of the folder."""
+        return self._save(step, cursor, (), None, beat, self._memory)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a write of this rank is in progress."""
+        return self._writer.is_busy
+
+    def _save(
+        self, step: int, cursor: Mapping[str, int], companions: Sequence[Path], span: AbstractContextManager[None] | None,
+        beat: Callable[[], None] | None, memory: Keepers | None = None,
+    ) -> float:  # fmt: skip
         self._writer.wait(beat)
         state: dict[str, Any] = {**self._counters(self.state.replica, self._guard), "cursor": dict(cursor)}
         shards = self.state.shards()
@@ -119,10 +153,7 @@ class ReplicaCheckpoints:
             shards = shards + list(_of(CRITIC, own.shards()))
         if self._reference is not None:
             shards = shards + list(_of(REFERENCE, self._reference.shards()))
-        companions: Sequence[Path] = [self._start / name for name in COMPANIONS if (self._start / name).is_file()]
-        stall = self._writer.save(step, shards, state, {"random": random_states()}, companions, span)
-        self.last = step
-        return stall
+        return self._writer.save(step, shards, state, {"random": random_states()}, companions, span, memory)
 
     def _counters(self, replica: TrainedReplica, guard: GradScaler) -> dict[str, Any]:
         """Returns what a checkpoint holds of ``replica`` besides tensors, over all ranks."""

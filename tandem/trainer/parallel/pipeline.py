@@ -64,6 +64,11 @@ class Pipeline:
         totals = self._from_last({"sums": own.sums, "maxima": own.maxima, "loss": own.loss}, "metrics")
         return ForwardBackwardOutput(**totals, max_in_flight_micro_batches=done.max_in_flight_micro_batches)
 
+    def backward_order(self, micro_batches: int) -> list[int]:
+        """Returns the number of the micro-batch of each backward pass of this rank, in order."""
+        operations = schedule(self.order, self.shape(micro_batches))[self.ranks.rank]
+        return [operation.micro_batch for operation in operations if operation.kind == "backward"]
+
     @torch.no_grad()
     def forward(
         self, micro_batches: Sequence[MicroBatch], at_last: Callable[[Tensor, MicroBatch], Tensor], on_progress: Progress | None = None

@@ -64,6 +64,10 @@ class Replica:
         """The function that runs the forward and backward passes of micro-batches."""
         return no_pipelining(self.model) if self.pipeline is None else self.pipeline.forward_backward
 
+    def backward_order(self, micro_batches: int) -> list[int]:
+        """Returns the number of the micro-batch of each backward pass of this rank in ``forward_backward``, in order."""
+        return list(range(micro_batches)) if self.pipeline is None else self.pipeline.backward_order(micro_batches)
+
     def infer(
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, on_progress: Progress | None = None
     ) -> list[Tensor]:

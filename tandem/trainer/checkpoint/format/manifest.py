@@ -73,18 +73,21 @@ def read_manifest(folder: Path, committed: bool = True) -> tuple[Manifest, str]:
         raise Damaged("it was written by an older version of Tandem, which alone can read it")
     if data is None:
         raise Damaged(f"it has no {MARKER} marker: it was never completed" if folder.is_dir() else "it does not exist")
-    digest = bytes_digest(data)
     if committed and _bytes(folder / MARKER) != marker_of(data):
         raise Damaged(f"its {MARKER} marker and its {MANIFEST} do not match")
+    return parse_manifest(data), bytes_digest(data)
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Returns the manifest of which ``data`` are the bytes. Raises ``Damaged``."""
     try:
         content = json.loads(data)
         if content["format"] != FORMAT:
             raise ValueError(f"format '{content['format']}'")
         entries = lambda rows: tuple(Entry(str(name), int(size), str(digest)) for name, size, digest in rows)
-        manifest = Manifest(int(content["step"]), content["mesh"], content["state"], entries(content["indexes"]), entries(content["companions"]))
+        return Manifest(int(content["step"]), content["mesh"], content["state"], entries(content["indexes"]), entries(content["companions"]))
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"its {MANIFEST} cannot be read: {error}") from None
-    return manifest, digest
 
 
 def read_indexes(folder: Path, manifest: Manifest) -> list[RankIndex]:
@@ -94,7 +97,11 @@ def read_indexes(folder: Path, manifest: Manifest) -> list[RankIndex]:
 
 def read_entry(folder: Path, entry: Entry) -> RankIndex:
     """Returns the index that ``entry`` names, verified. Raises ``Damaged``."""
-    data = _bytes(folder / entry.name)
+    return parse_entry(_bytes(folder / entry.name), entry)
+
+
+def parse_entry(data: bytes, entry: Entry) -> RankIndex:
+    """Returns the index of ``entry`` of which ``data`` are the bytes, verified. Raises ``Damaged``."""
     if len(data) != entry.size or bytes_digest(data) != entry.digest:
         raise Damaged(f"'{entry.name}' does not have the digest that its {MANIFEST} names")
     try:

@@ -1,0 +1,142 @@
+"""Checkpoints in the memory of two nodes, over real sockets: what is loaded has the bits that were saved, and what is damaged or lost is passed over for the
+next copy, the next checkpoint and the folder, in this order."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tandem.config.trainer import TrainerConfig
+from tandem.model.decoder import Decoder
+from tandem.runtime.rpc.credentials import new_credential
+from tandem.runtime.rpc.rpc_server import RpcServer
+from tandem.trainer.checkpoint.format.commit import MARKER
+from tandem.trainer.checkpoint.format.manifest import MANIFEST
+from tandem.trainer.checkpoint.memory.keeper import KEPT, Keeper
+from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
+from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.grad_scaler import GradScaler
+from tandem.trainer.parallel.ranks import alone
+from tandem.trainer.parallel.replica import make_replica
+
+DATA = "rank-00000.safetensors"
+
+
+class Nodes(NamedTuple):
+    """``keepers`` by node, with the ``servers`` that answer for them, and ``reached``: as a rank on node 0 reaches them."""
+
+    keepers: list[Keeper]
+    servers: list[RpcServer]
+    reached: Keepers
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    credential, keepers = new_credential(), [Keeper(), Keeper()]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(closing(RpcServer(keeper.methods(), credential, name="memory"))) for keeper in keepers]
+        for server in servers:
+            server.start()
+        yield Nodes(keepers, servers, Keepers.of({"ports": [server.port for server in servers], "credential": credential}, 1, 0))
+
+
+class Run:
+    """A model whose weights after N steps are all N, and its checkpoints."""
+
+    def __init__(self, make_model: Callable[..., Decoder], folder: Path, memory: Keepers) -> None:
+        trainer, ranks = TrainerConfig(learning_rate=1e-3), alone()
+        self.model = make_model(torch.float32)
+        replica = make_replica(self.model, trainer, ranks)
+        self.checkpoints = ReplicaCheckpoints(
+            folder / "checkpoints", 2, folder, ReplicaState(replica), GradScaler(trainer), ranks.world, asynchronous=False, memory=memory
+        )
+
+    def take(self, step: int) -> dict[str, int]:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(step)
+        return {"steps": step}
+
+    def load(self) -> int | None:
+        """Loads the newest checkpoint and returns its step, which all weights must be."""
+        self.take(-1)
+        found = self.checkpoints.load()
+        if found is not None:
+            assert all(bool((parameter == found.step).all()) for parameter in self.model.parameters())
+        return None if found is None else found.step
+
+
+@pytest.fixture
+def run(make_model: Callable[..., Decoder], tmp_path: Path, nodes: Nodes) -> Run:
+    """Has the checkpoint of step 1 in its folder, and those of steps 2, 3 and 4 in memory."""
+    run = Run(make_model, tmp_path, nodes.reached)
+    run.checkpoints.save(1, run.take(1))
+    for step in (2, 3, 4):
+        run.checkpoints.copy_to_memory(step, run.take(step))
+    return run
+
+
+def damage(nodes: Nodes, node: int, step: int, name: str = DATA) -> None:
+    nodes.keepers[node].files[step][name][-1] ^= 1
+
+
+def test_the_newest_checkpoint_in_memory_is_loaded_from_the_own_node_and_no_more_than_two_are_kept_on_each(run: Run, nodes: Nodes) -> None:
+    assert run.load() == 4 and run.checkpoints.damaged == []
+    assert run.checkpoints.loaded_in is not None and run.checkpoints.loaded_in.source.where[DATA] == 0
+    assert all(keeper.committed == [3, 4] and len(keeper.committed) == KEPT for keeper in nodes.keepers)
+    assert run.checkpoints.last == 1, "it is none of the folder's"
+
+
+@pytest.mark.parametrize("name", [DATA, "rank-00000.json"])
+def test_a_damaged_copy_is_passed_over_for_that_of_the_peer_and_named(name: str, run: Run, nodes: Nodes) -> None:
+    damage(nodes, 0, 4, name)
+    assert run.load() == 4
+    assert run.checkpoints.loaded_in is not None and run.checkpoints.loaded_in.source.where[DATA] == 1
+    [why] = run.checkpoints.damaged
+    assert name in why and "memory of node 0" in why
+
+
+def test_a_checkpoint_whose_copies_are_all_damaged_is_passed_over_for_the_one_before(run: Run, nodes: Nodes) -> None:
+    damage(nodes, 0, 4)
+    damage(nodes, 1, 4)
+    assert run.load() == 3 and "no node has a whole copy" in run.checkpoints.damaged[-1]
+
+
+@pytest.mark.parametrize("lost", ["damaged", "not committed", "nodes are gone"])
+def test_without_a_whole_one_in_memory_that_of_the_folder_is_loaded(lost: str, run: Run, nodes: Nodes) -> None:
+    for node, keeper in enumerate(nodes.keepers):
+        for step in keeper.committed:
+            if lost == "damaged":
+                damage(nodes, node, step)
+            elif lost == "not committed":
+                del keeper.files[step][MARKER]
+        if lost == "nodes are gone":
+            nodes.servers[node].close()
+    assert run.load() == 1 and run.checkpoints.loaded_in is None and run.checkpoints.last == 1
+
+
+def test_a_manifest_that_its_marker_does_not_name_is_none(run: Run, nodes: Nodes) -> None:
+    for node in (0, 1):
+        damage(nodes, node, 4, MANIFEST)
+    assert run.load() == 3
+
+
+def test_a_newer_checkpoint_of_the_folder_is_loaded_and_not_an_older_one_in_memory(run: Run) -> None:
+    run.checkpoints.save(5, run.take(5))
+    assert run.load() == 5 and run.checkpoints.loaded_in is None
+
+
+def test_with_the_memory_of_one_node_a_checkpoint_is_saved_and_loaded_from_the_other(run: Run, nodes: Nodes) -> None:
+    nodes.servers[0].close()
+    run.checkpoints.copy_to_memory(6, run.take(6))
+    assert run.load() == 6 and nodes.keepers[1].committed == [4, 6] and nodes.keepers[0].committed == [3, 4]
+
+
+def test_checkpoints_that_are_not_trusted_are_dropped(run: Run, nodes: Nodes) -> None:
+    for keeper in nodes.keepers:
+        keeper.drop_after({"step": 3}, {}, lambda progress: None)
+    assert run.load() == 3
