@@ -75,7 +75,7 @@ COMMANDS: dict[str, tuple[Sequence[str], Callable[[PodRun, random.Random], list[
         rank_to_kill,
     ),
     "node": (
-        (str(ROOT / "tests" / "pod" / "tiny.yaml"), "--pods", "2", "--trainer-pods", "2", "--parallel.data=2", "--sft.steps=2", "--checkpoint.every_steps=2",
+        (str(ROOT / "tests" / "pod" / "tiny.yaml"), "--pods", "2", "--trainer-pods", "2", "--parallel.data=2", "--sft.steps=6", "--checkpoint.every_steps=2",
          "--evaluation.every_steps=1000000", *_LONG),
         node_to_kill,
     ),

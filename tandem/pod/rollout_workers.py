@@ -115,19 +115,21 @@ class RolloutWorkers:
     def _all(self, name: str, meta: Meta, drop: Callable[[PodLost], None] | None = None) -> list[Frame]:
         """Calls ``name`` on every worker at once. Raises the first error when all have answered; with ``drop`` the workers of lost pods are left out."""
         with ThreadPoolExecutor(len(self.workers), thread_name_prefix=name) as pool:
-            calls = [pool.submit(worker.call, name, meta, deadline_s=self.deadline_s) for worker in self.workers]
-        replies, lost = list[Frame](), dict[int, PodLost]()
-        for call in calls:
+            calls = {number: pool.submit(worker.call, name, meta, deadline_s=self.deadline_s) for number, worker in enumerate(self.workers)}
+        asked, replies, lost = self.workers, dict[int, Frame](), dict[int, PodLost]()
+        for number, call in calls.items():
             try:
-                replies.append(call.result())
+                replies[number] = call.result()
             except PodLost as death:
                 if drop is None:
                     raise
                 lost.setdefault(death.pod, death)
-        if drop is not None:
-            for pod_lost in lost.values():
-                drop(pod_lost)
-        return replies
+        if drop is None or not lost:
+            return [*replies.values()]
+        for pod_lost in lost.values():
+            drop(pod_lost)
+        # Another worker of a lost pod may have answered before.
+        return [reply for number, reply in replies.items() if asked[number] in self.workers]
 
 
 def _sum(name: str, replies: Sequence[Frame]) -> int:
