@@ -14,7 +14,7 @@ from tandem.pod.joined_channel import JoinedChannel
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.runtime.coordination.membership import Member, members, watch_members
 from tandem.runtime.coordination.store import Store, WatchTimeout
-from tandem.types import RunError
+from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class MemberWatch:
                     present = members(store) if known is None else watch_members(store, known, _LOOK_S)
                 except WatchTimeout:
                     continue
-                except RunError as error:
+                except (RunError, UserError) as error:
                     # The run itself ends where the store stays away; its members are looked at anew when it is back.
                     logger.warning("the members of the run cannot be followed: %s", error)
                     self._ended.wait(1.0)
