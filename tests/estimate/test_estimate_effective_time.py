@@ -59,6 +59,13 @@ def test_all_of_the_time_is_trained_or_lost_to_something() -> None:
     assert sum(week.by_cause.values()) == pytest.approx(sum(week.lost_s.values()) - week.lost_s[model.STALL])
 
 
+def test_published_rates_and_published_recovery_give_about_the_published_share() -> None:
+    # Llama 3: more than 90 %. MegaScale: 10 minutes until a fault is diagnosed, 15 until training has caught up, both at most.
+    recovery = Recovery({"process": 600.0, "node": 600.0}, 300.0, repair_s=DAY_S, watchdog=WatchdogConfig(min_deadline_s=600.0))
+    run = SimulatedRun(16_384, 10.0, 32, LLAMA3, recovery, [Tier("disk", every(60), 2.0, 5.0, 3.0)])
+    assert effective_time(run, 7 * DAY_S).share == pytest.approx(0.9, abs=0.05)
+
+
 def one_failure(at_s: float, run: SimulatedRun, monkeypatch: pytest.MonkeyPatch, kind: Kind, *more_s: float) -> EffectiveTime:
     def moments(self: FailureRates, gpus: int, chosen: random.Random):  # type: ignore[no-untyped-def]
         for moment in (at_s, *more_s, math.inf):
