@@ -18,7 +18,8 @@ _RELEASE_S = 5.0
 @dataclass
 class JoinedChannel:
     """The sidecar of the member ``member``, which joined at ``revision``. ``token``: of this life, with the revisions of the controller's leadership and
-    of the joining; a life that has another one refuses the call. ``deadline_s`` bounds every call. ``drop``: removes the member from the store."""
+    of the joining; a life that has another one refuses the call. ``deadline_s`` bounds every call. ``drop``: removes the member from the store. ``lost``:
+    why the pod is known to be dead; empty: it is not."""
 
     member: str
     revision: int
@@ -27,6 +28,7 @@ class JoinedChannel:
     deadline_s: float
     drop: Callable[[], None] = lambda: None
     is_ended: bool = field(default=False, init=False)
+    lost: str = field(default="", init=False)
 
     def call(
         self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None, deadline_s: float | None = None
@@ -34,7 +36,8 @@ class JoinedChannel:
         """One call. Raises ``SidecarDied`` for everything that keeps this pod from answering, and ``DamagedWeights`` for weights that must be registered
         again."""
         if self.is_ended:
-            raise SidecarDied("rollout", "shim", f"pod '{self.member}' was left out, so it cannot be asked for '{name}'")
+            why = f": {self.lost}" if self.lost else ""
+            raise SidecarDied("rollout", "shim", f"pod '{self.member}' was left out, so it cannot be asked for '{name}'{why}")
         return self._ask(name, meta, blobs, on_progress, self.deadline_s + 10 if deadline_s is None else deadline_s)
 
     def _ask(self, name: str, meta: Meta | None, blobs: Blobs | None, on_progress: Progress | None, deadline_s: float) -> Frame:
@@ -46,8 +49,18 @@ class JoinedChannel:
         except DamagedWeights:
             raise
         except (CallError, UserError) as error:
-            is_worker = isinstance(error, RpcTimeout) and is_of_worker(error)
-            raise SidecarDied("rollout", "worker" if is_worker else "shim", str(error)) from None
+            is_worker = isinstance(error, RpcTimeout) and is_of_worker(error) and not self.lost
+            raise SidecarDied("rollout", "worker" if is_worker else "shim", f"{self.client.peer}: {self.lost}" if self.lost else str(error)) from None
+
+    def ask_alive(self, deadline_s: float) -> None:
+        """Asks for a sign of life while other calls are in progress. Raises ``SidecarDied``."""
+        self._ask("memory", None, None, None, deadline_s)
+
+    def lose(self, reason: str) -> None:
+        """Ends all calls, also those in progress, because the pod is dead."""
+        self.lost = reason
+        self.kill()
+        self.client.abort()
 
     def stacks(self, deadline_s: float) -> dict[str, str]:
         """Returns the stacks of the processes of this life by their names, while other calls are in progress. Raises as ``CallClient.call``."""
@@ -58,6 +71,8 @@ class JoinedChannel:
         """Leaves this life alone from now on, and lets another begin. A pod that cannot be reached finds out in the store."""
         if not self.is_ended:
             self.is_ended = True
+            if self.lost:
+                return  # It has no key and answers nothing.
             threading.Thread(target=self._end, name=f"drop-{self.member}", daemon=True).start()
 
     def _end(self) -> None:

@@ -18,7 +18,7 @@ from tandem.pod.joined_channel import JoinedChannel
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.sent_functions import SentFunctions
 from tandem.pod.sent_weights import send_weights, weight_files
-from tandem.runtime.coordination.membership import Member, leave, members
+from tandem.runtime.coordination.membership import Member, find_member, leave
 from tandem.runtime.coordination.store import Store
 from tandem.runtime.rpc.calls import CallError, WorkerDied
 from tandem.runtime.rpc.http_client import HttpClient
@@ -125,6 +125,11 @@ class Joining:
             if what == "left":
                 self.news.append({"left": pod.number, "name": pod.name, "reason": reason})
 
+    def all_lives(self) -> list[RolloutPod]:
+        """Returns the pods that are prepared or take part."""
+        with self.changed:
+            return list(self.lives.values())
+
     def stacks(self) -> dict[str, str]:
         """Returns the stacks of the processes of the pods that work for this controller, by their names; of a pod that does not answer, why."""
         with self.changed:
@@ -140,7 +145,7 @@ class Joining:
         )
 
         def drop() -> None:
-            if any(each.name == member.name and each.revision == member.revision for each in members(store)):
+            if (now := find_member(store, member.name)) is not None and now.revision == member.revision:
                 leave(store, member.name)
 
         channel = JoinedChannel(member.name, member.revision, [self.leadership(), member.revision], client, self.deadline_s, drop)

@@ -30,7 +30,7 @@ from tandem.pod.sent_weights import KeptWeights
 from tandem.pod.shim import Shim
 from tandem.pod.weights_between_pods import add_tls, pod_tls
 from tandem.runtime.coordination.election import LEADER
-from tandem.runtime.coordination.membership import Member, join, leave, members
+from tandem.runtime.coordination.membership import Member, find_member, join, leave
 from tandem.runtime.coordination.open import open_store, with_deadline
 from tandem.runtime.coordination.session import Session
 from tandem.runtime.process.deadline import Deadline
@@ -79,9 +79,9 @@ class JoiningShim:
             "host": self.options.host, "port": port, "pid": os.getpid(), "machine": socket.gethostname(), "agent": self.options.agent, "version": __version__,
             "tls": self.options.tls is not None,
         }  # fmt: skip
-        for other in members(self.store):
-            if other.name == self.name and other.facts.get("agent") == self.options.agent:
-                leave(self.store, self.name)  # The life before this one, which has ended.
+        before = find_member(self.store, self.name)
+        if before is not None and before.facts.get("agent") == self.options.agent:
+            leave(self.store, self.name)  # The life before this one, which has ended.
         self.session = Session(self.store, self.lease_s)
         try:
             self.member = join(self.session, self.name, facts)
@@ -103,7 +103,8 @@ class JoiningShim:
         waiting = Deadline(float(self.options.join_timeout))
         while not self.ended.wait(min(1.0, self.lease_s / 6)):
             with contextlib.suppress(RunError):  # The lease ends if the store stays away.
-                is_there = any((each.name, each.revision) == (self.name, self.member.revision) for each in members(self.store))
+                own = find_member(self.store, self.name)
+                is_there = own is not None and own.revision == self.member.revision
                 if self.store.get(LEADER) is not None:
                     waiting = Deadline(float(self.options.join_timeout))
                 elif waiting.passed or (self.is_leaving and self.token is None):

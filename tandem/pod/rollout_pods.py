@@ -18,6 +18,7 @@ from tandem.pod.channel import RemoteChannel
 from tandem.pod.failures import PodLost, SidecarDied
 from tandem.pod.joined_channel import JoinedChannel
 from tandem.pod.joining import Joining
+from tandem.pod.member_watch import MemberWatch
 from tandem.pod.rollout_pod import PodWorker, RolloutPod
 from tandem.pod.rollout_workers import RolloutWorkers
 from tandem.runtime.coordination.membership import Member, leave, members
@@ -67,12 +68,15 @@ class RolloutPods:
     def __post_init__(self) -> None:
         # With one worker in each pod every worker is the only reader of its shared memory, and verifies what it reads.
         verify = self._verify if any(pod.workers > 1 for pod in self.pods) else None
-        self.workers = RolloutWorkers([], self._replace, self.capacity, self.deadline_s + 10, self._leave_out, self.answer_deadline, verify)
+        self.workers = RolloutWorkers([], self._replace, self.capacity, self.deadline_s + 10, self._leave_out, self._drop, self.answer_deadline, verify)
         self._store: Store | None = None
+        self._watch: MemberWatch | None = None
 
     def start(self) -> None:
         """Brings up every pod. Raises ``SidecarDied`` if none starts."""
         self._store = self._store or self.open_store()
+        if self.joining is not None and self._watch is None:
+            self._watch = MemberWatch(self.open_store, self.joining.all_lives)
         joined = [pod for pod in self.there if pod.name]
         self._take_part([*self._each(self.pods, self._start, "start"), *joined])
 
@@ -81,18 +85,19 @@ class RolloutPods:
         if name == "receive_early":
             return Frame({"pods": self._begin_early(list((meta or {})["version"]))}, {}, "result")
         meta, blobs, progress = meta or {}, blobs or {}, on_progress or (lambda _: None)
-        told: dict[str, Any] = {}
+        early_bytes, told = 0, dict[str, Any]()
         with _one_sidecar():
             if name == "update_weight":
                 early_bytes = self._bring_weights(list(meta["version"]))
-                (lost, self.lost), news = (self.lost, []), [] if self.joining is None else self.joining.told()
-                told = {key: value for key, value in {"left_out": lost, "members": news, "early_bytes": early_bytes}.items() if value}
             # Without those that an earlier rollout under the same weights has lost.
             self._take_part(self.there)
             pods = [worker.pod for worker in self.workers.workers if isinstance(worker, PodWorker)]
             reply, payload = getattr(self.workers, name)(meta, blobs, progress)
             if "groups" in reply:
                 reply["groups_of_pods"] = _by_pod(pods, reply.pop("groups"))
+            if name == "update_weight":
+                (lost, self.lost), news = (self.lost, []), [] if self.joining is None else self.joining.told()
+                told = {key: value for key, value in {"left_out": lost, "members": news, "early_bytes": early_bytes}.items() if value}
         return Frame({**reply, **told}, payload, "result")
 
     def _begin_early(self, version: list[int]) -> int:
@@ -121,9 +126,13 @@ class RolloutPods:
         assert self._store is not None
         present = members(self._store)
         revisions = {member.name: member.revision for member in present}
-        for pod in list(self.there):
+        parting = list[RolloutPod]()
+        for pod in self.there:
             if pod.channel.member not in revisions or (pod.name and revisions[pod.name] != pod.revision):
-                self._part_with(pod)
+                parting.append(pod)
+        # Each may use up a deadline, and a rack that lost its power is many.
+        _at_once(self._part_with, parting)
+        self.there = [pod for pod in self.there if pod not in parting]
         self._take_part([*self.there, *self._each([pod for pod in self.pods if pod not in self.there], self._start_again, "start")])
         self._take_in(present)
 
@@ -166,13 +175,13 @@ class RolloutPods:
 
     def _part_with(self, pod: RolloutPod) -> None:
         """Goes on without a pod that is not a member any more: it leaves, or its lease has ended."""
-        if pod.name and self.joining is not None and isinstance(pod.channel, JoinedChannel):
+        if pod.name and self.joining is not None and isinstance(pod.channel, JoinedChannel) and not pod.channel.lost:
             with suppress(SidecarDied):
                 if pod.channel.release():
                     self.joining.forget(pod, "left")
-                    self.there = [each for each in self.there if each is not pod]
                     return
-        self._lose(pod, PodLost(pod.number, "update_weight", f"pod {pod.number} did not renew its lease"))
+        why = f": {pod.channel.lost}" if isinstance(pod.channel, JoinedChannel) and pod.channel.lost else ""
+        self._lose(pod, PodLost(pod.number, "update_weight", f"pod {pod.number} did not renew its lease{why}"))
 
     def _start(self, pod: RolloutPod) -> None:
         """Starts what does not run of a pod."""
@@ -232,6 +241,14 @@ class RolloutPods:
         self.answer_deadline.missed()
         self._end(next(pod for pod in self.there if pod.number == lost.pod), lost)
 
+    def _drop(self, lost: PodLost) -> None:
+        """Goes on without a pod that joined and is lost in an update of weights: the others have them. Raises ``lost`` for one of the run's own."""
+        pod = next(pod for pod in self.there if pod.number == lost.pod)
+        if not pod.name:
+            raise lost
+        self._lose(pod, lost)
+        self._take_part(self.there)
+
     def _lose(self, pod: RolloutPod, lost: PodLost) -> None:
         """Ends a pod that was lost outside a rollout, and notes it unless it was left out before."""
         if pod.name or pod.number not in self.away:
@@ -269,7 +286,9 @@ class RolloutPods:
         return {name: sum(each[name] for each in found) for name in found[0]}
 
     def close(self) -> None:
-        joined = [] if self.joining is None else list(self.joining.lives.values())
+        joined = [] if self.joining is None else self.joining.all_lives()
+        if self._watch is not None:
+            self._watch.close()
         _at_once(lambda pod: pod.channel.close(), [*self.pods, *joined])
         if self._store is not None:
             self._store.close()

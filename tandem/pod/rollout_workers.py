@@ -38,7 +38,8 @@ class RolloutWorkers:
     """``workers``: by number. ``replace(number)`` starts another worker in the place of a dead one, and raises ``PodLost`` where it cannot.
     ``verify(version, revisions)``: compares all of it with its digests, once for each shared memory that workers take it from, where it must still be what
     they took, which is of these ``revisions`` by worker (``None``: it took nothing); it raises ``DamagedWeights``. Without it every worker verifies a copy of
-    its own. ``leave_out``: ends what is left of a lost pod. ``capacity``: sequences that a worker draws at once.
+    its own. ``leave_out``: ends what is left of a lost pod. ``drop``: removes from ``workers`` those of a pod that is lost in an update of weights, and raises
+    what ends the update if it cannot go on without them. ``capacity``: sequences that a worker draws at once.
     ``answer_deadline``: of a worker's next finished group, ``deadline_s`` if there is none."""
 
     workers: list[CallsWorker]
@@ -46,6 +47,7 @@ class RolloutWorkers:
     capacity: int
     deadline_s: float
     leave_out: Callable[[PodLost], None] = lambda lost: None
+    drop: Callable[[PodLost], None] | None = None
     answer_deadline: LearnedDeadline | None = None
     verify: Callable[[Sequence[int], Sequence[int | None]], object] | None = None
     engine: dict[str, Any] = field(default_factory=dict)
@@ -74,11 +76,11 @@ class RolloutWorkers:
         afterwards, ``DamagedWeights`` if the weights that all have taken do not have their digests; no worker says that it holds them then."""
         version = tuple(meta["version"])
         if self.verify is None or len(self.workers) == 1:
-            replies = held = self._all("update_weight", meta)
+            replies = held = self._all("update_weight", meta, self.drop)
         else:
-            replies = self._all("update_weight", {**meta, "unverified": True})
+            replies = self._all("update_weight", {**meta, "unverified": True}, self.drop)
             self.verify(version, [reply.meta["revision"] for reply in replies])
-            held = self._all("confirm_weight", {"version": list(version)})
+            held = self._all("confirm_weight", {"version": list(version)}, self.drop)
         for number, reply in enumerate(held):
             if tuple(reply.meta["version"]) != version:
                 raise RunError(f"rollout worker {number} holds the weights {tuple(reply.meta['version'])} after the update to {version}")
@@ -110,11 +112,24 @@ class RolloutWorkers:
         except DamagedWeights as damage:
             raise WorkerDied(f"rollout worker {number}", "update_weight", f"it was replaced and cannot read the weights again: {damage}") from None
 
-    def _all(self, name: str, meta: Meta) -> list[Frame]:
-        """Calls ``name`` on every worker at once. Raises the first error when all have answered."""
+    def _all(self, name: str, meta: Meta, drop: Callable[[PodLost], None] | None = None) -> list[Frame]:
+        """Calls ``name`` on every worker at once. Raises the first error when all have answered; with ``drop`` the workers of lost pods are left out."""
         with ThreadPoolExecutor(len(self.workers), thread_name_prefix=name) as pool:
-            calls = [pool.submit(worker.call, name, meta, deadline_s=self.deadline_s) for worker in self.workers]
-        return [call.result() for call in calls]
+            calls = {number: pool.submit(worker.call, name, meta, deadline_s=self.deadline_s) for number, worker in enumerate(self.workers)}
+        asked, replies, lost = self.workers, dict[int, Frame](), dict[int, PodLost]()
+        for number, call in calls.items():
+            try:
+                replies[number] = call.result()
+            except PodLost as death:
+                if drop is None:
+                    raise
+                lost.setdefault(death.pod, death)
+        if drop is None or not lost:
+            return [*replies.values()]
+        for pod_lost in lost.values():
+            drop(pod_lost)
+        # Another worker of a lost pod may have answered before.
+        return [reply for number, reply in replies.items() if asked[number] in self.workers]
 
 
 def _sum(name: str, replies: Sequence[Frame]) -> int:

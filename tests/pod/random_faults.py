@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,7 +48,8 @@ SETUPS = (
 @dataclass(frozen=True, slots=True)
 class PodFault:
     """One fault: its ``kind``, what it struck, when (the steps that were taken) and for how long; by how many steps the run went on while it lasted and
-    how its command ``ended`` before the next fault, if it did: then the run was resumed."""
+    how its command ``ended`` before the next fault, if it did: then the run was resumed. ``recovered_s``: from the beginning of the fault until the run had
+    taken a step more than ever before, its repetition of earlier ones included."""
 
     kind: str
     where: str
@@ -55,6 +57,7 @@ class PodFault:
     seconds: float
     went_on: int
     ended: str = ""
+    recovered_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,35 @@ class FaultyRun:
     recoveries: dict[str, int]
     seconds: float
     setup: str = SETUPS[0].name
+
+
+class StepTimes:
+    """Follows a run and notes when it took each step first."""
+
+    def __init__(self, four: FourPods) -> None:
+        self._four, self._at_s, self._ended = four, [time.monotonic()], threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    @property
+    def steps(self) -> int:
+        """The most steps that the run had taken at any time."""
+        return len(self._at_s) - 1
+
+    def at_s(self, step: int) -> float:
+        """Returns the monotonic seconds at which the run had taken ``step`` steps first. Waits until it has."""
+        while self.steps < step and self._thread.is_alive():
+            time.sleep(0.01)
+        return self._at_s[step]
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(0.02):
+            now, rows = time.monotonic(), self._four.rows()
+            self._at_s += [now] * (rows - self.steps)
 
 
 Fault = Callable[[FourPods, random.Random, float], str]
@@ -198,16 +230,19 @@ def faulty_run(quiet: PodRun, folder: Path, seed: int, steps: int = STEPS, count
     rng.shuffle(kinds)
     at_steps = sorted(rng.sample(range(steps - 2), count))
     four = FourPods(folder, steps, (*setup.settings, *setup.pods))
+    times = StepTimes(four)
     try:
         four.start()
         for kind, at_step, after in zip(kinds, at_steps, [*at_steps[1:], steps], strict=True):
             four.wait_for_step(at_step)
             time.sleep(rng.uniform(0.0, 0.5))
             step, seconds, before = four.rows(), rng.uniform(*_SECONDS), len(four.ends)
+            struck_s, most = time.monotonic(), times.steps
             where = KINDS[kind](four, rng, seconds)
             went_on = four.rows() - step
-            four.wait_for_step(after)
-            faults.append(PodFault(kind, where, step, round(seconds, 1), went_on, "; ".join(four.ends[before:])))
+            four.wait_for_step(max(after, most + 1))
+            recovered_s = round(times.at_s(most + 1) - struck_s, 1)
+            faults.append(PodFault(kind, where, step, round(seconds, 1), went_on, "; ".join(four.ends[before:]), recovered_s))
             print(f"seed {seed}: {faults[-1]}", flush=True)
         four.wait()
         wrong += difference(four.run, quiet)
@@ -218,6 +253,7 @@ def faulty_run(quiet: PodRun, folder: Path, seed: int, steps: int = STEPS, count
         wrong.append(str(error))
         recoveries = Counter()
     finally:
+        times.close()
         if wrong:
             shutil.copytree(folder, folder.with_name(f"{folder.name}-wrong"), dirs_exist_ok=True, ignore_dangling_symlinks=True)
         four.close()
@@ -291,11 +327,13 @@ def _role(command: str) -> str:
 
 def rows_of(runs: Sequence[FaultyRun]) -> list[str]:
     """Returns a Markdown table of the faults of ``runs`` by kind and place."""
-    lines = ["| seed | fault | where | after step | for s | steps meanwhile | the command | wrong |", "|---|---|---|---|---|---|---|---|"]
+    lines = ["| seed | fault | where | after step | for s | s to the next step | steps meanwhile | the command | wrong |", 9 * "|---" + "|"]
     for run in runs:
         for fault in run.faults:
             wrong = "; ".join(run.wrong).replace("|", "/")[:200] or "nothing"
+            recovered = "" if fault.recovered_s is None else f"{fault.recovered_s:.1f}"
             lines.append(
-                f"| {run.seed} | {fault.kind} | {fault.where} | {fault.step} | {fault.seconds:.1f} | {fault.went_on} | {fault.ended or 'went on'} | {wrong} |"
+                f"| {run.seed} | {fault.kind} | {fault.where} | {fault.step} | {fault.seconds:.1f} | {recovered} | {fault.went_on} | "
+                f"{fault.ended or 'went on'} | {wrong} |"
             )
     return lines

@@ -122,7 +122,7 @@ def test_a_life_reads_weights_while_they_are_registered_for_its_controller_alone
 
     def read(number: int) -> torch.Tensor:
         ends = time.monotonic() + 30
-        while number == 2 and mirror is not None and mirror._early is not None and len(mirror._early._pieces) < 2 and time.monotonic() < ends:
+        while number == 2 and mirror is not None and mirror._early is not None and mirror._early._done_bytes() == 0 and time.monotonic() < ends:
             time.sleep(0.005)
         return torch.full((100, 100), float(number))
 

@@ -41,6 +41,12 @@ def members(store: Store) -> Sequence[Member]:
     return _decoded(store.list(_MEMBERS))
 
 
+def find_member(store: Store, name: str) -> Member | None:
+    """Returns the member ``name``, ``None`` if there is none. What each of many members asks again and again must not read the keys of all."""
+    entry = store.get(_MEMBERS + name)
+    return None if entry is None else _member(entry)
+
+
 def watch_members(store: Store, known: Sequence[Member], deadline_s: float) -> Sequence[Member]:
     """Waits until the members are not ``known``, and returns them. Raises ``WatchTimeout``."""
     before = [Entry(_MEMBERS + member.name, json.dumps(member.facts).encode(), member.revision) for member in known]
@@ -48,4 +54,8 @@ def watch_members(store: Store, known: Sequence[Member], deadline_s: float) -> S
 
 
 def _decoded(entries: Sequence[Entry]) -> Sequence[Member]:
-    return [Member(entry.key.removeprefix(_MEMBERS), json.loads(entry.value), entry.revision) for entry in entries]
+    return [_member(entry) for entry in entries]
+
+
+def _member(entry: Entry) -> Member:
+    return Member(entry.key.removeprefix(_MEMBERS), json.loads(entry.value), entry.revision)

@@ -1,12 +1,13 @@
 """Calls to a sidecar on another machine, from the controller's side: frames as the bodies of HTTP. Standard library alone."""
 
+import contextlib
 import http.client
 import io
 import select
 import socket
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.runtime.process.deadline import Deadline
@@ -22,16 +23,25 @@ class HttpClient(CallClient):
     """Calls a sidecar's ``HttpServer``. ``tls``: with which both show each other that they are pods; ``None``: nothing is encrypted."""
 
     tls: PodTls | None = None
+    _open: "list[_Stream | _TlsStream]" = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def abort(self) -> None:
+        """Ends the calls that are in progress, in their threads, as if the sidecar had closed their connections."""
+        for stream in [*self._open]:
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
 
     def _exchange(
         self, name: str, meta: Meta, blobs: Blobs | None, deadline: Deadline, connect_s: float,
         result: Callable[[Callable[[Deadline], Frame]], Frame],
     ) -> Frame:  # fmt: skip
         connection = http.client.HTTPConnection(self.host, self.port, timeout=connect_s)
+        stream: _Stream | _TlsStream | None = None
         try:
             connection.connect()
             # The response takes the socket over and closes the connection's own reference to it.
             connection.sock = stream = self._stream(connection.sock, Deadline(connect_s, deadline))
+            self._open.append(stream)
             headers = {"Authorization": f"Bearer {self.credential}", "Content-Type": "application/octet-stream", "Connection": "close"}
             connection.request("POST", f"/call/{name}", encode(meta, blobs, "call", name), headers)
             response = connection.getresponse()
@@ -51,6 +61,8 @@ class HttpClient(CallClient):
         except http.client.HTTPException as error:
             raise self.died(name, error) from None
         finally:
+            if stream is not None:
+                self._open.remove(stream)
             connection.close()
 
     def _stream(self, connection: socket.socket, deadline: Deadline) -> "_Stream | _TlsStream":
@@ -78,6 +90,9 @@ class _TlsStream:
     def makefile(self, mode: str) -> io.BufferedReader:
         self._is_read = True
         return io.BufferedReader(_TlsReader(self))
+
+    def shutdown(self, how: int) -> None:
+        self.connection.shutdown(how)
 
     def close(self) -> None:
         if not self._is_read:
