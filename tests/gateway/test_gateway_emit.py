@@ -76,8 +76,10 @@ def test_streams_long_bodies_and_the_death_of_a_gateway_pass_through_the_load_ba
     file, port = tmp_path / "gateway.yaml", free_port()
     file.write_text(yaml.safe_dump({"backends": ["http://127.0.0.1:9"], "max_body_mib": 1}))
     settings = {"max_body_mib": 1, "trusted_proxies": ["127.0.0.0/8"]}
-    with gateway(tmp_path, backends, **settings) as one, gateway(tmp_path, backends, **settings) as two, \
-            balancer(kind, emitted(kind, file, [one, two], port, capsys), port, tmp_path) as url, httpx.Client(timeout=30) as client:
+    with contextlib.ExitStack() as stack:
+        one, two, three = (stack.enter_context(gateway(tmp_path, backends, **settings)) for _ in range(3))
+        url = stack.enter_context(balancer(kind, emitted(kind, file, [one, two, three], port, capsys), port, tmp_path))
+        client = stack.enter_context(httpx.Client(timeout=30))
         named = {"X-Forwarded-For": "198.51.100.7"}
         body = {"model": "m", "prompt": "x" * 220_000, "stream": True, "max_tokens": 4}
         with client.stream("POST", f"{url}/v1/completions", json=body, headers=named) as response:
@@ -97,11 +99,12 @@ def test_streams_long_bodies_and_the_death_of_a_gateway_pass_through_the_load_ba
         assert too_large.status_code == 413
         one.process.kill()
         one.process.wait()
-        # All find the other one, but for one that may be sent on a connection of which the balancer has not heard yet that it is broken.
+        # All find the others, but for one that may be sent on a connection of which the balancer has not heard yet that it is broken.
         answers = [client.post(f"{url}/v1/completions", json={"model": "m", "prompt": str(number)}) for number in range(20)]
         assert sum(answer.status_code == 200 for answer in answers) >= 19, [answer.text[-300:] for answer in answers]
-        two.process.kill()
-        two.process.wait()
+        for each in (two, three):
+            each.process.kill()
+            each.process.wait()
         began = time.monotonic()
         assert client.post(f"{url}/v1/completions", json={"model": "m", "prompt": "x"}).status_code in (502, 503)
         assert time.monotonic() - began < 30

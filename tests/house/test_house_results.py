@@ -96,3 +96,14 @@ def test_ticks_are_round_and_enclose_the_values(curves: ModuleType) -> None:
     assert curves.ticks(60) == [0, 10, 20, 30, 40, 50, 60]
     assert curves.ticks(225) == [0, 50, 100, 150, 200, 250]
     assert curves.ticks(1.0)[-1] == 1.0
+
+
+def test_the_seconds_of_each_phase_of_a_switch_are_those_of_the_newest_results() -> None:
+    newest = sorted((ROOT / "benchmarks" / "results").glob("switch-phases-*.md"))[-1]
+    rows = [line for line in newest.read_text().splitlines() if re.match(r"\| [a-z_]+ \| \d", line)]
+    section = (ROOT / "docs" / "hybrid.md").read_text().partition("## Seconds of each phase")[2].partition("\n### ")[0]
+    assert len(rows) == 11 and [line for line in section.splitlines() if re.match(r"\| [a-z_]+ \| \d+\.\d", line)] == rows
+    assert f"results/{newest.name})" in section
+    (sums,) = re.findall(r"medians: ([\d.]+) s, of the plain copies ([\d.]+) s: ratio ([\d.]+)", newest.read_text())
+    stated = re.findall(r"([\d.]+) s by medians, of ([\d.]+) s for the copies, a ratio of ([\d.]+)\.", section)
+    assert stated == [(f"{float(sums[0]):.2f}", f"{float(sums[1]):.2f}", sums[2])]
