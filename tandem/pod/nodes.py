@@ -94,7 +94,8 @@ class Nodes:
         with self._lock:
             # One that has failed is no member any more.
             held |= {node: each for node, each in self.held.items() if node in self.states}
-            states |= dict.fromkeys(self.states.keys() - states.keys(), "gone") | dict.fromkeys(held, "cordoned")
+            states |= dict.fromkeys(self.states.keys() - states.keys(), "gone")
+            states |= dict.fromkeys(held, "cordoned")
             for name, state in sorted(states.items()):
                 if self.states.get(name) != state:
                     self._news.append({"node": name, "state": state, **({"reason": held[name].reason} if name in held else {})})

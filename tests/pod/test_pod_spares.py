@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_a_cordon_of_the_cluster_holds_for_every_run_by_the_name_of_the_pod_or_o
 
 @pytest.fixture
 def machines(tmp_path: Path, etcd_server: EtcdServer) -> Iterator[Machines]:
-    made = Machines(tmp_path, etcd_server, ("--pods.max_count=2", "--pods.min_count=2", "--cluster.spares=1", *STEPS))
+    made = Machines(tmp_path, etcd_server, ("--pods.max_count=2", "--pods.min_count=2", "--cluster.spares=1", "--pods.heartbeat_timeout_s=5", *STEPS))
     yield made
     made.close()
 
@@ -123,24 +124,61 @@ def undisturbed(machines: Machines, folder: Path, *more: str) -> PodRun:
     return alone
 
 
-@needs_etcd
-@pytest.mark.full
-def test_a_node_that_is_killed_is_cordoned_and_the_spare_in_its_place_changes_no_bit(machines: Machines, tmp_path: Path) -> None:
+def begin(machines: Machines) -> "tuple[subprocess.Popen[str], dict[str, subprocess.Popen[str]]]":
+    """Starts a run when its two pods are there. Returns its command and theirs."""
     pods = {name: machines.pod(name) for name in ("n2", "n3")}
     for name, pod in pods.items():
         machines.wait_for(name, "joined run", pod)
-    controller = machines.train()
+    return machines.train(), pods
+
+
+def failed_and_spare(machines: Machines) -> list[str]:
     wait_for_step(machines.run, 3)
     states = dict(node_events(machines.run))
     assert sorted(states.values()) == ["in use", "spare"], states
-    failed, spare = sorted(states, key=states.__getitem__)
-    for pid in machines.pods[failed].processes():
-        os.kill(pid, signal.SIGKILL)
+    return sorted(states, key=states.__getitem__)
+
+
+@needs_etcd
+@pytest.mark.full
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "paused"])
+def test_a_node_that_is_killed_or_paused_is_cordoned_and_the_spare_in_its_place_changes_no_bit(
+    what: signal.Signals, machines: Machines, tmp_path: Path
+) -> None:
+    controller, pods = begin(machines)
+    failed, spare = failed_and_spare(machines)
+    stopped = list(machines.pods[failed].processes())
+    for pid in stopped:
+        os.kill(pid, what)
     done = finish(controller)
     assert done.returncode == 0, done.stderr
     assert node_events(machines.run)[2:] == [(failed, "cordoned"), (spare, "in use")]
     assert f"node {failed} is cordoned: its pod was lost" in done.stdout + done.stderr
+    if what == signal.SIGSTOP:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        pods[failed].terminate()
+        assert pods[failed].wait(60) == 0
     assert difference(machines.run, undisturbed(machines, tmp_path)) == []
     # Cordons of a run end with it.
     assert cordons(EtcdStore(machines.etcd.config(), f"/tandem/{machines.name}/")) == {}
     assert pods[spare].wait(60) == 0 and machines.left_behind() == []
+
+
+@needs_etcd
+@pytest.mark.full
+def test_two_runs_with_one_etcd_and_nodes_of_the_same_names_do_not_touch_each_other(machines: Machines, tmp_path: Path, etcd_server: EtcdServer) -> None:
+    (tmp_path / "other").mkdir()
+    other = Machines(tmp_path / "other", etcd_server, machines.settings)
+    try:
+        (first, _), (second, _) = begin(machines), begin(other)
+        failed, spare = failed_and_spare(machines)
+        for pid in machines.pods[failed].processes():
+            os.kill(pid, signal.SIGKILL)
+        assert finish(first).returncode == finish(second).returncode == 0
+        assert node_events(machines.run)[2:] == [(failed, "cordoned"), (spare, "in use")]
+        assert sorted(state for _, state in node_events(other.run)) == ["in use", "spare"] and other.run.events("recovery") == []
+        alone = undisturbed(machines, tmp_path)
+        assert difference(machines.run, alone) == difference(other.run, alone) == []
+    finally:
+        other.close()

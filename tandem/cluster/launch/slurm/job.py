@@ -20,11 +20,12 @@ from pathlib import Path
 from types import FrameType
 
 from tandem.cluster.etcd_process import own_etcd
+from tandem.cluster.health.preflight import check_nodes, check_outcome, preflight, write_outcome
 from tandem.cluster.launch.record import FOLDER, PASSWORD, Record, read_record
 from tandem.cluster.launch.slurm.addresses import address_of, own_address
 from tandem.cluster.launch.slurm.commands import SAVED, ask, node_address, node_names
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
-from tandem.runtime.coordination.open import run_prefix
+from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.processes import Threads, available_cores, spawn, terminate, wait
 from tandem.runtime.records.logs import setup
 from tandem.types import RunError, UserError
@@ -40,6 +41,7 @@ class Job:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.is_over_time, self._stops = directory, False, 0
+        self._overrides: tuple[str, ...] = ()
         self._controller: subprocess.Popen[bytes] | None = None
         # From the first moment on: Slurm sends them when it wants, and they end a process that does not expect them.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -50,6 +52,7 @@ class Job:
         record = read_record(self.directory)
         if record is None:
             raise UserError(f"'{self.directory}' was not launched on Slurm: it has no {FOLDER}/record.json")
+        self._overrides = record.overrides
         recipe = load_config(self.directory / "config.yaml", record.overrides)
         nodes = node_names(os.environ["SLURM_JOB_NODELIST"])
         logger.info("job %s on %s", os.environ["SLURM_JOB_ID"], ", ".join(nodes))
@@ -85,18 +88,44 @@ class Job:
         with contextlib.ExitStack() as stack:
             if record.starts_etcd:
                 log, password = self.directory / "logs" / "etcd.log", self.directory / FOLDER / PASSWORD
-                etcd = stack.enter_context(own_etcd(host, password, log, run_prefix(recipe.coordination, self.directory)))
+                etcd = stack.enter_context(own_etcd(host, password, log, f"{recipe.coordination.prefix.rstrip('/')}/"))
                 logger.info("etcd at %s, cluster %s", etcd.endpoint, etcd.cluster_id)
                 shared += etcd.overrides()
-            if others := len(nodes) - 1:
+            if recipe.cluster.preflight and len(nodes) > 1:
+                nodes = self._fit(recipe, nodes, host, shared)
+            if others := nodes[1:]:
                 stack.callback(_end, self._start_pods(others, host, shared))
             yield [*shared, f"--pods.host={host}"]
 
-    def _start_pods(self, count: int, host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
-        """Returns the ``srun`` of a pod on each of the ``count`` nodes after the first one, which is reached at ``host``."""
-        step = ["--relative=1", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--label", "--quiet"]
-        command = [sys.executable, "-m", "tandem.cluster.launch.slurm.pod", str(self.directory), host, *overrides]
-        return spawn(None, [*step, *command], program="srun", threads=Threads(1), new_session=True)
+    def _fit(self, recipe: Recipe, nodes: list[str], host: str, overrides: list[str]) -> list[str]:
+        """Returns the ``nodes`` that have passed the preflight. Raises ``UserError`` if the run cannot begin on them."""
+        check_nodes(nodes)
+        coordination = load_config(self.directory / "config.yaml", [*self._overrides, *overrides])
+        assert isinstance(coordination, Recipe)
+        store = open_store(store_address(coordination.coordination, self.directory))
+        measuring = self._start("tandem.cluster.health.on_node", nodes, host, overrides)
+        try:
+            outcome = preflight(store, nodes, recipe.cluster, lambda: self._stops > 0 or measuring.poll() is not None)
+        finally:
+            _end(measuring)
+            store.close()
+        if self._stops:
+            return nodes[:1]
+        write_outcome(self.directory / FOLDER, outcome)
+        for each in check_outcome(outcome, nodes, recipe.cluster):
+            print(f"[job {os.environ['SLURM_JOB_ID']}] {each.text}; it is cordoned", flush=True)
+        logger.info("preflight: %s are fit", ", ".join(outcome.fit))
+        return list(outcome.fit)
+
+    def _start_pods(self, nodes: list[str], host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
+        """Returns the ``srun`` of a pod on each of the ``nodes``. The first node of the run is reached at ``host``."""
+        return self._start("tandem.cluster.launch.slurm.pod", nodes, host, overrides)
+
+    def _start(self, module: str, nodes: list[str], host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
+        count = len(nodes)
+        step = [f"--nodelist={','.join(nodes)}", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+        command = [sys.executable, "-m", module, str(self.directory), host, *overrides]
+        return spawn(None, [*step, "--label", "--quiet", *command], program="srun", threads=Threads(1), new_session=True)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1 and self.is_over_time:

@@ -16,6 +16,7 @@ from tandem.cluster.launch.record import CREDENTIAL, FOLDER, Record, read_record
 from tandem.cluster.launch.slurm.commands import SAVED, ask, check_installed, check_place, find_job, submit
 from tandem.cluster.launch.slurm.script import batch_script
 from tandem.config.bundled import recipe_file
+from tandem.config.cluster import ClusterConfig
 from tandem.config.load import apply_overrides, build, read_yaml, to_mapping
 from tandem.config.recipe import ON_DATA, AnyRecipe, recipe_of
 from tandem.config.slurm import SlurmConfig
@@ -148,8 +149,11 @@ def _for_nodes(data: Mapping[str, Any], directory: Path) -> tuple[list[str], boo
     if _section(data, "algorithm").get("name") in ON_DATA:
         raise UserError(f"'slurm.nodes' is {nodes}, and a run on data trains on one machine in this version; set it to 1")
     pods, coordination = _section(data, "pods"), _section(data, "coordination")
+    spares = build(ClusterConfig, _section(data, "cluster"), "cluster").spares
+    if spares > nodes - 2:
+        raise UserError(f"'cluster.spares' is {spares} and 'slurm.nodes' {nodes}; besides the first node, with the controller, one must hold a pod: lower it")
     count, most = (value if isinstance(value := pods.get(name), int) else 1 for name in ("count", "max_count"))
-    values: dict[str, object] = {"coordination.store": "etcd", "pods.max_count": max(most, count + nodes - 1)}
+    values: dict[str, object] = {"coordination.store": "etcd", "pods.max_count": max(most, count + nodes - 1 - spares)}
     if not pods.get("credential_file"):
         values["pods.credential_file"] = json.dumps(str(directory / FOLDER / CREDENTIAL), ensure_ascii=False)
     starts_etcd = coordination.get("store") != "etcd"
