@@ -31,6 +31,6 @@ def read_nodes(directory: Path) -> Sequence[NodeStatus]:
     if path.is_file():
         with Journal(path, read_only=True) as journal:
             for event in journal.events():
-                if event.kind == "node":
+                if event.kind in ("node", "cordon"):
                     found[event.detail["node"]] = NodeStatus(event.detail["node"], event.detail["state"], event.detail.get("reason", ""))
     return [found[node] for node in sorted(found)]

@@ -254,8 +254,9 @@ class Pod:
     def _note_member(self, step: int, news: dict[str, Any]) -> None:
         """Journals and tells that a pod of another machine ``joined``, ``left`` or was ``refused``, or that a ``node`` has another state."""
         if "node" in news:
-            self.journal.record_event("node", {"step": step, **news})
-            if news["state"] == "cordoned":
+            is_cordoned = news["state"] == "cordoned"
+            self.journal.record_event("cordon" if is_cordoned else "node", {"step": step, **news})
+            if is_cordoned:
                 self.records.callback.message(f"step {step}: node {news['node']} is cordoned: {news['reason']}")
             return
         self.journal.record_event("membership", {"step": step, **news})

@@ -47,7 +47,7 @@ def processes_of(slurm: LaunchedRuns, node: str) -> list[int]:
 
 
 def node_states(run: PodRun) -> dict[str, str]:
-    return {event.detail["node"]: event.detail["state"] for event in run.events("node")}
+    return {event.detail["node"]: event.detail["state"] for event in sorted([*run.events("node"), *run.events("cordon")], key=lambda event: event.id)}
 
 
 def wait_for_states(slurm: LaunchedRuns, name: str, *states: str) -> dict[str, str]:

@@ -21,7 +21,8 @@ from tandem.runtime.exposition.names import metric_name
 from tandem.runtime.exposition.text import exposition
 from tandem.runtime.records.journal_counts import JournalCounts
 
-EVENTS = ("recovery", "resume", "alarm", "damage", "mismatch", "checkpoint_damaged", "weights_damaged", "skipped_step", "reward_fault", "journal_lost")
+EVENTS = ("recovery", "resume", "alarm", "damage", "mismatch", "checkpoint_damaged", "weights_damaged", "skipped_step", "reward_fault", "journal_lost",
+          "cordon")  # fmt: skip
 """Kinds of events that are counted from 0 on, so that an increase can be seen; others appear when they happen."""
 _STEPS_IN_MEDIAN = 32
 _FEWEST_IN_MEDIAN = 3

@@ -100,9 +100,10 @@ class Job:
     def _fit(self, recipe: Recipe, nodes: list[str], host: str, overrides: list[str]) -> list[str]:
         """Returns the ``nodes`` that have passed the preflight. Raises ``UserError`` if the run cannot begin on them."""
         check_nodes(nodes)
-        coordination = load_config(self.directory / "config.yaml", [*self._overrides, *overrides])
-        assert isinstance(coordination, Recipe)
-        store = open_store(store_address(coordination.coordination, self.directory))
+        overrides = [*self._overrides, *overrides]
+        with_store = load_config(self.directory / "config.yaml", overrides)
+        assert isinstance(with_store, Recipe)
+        store = open_store(store_address(with_store.coordination, self.directory))
         measuring = self._start("tandem.cluster.health.on_node", nodes, host, overrides)
         try:
             outcome = preflight(store, nodes, recipe.cluster, lambda: self._stops > 0 or measuring.poll() is not None)
