@@ -11,7 +11,8 @@ def test_doctor_measures_this_machine_and_compares_its_report_with_others(comman
     done = command("doctor", "--preflight", "--json")
     assert done.code == 0, done
     mine = replace(read_report(done.out, "it"), node="n1", failed={})
-    assert mine.speeds["matrix products"] > 1e8 and mine.speeds["memory"] > 1e8 and mine.free_bytes["memory"] > 2**20 and mine.versions["torch"]
+    assert min(mine.speeds.values()) > 0 and set(mine.speeds) == {"matrix products", "memory", "disk"}
+    assert mine.free_bytes["memory"] > 0 and mine.versions["torch"]
     slow = replace(mine, node="n3", speeds={**mine.speeds, "memory": mine.speeds["memory"] / 3})
     paths = [tmp_path / f"{report.node}.json" for report in (mine, replace(mine, node="n2"), slow)]
     for path, report in zip(paths, (mine, replace(mine, node="n2"), slow), strict=True):

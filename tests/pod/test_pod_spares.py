@@ -169,6 +169,21 @@ def test_a_node_that_is_killed_or_paused_is_cordoned_and_the_spare_in_its_place_
 
 @needs_etcd
 @pytest.mark.full
+def test_a_node_that_is_cordoned_for_its_numbers_is_released_and_the_spare_in_its_place_changes_no_bit(machines: Machines, tmp_path: Path) -> None:
+    controller, pods = begin(machines)
+    failed, spare = failed_and_spare(machines)
+    store = EtcdStore(machines.etcd.config(), f"/tandem/{machines.name}/")
+    cordon(store, failed, "its digests are others", machines.name)
+    store.close()
+    done = finish(controller)
+    assert done.returncode == 0, done.stderr
+    assert node_events(machines.run)[2:] == [(failed, "cordoned"), (spare, "in use")] and machines.run.events("recovery") == []
+    assert ("left", failed) in machines.members() and pods[failed].wait(60) == 0
+    assert difference(machines.run, undisturbed(machines, tmp_path)) == []
+
+
+@needs_etcd
+@pytest.mark.full
 def test_two_runs_with_one_etcd_and_nodes_of_the_same_names_do_not_touch_each_other(machines: Machines, tmp_path: Path, etcd_server: EtcdServer) -> None:
     (tmp_path / "other").mkdir()
     other = Machines(tmp_path / "other", etcd_server, machines.settings)
