@@ -1,7 +1,13 @@
-"""Show what Tandem finds and uses on this machine.
+"""Show what Tandem finds and uses on this machine, or measure it as one node of a cluster.
 
-example:
+With --preflight it measures what a run on several nodes measures of each before it begins: matrix products, memory and disk, and what is free in /dev/shm
+and on the disk. --compare takes the reports of several nodes and says which is not fit, with exit status 1; the first is that of the run's first node.
+
+examples:
   tandem doctor
+  tandem doctor --preflight
+  tandem doctor --preflight --json > reports/$(hostname).json
+  tandem doctor --compare reports/*.json
 """
 
 import argparse
@@ -9,7 +15,9 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
+import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.backends.environment import installed
@@ -30,10 +38,19 @@ OPTIONAL = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds no arguments."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--preflight", action="store_true", help="measure this machine as a node")
+    what.add_argument("--compare", nargs="+", metavar="FILE", type=Path, help="compare the reports of nodes")
+    parser.add_argument("--json", action="store_true", help="with --preflight: print the report as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.json and not options.preflight:
+        raise UserError("--json is given without --preflight, whose report it prints; add --preflight")
+    if options.preflight:
+        return _preflight(options.json)
+    if options.compare:
+        return _compare(options.compare)
     memory = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     lines = [
         ("Python", sys.version.split()[0]),
@@ -53,6 +70,48 @@ def run(options: argparse.Namespace) -> int:
     for name, value in lines:
         print(f"{name:<16} {value}")
     return 0
+
+
+def _preflight(as_json: bool) -> int:
+    from tandem.cluster.health.compare import findings
+    from tandem.cluster.health.measure import measure_node
+    from tandem.config.cluster import ClusterConfig
+    from tandem.config.machine import MachineConfig
+
+    report = measure_node(socket.gethostname(), MachineConfig())
+    if as_json:
+        print(report.to_json())
+        return 0
+    lines = [*report.versions.items(), ("devices", ", ".join(report.devices) or "no GPU")]
+    lines += [(what, f"{value / 1e9:.3g} {'GFLOP/s' if what.startswith('matrix') else 'GB/s'}") for what, value in report.speeds.items()]
+    lines += [(f"{place} free", f"{value / 2**30:.1f} GiB") for place, value in report.free_bytes.items()]
+    for name, text in lines:
+        print(f"{name:<16} {text}")
+    found = findings([report], {}, ClusterConfig())
+    for each in found:
+        print(each.text)
+    return int(bool(found))
+
+
+def _compare(paths: Sequence[Path]) -> int:
+    from tandem.cluster.health.compare import findings
+    from tandem.cluster.health.node_report import read_report
+    from tandem.cluster.health.preflight import check_nodes
+    from tandem.config.cluster import ClusterConfig
+    from tandem.types.input_file import MOST_JSON_BYTES, read_input
+
+    reports = []
+    for path in paths:
+        try:
+            reports.append(read_report(read_input(path, MOST_JSON_BYTES), f"'{path}'"))
+        except OSError as error:
+            raise UserError(f"'{path}' cannot be read: {error.strerror}; name a report of 'tandem doctor --preflight --json'") from None
+    check_nodes([report.node for report in reports])
+    found = findings(reports, {}, ClusterConfig())
+    for each in found:
+        print(each.text)
+    print(f"{len(reports) - len({each.node for each in found})} of {len(reports)} nodes are fit")
+    return int(bool(found))
 
 
 def _sidecar(name: str) -> str:

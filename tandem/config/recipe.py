@@ -10,6 +10,7 @@ from tandem.config.algorithm import AlgorithmConfig, AlgorithmName
 from tandem.config.backends import check_backends, with_backend_defaults
 from tandem.config.bundled import recipe_file
 from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.cluster import ClusterConfig
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.evaluation import EvaluationConfig
@@ -67,6 +68,7 @@ class Recipe:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     metrics: MetricsConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {

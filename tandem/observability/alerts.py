@@ -63,6 +63,10 @@ ALERTS = (
         "The report has the reasons, logs/ the last words.",
     ),
     Alert(
+        "TandemNodeCordoned", 'increase(tandem_events_total{kind="cordon"}[15m]) > 0', "warning", "a node of run {{ $labels.run }} has failed and is cordoned",
+        "'tandem status RUN' names it, with the reason. A spare has its place, if one was left; repair the node before the next run.",
+    ),
+    Alert(
         "TandemDamage", 'increase(tandem_events_total{kind=~"damage|checkpoint_damaged|weights_damaged|journal_lost"}[15m]) > 0', "critical",
         "run {{ $labels.run }} has found damage ({{ $labels.kind }})", "It was repaired or left out; look at the disk and the memory of the machine.",
     ),

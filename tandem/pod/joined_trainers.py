@@ -54,7 +54,7 @@ class JoinedTrainer:
             self.stop_worker()
         except SidecarDied as death:
             logger.warning("%s; it is left out", death)
-            self.joining.forget(self.pod, "lost")
+            self.joining.forget(self.pod, "lost", death.reason)
             self.pod.channel.kill()
 
     def memory(self) -> dict[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 from tandem import __version__
 from tandem.pod.failures import PodLost, SidecarDied
 from tandem.pod.joined_channel import JoinedChannel
+from tandem.pod.nodes import Nodes
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.sent_functions import SentFunctions
 from tandem.pod.sent_weights import send_weights, weight_files
@@ -39,7 +40,7 @@ class Joining:
     """``config``: the recipe for them, in YAML. ``most``: how many may take part at once. ``first``: the number of the first one. ``leadership``: returns
     the revision at which this controller leads. ``deadline_s``: of calls. ``folder``: that of the run, in which ``FOLDER_PROOF`` has the text ``proof``.
     ``functions``: those that episodes run. ``sends_weights``: an update holds an adapter alone, so engines read the other weights from the model's folder.
-    ``tls``: the certificates that calls show.
+    ``tls``: the certificates that calls show. ``nodes``: what becomes of the machines of the pods.
 
     ``lives``: of the pods that are prepared or take part, by name; ``numbers``: of all so far, by name; ``news``: what has happened since it was last
     asked for."""
@@ -57,6 +58,7 @@ class Joining:
     functions: SentFunctions = field(default_factory=SentFunctions)
     sends_weights: bool = False
     tls: PodTls | None = None
+    nodes: Nodes = field(default_factory=Nodes)
     lives: dict[str, RolloutPod] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     news: list[dict[str, Any]] = field(default_factory=list)
@@ -68,18 +70,26 @@ class Joining:
 
     def look(self, store: Store, present: Collection[Member], engine: Mapping[str, Any]) -> None:
         """Begins to prepare those of ``present`` that are new, for ``engine``, the arguments of ``start_engine``."""
+        self.nodes.look(store)
         for member in present:
             pod = self._life(store, member)
             if pod is not None and not pod.is_begun:
                 pod.is_begun = True
                 threading.Thread(target=self._prepare, args=(pod, dict(engine)), name=f"prepare-{member.name}", daemon=True).start()
+        self.nodes.note(present, tuple(self.lives))
 
     def able_to_train(self, store: Store, present: Collection[Member]) -> list[RolloutPod]:
         """Sets up those of ``present`` that are new. Returns the pods that have the run's folder, by number."""
         found = []
+        self.nodes.look(store)
         for member in present:
             pod = self._life(store, member)
             if pod is None:
+                continue
+            if self.nodes.cordon_of(member) is not None:
+                # Another takes its ranks and its place.
+                pod.channel.kill()
+                self.forget(pod, "lost")
                 continue
             try:
                 self._set_up(pod)
@@ -88,6 +98,7 @@ class Joining:
                 continue
             if pod.reaches_folder:
                 found.append(pod)
+        self.nodes.note(present, tuple(self.lives))
         return sorted(found, key=lambda pod: pod.number)
 
     def _life(self, store: Store, member: Member) -> RolloutPod | None:
@@ -96,7 +107,9 @@ class Joining:
             return None
         before = self.lives.get(member.name)
         if before is not None and before.revision != member.revision:
-            self.forget(before, "lost")
+            self.forget(before, "lost", "it ended, and joined again")
+        elif self.nodes.cordon_of(member) is not None and (before is None or not before.is_begun):
+            return None
         with self.changed:
             if member.name not in self.lives:
                 if len(self.lives) >= self.most:
@@ -117,7 +130,10 @@ class Joining:
             return news
 
     def forget(self, pod: RolloutPod, what: str, reason: str = "") -> None:
-        """This life of ``pod`` takes part no more: it ``left`` or was ``lost``."""
+        """This life of ``pod`` takes part no more: it ``left`` or was ``lost``. The ``reason`` of a loss is counted against its node; without one the run has
+        ended it."""
+        if what == "lost" and reason:
+            self.nodes.failed(pod.name, pod.revision, reason)
         with self.changed:
             self._over.add((pod.name, pod.revision))
             if self.lives.get(pod.name) is pod:
@@ -191,7 +207,7 @@ class Joining:
         """Goes on without a pod that could not be prepared, and says so once."""
         logger.warning("pod %d (%s) could not be prepared: %s", pod.number, pod.name, error)
         pod.channel.kill()
-        self.forget(pod, "lost")
+        self.forget(pod, "lost", str(error))
         with self.changed:
             if str(error) not in self._refused:
                 self._refused.add(str(error))

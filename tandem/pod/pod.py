@@ -254,7 +254,13 @@ class Pod:
             self._tell_of_damage(step, f"tensor '{rereads[0]}' and {len(rereads) - 1} more did not have their digests", "they were read again")
 
     def _note_member(self, step: int, news: dict[str, Any]) -> None:
-        """Journals and tells that a pod of another machine ``joined``, ``left`` or was ``refused``."""
+        """Journals and tells that a pod of another machine ``joined``, ``left`` or was ``refused``, or that a ``node`` has another state."""
+        if "node" in news:
+            is_cordoned = news["state"] == "cordoned"
+            self.journal.record_event("cordon" if is_cordoned else "node", {"step": step, **news})
+            if is_cordoned:
+                self.records.callback.message(f"step {step}: node {news['node']} is cordoned: {news['reason']}")
+            return
         self.journal.record_event("membership", {"step": step, **news})
         what, why = next(key for key in ("joined", "left", "refused") if key in news), f": {news['reason']}" if news.get("reason") else ""
         did = {"joined": "joined the run", "left": "left the run", "refused": "could not join the run"}[what]

@@ -96,7 +96,7 @@ class RolloutPods:
             if "groups" in reply:
                 reply["groups_of_pods"] = _by_pod(pods, reply.pop("groups"))
             if name == "update_weight":
-                (lost, self.lost), news = (self.lost, []), [] if self.joining is None else self.joining.told()
+                (lost, self.lost), news = (self.lost, []), [] if self.joining is None else [*self.joining.told(), *self.joining.nodes.told()]
                 told = {key: value for key, value in {"left_out": lost, "members": news, "early_bytes": early_bytes}.items() if value}
         return Frame({**reply, **told}, payload, "result")
 
@@ -134,6 +134,7 @@ class RolloutPods:
         _at_once(self._part_with, parting)
         self.there = [pod for pod in self.there if pod not in parting]
         self._take_part([*self.there, *self._each([pod for pod in self.pods if pod not in self.there], self._start_again, "start")])
+        self._drain(present)
         self._take_in(present)
 
         early_bytes = list[int]()
@@ -152,6 +153,22 @@ class RolloutPods:
             received += self._each(wave, receive, "receive_weights")
         self._take_part(received)
         return sum(early_bytes)
+
+    def _drain(self, present: Sequence[Member]) -> None:
+        """Releases the pods on nodes that this run has cordoned, of those without ranks of the trainer, which would be missed. What others cordon takes no new
+        pod, as in Kubernetes."""
+        if self.joining is None:
+            return
+        assert self._store is not None
+        self.joining.nodes.look(self._store)
+        nodes = self.joining.nodes
+        held = {member.name: each for member in present if (each := nodes.cordon_of(member)) is not None and each.by == nodes.run}
+        for pod in list(self.there):
+            if pod.name in held and not pod.trains and isinstance(pod.channel, JoinedChannel):
+                with suppress(SidecarDied):
+                    pod.channel.release()
+                self.joining.forget(pod, "left", f"its node is cordoned: {held[pod.name].reason}")
+                self.there = [each for each in self.there if each is not pod]
 
     def _take_in(self, present: Sequence[Member]) -> None:
         """Takes in the pods that have joined and are prepared. Waits for them where there are fewer than ``least``; raises ``RunError`` past the time."""
@@ -258,7 +275,7 @@ class RolloutPods:
 
     def _end(self, pod: RolloutPod, lost: PodLost) -> None:
         if pod.name and self.joining is not None:
-            self.joining.forget(pod, "lost")
+            self.joining.forget(pod, "lost", "" if lost.call == "discard" else str(lost))
         else:
             self.away.setdefault(pod.number, str(lost))
         pod.channel.kill()
@@ -292,6 +309,8 @@ class RolloutPods:
         _at_once(lambda pod: pod.channel.close(), [*self.pods, *joined])
         if self._store is not None:
             self._store.close()
+        if self.joining is not None:
+            self.joining.nodes.close()
 
 
 @contextmanager

@@ -19,13 +19,14 @@ from tandem.pod.failures import Role
 from tandem.pod.joined_trainers import JoinedTrainers
 from tandem.pod.joining import FOLDER_PROOF, Joining
 from tandem.pod.leadership import Fence
+from tandem.pod.nodes import Nodes
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.rollout_pods import RolloutPods
 from tandem.pod.sent_functions import sent_functions
 from tandem.pod.trainer_pods import TrainerPod, TrainerPods
 from tandem.pod.weights_between_pods import tls_arguments
 from tandem.pod.worker import make_worker
-from tandem.runtime.coordination.open import open_store, store_address
+from tandem.runtime.coordination.open import cluster_address, open_store, store_address, with_deadline
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.learned_deadline import LearnedDeadline
 from tandem.runtime.process.processes import available_cores
@@ -34,6 +35,9 @@ from tandem.runtime.rpc.credentials import new_credential, read_credential, writ
 from tandem.runtime.rpc.listener import listen
 from tandem.runtime.rpc.pod_tls import tls_of
 from tandem.types import UserError
+
+_CORDONS_S = 5.0
+"""A run waits so long for the cordons of the cluster, and goes on with those that it read last."""
 
 
 def threads_of(machine: MachineConfig, at_once: int = 1) -> int:
@@ -168,7 +172,7 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
         text = yaml.safe_dump(to_mapping(own), sort_keys=False, allow_unicode=True)
         joining = Joining(text, first.credential, rollout.workers, pods.max_count - pods.count, pods.count, leadership, deadline_s, pods.heartbeat_timeout_s,
                           functions=sent_functions(recipe), sends_weights=recipe.trainer.lora is not None,
-                          tls=tls_of(pods))  # fmt: skip
+                          tls=tls_of(pods), nodes=_nodes(recipe, directory))  # fmt: skip
         WAITS.stacks_elsewhere = joining.stacks
     # A pod that was started elsewhere does it at its own address.
     sends_on = {"host": pods.host, "port": 0, "advertised": ""} if pods.peer_to_peer else {}
@@ -176,6 +180,12 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
         made, lambda: open_store(address), address, rollout.engine.max_num_seqs, deadline_s, answer, joining, pods.min_count, pods.join_timeout_s, sends_on,
         pods.elementwise_deltas, pods.weights_url, reads_early=lambda pod: pods.pipeline == "always" or bool(pod.name), stages=lambda pod: _stages(recipe, pod),
     )  # fmt: skip
+
+
+def _nodes(recipe: Recipe, directory: Path) -> Nodes:
+    """Which nodes of the run in ``directory`` have failed, and which are cordoned in the run or in the cluster."""
+    of_cluster = with_deadline(cluster_address(recipe.coordination), _CORDONS_S)
+    return Nodes(directory.name, recipe.cluster.max_failures if recipe.cluster.spares else 0, lambda: open_store(of_cluster))
 
 
 def _stages(recipe: Recipe, pod: RolloutPod) -> bool:

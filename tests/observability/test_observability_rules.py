@@ -36,6 +36,7 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
     "TandemSkippedSteps": ({f"tandem_train_skipped_steps{{{RUN}}}": "0+0x8 2+0x90"}, "3m", "20m"),
     "TandemMismatch": ({f"tandem_mismatch_kl{{{RUN}}}": "0+0x4 0.001+0x4 0+0x20", f"tandem_run_exact{{{RUN}}}": "1+0x40"}, "2m", "4m"),
     "TandemRestarts": ({f'tandem_events_total{{{RUN}, kind="recovery"}}': "0+0x8 1+0x90"}, "3m", "20m"),
+    "TandemNodeCordoned": ({f'tandem_events_total{{{RUN}, kind="cordon"}}': "0+0x8 1+0x90"}, "3m", "20m"),
     "TandemDamage": ({f'tandem_events_total{{{RUN}, kind="checkpoint_damaged"}}': "0+0x8 1+0x90"}, "3m", "20m"),
     "TandemControllerSlow": ({f"tandem_controller_loop_lag_s{{{RUN}}}": "0+0x4 9+0x4 0+0x20"}, "2m", "4m"),
     "TandemDiskNearlyFull": (

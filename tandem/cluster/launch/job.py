@@ -19,7 +19,6 @@ from pathlib import Path
 from tandem.cluster.etcd_process import own_etcd
 from tandem.cluster.launch.record import FOLDER, PASSWORD, Record, read_record
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
-from tandem.runtime.coordination.open import run_prefix
 from tandem.runtime.process.processes import Threads, available_cores, spawn
 from tandem.types import RunError, UserError
 
@@ -32,11 +31,11 @@ _INTERRUPTED = 130
 
 class RunProcess:
     """The process of the run in ``directory``, which continues it, or begins it, with ``tandem resume``. ``stop`` may be called at any time, also from a
-    signal handler."""
+    signal handler. ``stops``: how often it was."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._stops = 0
+        self.stops = 0
         # Again in the thread that has it: the handler of a signal may run inside.
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -49,19 +48,19 @@ class RunProcess:
         process = spawn("tandem.cli.main", arguments, threads=threads, new_session=True, output=output)
         with self._lock:
             self._process = process
-            for _ in range(self._stops):
+            for _ in range(self.stops):
                 process.terminate()
         status = process.wait()
         logger.info("the controller ended with %d", status)
         # One that was asked to stop before it listened has done nothing.
-        if status == _INTERRUPTED or (self._stops and status == -signal.SIGTERM):
+        if status == _INTERRUPTED or (self.stops and status == -signal.SIGTERM):
             return SAVED
         return status if status >= 0 else 128 - status
 
     def stop(self) -> None:
         """Asks it to finish its step, save it and stop; a second time, to stop at once."""
         with self._lock:
-            self._stops += 1
+            self.stops += 1
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
 
@@ -80,7 +79,9 @@ def store_of_run(directory: Path, record: Record, recipe: Recipe, host: str) -> 
     if not record.starts_etcd:
         yield []
         return
-    with own_etcd(host, directory / FOLDER / PASSWORD, directory / "logs" / "etcd.log", run_prefix(recipe.coordination, directory)) as etcd:
+    # The keys of all runs: what cordons a node of the cluster for every run stands beside those of a run.
+    prefix = f"{recipe.coordination.prefix.rstrip('/')}/"
+    with own_etcd(host, directory / FOLDER / PASSWORD, directory / "logs" / "etcd.log", prefix) as etcd:
         logger.info("etcd at %s, cluster %s", etcd.endpoint, etcd.cluster_id)
         yield etcd.overrides()
 

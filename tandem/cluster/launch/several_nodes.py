@@ -11,7 +11,8 @@ from tandem.cluster.etcd_process import check_etcd_program
 from tandem.cluster.launch.launcher import Launch
 from tandem.cluster.launch.record import CREDENTIAL, FOLDER
 from tandem.config.bundled import recipe_file
-from tandem.config.load import apply_overrides, read_yaml
+from tandem.config.cluster import ClusterConfig
+from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.recipe import ON_DATA, AnyRecipe, recipe_of
 from tandem.jobs.start import prepare
 from tandem.types import UserError
@@ -40,8 +41,11 @@ def for_nodes(data: Mapping[str, Any], directory: Path, nodes_of: NodesOf, *, et
     if section(data, "algorithm").get("name") in ON_DATA:
         raise UserError(f"'{key}' is {nodes}, and a run on data trains on one machine in this version; set it to 1")
     pods, coordination = section(data, "pods"), section(data, "coordination")
+    spares = build(ClusterConfig, section(data, "cluster"), "cluster").spares
+    if spares > nodes - 2:
+        raise UserError(f"'cluster.spares' is {spares} and '{key}' {nodes}; besides the first node, with the controller, one must hold a pod: lower it")
     count, most = (value if isinstance(value := pods.get(name), int) else 1 for name in ("count", "max_count"))
-    values: dict[str, object] = {"coordination.store": "etcd", "pods.max_count": max(most, count + nodes - 1)}
+    values: dict[str, object] = {"coordination.store": "etcd", "pods.max_count": max(most, count + nodes - 1 - spares)}
     if not pods.get("credential_file"):
         values["pods.credential_file"] = json.dumps(str(directory / FOLDER / CREDENTIAL), ensure_ascii=False)
     starts_etcd = coordination.get("store") != "etcd"

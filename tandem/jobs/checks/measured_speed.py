@@ -1,9 +1,10 @@
 """The measured speed of this machine. A process of its own measures, because the controller imports no torch."""
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from tandem.config.machine import MachineConfig
 from tandem.estimate.time import Product, Speed
@@ -13,13 +14,14 @@ from tandem.types import UserError
 LIMIT_S = 120.0
 
 
-def measure(products: Collection[Product], dtype: str, device: str, machine: MachineConfig) -> Speed:
+def measure(products: Collection[Product], dtype: str, device: str, machine: MachineConfig, environment: Mapping[str, str] | None = None) -> Speed:
     """Returns the speed of ``products`` in torch's ``dtype`` on ``device``, with the kernels and threads that a run on ``machine`` uses. The kernels are
-    compiled if they are not. Raises ``UserError`` where it cannot be measured."""
+    compiled if they are not. ``environment``: of the process that measures, beside that of this one. Raises ``UserError`` where it cannot be measured."""
     asked = {"products": list(products), "dtype": dtype, "device": device, "threads": threads_of(machine), "kernels": machine.kernels}
     command = [sys.executable, "-m", "tandem.kernels.measure"]
     try:
-        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+                              env={**os.environ, **(environment or {})})  # fmt: skip
         answer = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         raise UserError(f"matrix products of the model took more than {LIMIT_S:.0f} s") from None

@@ -23,7 +23,7 @@ from tandem.runtime.records.journal_counts import JournalCounts
 
 EVENTS = (
     "recovery", "resume", "alarm", "damage", "mismatch", "checkpoint_damaged", "weights_damaged", "silent_corruption", "skipped_step", "reward_fault",
-    "journal_lost",
+    "journal_lost", "cordon",
 )  # fmt: skip
 """Kinds of events that are counted from 0 on, so that an increase can be seen; others appear when they happen."""
 _STEPS_IN_MEDIAN = 32

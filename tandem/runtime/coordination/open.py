@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tandem.config.coordination import CoordinationConfig
+from tandem.runtime.coordination.cordons import cluster_prefix
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.coordination.etcd import EtcdStore
 from tandem.runtime.coordination.store import Store
@@ -19,8 +20,17 @@ def store_address(config: CoordinationConfig, directory: Path) -> str:
     absolute, for processes that work in other folders."""
     if config.store == "embedded":
         return str((directory / "pod" / "store.sqlite").absolute())
+    return _address(config, run_prefix(config, directory))
+
+
+def cluster_address(config: CoordinationConfig) -> str:
+    """Returns where in etcd the keys are that all runs with this ``coordination.prefix`` share."""
+    return _address(config, cluster_prefix(config))
+
+
+def _address(config: CoordinationConfig, prefix: str) -> str:
     files = {name: str(Path(value).absolute()) for name in _FILES if (value := getattr(config, name))}
-    return _ETCD + json.dumps([{**asdict(config), **files}, run_prefix(config, directory)])
+    return _ETCD + json.dumps([{**asdict(config), **files}, prefix])
 
 
 def run_prefix(config: CoordinationConfig, directory: Path) -> str:

@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from tandem.cluster.health.preflight import check_nodes, check_outcome, preflight, write_outcome
 from tandem.cluster.launch.addresses import own_address
 from tandem.cluster.launch.job import SAVED, RunProcess, read_job, store_of_run
-from tandem.cluster.launch.record import Record
+from tandem.cluster.launch.record import FOLDER, Record
 from tandem.cluster.launch.slurm.addresses import address_of
 from tandem.cluster.launch.slurm.commands import ask, node_address, node_names
-from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.config.recipe import AnyRecipe, Recipe, load_config
+from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.processes import Threads, spawn, terminate, wait
 from tandem.runtime.records.logs import setup
 from tandem.types import RunError, UserError
@@ -65,15 +67,41 @@ class Job:
         host = own_address(address_of(node_address(nodes[1]))) if len(nodes) > 1 else "127.0.0.1"
         with contextlib.ExitStack() as stack:
             shared = stack.enter_context(store_of_run(self.directory, record, recipe, host))
-            if others := len(nodes) - 1:
+            if recipe.cluster.preflight and len(nodes) > 1:
+                nodes = self._fit(recipe, nodes, host, [*record.overrides, *shared])
+            if others := nodes[1:]:
                 stack.callback(_end, self._start_pods(others, host, shared))
             yield [*shared, f"--pods.host={host}"]
 
-    def _start_pods(self, count: int, host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
-        """Returns the ``srun`` of a pod on each of the ``count`` nodes after the first one, which is reached at ``host``."""
-        step = ["--relative=1", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--label", "--quiet"]
-        command = [sys.executable, "-m", "tandem.cluster.launch.slurm.pod", str(self.directory), host, *overrides]
-        return spawn(None, [*step, *command], program="srun", threads=Threads(1), new_session=True)
+    def _fit(self, recipe: Recipe, nodes: list[str], host: str, overrides: list[str]) -> list[str]:
+        """Returns the ``nodes`` that have passed the preflight. Raises ``UserError`` if the run cannot begin on them."""
+        check_nodes(nodes)
+        with_store = load_config(self.directory / "config.yaml", overrides)
+        assert isinstance(with_store, Recipe)
+        store = open_store(store_address(with_store.coordination, self.directory))
+        measuring = self._start("tandem.cluster.health.on_node", nodes, host, overrides)
+        try:
+            outcome = preflight(store, nodes, recipe.cluster, lambda: self._process.stops > 0 or measuring.poll() is not None)
+        finally:
+            _end(measuring)
+            store.close()
+        if self._process.stops:
+            return nodes[:1]
+        write_outcome(self.directory / FOLDER, outcome)
+        for each in check_outcome(outcome, nodes, recipe.cluster):
+            print(f"[job {os.environ['SLURM_JOB_ID']}] {each.text}; it is cordoned", flush=True)
+        logger.info("preflight: %s are fit", ", ".join(outcome.fit))
+        return list(outcome.fit)
+
+    def _start_pods(self, nodes: list[str], host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
+        """Returns the ``srun`` of a pod on each of the ``nodes``. The first node of the run is reached at ``host``."""
+        return self._start("tandem.cluster.launch.slurm.pod", nodes, host, overrides)
+
+    def _start(self, module: str, nodes: list[str], host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
+        count = len(nodes)
+        step = [f"--nodelist={','.join(nodes)}", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+        command = [sys.executable, "-m", module, str(self.directory), host, *overrides]
+        return spawn(None, [*step, "--label", "--quiet", *command], program="srun", threads=Threads(1), new_session=True)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1 and self.is_over_time:
