@@ -26,6 +26,8 @@ from tandem.pod.transitions import Transitions
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.rpc.calls import Progress
+from tandem.runtime.traces.spans import span
+from tandem.runtime.traces.steps import STEP
 from tandem.types import DamagedWeights, Prompt, Round, RunError, Sample, Score, WeightVersion
 
 PREFETCH_SHARE = 0.75
@@ -306,7 +308,7 @@ class Pod:
         transition, left = self.transitions.rollout_begins(RolloutState.ROLLOUT, step), self.restarts.left
 
         def draw(report: Progress) -> Drawn:
-            with transition:
+            with transition, span(RolloutState.ROLLOUT, {STEP: step, "tandem.sidecar": "rollout"}):
                 samples, facts = self.rollout.rollout(
                     step, prompts, settings, weights=weights, expected=expected, restarts_left=left, on_progress=report, on_samples=on_samples
                 )

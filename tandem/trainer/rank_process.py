@@ -139,7 +139,7 @@ def make_methods(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoi
 
 
 def main(settings: RankSettings, channel: int) -> None:
-    setup(settings.log, Path(settings.directory) / "logs")
+    setup(settings.log, Path(settings.directory) / "logs", rank=settings.rank)
     log_uncaught()
     WAITS.begin(settings.log)
     methods, fault_point = make_methods(settings)

@@ -15,15 +15,16 @@ KEY = "config"
 """The journal's key of the text of ``config.yaml``."""
 
 MAY_CHANGE = (
-    "'parallel', 'machine', 'checkpoint', 'registry', 'trackers', 'residents', 'coordination', 'pods', 'watchdog', 'slurm', 'metrics', trainer.backend, "
-    "trainer.offload..., rollout.workers, run.max_steps, run.max_restarts, run.elastic, run.on_mismatch, evaluation.target_accuracy and evaluation.consecutive"
+    "'parallel', 'machine', 'checkpoint', 'registry', 'trackers', 'residents', 'coordination', 'pods', 'watchdog', 'slurm', 'metrics', 'traces', "
+    "trainer.backend, trainer.offload..., rollout.workers, run.max_steps, run.max_restarts, run.elastic, run.on_mismatch, evaluation.target_accuracy and "
+    "evaluation.consecutive"
 )
 """The keys that ``may_change`` allows, for messages."""
 
 MOST_NAMED = 8
 """Values that are named one by one; a file with more of them is not one that somebody edited."""
 
-_SECTIONS = ("parallel", "machine", "checkpoint", "registry", "trackers", "residents", "coordination", "pods", "watchdog", "slurm", "metrics")
+_SECTIONS = ("parallel", "machine", "checkpoint", "registry", "trackers", "residents", "coordination", "pods", "watchdog", "slurm", "metrics", "traces")
 _KEYS = (
     "trainer.backend", "rollout.workers", "run.max_steps", "run.max_restarts", "run.elastic", "run.on_mismatch", "evaluation.target_accuracy",
     "evaluation.consecutive",

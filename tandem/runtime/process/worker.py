@@ -27,6 +27,7 @@ from tandem.runtime.process.processes import wait as wait_for_exit
 from tandem.runtime.process.waits import WAITS, StateOfPeer, Wait, unknown
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, RpcTimeout, WorkerDied, error_meta, is_result, with_fault_points
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
+from tandem.runtime.rpc.traced import call_span
 from tandem.types.errors import UserError
 from tandem.types.wire import Frame
 
@@ -235,7 +236,7 @@ def _answer(owner: Channel, methods: Mapping[str, Method], frame: Frame) -> None
     try:
         if name not in methods:
             raise LookupError(f"this worker has no call '{name}'")
-        with WAITS.telling(tell):
+        with WAITS.telling(tell), call_span(frame):
             meta, blobs = methods[name](frame.meta, frame.blobs, progress)
     except UserError as error:
         logger.error("'%s': %s", name, error)

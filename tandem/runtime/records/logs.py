@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
+from tandem.runtime.traces.spans import SPANS
+
 MAX_LOG_BYTES = 64 * 2**20
 OLDER_PARTS = 2
 PLAIN = "%(asctime)s.%(msecs)03d %(levelname)s {role}[%(process)d] %(name)s: %(message)s"
@@ -35,12 +37,13 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def setup(role: str, directory: Path, *, json_lines: bool = False, level: int = logging.INFO) -> Path:
+def setup(role: str, directory: Path, *, json_lines: bool = False, level: int = logging.INFO, rank: int = -1) -> Path:
     """Sends everything this process logs, uncaught exceptions of threads and warnings included, to ``directory/ROLE.log``, appending. A file of
     ``MAX_LOG_BYTES`` is renamed and a new one started; ``OLDER_PARTS`` older files are kept, so a log never fills a disk.
 
     Called at the start of a process; a second call replaces the first. Returns the file's path.
     """
+    SPANS.identify(role, directory.absolute().parent.name, rank)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{role}.log"
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=OLDER_PARTS, encoding="utf-8")

@@ -1,0 +1,65 @@
+"""A step of reinforcement learning is one trace over all processes of the run, as a real OTLP receiver gets it."""
+
+import os
+from pathlib import Path
+
+import pytest
+from otlp_receiver import HttpReceiver, Received
+from tandem.jobs.start import train
+from tandem.runtime.traces.steps import trace_of_step
+
+CREATE = {
+    "architecture": "qwen3", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "intermediate_size": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def recipe_of(folder: Path, endpoint: str, **sections: object) -> dict[str, object]:
+    return {
+        "model": {"create": CREATE}, "task": {"name": "sort", "min_digits": 2, "max_digits": 3}, "algorithm": {"group_size": 2},
+        "sft": {"steps": 1, "batch_size": 2, "warmup_steps": 0},
+        "rollout": {"prompts_per_step": 2, "max_tokens": 4}, "run": {"max_steps": 2, "directory": str(folder), "name": "r", "trace_steps": [1]},
+        "trainer": {"warmup_steps": 0}, "evaluation": {"every_steps": 100, "prompts": 2, "final_prompts": 2}, "machine": {"threads": 1},
+        "rewards": {"workers": 1}, "traces": {"endpoint": endpoint}, **sections,
+    }  # fmt: skip
+
+
+@pytest.mark.full
+def test_one_step_is_one_trace_of_controller_ranks_rollout_and_reward_workers(tmp_path: Path) -> None:
+    with HttpReceiver() as receiver:
+        train(recipe_of(tmp_path, receiver.endpoint, parallel={"data": 2}), progress=False)
+    assert set(receiver.paths) == {"/v1/traces"}
+    trace = receiver.traces()[trace_of_step(tmp_path / "r", 1).trace_id]
+    spans = {span.span_id: span for span in trace}
+    assert len(spans) == len(trace), "every span came once"
+
+    def path(span: Received) -> list[str]:
+        return [span.name] if not span.parent_id else [*path(spans[span.parent_id]), span.name]
+
+    [step] = [span for span in trace if not span.parent_id]
+    assert (step.name, step.attributes["tandem.step"], step.resource["process.pid"]) == ("step", 1, os.getpid())
+    assert all(path(span)[0] == "step" for span in trace), "every span hangs from the step"
+    for span in trace:
+        parent = spans.get(span.parent_id, span)
+        assert parent.start_ns <= span.start_ns <= span.end_ns <= parent.end_ns + 10**9, "all clocks are that of this machine"
+        assert (span.resource["service.namespace"] if "reward" not in str(span.resource["service.name"]) else "r") == "r"
+
+    phases = {span.name for span in trace if span.parent_id == step.span_id}
+    assert {"offload", "convert", "register", "update_weight", "rollout", "onload", "train", "rewards"} <= phases
+    of_call = {(span.resource["service.name"], span.name): span for span in trace if span.kind == 2}
+    for process, call in (("tandem-rollout-shim", "rollout"), ("tandem-rollout-worker", "rollout"), ("tandem-rollout-worker", "update_weight"),
+                          ("tandem-trainer-shim", "train"), ("tandem-reward-worker", "judge")):  # fmt: skip
+        assert (process, call) in of_call
+    ranks = [span for span in trace if span.name == "train" and "tandem.rank" in span.resource]
+    assert sorted(span.resource["tandem.rank"] for span in ranks) == [0, 1], "both ranks of the trainer"
+    assert {path(span)[1] for span in ranks} == {"train"} and path(of_call["tandem-rollout-worker", "rollout"])[1] == "rollout"
+    pids = {span.resource["process.pid"] for span in trace}
+    assert len(pids) >= 7, "controller, two shims, two ranks, a rollout worker and a reward worker"
+
+    # The parts of a step in run.trace_steps are those of the timeline.
+    in_file = (tmp_path / "r" / "traces" / "step-1-rank-0.json").read_text()
+    parts = [span for span in trace if span.resource.get("tandem.rank") == 0 and span.name in ("forward", "backward", "optimizer")]
+    assert {span.name for span in parts} == {"forward", "backward", "optimizer"}
+    assert all(f'"ts": {span.start_ns / 1000}' in in_file for span in parts)
+    other = receiver.traces()[trace_of_step(tmp_path / "r", 0).trace_id]
+    assert {"step", "train"} <= {span.name for span in other} and not [span for span in other if span.name == "forward"]
