@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from otlp_receiver import HttpReceiver, Received
+
 from tandem.jobs.start import train
 from tandem.runtime.traces.steps import trace_of_step
 

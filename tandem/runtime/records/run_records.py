@@ -11,6 +11,7 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.process.heartbeat_table import Heartbeat
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.logs import step_is
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.traces.spans import span
 from tandem.runtime.traces.steps import STEP
@@ -56,6 +57,7 @@ class Records:
 
     def enter(self, name: str, step: int) -> None:
         """Reports that a phase, or a part of one, begins."""
+        step_is(step)
         if self.board is not None:
             self.board.phase_is(name, step)
         self.fault_point(f"before:{name}:{step}")

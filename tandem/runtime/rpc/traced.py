@@ -1,5 +1,6 @@
 """The trace of a call: its frame names the span that it is made for, and its answers bring the spans of the other side, which needs no way to a collector."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,9 +21,9 @@ def sent_with(kind: str) -> tuple[str, list[list[Any]]]:
     return "", []
 
 
-def receive_spans(frame: Frame) -> None:
-    """Keeps the spans that came with an answer. One that is not a span is counted as dropped: no call fails because of it."""
-    for value in frame.spans:
+def receive_spans(spans: Sequence[Any]) -> None:
+    """Keeps the ``spans`` that came from another process, as JSON. One that is not a span is counted as dropped: no call fails because of it."""
+    for value in spans:
         try:
             [span] = from_json([value])
         except ValueError:
