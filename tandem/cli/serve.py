@@ -118,7 +118,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--log-folder", nargs="?", const=DEFAULT_LOGS, default="", metavar="DIR",
-        help=f"write the log as JSON lines to DIR/server.log too, for Loki (without DIR: {DEFAULT_LOGS})",
+        help=f"write the log as JSON lines to DIR/server-PORT.log too, for Loki (without DIR: {DEFAULT_LOGS})",
     )  # fmt: skip
     parser.add_argument(
         "--otlp-traces-endpoint", metavar="URL",

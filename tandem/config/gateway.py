@@ -341,7 +341,7 @@ class GatewayConfig:
     targets_folder: str = ""
     """Folder in which the gateway is named to Prometheus (`file_sd_configs`), as in `observability.md`. Empty: none."""
     log_folder: str = ""
-    """Folder in which the log is written as JSON lines too (`gateway.log`), for Loki, as in `observability.md`. Empty: standard error alone."""
+    """Folder in which the log is written as JSON lines too (`gateway-PORT.log`), for Loki, as in `observability.md`. Empty: standard error alone."""
     traces: TracesConfig | None = None
     """Spans of requests for an OpenTelemetry collector, as in `observability.md`. Without it there are none."""
     audit_log: str = ""

@@ -95,7 +95,8 @@ def _run(
     )  # fmt: skip
     SPANS.identify("gateway")
     if config.log_folder:
-        setup_beside_terminal("gateway" if place is None else f"gateway-{place.number}", config.log_folder)
+        port = listener.getsockname()[1]
+        setup_beside_terminal("gateway", config.log_folder, f"gateway-{port}" + ("" if place is None else f"-worker-{place.number}"))
     with exporting(config.traces), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, made, listener, ready, read, place))
 
@@ -227,10 +228,11 @@ async def _serve(
 async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Callable[[str], None] | None) -> int:
     config = state.config
     app: Any = AuditLog(GatewayApp(state), lambda: state.audit)
+    app = RequestLog(app, state.lines) if config.log_requests else app
     if config.traces is not None:
         app = RequestTraces(app, config.traces.ratio(REQUEST_RATIO))
     settings = uvicorn.Config(
-        RequestLog(app, state.lines) if config.log_requests else app, http=_protocol(config, state.connections), log_level="critical", access_log=False,
+        app, http=_protocol(config, state.connections), log_level="critical", access_log=False,
         lifespan="off", loop="asyncio", backlog=BACKLOG, timeout_graceful_shutdown=5, server_header=False, date_header=False, timeout_keep_alive=75, ws="none",
         proxy_headers=bool(config.trusted_proxies), forwarded_allow_ips=list(config.trusted_proxies),
     )  # fmt: skip

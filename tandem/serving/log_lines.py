@@ -85,10 +85,10 @@ class LogLines:
             FILED.info("%s%s", line, more, extra={"trace": context})
 
 
-def setup_beside_terminal(role: str, folder: str) -> None:
-    """Writes the lines of this process to ``folder/ROLE.log`` too, as JSON (``runtime.records.logs``). Raises ``UserError`` where that cannot be."""
+def setup_beside_terminal(role: str, folder: str, name: str) -> None:
+    """Writes the lines of this process to ``folder/NAME.log`` too, as JSON (``runtime.records.logs``). Raises ``UserError`` where that cannot be."""
     try:
-        setup(role, Path(folder).expanduser(), run="")
+        setup(role, Path(folder).expanduser(), run="", name=name)
     except OSError as error:
         raise UserError(f"the log folder '{folder}' cannot be written ({error.strerror}); name another one") from None
     FILED.propagate = True

@@ -72,7 +72,7 @@ def run_server(settings: ServerSettings) -> int:
     )
     SPANS.identify("server")
     if settings.log_folder:
-        setup_beside_terminal("server", settings.log_folder)
+        setup_beside_terminal("server", settings.log_folder, f"server-{listener.getsockname()[1]}")
     if settings.traces is not None:
         metrics.registry.register(SentSpans())
     with listener, large_memory_given_back(), _announced(settings, listener), exporting(settings.traces):

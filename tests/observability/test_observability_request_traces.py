@@ -1,6 +1,7 @@
 """One trace from the gateway to the engine, as a real OTLP receiver gets it; sampling; and collectors that are down, slow or answer nonsense."""
 
 import itertools
+import json
 import os
 import re
 import socket
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,7 @@ class System:
     receiver: HttpReceiver
     server: Server
     gateway: Gateway
+    logs: Path
 
     def trace(self, id: str, spans: int) -> dict[str, Received]:
         """Waits for ``spans`` spans of the trace ``id``, and returns them by their ids."""
@@ -49,11 +52,11 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     small = ("--kv-cache-tokens", "128", "--max-model-len", "96")
     with (
         HttpReceiver() as receiver,
-        server(folder / "model", folder, "--otlp-traces-endpoint", receiver.endpoint, *small) as served,
-        gateway(folder, [served], traces={"endpoint": f"{receiver.endpoint}/custom/path"}) as before,
+        server(folder / "model", folder, "--otlp-traces-endpoint", receiver.endpoint, "--log-folder", str(folder / "log"), *small) as served,
+        gateway(folder, [served], traces={"endpoint": f"{receiver.endpoint}/custom/path"}, log_folder=str(folder / "log")) as before,
     ):
         until(lambda: before.get("/readiness").status_code == 200, "the gateway to be ready")
-        yield System(receiver, served, before)
+        yield System(receiver, served, before, folder / "log")
 
 
 def complete(system: System, flags: str = "01", trace: str = TRACE, **fields: Any) -> int:
@@ -132,6 +135,22 @@ def test_preemptions_are_spans_of_their_requests(system: System) -> None:
     for span in preempted:
         request = requests[span.parent_id]
         assert request.start_ns < span.start_ns < span.end_ns <= request.end_ns and span.attributes["tandem.preemption"] in ("recompute", "swap_out")
+
+
+@pytest.mark.full
+def test_the_line_of_a_request_has_its_trace_in_the_log_files_and_the_terminal_stays_readable(system: System) -> None:
+    assert complete(system, trace="f" * 32) == 200
+    for process, role in ((system.server, "server"), (system.gateway, "gateway")):
+        (file,) = system.logs.glob(f"{role}-*.log")
+        assert file.stem == f"{role}-{process.url.rpartition(':')[2].strip('/')}"
+
+        def lines(file: Path = file) -> list[Any]:
+            return [line for line in map(json.loads, file.read_text().splitlines()) if line.get("trace_id") == "f" * 32]
+
+        until(lines, "the line of the request")
+        (line,) = lines()
+        assert (line["role"], line["level"]) == (role, "INFO") and '"POST /v1/completions" 200' in line["message"] and "run" not in line
+        assert f"tandem: {line['message']}\n" in process.log.read_text() and "trace_id" not in process.log.read_text()
 
 
 @pytest.mark.full

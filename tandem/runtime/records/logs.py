@@ -19,7 +19,7 @@ from tandem.runtime.traces.spans import SPANS
 
 MAX_LOG_BYTES = 64 * 2**20
 OLDER_PARTS = 2
-DEFAULT_LOGS = "~/.cache/tandem/logs"
+DEFAULT_LOGS = "~/.cache/tandem/log"
 """The folder of the logs of servers and gateways."""
 _step: int | None = None
 
@@ -73,16 +73,16 @@ def readable(line: str) -> str:
     return f"{text}\n{said['exception']}" if said.get("exception") else text
 
 
-def setup(role: str, directory: Path, *, level: int = logging.INFO, run: str | None = None, rank: int = -1) -> Path:
+def setup(role: str, directory: Path, *, level: int = logging.INFO, run: str | None = None, rank: int = -1, name: str = "") -> Path:
     """Sends everything this process logs, uncaught exceptions of threads and warnings included, to ``directory/ROLE.log``, appending. A file of
     ``MAX_LOG_BYTES`` is renamed and a new one started; ``OLDER_PARTS`` older files are kept, so a log never fills a disk.
 
     Called at the start of a process; a second call replaces the first. ``run``: the name of its run, by default that of the folder around ``directory``.
-    Returns the file's path.
+    ``name``: of the file, without its ending, where several processes of the role share the folder. Returns the file's path.
     """
     SPANS.identify(role, directory.absolute().parent.name if run is None else run, rank)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{role}.log"
+    path = directory / f"{name or role}.log"
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=OLDER_PARTS, encoding="utf-8")
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=level, handlers=[handler], force=True)
