@@ -143,7 +143,7 @@ def main(settings: RankSettings, channel: int) -> None:
     log_uncaught()
     WAITS.begin(settings.log)
     methods, fault_point = make_methods(settings)
-    serve(methods, channel, fault_point=fault_point)
+    serve(methods, channel, fault_point=fault_point, sends_spans=True)
 
 
 if __name__ == "__main__":

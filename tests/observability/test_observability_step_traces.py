@@ -9,6 +9,10 @@ from otlp_receiver import HttpReceiver, Received
 from tandem.jobs.start import train
 from tandem.runtime.traces.steps import trace_of_step
 
+DATA = {
+    "algorithm": {"name": "sft"}, "data": {"sequence_length": 16, "global_batch_size": 2}, "task": {"name": "sort", "min_digits": 2, "max_digits": 3},
+    "trainer": {"warmup_steps": 0}, "machine": {"threads": 1},
+}  # fmt: skip
 CREATE = {
     "architecture": "qwen3", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
     "intermediate_size": 16, "max_position_embeddings": 64,
@@ -64,3 +68,34 @@ def test_one_step_is_one_trace_of_controller_ranks_rollout_and_reward_workers(tm
     assert all(f'"ts": {span.start_ns / 1000}' in in_file for span in parts)
     other = receiver.traces()[trace_of_step(tmp_path / "r", 0).trace_id]
     assert {"step", "train"} <= {span.name for span in other} and not [span for span in other if span.name == "forward"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_of_a_run_on_data_is_one_trace_of_all_ranks(tmp_path: Path, ranks: int) -> None:
+    with HttpReceiver() as receiver:
+        run = {"max_steps": 3, "directory": str(tmp_path), "name": "r"}
+        train({**DATA, "model": {"create": CREATE}, "run": run, "parallel": {"data": ranks}, "traces": {"endpoint": receiver.endpoint}}, progress=False)
+    for step in range(3):
+        trace = receiver.traces()[trace_of_step(tmp_path / "r", step).trace_id]
+        [whole] = [span for span in trace if not span.parent_id]
+        assert (whole.name, whole.attributes["tandem.step"]) == ("step", step)
+        of_ranks = [span for span in trace if span.name == f"step on rank {ranks - 1}"]
+        assert [span.parent_id for span in of_ranks] == [whole.span_id] * (ranks - 1)
+        assert sorted(span.name for span in trace if span.name == "train") == ["train"] * ranks
+        assert len({span.resource["process.pid"] for span in trace}) == ranks
+
+
+@pytest.mark.full
+def test_a_share_of_the_steps_is_recorded_and_no_collector_changes_no_result(tmp_path: Path) -> None:
+    def run(name: str, **traces: object) -> tuple[float, ...]:
+        settings = {"max_steps": 12, "directory": str(tmp_path), "name": name}
+        section = {"traces": traces} if traces else {}
+        result = train({**DATA, "model": {"create": CREATE}, "run": settings, **section}, progress=False)
+        return tuple(float(row["train/loss"]) for row in result.metrics)
+
+    with HttpReceiver() as receiver:
+        traced = run("half", endpoint=receiver.endpoint, sample_ratio=0.5)
+    sampled = {step for step in range(12) if trace_of_step(tmp_path / "half", step, 0.5).sampled}
+    assert {span.attributes["tandem.step"] for span in receiver.named("step")} == sampled
+    assert traced == run("down", endpoint="http://127.0.0.1:9") == run("off")

@@ -23,7 +23,7 @@ Attributes = Mapping[str, Value]
 KINDS: tuple[Kind, ...] = ("internal", "server", "client")
 MOST_SPANS = 8192
 """The most spans that a process keeps, about 5 MB."""
-MOST_IN_A_REPLY = 2048
+MOST_IN_A_FRAME = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Spans:
         else:
             self.dropped += 1
 
-    def take(self, most: int = MOST_IN_A_REPLY) -> list[Span]:
+    def take(self, most: int = MOST_IN_A_FRAME) -> list[Span]:
         """Returns the oldest spans, at most ``most``, and forgets them."""
         taken: list[Span] = []
         with contextlib.suppress(IndexError):
