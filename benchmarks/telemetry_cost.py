@@ -201,7 +201,8 @@ def main() -> None:
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, started([sys.executable, "-c", COLLECTOR], "") as (_, port):
         work, endpoint = Path(folder), f"http://127.0.0.1:{port}"
-        tuning = ["checkpoint.every_steps=100000"]
+        # Two threads that wait for each other on a machine with other work vary by more than what is measured.
+        tuning = ["checkpoint.every_steps=100000", "machine.threads=1"]
         lines.append(steps("a step of fine-tuning in one process", "sft_sort", [*tuning, f"run.max_steps={3 * options.steps}"], work, endpoint))
         model = ["model.create=null", f"model.path={work / 'sft_sort' / 'model'}", "sft=null", "rollout.prompts_per_step=8"]
         rl = [*NO_PAUSE, *tuning, *model, f"run.max_steps={options.steps}"]

@@ -11,6 +11,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from tandem.runtime.process.processes import Threads
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import RemoteError
+from tandem.runtime.rpc.http_client import HttpClient
+from tandem.runtime.rpc.http_server import HttpServer
+from tandem.runtime.rpc.rpc_client import RpcClient
+from tandem.runtime.rpc.rpc_server import RpcServer
+from tandem.runtime.rpc.traced import receive_spans, sent_with
 from tandem.runtime.traces.context import SpanContext, current, in_context, is_sampled, new_trace, parse_traceparent
 from tandem.runtime.traces.spans import SPANS, Spans, begin_first, from_json, span, to_json
 from tandem.runtime.traces.steps import trace_of_step
@@ -62,6 +67,42 @@ def test_a_span_crosses_to_a_worker_and_its_spans_come_back_with_the_answer(tmp_
         assert opened is None and not SPANS.take()
     finally:
         worker.stop()
+
+
+@pytest.mark.parametrize(("kind", "client"), [(RpcServer, RpcClient), (HttpServer, HttpClient)])
+def test_a_call_of_a_sidecar_carries_its_trace_over_tcp_and_http(kind, client):
+    seen = []
+
+    def work(meta, blobs, progress):
+        seen.append(current())
+        return {}, {}
+
+    server = kind({"work": work}, "secret", name="sidecar")
+    server.start()
+    try:
+        SPANS.take()
+        calls = client("sidecar", server.port, "secret")
+        calls.call("work", deadline_s=20)
+        with begin_first("first", SpanContext("a" * 32, "b" * 16)):
+            calls.call("work", deadline_s=20)
+        outside, inside = seen
+        spans = {span.name: span for span in SPANS.take()}
+        assert outside is None and (inside.trace_id, spans["work"].parent_id, spans["work"].context) == ("a" * 32, "b" * 16, inside)
+        assert set(spans) == {"work", "first"}
+    finally:
+        server.close()
+
+
+def test_what_another_process_could_not_keep_is_counted_here():
+    before = SPANS.dropped
+    with begin_first("first", SpanContext("a" * 32, "b" * 16)):
+        pass
+    SPANS.dropped += 3
+    _, sent = sent_with("result")
+    assert SPANS.dropped == 0 and sent[-1] == before + 3 and len(sent) == 2
+    receive_spans([*sent, "not a span", -5])
+    assert SPANS.dropped == before + 4 and len(SPANS.take()) == 1
+    SPANS.dropped = before
 
 
 def test_a_thread_has_the_span_that_it_was_given_and_no_other(tmp_path):

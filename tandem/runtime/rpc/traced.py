@@ -16,20 +16,26 @@ if TYPE_CHECKING:
 _ANSWERS = ("result", "error", "progress", "heartbeat")
 
 
-def sent_with(kind: str) -> tuple[str, list[list[Any]]]:
-    """Returns the ``trace`` and the ``spans`` of a frame that is sent: a call's current span, and with an answer what this process has recorded."""
+def sent_with(kind: str) -> tuple[str, list[Any]]:
+    """Returns the ``trace`` and the ``spans`` of a frame that is sent: a call's current span, and with an answer what this process has recorded, and how many
+    it has dropped."""
     if kind == "call":
         context = current()
         return "" if context is None else context.traceparent, []
     if len(SPANS) and kind in _ANSWERS:
         # What follows an answer would wait for the next call.
-        return "", to_json(SPANS.take(MOST_SPANS if kind in ("result", "error") else MOST_IN_A_FRAME))
+        spans: list[Any] = to_json(SPANS.take(MOST_SPANS if kind in ("result", "error") else MOST_IN_A_FRAME))
+        return "", [*spans, SPANS.take_dropped()] if SPANS.dropped else spans
     return "", []
 
 
 def receive_spans(spans: Sequence[Any]) -> None:
-    """Keeps the ``spans`` that came from another process, as JSON. One that is not a span is counted as dropped: no call fails because of it."""
+    """Keeps the ``spans`` that came from another process, as JSON; a number among them is that of those which it has dropped. One that is not a span is
+    counted as dropped: no call fails because of it."""
     for value in spans:
+        if type(value) is int:
+            SPANS.dropped += max(0, value)
+            continue
         try:
             [span] = from_json([value])
         except ValueError:

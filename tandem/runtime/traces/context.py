@@ -9,7 +9,6 @@ from hashlib import blake2b
 from typing import ParamSpec, TypeVar
 
 HEADER = "traceparent"
-STATE_HEADER = "tracestate"
 _SAMPLED = 1
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _P = ParamSpec("_P")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 logger = logging.getLogger(__name__)
-PERIOD_S = 1.0
+PERIOD_S = 0.25
 BATCH = 512
 CLOSE_S = 2.0
 """Seconds in which the end of a process waits for its last spans."""
@@ -59,7 +59,7 @@ SENT = Sent()
 
 
 class Exporter:
-    """Sends what ``spans`` has every second, or sooner if a batch is full, until ``close``."""
+    """Sends what ``spans`` has every ``PERIOD_S``, until ``close``."""
 
     def __init__(self, config: TracesConfig, spans: Spans = SPANS) -> None:
         self._spans, self._config, self._is_failing = spans, config, False

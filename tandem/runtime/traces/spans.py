@@ -54,10 +54,6 @@ class Span:
     events: tuple[tuple[str, int, dict[str, Value]], ...] = ()
     error: str = ""
 
-    @property
-    def seconds(self) -> float:
-        return (self.end_ns - self.start_ns) / 1e9
-
 
 class Spans:
     """The spans of this process that have ended and were not taken yet, at most ``limit``; further ones are counted in ``dropped``. Thread-safe."""
@@ -85,6 +81,11 @@ class Spans:
             while len(taken) < most:
                 taken.append(self._ended.popleft())
         return taken
+
+    def take_dropped(self) -> int:
+        """Returns how many were dropped, and begins to count again."""
+        dropped, self.dropped = self.dropped, 0
+        return dropped
 
     def __len__(self) -> int:
         return len(self._ended)
