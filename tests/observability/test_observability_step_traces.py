@@ -7,6 +7,7 @@ import pytest
 from otlp_receiver import HttpReceiver, Received
 
 from tandem.jobs.start import train
+from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.traces.steps import trace_of_step
 
 DATA = {
@@ -99,3 +100,18 @@ def test_a_share_of_the_steps_is_recorded_and_no_collector_changes_no_result(tmp
     sampled = {step for step in range(12) if trace_of_step(tmp_path / "half", step, 0.5).sampled}
     assert {span.attributes["tandem.step"] for span in receiver.named("step")} == sampled
     assert traced == run("down", endpoint="http://127.0.0.1:9") == run("off")
+
+
+@pytest.mark.full
+def test_a_step_whose_worker_is_killed_has_its_recovery_and_both_attempts_in_one_trace(tmp_path: Path) -> None:
+    with HttpReceiver() as receiver:
+        train(recipe_of(tmp_path, receiver.endpoint), progress=False, faults=FaultPlan.parse("rollout_worker:before:rollout:1"))
+    trace = receiver.traces()[trace_of_step(tmp_path / "r", 1).trace_id]
+    first, second = sorted((span for span in trace if not span.parent_id), key=lambda span: span.start_ns)
+    assert (first.name, second.name) == ("step", "step") and first.span_id != second.span_id and first.end_ns <= second.start_ns
+    [recovery] = [span for span in trace if span.name == "recovery"]
+    assert recovery.parent_id == first.span_id and "rollout" in recovery.attributes["error.message"]
+    broken = [span for span in trace if span.name == "rollout" and span.parent_id == first.span_id]
+    assert [span.status for span in broken] == [2] and "SidecarDied" in broken[0].message
+    pids = {span.resource["process.pid"] for span in trace if span.resource["service.name"] == "tandem-rollout-worker"}
+    assert len(pids) == 2, "the killed worker's spans before it, and those of its successor"
