@@ -80,6 +80,8 @@ def setup(role: str, directory: Path, *, level: int = logging.INFO, run: str | N
     Called at the start of a process; a second call replaces the first. ``run``: the name of its run, by default that of the folder around ``directory``.
     ``name``: of the file, without its ending, where several processes of the role share the folder. Returns the file's path.
     """
+    global _step
+    _step = None
     SPANS.identify(role, directory.absolute().parent.name if run is None else run, rank)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name or role}.log"
