@@ -24,10 +24,12 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from tandem.cli.engine_options import add_engine_options, engine_args, json_object, template_text
+from tandem.config.traces import REQUEST_RATIO, TracesConfig, TracesProtocol
 from tandem.runtime.exposition.targets import DEFAULT_FOLDER
+from tandem.runtime.records.logs import DEFAULT_LOGS
 from tandem.text.answer_reader import REASONING_FORMATS
 from tandem.text.tool_formats import TOOL_FORMATS
 from tandem.types import UserError, WeightVersion
@@ -114,6 +116,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--targets-folder", nargs="?", const=DEFAULT_FOLDER, default="", metavar="DIR",
         help=f"name the server to Prometheus in this folder (without DIR: {DEFAULT_FOLDER}); see 'tandem up observability'",
     )  # fmt: skip
+    parser.add_argument(
+        "--log-folder", nargs="?", const=DEFAULT_LOGS, default="", metavar="DIR",
+        help=f"write the log as JSON lines to DIR/server-PORT.log too, for Loki (without DIR: {DEFAULT_LOGS})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="send spans of requests to this OpenTelemetry collector, for example http://127.0.0.1:4318 (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--otlp-traces-protocol", choices=get_args(TracesProtocol), default="http/protobuf", help="protocol of that address (default: http/protobuf)"
+    )
+    parser.add_argument(
+        "--otlp-traces-sample-ratio", type=float, metavar="SHARE", help=f"share of requests without a traceparent that are traced (default: {REQUEST_RATIO:g})"
+    )
     parser.add_argument("--max-waiting", type=int, default=1024, help="maximum number of waiting requests; more get status 429")
     parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="time for in-flight requests after SIGTERM")
     parser.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a client to send its request")
@@ -205,9 +221,19 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
         heartbeat_s=options.heartbeat_timeout, step_s=options.step_timeout, max_connections_per_client=options.max_connections_per_client,
         max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib), follows=follows,
         weight_version=options.weight_version, kv_events=options.kv_events, kv_transfer=_kv_transfer(options),
-        targets_folder=options.targets_folder,
+        targets_folder=options.targets_folder, traces=_traces(options), log_folder=options.log_folder,
     )  # fmt: skip
     return run_server(settings)
+
+
+def _traces(options: argparse.Namespace) -> TracesConfig | None:
+    if options.otlp_traces_endpoint is None:
+        if options.otlp_traces_sample_ratio is not None:
+            raise UserError("--otlp-traces-sample-ratio is given without --otlp-traces-endpoint; give the address of a collector, or leave it out")
+        return None
+    config = TracesConfig(options.otlp_traces_endpoint, options.otlp_traces_protocol, options.otlp_traces_sample_ratio)
+    config.check()
+    return config
 
 
 def _tls(options: argparse.Namespace) -> "TlsFiles | None":

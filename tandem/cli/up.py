@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from tandem.runtime.exposition.targets import DEFAULT_FOLDER
+from tandem.runtime.records.logs import DEFAULT_LOGS
 from tandem.types import UserError
 
 
@@ -27,6 +28,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alertmanager-port", type=int, default=9093, metavar="PORT", help="0 selects a free one (default: 9093)")
     parser.add_argument("--interval", type=float, default=15.0, metavar="SECONDS", help="between two scrapes (default: 15)")
     parser.add_argument("--retention", default="15d", metavar="TIME", help="how long Prometheus keeps series, for example 12h or 30d (default: 15d)")
+    parser.add_argument("--runs-folder", default="runs", metavar="DIR", help="in which runs have their folders, whose logs Alloy sends to Loki (default: runs)")
+    parser.add_argument("--log-folder", default=DEFAULT_LOGS, metavar="DIR", help=f"where servers and gateways write logs, for Alloy (default: {DEFAULT_LOGS})")
     parser.add_argument("--webhook", metavar="URL", help="gets the alerts from Alertmanager (default: they are only shown)")
     parser.add_argument("--emit", action="store_true", help="only write the files")
 
@@ -37,11 +40,15 @@ def run(options: argparse.Namespace) -> int:
 
     _check(options)
     folder, targets = Path(options.folder).expanduser().resolve(), Path(options.targets_folder).expanduser().resolve()
+    runs, logs = (Path(each).expanduser().resolve() for each in (options.runs_folder, options.log_folder))
     if options.emit:
         # A port that is chosen when the programs start is not known yet.
-        written = observability_files(targets, options.port or 9090, options.alertmanager_port or 9093, interval_s=options.interval, webhook=options.webhook)
+        written = observability_files(
+            targets, options.port or 9090, options.alertmanager_port or 9093, interval_s=options.interval, webhook=options.webhook, runs_folder=runs,
+            log_folder=logs,
+        )  # fmt: skip
         write_files(folder, written)
-        print(f"wrote {len(written)} files to {folder}; 'docker compose up' there starts Grafana, Prometheus, Alertmanager, Jaeger and Loki")
+        print(f"wrote {len(written)} files to {folder}; 'docker compose up' there starts Grafana, Prometheus, Alertmanager, Jaeger, Loki and Alloy")
         return 0
     from tandem.runtime.exposition.targets import check_folder
 
@@ -54,7 +61,10 @@ def run(options: argparse.Namespace) -> int:
         _say(f"Alertmanager is not on the PATH, so nobody is told of alerts; {ALERTMANAGER.how_to_install}")
     write_files(
         folder,
-        observability_files(targets, port, alertmanager_port, interval_s=options.interval, webhook=options.webhook, has_alertmanager=has_alertmanager),
+        observability_files(
+            targets, port, alertmanager_port, interval_s=options.interval, webhook=options.webhook, has_alertmanager=has_alertmanager, runs_folder=runs,
+            log_folder=logs,
+        ),
     )
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
         running = []
@@ -63,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         running.append(stack.enter_context(started(PROMETHEUS, prometheus_arguments(folder, port, options.retention), folder, port)))
         for each in running:
             _say(f"{each.program.title} at {each.url}")
-        _say(f"Grafana, Jaeger and Loki are not started here; 'docker compose up' in {folder} has them, and dashboards/ is for any Grafana")
+        _say(f"Grafana, Jaeger, Loki and Alloy are not started here; 'docker compose up' in {folder} has them, and dashboards/ is for any Grafana")
         _say(f"runs, servers and gateways name themselves in {targets}; Ctrl-C stops it")
         keep(running, targets)
     _say("stopped")

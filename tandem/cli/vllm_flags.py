@@ -58,7 +58,6 @@ INSTEAD = {
     "--tool-server": f"the client runs the tools; {_LEAVE}",
     "--middleware": "put a proxy before the server",
     "--uds": "use --host and --port",
-    "--otlp-traces-endpoint": "Prometheus reads /metrics",
     "--enable-request-id-headers": "the field 'request_id' of a request is part of the answer's 'id'",
     "--enable-prompt-tokens-details": f"'usage' always has 'prompt_tokens_details'; {_LEAVE}",
 }

@@ -17,6 +17,7 @@ from tandem.config.routing import RouteConfig, RouterConfig, check_routes
 from tandem.config.servers import ServersConfig, check_servers
 from tandem.config.servers_apart import check_roles
 from tandem.config.tls import TlsConfig
+from tandem.config.traces import TracesConfig
 from tandem.types.errors import UserError
 
 MOST_BACKENDS = 1024
@@ -339,6 +340,10 @@ class GatewayConfig:
     """Tokens in place of keys, or beside them."""
     targets_folder: str = ""
     """Folder in which the gateway is named to Prometheus (`file_sd_configs`), as in `observability.md`. Empty: none."""
+    log_folder: str = ""
+    """Folder in which the log is written as JSON lines too (`gateway-PORT.log`), for Loki, as in `observability.md`. Empty: standard error alone."""
+    traces: TracesConfig | None = None
+    """Spans of requests for an OpenTelemetry collector, as in `observability.md`. Without it there are none."""
     audit_log: str = ""
     """File to which a line of JSON is added for each request: who asked for what and what it cost, without prompt and answer. It may be moved away while the
     gateway runs."""

@@ -18,6 +18,7 @@ from tandem.config.run import RunConfig
 from tandem.config.sft import DemonstrationsConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.task import TaskConfig
+from tandem.config.traces import TracesConfig
 from tandem.config.trackers import TrackersConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.unread import refuse_unread
@@ -134,6 +135,7 @@ class PretrainRecipe:
     ray: RayConfig = field(default_factory=RayConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     metrics: MetricsConfig | None = None
+    traces: TracesConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",

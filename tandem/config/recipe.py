@@ -33,6 +33,7 @@ from tandem.config.run import RunConfig
 from tandem.config.sft import SFTConfig
 from tandem.config.slurm import SlurmConfig
 from tandem.config.task import VERIFIERS, TaskConfig
+from tandem.config.traces import TracesConfig
 from tandem.config.trackers import TrackersConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.config.unread import refuse_unread
@@ -70,6 +71,7 @@ class Recipe:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     metrics: MetricsConfig | None = None
+    traces: TracesConfig | None = None
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.elastic": "the trainer of a pod is always restarted with all of its ranks",

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.report.tables import without_secrets
+from tandem.runtime.records.logs import readable
 from tandem.types import UserError
 
 MOST_BYTES = 131_072
@@ -38,9 +39,10 @@ def log_part(directory: Path, name: str, before: int | None, text: str = "") -> 
         cut = data.find(b"\n") + 1
         # One line may be longer than the part: it is shown cut.
         start, data = (start + cut, data[cut:]) if 0 < cut < len(data) else (start, data)
-    lines = data.decode("utf-8", "replace").split("\n")
-    if lines and not lines[-1]:
-        lines.pop()
+    written = data.decode("utf-8", "replace").split("\n")
+    if written and not written[-1]:
+        written.pop()
+    lines = [line for each in written for line in readable(each).split("\n")]
     wanted = text.casefold()
     return {"from": start, "to": end, "size": size, "lines": [_shown(line) for line in lines if wanted in line.casefold()]}
 

@@ -29,6 +29,7 @@ from tandem.gateway.routing.router import reads_prefix
 from tandem.gateway.servers.servers import Servers
 from tandem.gateway.siblings import Siblings, joined_metrics
 from tandem.gateway.stored_responses import PATH
+from tandem.gateway.traced import RequestTrace
 from tandem.gateway.usage import Meter
 from tandem.runtime.exposition.text import CONTENT_TYPE
 from tandem.runtime.rpc.client_connections import ClientConnections
@@ -40,6 +41,7 @@ from tandem.serving.http_process import say
 from tandem.serving.json_body import PARSED, BodyParser
 from tandem.serving.log_lines import USAGE, LogLines
 from tandem.serving.refusal import answer
+from tandem.serving.traced import TRACE
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _JSON_HEADER = (b"content-type", b"application/json")
@@ -162,10 +164,14 @@ class GatewayApp:
         state.open_requests += 1
         try:
             client = scope["client"][0] if scope.get("client") else ""
+            traced: RequestTrace | None = RequestTrace(scope[TRACE]) if TRACE in scope else None
             caller = state.auth.caller(headers, client)
             entry: Entry | None = scope.get(AUDIT)
             if entry is not None:
                 entry.tenant, entry.key = caller.tenant, None if caller.key is None else caller.key.id
+            if traced is not None:
+                traced.part("auth")
+                traced.span.update({"tandem.tenant": caller.tenant})
             with state.bodies.of(client) as share:
                 try:
                     request = await self._read(id, scope, receive, share, caller.tenant)
@@ -175,6 +181,8 @@ class GatewayApp:
                 return
             if entry is not None:
                 entry.request_id, entry.model, entry.stream = request.id, request.model, request.stream
+            if traced is not None:
+                traced.read(request)
             await self._admitted(request, caller, scope, send)
         except ApiError as error:
             # The traceback would keep the body.
@@ -185,6 +193,8 @@ class GatewayApp:
         finally:
             state.open_requests -= 1
         if refusal is not None:
+            if TRACE in scope:
+                scope[TRACE].update({"error.type": str(refusal.code or refusal.kind), "error.message": refusal.message})
             await answer(refusal, send, None if is_complete or refusal.status == 408 else receive, scope["path"], id)
 
     async def _admitted(self, request: InferenceRequest, caller: Caller, scope: Scope, send: Send) -> None:
@@ -206,10 +216,13 @@ class GatewayApp:
                 home = await state.proxy.stored.home(request.previous_response, caller.tenant, request.headers, request.client)
                 # Without one, any backend says that it does not have it.
                 request = request if home is None else replace(request, home=home.name)
-            await state.proxy.answer(request, scope["state"][CONNECTION], send, meter, limit_headers(shares, left, time.time()) if shares else [])
+            limited = limit_headers(shares, left, time.time()) if shares else []
+            await state.proxy.answer(request, scope["state"][CONNECTION], send, meter, limited, scope.get(TRACE))
         finally:
             if shares:
                 await state.limits.settle(reservation, shares, meter.tokens, int(meter.is_answered), meter.input_tokens)
+            if TRACE in scope and meter.is_answered:
+                scope[TRACE].update({"gen_ai.usage.input_tokens": meter.prompt, "gen_ai.usage.output_tokens": meter.output})
             if USAGE in scope and meter.is_answered:
                 scope[USAGE].prompt, scope[USAGE].completion = meter.prompt, meter.output
 

@@ -16,6 +16,7 @@ from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.metrics import Metrics
 from tandem.gateway.named_events import NAMED_PATHS, NamedRepetition
 from tandem.gateway.resume import Delivered, Repetition
+from tandem.gateway.traced import RequestTrace
 from tandem.gateway.usage import Meter
 from tandem.serving.errors import ApiError, anthropic_error
 
@@ -51,6 +52,8 @@ class Exchange:
     status: int = CLIENT_LEFT
     is_stream: bool = False
     """Events are being sent."""
+    traced: RequestTrace | None = None
+    """Its spans, if its trace is sampled."""
     tried: list[Backend] = field(default_factory=list)
     blamed: list[Attempt] = field(default_factory=list)
     """Attempts that ended with status 500: whether the backends or the request is to blame, shows the next one."""

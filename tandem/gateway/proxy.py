@@ -27,10 +27,12 @@ from tandem.gateway.retry_budget import RetryBudget
 from tandem.gateway.shadow import Shadows
 from tandem.gateway.stored_responses import PATH, StoredResponses
 from tandem.gateway.stream_events import Diverged
+from tandem.gateway.traced import RequestTrace
 from tandem.gateway.upstream import Upstream
 from tandem.gateway.upstream_connection import UpstreamConnection
 from tandem.gateway.usage import Meter
 from tandem.runtime.rpc.patient_protocol import Patience
+from tandem.runtime.traces.spans import OpenSpan
 from tandem.serving.errors import ApiError, id_headers
 
 RETRIED = (429, 500, 502, 503, 504)
@@ -57,11 +59,15 @@ class Proxy:
             self._hedges = Hedges(config.hedge)
         self._config = config
 
-    async def answer(self, request: InferenceRequest, connection: Patience, send: Send, meter: Meter, headers: Headers) -> None:
-        """Answers ``request``. ``connection``: the client's. ``meter`` counts what it costs. ``headers`` are added to the answer's.
+    async def answer(
+        self, request: InferenceRequest, connection: Patience, send: Send, meter: Meter, headers: Headers, span: OpenSpan | None = None
+    ) -> None:
+        """Answers ``request``. ``connection``: the client's. ``meter`` counts what it costs. ``headers`` are added to the answer's. ``span``: of the request.
         Raises ``ApiError`` for what is answered with an error."""
         body, repetition = self._upstream.repeatable_body(request), repetition_of(request)
         exchange = Exchange(request, send, meter, self._metrics, headers, body, repetition=repetition)
+        if span is not None:
+            exchange.traced = RequestTrace(span)
         if request.path == PATH:
             exchange.noted = functools.partial(self.stored.note, request.tenant)
         try:
@@ -69,6 +75,8 @@ class Proxy:
                 exchange.task = client.task
                 async with self._admission(request) as exchange.charge:
                     self._metrics.queue_wait.labels(request.model or "-").observe(time.monotonic() - exchange.began)
+                    if exchange.traced is not None:
+                        exchange.traced.part("queue")
                     self._shadows.start(request)
                     await self._attempts(exchange)
             if client.has_left:
@@ -96,6 +104,8 @@ class Proxy:
                     self._metrics.retries.inc()
                     await asyncio.sleep(random.uniform(0, self._config.retry.backoff_s * 2**number))
                 backend = self._next_backend(exchange, failure)
+                if exchange.traced is not None:
+                    exchange.traced.part("route")
                 if backend is None:
                     break
                 try:
@@ -155,12 +165,16 @@ class Proxy:
         exchange.prompt_tokens = max(0, request.prompt_tokens - self._pool.sent(request, backend))
         attempt = backend.take(exchange.prompt_tokens + request.max_tokens, exchange.task)
         outcome = Outcome.UNKNOWN
+        traced = None if exchange.traced is None else exchange.traced.attempt(backend, len(exchange.tried))
         try:
             attempt.waiting_since = time.monotonic()
             if request.timeout_s is not None:
                 attempt.deadline = attempt.waiting_since + request.timeout_s - (time.monotonic() - exchange.began)
             body = await self._apart.body(exchange, backend, self._config.router)
-            async with self._upstream.post(backend, request, body) as response:
+            async with self._upstream.post(backend, request, body, "" if traced is None else traced.context.traceparent) as response:
+                if traced is not None:
+                    traced.update({"http.response.status_code": response.status})
+                    traced.event("first byte")
                 outcome = await self._answered(exchange, attempt, response, is_last=is_last)
         except StatusRetried as error:
             outcome = error.outcome
@@ -183,6 +197,10 @@ class Proxy:
             await _broken(exchange, error)
         finally:
             attempt.release()
+            if traced is not None:
+                traced.update({"tandem.outcome": outcome.value})
+                traced.error = "" if outcome is not Outcome.FAILURE else "the backend failed"
+                traced.end()
             self._metrics.attempts.labels(backend.name, outcome.value).inc()
             if attempt not in exchange.blamed:
                 attempt.report(outcome)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NEEDS_RESTART = (
     "host", "port", "workers", "trusted_proxies", "registry", "max_body_mib", "request_s", "stall_s", "max_connections_per_client", "log_requests", "redis",
-    "targets_folder",
+    "targets_folder", "traces", "log_folder",
 )  # fmt: skip
 """The keys whose change is not followed: those of the address and of connections, and where limits are counted. Also ``timeouts.connect_s``, what
 servers are started with, and whether there

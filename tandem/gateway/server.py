@@ -18,6 +18,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tandem.config.gateway import GatewayConfig
+from tandem.config.traces import REQUEST_RATIO
 from tandem.gateway.admin import act_for_sibling, learn_drained
 from tandem.gateway.admission import Admission
 from tandem.gateway.app import GatewayApp, GatewayState
@@ -45,15 +46,19 @@ from tandem.gateway.siblings import Place, Siblings
 from tandem.gateway.stored_responses import StoredResponses
 from tandem.gateway.upstream import KEEP_ALIVE_S, Upstream
 from tandem.gateway.workers import run_workers, share_of_worker
+from tandem.runtime.exposition.sent_spans import SentSpans
 from tandem.runtime.exposition.targets import announced, check_folder
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.runtime.tls import ServerTls, TlsFiles, check_tls, expiry_warning
+from tandem.runtime.traces.exporter import check_traces, exporting
+from tandem.runtime.traces.spans import SPANS
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.errors import overloaded
 from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, speaker, stop_events
-from tandem.serving.log_lines import RequestLog
+from tandem.serving.log_lines import RequestLog, setup_beside_terminal
 from tandem.serving.refusal import answer
+from tandem.serving.traced import RequestTraces
 from tandem.types import UserError
 
 _COLLECTED_AT = 10_000
@@ -88,7 +93,11 @@ def _run(
         make_backends(config), KeyFile(Path(config.keys_file)) if config.keys_file else None, read_stages(Path(config.registry)) if config.registry else {},
         AuditFile(Path(config.audit_log)) if config.audit_log else None, ServerTls(TlsFiles.of(config.tls)) if config.tls.is_on else None,
     )  # fmt: skip
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    SPANS.identify("gateway")
+    if config.log_folder:
+        port = listener.getsockname()[1]
+        setup_beside_terminal("gateway", config.log_folder, f"gateway-{port}" + ("" if place is None else f"-worker-{place.number}"))
+    with exporting(config.traces), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, made, listener, ready, read, place))
 
 
@@ -96,6 +105,7 @@ def check_files(config: GatewayConfig) -> None:
     """Raises ``UserError`` for a file or a package that is missing or cannot be used."""
     make_backends(config)
     check_extras(config)
+    check_traces(config.traces)
     if config.tls.is_on:
         check_tls(TlsFiles.of(config.tls))
     if config.keys_file:
@@ -185,6 +195,8 @@ async def _serve(
         state = GatewayState(config, pool, routes, proxy, admission, metrics, bodies, auth, connections, limits, say=tell)
         state.audit, state.tls = made.audit, made.tls
         metrics.registry.register(Occupancy(state, connector, upstream))
+        if config.traces is not None:
+            metrics.registry.register(SentSpans())
         reload = Reload(state, session, upstream, stages, backends, read, make_backends)
         state.reload = reload.reload
         if read is not None:
@@ -216,8 +228,11 @@ async def _serve(
 async def _until_stopped(state: GatewayState, listener: socket.socket, ready: Callable[[str], None] | None) -> int:
     config = state.config
     app: Any = AuditLog(GatewayApp(state), lambda: state.audit)
+    app = RequestLog(app, state.lines) if config.log_requests else app
+    if config.traces is not None:
+        app = RequestTraces(app, config.traces.ratio(REQUEST_RATIO))
     settings = uvicorn.Config(
-        RequestLog(app, state.lines) if config.log_requests else app, http=_protocol(config, state.connections), log_level="critical", access_log=False,
+        app, http=_protocol(config, state.connections), log_level="critical", access_log=False,
         lifespan="off", loop="asyncio", backlog=BACKLOG, timeout_graceful_shutdown=5, server_header=False, date_header=False, timeout_keep_alive=75, ws="none",
         proxy_headers=bool(config.trusted_proxies), forwarded_allow_ips=list(config.trusted_proxies),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from tandem.gateway.inference_request import InferenceRequest
 from tandem.gateway.named_events import NAMED_PATHS
 from tandem.gateway.resume import REPEATABLE_PATHS, can_resume, seed_of, seeded
 from tandem.gateway.upstream_connection import Address, UpstreamConnection, address_of, connect, quoted
+from tandem.runtime.traces.context import current
 
 KEEP_ALIVE_S = 4.0
 """How long an idle connection to a backend is kept: less than the 5 s of uvicorn, which most of them run, so that it is not closed just as
@@ -35,11 +36,14 @@ class Upstream:
         """Connections that are kept for the next request."""
         return sum(map(len, self._idle.values()))
 
-    def post(self, backend: Backend, request: InferenceRequest, body: bytes) -> "Posted":
-        """Sends ``request`` to ``backend``. ``body``: sent instead of the client's bytes where the backend is Tandem's server."""
+    def post(self, backend: Backend, request: InferenceRequest, body: bytes, traceparent: str = "") -> "Posted":
+        """Sends ``request`` to ``backend``. ``body``: sent instead of the client's bytes where the backend is Tandem's server. ``traceparent``: of the
+        attempt, that of the request if it is empty; sent instead of the client's where requests are traced."""
+        if not traceparent and (context := current()) is not None:
+            traceparent = context.traceparent
         address = address_of(backend.config.url)
         content = body if backend.is_tandem else request.body
-        return Posted(self, backend, address, self._head(backend, address, request, len(content)), content)
+        return Posted(self, backend, address, self._head(backend, address, request, len(content), traceparent), content)
 
     def repeatable_body(self, request: InferenceRequest) -> bytes:
         """Returns the body of a request with a seed, if its answer may have to be repeated at another of Tandem's servers, else its body."""
@@ -94,10 +98,12 @@ class Upstream:
                 del self._idle[key]
         self._sweep = self._loop.call_later(KEEP_ALIVE_S / 2, self._close_old) if self._idle else None
 
-    def _head(self, backend: Backend, address: Address, request: InferenceRequest, length: int) -> bytes:
+    def _head(self, backend: Backend, address: Address, request: InferenceRequest, length: int, traceparent: str) -> bytes:
         """Returns the request's line and headers."""
         query = f"?{quoted(request.query.decode('latin-1'))}" if request.query else ""
         headers = to_backend(request.headers, authorization=self.authorization(backend), client=request.client)
+        if traceparent:
+            headers = [*(header for header in headers if header[0] != b"traceparent"), (b"traceparent", traceparent.encode())]
         lines = [
             f"POST {address.base}{request.path}{query} HTTP/1.1\r\nhost: {address.host_header}\r\ncontent-length: {length}\r\n"
             f"x-request-id: {request.id}\r\n".encode("latin-1"),

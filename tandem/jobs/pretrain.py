@@ -22,6 +22,7 @@ def pretrain(run: DataRun) -> int:
                 run.checkpoints.finish()
                 return step
             run.tracer.begin(step)
-            run.write_row(step, run.train(step, sequences), loader.idle_s)
+            with run.step_span(step):
+                run.write_row(step, run.train(step, sequences), loader.idle_s)
             run.records.enter("data", step + 1)
     raise AssertionError("the loader has no end")

@@ -9,6 +9,8 @@ from tandem.jobs.rl_run.scores import scores_of_round
 from tandem.pod.failures import SidecarDied
 from tandem.pod.pod import Pod
 from tandem.pod.recovery import catch_up, recover
+from tandem.runtime.traces.spans import span
+from tandem.runtime.traces.steps import STEP
 from tandem.types import Round
 
 
@@ -22,28 +24,30 @@ def reinforce(pod: Pod, run: RLRun) -> int:
     """
     step, last = run.first_step, run.recipe.run.max_steps
     while True:
-        try:
-            collect_ahead(pod, run, step)
-            catch_up(pod, step)
-            due = run.trigger.due(step)
-            if due != "nothing":
-                run.checkpoint(pod, step)
-            if due == "stop":
-                run.finish_checkpoints(pod)
-                run.stop(step)
-            if target_holds(pod, run, step) or step == last:
-                final_evaluation(pod, run, step)
-                run.checkpoint(pod, step)
-                run.finish_checkpoints(pod)
-                return step
-            draw_ahead(pod, run, step)
-            rounds: list[Round] = []
-            while not run.is_complete(rounds):
-                samples = samples_of_round(pod, run, step, len(rounds))
-                rounds.append(Round(samples, scores_of_round(pod, run, step, len(rounds), samples)))
-            metrics = run.train(pod, step, rounds)
-            write_row(pod, run, step, rounds, metrics)
-            step += 1
-        except SidecarDied as death:
-            keep_drawn(pod, run)
-            recover(pod, death, state_needed(run, step))
+        with run.step_span(step):
+            try:
+                collect_ahead(pod, run, step)
+                catch_up(pod, step)
+                due = run.trigger.due(step)
+                if due != "nothing":
+                    run.checkpoint(pod, step)
+                if due == "stop":
+                    run.finish_checkpoints(pod)
+                    run.stop(step)
+                if target_holds(pod, run, step) or step == last:
+                    final_evaluation(pod, run, step)
+                    run.checkpoint(pod, step)
+                    run.finish_checkpoints(pod)
+                    return step
+                draw_ahead(pod, run, step)
+                rounds: list[Round] = []
+                while not run.is_complete(rounds):
+                    samples = samples_of_round(pod, run, step, len(rounds))
+                    rounds.append(Round(samples, scores_of_round(pod, run, step, len(rounds), samples)))
+                metrics = run.train(pod, step, rounds)
+                write_row(pod, run, step, rounds, metrics)
+                step += 1
+            except SidecarDied as death:
+                keep_drawn(pod, run)
+                with span("recovery", {STEP: step, "tandem.sidecar": death.role, "error.message": str(death)}):
+                    recover(pod, death, state_needed(run, step))

@@ -32,6 +32,7 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_lock import RunLock
+from tandem.runtime.traces.exporter import check_traces, exporting
 from tandem.trackers.open import check_trackers
 from tandem.trackers.tracker import Status
 from tandem.trainer.checkpoint.format.older_version import checkpoint_of_older_version
@@ -70,6 +71,7 @@ def train(
     told = Callbacks(callbacks)
     _check_inline(recipe, inline)
     check_metrics(recipe.metrics)
+    check_traces(recipe.traces)
     recipe = with_commits(recipe)
     inputs = python_inputs(recipe, rewards, dataset)
     with written_for_checks(inputs) as checked:
@@ -156,6 +158,7 @@ def _resume(directory: Path, callback: Callbacks, inline: bool, overrides: Seque
                 callback.message(line)
     before = _write_new_values(recipe, directory) if overrides else recipe
     try:
+        check_traces(recipe.traces)
         with metrics_listener(recipe.metrics) as listener:
             return _execute(recipe, directory, inline, callback, faults, listener, resumed=True)
     except UserError as error:
@@ -251,7 +254,7 @@ def _execute(
         callback.add(tracked)
     status: Status = "stopped"
     try:
-        with exposed(recipe, directory, listener, callback):
+        with exposed(recipe, directory, listener, callback), exporting(recipe.traces):
             result = _run_job(recipe, directory, inline, callback, faults, resumed)
         status = "finished"
     except KeyboardInterrupt:
@@ -280,6 +283,7 @@ def dry_run(recipe: AnyRecipe, recipe_path: str | Path, inline: bool = False) ->
     """Returns what the run will need, after every check of ``train`` that needs no work."""
     _check_inline(recipe, inline)
     check_metrics(recipe.metrics)
+    check_traces(recipe.traces)
     check_trackers(recipe.trackers)
     recipe = with_commits(recipe, "description")
     if isinstance(recipe, PretrainRecipe):

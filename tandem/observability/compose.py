@@ -1,5 +1,6 @@
-"""A ``docker compose`` file with Prometheus, Alertmanager, Grafana, Jaeger and Loki, and what they read."""
+"""A ``docker compose`` file with Prometheus, Alertmanager, Grafana, Jaeger, Loki and Alloy, and what they read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,29 @@ IMAGES = {
     "grafana": "grafana/grafana:12.1.0",
     "jaeger": "jaegertracing/jaeger:2.9.0",
     "loki": "grafana/loki:3.5.3",
+    "alloy": "grafana/alloy:v1.10.0",
 }
 COMPOSE_FILE = "docker-compose.yml"
 CONFIGURATION = "prometheus-docker.yml"
 """Of the Prometheus in a container, which has the targets folder at another place."""
 TARGETS = Path("/etc/tandem/targets")
+ALLOY_FILE = "config.alloy"
+LOKI, JAEGER = "tandem-loki", "tandem-jaeger"
+"""Data sources of Grafana."""
 _LOOPBACK = "127.0.0.1"
 
 
-def compose_files(targets_folder: Path, port: int, alertmanager_port: int) -> dict[str, str]:
-    """Returns the files by their paths in the folder. Prometheus, Alertmanager and Grafana have the machine's own network, where targets answer on
-    127.0.0.1; nothing listens on another address."""
+def compose_files(targets_folder: Path, port: int, alertmanager_port: int, log_folders: Sequence[Path]) -> dict[str, str]:
+    """Returns the files by their paths in the folder. ``log_folders``: whose logs Alloy reads. Prometheus, Alertmanager, Grafana and Alloy have the machine's
+    own network, where targets answer on 127.0.0.1; nothing listens on another address."""
     datasources = [
         {"name": "Prometheus", **DATASOURCE, "url": f"http://{_LOOPBACK}:{port}", "isDefault": True},
-        {"name": "Loki", "type": "loki", "uid": "tandem-loki", "url": f"http://{_LOOPBACK}:3100"},
-        {"name": "Jaeger", "type": "jaeger", "uid": "tandem-jaeger", "url": f"http://{_LOOPBACK}:16686"},
+        {"name": "Loki", "type": "loki", "uid": LOKI, "url": f"http://{_LOOPBACK}:3100", "jsonData": {"derivedFields": [_TRACE_OF_LINE]}},
+        {"name": "Jaeger", "type": "jaeger", "uid": JAEGER, "url": f"http://{_LOOPBACK}:16686", "jsonData": {"tracesToLogsV2": _LINES_OF_TRACE}},
     ]
     provider = {"name": "tandem", "type": "file", "options": {"path": "/etc/tandem/dashboards"}}
-    services = _services(targets_folder, port, alertmanager_port)
-    volumes: dict[str, Any] = {name: {} for name in ("prometheus", "alertmanager", "grafana", "loki")}
+    services = _services(targets_folder, port, alertmanager_port, log_folders)
+    volumes: dict[str, Any] = {name: {} for name in ("prometheus", "alertmanager", "grafana", "loki", "alloy")}
     return {
         COMPOSE_FILE: _yaml({"name": "tandem-observability", "services": services, "volumes": volumes}),
         "grafana/datasources/tandem.yml": _yaml({"apiVersion": 1, "datasources": datasources}),
@@ -40,7 +45,7 @@ def compose_files(targets_folder: Path, port: int, alertmanager_port: int) -> di
     }
 
 
-def _services(targets_folder: Path, port: int, alertmanager_port: int) -> dict[str, Any]:
+def _services(targets_folder: Path, port: int, alertmanager_port: int, log_folders: Sequence[Path]) -> dict[str, Any]:
     common: dict[str, dict[str, Any]] = {name: {"image": image, "restart": "unless-stopped"} for name, image in IMAGES.items()}
     of_host = {"network_mode": "host"}
     return {
@@ -68,9 +73,23 @@ def _services(targets_folder: Path, port: int, alertmanager_port: int) -> dict[s
             **common["loki"], "command": ["-config.file=/etc/loki/loki.yml"], "ports": [f"{_LOOPBACK}:3100:3100"],
             "volumes": ["./loki.yml:/etc/loki/loki.yml:ro", "loki:/loki"],
         },
+        "alloy": {
+            **common["alloy"], **of_host,
+            "command": ["run", f"--server.http.listen-addr={_LOOPBACK}:12345", "--storage.path=/var/lib/alloy/data", f"/etc/alloy/{ALLOY_FILE}"],
+            # At their own paths, so that one configuration is for the container and for the machine.
+            "volumes": [f"./{ALLOY_FILE}:/etc/alloy/{ALLOY_FILE}:ro", *(f"{folder}:{folder}:ro" for folder in log_folders), "alloy:/var/lib/alloy/data"],
+        },
     }  # fmt: skip
 
 
+# A '$' that Grafana does not replace by a variable of the environment is written twice.
+_TRACE_OF_LINE = {
+    "name": "trace", "matcherRegex": '"trace_id": "([0-9a-f]{32})"', "datasourceUid": JAEGER, "url": "$${__value.raw}", "urlDisplayLabel": "Trace",
+}  # fmt: skip
+_LINES_OF_TRACE = {
+    "datasourceUid": LOKI, "customQuery": True, "query": '{job="tandem"} | trace_id = `$${__trace.traceId}`', "spanStartTimeShift": "-1m",
+    "spanEndTimeShift": "1m",
+}  # fmt: skip
 _LOKI: dict[str, Any] = {
     "auth_enabled": False,
     "server": {"http_listen_port": 3100},

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from tandem.observability.alerts import ALERTS
-from tandem.observability.compose import CONFIGURATION, TARGETS, compose_files
+from tandem.observability.alloy import alloy_config
+from tandem.observability.compose import ALLOY_FILE, CONFIGURATION, TARGETS, compose_files
 from tandem.observability.dashboards.all import DASHBOARDS
 from tandem.observability.dashboards.model import to_json
 from tandem.observability.prometheus import alertmanager_config, prometheus_config
@@ -16,19 +17,22 @@ HEAD = "# Written by 'tandem up observability', which writes it again.\n"
 
 
 def observability_files(
-    targets_folder: Path, port: int, alertmanager_port: int, *, interval_s: float, webhook: str | None, has_alertmanager: bool = True
-) -> dict[str, str]:
-    """Returns the text of each file, by its path in the folder. ``has_alertmanager``: Prometheus sends alerts to ``alertmanager_port``."""
+    targets_folder: Path, port: int, alertmanager_port: int, *, interval_s: float, webhook: str | None, runs_folder: Path, log_folder: Path,
+    has_alertmanager: bool = True,
+) -> dict[str, str]:  # fmt: skip
+    """Returns the text of each file, by its path in the folder. ``runs_folder``: in which runs have their folders. ``log_folder``: of the
+    logs of servers and gateways. ``has_alertmanager``: Prometheus sends alerts to ``alertmanager_port``."""
     written = {
         "prometheus.yml": prometheus_config(targets_folder, interval_s, f"127.0.0.1:{alertmanager_port}" if has_alertmanager else None),
         CONFIGURATION: prometheus_config(TARGETS, interval_s, f"127.0.0.1:{alertmanager_port}"),
         "alertmanager.yml": alertmanager_config(webhook),
         "rules/recording.yml": rules_file("tandem-recording", RECORDS),
         "rules/alerts.yml": rules_file("tandem-alerts", ALERTS),
-        **compose_files(targets_folder, port, alertmanager_port),
+        **compose_files(targets_folder, port, alertmanager_port, (runs_folder, log_folder)),
     }
     dashboards = {f"dashboards/{each.name}.json": json.dumps(to_json(each), indent=1) + "\n" for each in DASHBOARDS}
-    return {name: HEAD + text for name, text in written.items()} | dashboards
+    alloy = {ALLOY_FILE: HEAD.replace("#", "//", 1) + alloy_config(runs_folder, log_folder)}
+    return {name: HEAD + text for name, text in written.items()} | dashboards | alloy
 
 
 def write_files(folder: Path, files: dict[str, str]) -> None:

@@ -27,6 +27,8 @@ from tandem.runtime.records.agreements import record_agreement
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.rpc.calls import Progress
+from tandem.runtime.traces.spans import span
+from tandem.runtime.traces.steps import STEP
 from tandem.trainer.corruption.finding import CorruptionFinding, SilentCorruption
 from tandem.types import DamagedWeights, Prompt, Round, RunError, Sample, Score, WeightVersion
 
@@ -314,7 +316,7 @@ class Pod:
         transition, left = self.transitions.rollout_begins(RolloutState.ROLLOUT, step), self.restarts.left
 
         def draw(report: Progress) -> Drawn:
-            with transition:
+            with transition, span(RolloutState.ROLLOUT, {STEP: step, "tandem.sidecar": "rollout"}):
                 samples, facts = self.rollout.rollout(
                     step, prompts, settings, weights=weights, expected=expected, restarts_left=left, on_progress=report, on_samples=on_samples
                 )

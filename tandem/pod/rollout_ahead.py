@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from tandem.runtime.rpc.calls import Progress
+from tandem.runtime.traces.context import in_context
 from tandem.types import Sample
 
 Drawn = tuple[list[Sample], dict[str, Any]]
@@ -26,7 +27,7 @@ class RolloutAhead:
         self._began = self._ended = perf_counter()
         if in_thread:
             # A daemon: a run that fails does not wait for it.
-            threading.Thread(target=self._run, name=f"rollout-{step}", daemon=True).start()
+            threading.Thread(target=in_context(self._run), name=f"rollout-{step}", daemon=True).start()
             self._asked = float("inf")
         else:
             self._asked = self._began

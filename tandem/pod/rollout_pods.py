@@ -25,6 +25,7 @@ from tandem.runtime.coordination.membership import Member, leave, members
 from tandem.runtime.coordination.store import Store
 from tandem.runtime.process.learned_deadline import LearnedDeadline
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, RpcTimeout, WorkerDied
+from tandem.runtime.traces.context import in_context
 from tandem.types import RunError
 from tandem.types.wire import Frame
 
@@ -336,7 +337,7 @@ def _waves(pods: Sequence[RolloutPod]) -> Iterator[Sequence[RolloutPod]]:
 
 def _at_once(do: Callable[[RolloutPod], _T], pods: Sequence[RolloutPod]) -> list[_T]:
     with ThreadPoolExecutor(max(1, len(pods)), thread_name_prefix="pod") as pool:
-        return list(pool.map(do, pods))
+        return list(pool.map(in_context(do), pods))
 
 
 def _by_pod(pods: Sequence[RolloutPod], groups: Sequence[int]) -> dict[str, int]:

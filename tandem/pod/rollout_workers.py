@@ -18,6 +18,7 @@ from tandem.pod.failures import PodLost
 from tandem.rl.rollout.dispatcher import Dispatcher, GroupLoad
 from tandem.runtime.process.learned_deadline import LearnedDeadline
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, RpcTimeout, WorkerDied
+from tandem.runtime.traces.context import in_context
 from tandem.types import DamagedWeights, Prompt, RunError, Sample
 from tandem.types.wire import Buffer, Frame
 from tandem.types.wire_records import decode_prompts, decode_samples, encode_prompts, encode_samples
@@ -115,7 +116,9 @@ class RolloutWorkers:
     def _all(self, name: str, meta: Meta, drop: Callable[[PodLost], None] | None = None) -> list[Frame]:
         """Calls ``name`` on every worker at once. Raises the first error when all have answered; with ``drop`` the workers of lost pods are left out."""
         with ThreadPoolExecutor(len(self.workers), thread_name_prefix=name) as pool:
-            calls = {number: pool.submit(worker.call, name, meta, deadline_s=self.deadline_s) for number, worker in enumerate(self.workers)}
+            calls = {
+                number: pool.submit(in_context(worker.call), name, meta, deadline_s=self.deadline_s) for number, worker in enumerate(self.workers)
+            }
         asked, replies, lost = self.workers, dict[int, Frame](), dict[int, PodLost]()
         for number, call in calls.items():
             try:
@@ -161,7 +164,7 @@ class _Rollout:
     def run(self) -> Reply:
         began, count = monotonic(), len(self._owner.workers)
         with ThreadPoolExecutor(count, thread_name_prefix="rollout") as pool:
-            list(pool.map(self._drive, range(count)))
+            list(pool.map(in_context(self._drive), range(count)))
         if self._error is not None:
             raise self._error
         share = sum(self._busy_s) / (count * max(monotonic() - began, 1e-9))

@@ -19,6 +19,7 @@ from tandem.pod.channel import RemoteChannel
 from tandem.pod.failures import SidecarDied
 from tandem.pod.joined_trainers import JoinedTrainer, JoinedTrainers
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress
+from tandem.runtime.traces.context import in_context
 from tandem.types.wire import Frame
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class TrainerPods:
 
         # Not closed: the call of a pod that others wait for in vain ends when its ranks are stopped.
         pool = ThreadPoolExecutor(len(self.pods), thread_name_prefix="trainer-pod")
-        calls = [pool.submit(ask, pod) for pod in self.pods]
+        calls = [pool.submit(in_context(ask), pod) for pod in self.pods]
         pool.shutdown(wait=False)
         left = set(calls)
         while left:

@@ -29,7 +29,7 @@ from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.store import Guard
 from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
-from tandem.runtime.records.tracing import NO_TRACE
+from tandem.runtime.records.tracing import CALL, NO_TRACE
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.trainer.corruption.check import CorruptionCheck, corruption_check
 from tandem.trainer.corruption.finding import SilentCorruption
@@ -85,7 +85,7 @@ class TrainerWorker:
             self.rank.enter(name, steps if step is None else int(step))
             if name in FIRST_OF_A_STEP:
                 tracer.enter(steps)
-            with tracer.span(name, "call"):
+            with tracer.span(name, CALL):
                 return method(meta, blobs, self._beating(progress))
 
         return call

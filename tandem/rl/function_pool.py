@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tandem.rl.function_process import CallHung, FunctionProcess, Loaded
 from tandem.runtime.rpc.calls import Meta, message_from
+from tandem.runtime.traces.context import in_context
 from tandem.types import UserError
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class FunctionPool:
             finally:
                 self._idle.put(number)
 
-        return self._threads.submit(with_process)
+        return self._threads.submit(in_context(with_process))
 
     def call(self, number: int, name: str, meta: Meta, deadline_s: float) -> dict[str, Any]:
         """Returns the answer of process ``number``, which is replaced if it has ended, to the call ``name``. Raises ``CallHung``, ``CallDied`` and

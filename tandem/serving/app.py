@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import tandem
+from tandem.config.traces import REQUEST_RATIO
 from tandem.serving.engines.instance import InstanceDied
 from tandem.serving.errors import ApiError, error_body, internal, invalid, unavailable
 from tandem.serving.guard import Guard
@@ -22,6 +23,7 @@ from tandem.serving.root_path import RootPath, serve_docs
 from tandem.serving.routes import adapters, anthropic, control, generate, invocations, kv_cache, openai, pooling, probes, responses
 from tandem.serving.sessions import ClientLeft
 from tandem.serving.state import ServerState
+from tandem.serving.traced import RequestTraces
 from tandem.serving.weight_versions import HEADER as WEIGHT_VERSION
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,8 @@ def make_app(state: ServerState) -> FastAPI:
         )  # fmt: skip
     if settings.log_requests:
         app.add_middleware(RequestLog, lines=state.lines)
+    if settings.traces is not None:
+        app.add_middleware(RequestTraces, ratio=settings.traces.ratio(REQUEST_RATIO))
     if settings.root_path:
         app.add_middleware(RootPath, prefix=settings.root_path)
     return app

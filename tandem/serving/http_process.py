@@ -10,6 +10,8 @@ from typing import Any
 
 import uvicorn
 
+from tandem.serving.log_lines import FILED
+
 BACKLOG = 2048
 """Connections that the system keeps until they are accepted."""
 _OTHER_FILES = 64
@@ -55,8 +57,9 @@ def host_of(address: tuple[Any, ...]) -> str:
 
 
 def say(text: str) -> None:
-    """Writes one line for the operator to standard error."""
+    """Writes one line for the operator to standard error, and to the log file, if there is one."""
     print(f"tandem: {text}", file=sys.stderr, flush=True)
+    FILED.info(text)
 
 
 def speaker(name: str) -> Callable[[str], None]:

@@ -7,9 +7,14 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.runtime.records.logs import setup
+from tandem.runtime.traces.context import SpanContext, current
+from tandem.types import UserError
 
 if TYPE_CHECKING:
     from tandem.serving.metrics import Metrics
@@ -20,6 +25,9 @@ STATS_S = 10.0
 QUIET = ("/health", "/liveness", "/readiness", "/startup", "/metrics", "/version", "/ping")
 """Paths that machines ask every few seconds; only their failures would be news, and the balancer reports those."""
 _MOST_LINES = 10_000
+FILED = logging.getLogger("tandem.log")
+"""Lines that are on standard error already, for the log file, if there is one."""
+FILED.propagate = False
 _LONGEST_PATH = 200
 
 
@@ -46,7 +54,7 @@ class LogLines:
     """Writes lines to standard error in a thread, so that a reader who stops does not stop the server; lines that he leaves no room for are counted."""
 
     def __init__(self) -> None:
-        self._lines: queue.Queue[str | None] = queue.Queue(_MOST_LINES)
+        self._lines: queue.Queue[tuple[str, SpanContext | None] | None] = queue.Queue(_MOST_LINES)
         self._lost = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -56,7 +64,7 @@ class LogLines:
         if self._is_closed:
             return
         try:
-            self._lines.put_nowait(line)
+            self._lines.put_nowait((line, current()))
         except queue.Full:
             self._lost += 1
 
@@ -70,10 +78,20 @@ class LogLines:
         self._thread.join(limit_s)
 
     def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
-            lost, self._lost = self._lost, 0
+        while (taken := self._lines.get()) is not None:
+            (line, context), lost, self._lost = taken, self._lost, 0
             more = f" ({lost} lines before this one were lost)" if lost else ""
             print(f"tandem: {line}{more}", file=sys.stderr, flush=True)
+            FILED.info("%s%s", line, more, extra={"trace": context})
+
+
+def setup_beside_terminal(role: str, folder: str, name: str) -> None:
+    """Writes the lines of this process to ``folder/NAME.log`` too, as JSON (``runtime.records.logs``). Raises ``UserError`` where that cannot be."""
+    try:
+        setup(role, Path(folder).expanduser(), run="", name=name)
+    except OSError as error:
+        raise UserError(f"the log folder '{folder}' cannot be written ({error.strerror}); name another one") from None
+    FILED.propagate = True
 
 
 class RequestLog:

@@ -14,12 +14,15 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.model.huggingface.generation_config import default_sampling
 from tandem.model.huggingface.pooling_config import read_pooling
+from tandem.runtime.exposition.sent_spans import SentSpans
 from tandem.runtime.exposition.targets import announced, check_folder
 from tandem.runtime.machine.heap import large_memory_given_back, use_one_arena
 from tandem.runtime.rpc.client_connections import ClientConnections
 from tandem.runtime.rpc.listener import listen
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
 from tandem.runtime.tls import ServerTls, check_tls, expiry_warning
+from tandem.runtime.traces.exporter import check_traces, exporting
+from tandem.runtime.traces.spans import SPANS
 from tandem.serving.app import make_app
 from tandem.serving.bodies import UnfinishedBodies
 from tandem.serving.engines.pool import Pool
@@ -29,7 +32,7 @@ from tandem.serving.followed_certificate import follow_files
 from tandem.serving.http_process import BACKLOG, HttpServer, host_of, max_connections, raise_file_limit, say, stop_events
 from tandem.serving.kv_transfer.transfers import KVTransfers
 from tandem.serving.limits import BEFORE_LOAD_BYTES
-from tandem.serving.log_lines import log_http, log_stats
+from tandem.serving.log_lines import log_http, log_stats, setup_beside_terminal
 from tandem.serving.memory import freeze_start
 from tandem.serving.metrics import Metrics
 from tandem.serving.refusal import answer
@@ -49,6 +52,7 @@ def run_server(settings: ServerSettings) -> int:
         check_folder(settings.targets_folder)
     if settings.tls is not None:
         check_tls(settings.tls)
+    check_traces(settings.traces)
     use_one_arena()
     # Texts are encoded in this process's own threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -66,7 +70,12 @@ def run_server(settings: ServerSettings) -> int:
     state = ServerState(
         settings, pool, metrics, tokenizer, ServedAdapters(pool, settings.names), TextEncoder(tokenizer), bodies, transfers, defaults, pooling
     )
-    with listener, large_memory_given_back(), _announced(settings, listener):
+    SPANS.identify("server")
+    if settings.log_folder:
+        setup_beside_terminal("server", settings.log_folder, f"server-{listener.getsockname()[1]}")
+    if settings.traces is not None:
+        metrics.registry.register(SentSpans())
+    with listener, large_memory_given_back(), _announced(settings, listener), exporting(settings.traces):
         return asyncio.run(_serve(state, listener))
 
 

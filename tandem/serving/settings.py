@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.config.engine import EngineArgs
+from tandem.config.traces import TracesConfig
 from tandem.runtime.tls import TlsFiles
 from tandem.serving.kv_transfer.settings import KVTransferSettings
 from tandem.serving.limits import MAX_LOGPROBS
@@ -69,6 +70,8 @@ class ServerSettings:
         kv_events: publish what enters and leaves the prefix cache (``GET /kv_cache``).
         kv_transfer: the exchange of KV blocks with other servers, and the server's role among them.
         follows: the run whose published weights are served.
+        traces: the collector that spans are sent to; ``None``: there are none.
+        log_folder: the folder of its log file; empty: it has none beside standard error.
         targets_folder: the folder in which the server is named to Prometheus; empty: none.
     """
 
@@ -113,6 +116,8 @@ class ServerSettings:
     kv_transfer: KVTransferSettings = field(default_factory=KVTransferSettings)
     follows: FollowedRun | None = None
     targets_folder: str = ""
+    traces: TracesConfig | None = None
+    log_folder: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -157,11 +157,11 @@ def make_methods(settings: RankSettings) -> tuple[Mapping[str, Method], FaultPoi
 
 
 def main(settings: RankSettings, channel: int) -> None:
-    setup(settings.log, Path(settings.directory) / "logs")
+    setup(settings.log, Path(settings.directory) / "logs", rank=settings.rank)
     log_uncaught()
     WAITS.begin(settings.log)
     methods, fault_point = make_methods(settings)
-    serve(methods, channel, fault_point=fault_point)
+    serve(methods, channel, fault_point=fault_point, sends_spans=True)
 
 
 if __name__ == "__main__":

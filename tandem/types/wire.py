@@ -1,14 +1,14 @@
 """The frame: the one format of messages between processes and of batches in the journal. Exact, bounds-checked, no pickle.
 
 A frame is ``magic (4 bytes), header bytes (u32), payload bytes (u64), header, payload``, all little-endian. The header is JSON with the
-keys ``kind``, ``method``, ``call``, ``meta`` and ``blobs``, a list of ``[name, bytes]``; an empty ``method`` and ``call`` are left out, and
-spaces fill the header to a multiple of 16 bytes. The payload is the blobs, one after the other. Bytes that are not a frame raise
+keys ``kind``, ``method``, ``call``, ``meta``, ``trace``, ``spans`` and ``blobs``, a list of ``[name, bytes]``; an empty ``method``, ``call``, ``trace`` and
+``spans`` are left out, and spaces fill the header to a multiple of 16 bytes. The payload is the blobs, one after the other. Bytes that are not a frame raise
 ``ValueError``; nothing beyond the given bytes is read.
 """
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ class Frame:
         kind: the role of the frame in its protocol (``call``, ``result``, …), or what a record holds (``samples``, …).
         method: the name of the call.
         call: the number of the call, for callers with several calls in flight; 0 where there is one.
+        trace: the span that a call is made for, as W3C's ``traceparent``; empty where none is recorded.
+        spans: those that the other side has recorded, as JSON (``tandem.runtime.traces.spans``).
     """
 
     meta: dict[str, Any]
@@ -43,11 +45,14 @@ class Frame:
     kind: str = ""
     method: str = ""
     call: int = 0
+    trace: str = ""
+    spans: Sequence[Any] = ()
 
 
 def encode_parts(
-    meta: Mapping[str, Any], blobs: Mapping[str, Buffer] | None = None, kind: str = "", method: str = "", call: int = 0
-) -> list[Buffer]:
+    meta: Mapping[str, Any], blobs: Mapping[str, Buffer] | None = None, kind: str = "", method: str = "", call: int = 0,
+    trace: str = "", spans: Sequence[Any] = (),
+) -> list[Buffer]:  # fmt: skip
     """Returns a frame as buffers to be sent one after the other: prefix and header, then each blob, not copied. Raises ``ValueError``
     where ``meta`` is not JSON."""
     blobs = blobs or {}
@@ -57,6 +62,10 @@ def encode_parts(
         head["method"] = method
     if call:
         head["call"] = call
+    if trace:
+        head["trace"] = trace
+    if spans:
+        head["spans"] = spans
     try:
         header = _to_json(head).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
@@ -68,9 +77,12 @@ def encode_parts(
     return [PREFIX.pack(MAGIC, len(header), payload_bytes) + header, *blobs.values()]
 
 
-def encode(meta: Mapping[str, Any], blobs: Mapping[str, Buffer] | None = None, kind: str = "", method: str = "", call: int = 0) -> bytes:
+def encode(
+    meta: Mapping[str, Any], blobs: Mapping[str, Buffer] | None = None, kind: str = "", method: str = "", call: int = 0, trace: str = "",
+    spans: Sequence[Any] = (),
+) -> bytes:  # fmt: skip
     """Returns a frame as bytes. Raises ``ValueError`` where ``meta`` is not JSON."""
-    return b"".join(encode_parts(meta, blobs, kind, method, call))
+    return b"".join(encode_parts(meta, blobs, kind, method, call, trace, spans))
 
 
 def frame_sizes(prefix: Buffer, limit_bytes: int = MAX_FRAME_BYTES) -> tuple[int, int]:
@@ -104,10 +116,13 @@ def decode_body(body: Buffer, header_bytes: int) -> Frame:
         raise ValueError("a frame's header is not an object")
     kind, meta, sizes = parsed.get("kind"), parsed.get("meta"), parsed.get("blobs")
     method, call = parsed.get("method", ""), parsed.get("call", 0)
+    trace, spans = parsed.get("trace", ""), parsed.get("spans", ())
     if not isinstance(kind, str) or not isinstance(meta, dict) or not isinstance(sizes, list):
         raise ValueError("a frame's header lacks kind, meta or blobs")
     if not isinstance(method, str) or type(call) is not int:
         raise ValueError(f"a frame's method is {method!r} and its call {call!r}")
+    if not isinstance(trace, str) or not isinstance(spans, list | tuple):
+        raise ValueError("a frame's trace is no string, or its spans are no list")
     blobs: dict[str, Buffer] = {}
     at, end = header_bytes, len(view)
     for item in sizes:
@@ -120,4 +135,4 @@ def decode_body(body: Buffer, header_bytes: int) -> Frame:
         at += size
     if at != end:
         raise ValueError(f"a frame's payload has {end - at} bytes too many")
-    return Frame(meta, blobs, kind, method, call)
+    return Frame(meta, blobs, kind, method, call, trace, spans)

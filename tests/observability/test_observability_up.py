@@ -19,9 +19,14 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
+def log_folders(folder: Path) -> list[str]:
+    return ["--runs-folder", str(folder / "runs"), "--log-folder", str(folder / "logs")]
+
+
 def test_emit_writes_files_that_name_only_what_is_there(tmp_path: Path) -> None:
     folder = tmp_path / "o"
-    assert main(["up", "observability", "--emit", "--folder", str(folder), "--targets-folder", str(tmp_path / "t"), "--port", "19090"]) == 0
+    arguments = ["--folder", str(folder), "--targets-folder", str(tmp_path / "t"), "--port", "19090", *log_folders(tmp_path)]
+    assert main(["up", "observability", "--emit", *arguments]) == 0
     compose = yaml.safe_load((folder / "docker-compose.yml").read_text())
     assert set(compose["services"]) == set(IMAGES)
     named = set()
@@ -32,6 +37,8 @@ def test_emit_writes_files_that_name_only_what_is_there(tmp_path: Path) -> None:
                 assert (folder / outside).exists(), volume
             elif not outside.startswith("/"):
                 named.add(outside)
+            elif service["image"] == IMAGES["alloy"]:
+                assert outside == inside and outside in (str(tmp_path / "runs"), str(tmp_path / "logs"))
             else:
                 assert outside == str(tmp_path / "t")
                 files = yaml.safe_load((folder / "prometheus-docker.yml").read_text())["scrape_configs"][0]["file_sd_configs"][0]["files"]

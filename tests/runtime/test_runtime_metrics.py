@@ -2,16 +2,21 @@ import json
 import logging
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
 import textwrap
+import time
+from datetime import datetime
 
 import pytest
 
 from tandem.runtime.machine.numerics import check_numerics, instruction_set, numerics_record
 from tandem.runtime.records import logs
 from tandem.runtime.records.metrics import MetricsFile, read_rows
+from tandem.runtime.traces.context import SpanContext
+from tandem.runtime.traces.spans import SPANS, begin_first
 from tandem.types import RunError, UserError
 
 
@@ -108,19 +113,34 @@ def test_a_log_line_says_when_what_who_and_where(tmp_path, root_logger):
     path = logs.setup("trainer_worker", tmp_path / "logs")
     logging.getLogger("tandem.x").info("hello %d", 3)
     line = path.read_text()
-    assert path == tmp_path / "logs" / "trainer_worker.log"
-    assert f" INFO trainer_worker[{os.getpid()}] tandem.x: hello 3\n" in line and line.count("\n") == 1
+    assert path == tmp_path / "logs" / "trainer_worker.log" and line.count("\n") == 1
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{{3}} INFO trainer_worker\[{os.getpid()}\] tandem\.x: hello 3", logs.readable(line[:-1]))
 
 
-def test_json_logs_are_an_object_a_line_with_the_traceback_inside(tmp_path, root_logger):
-    path = logs.setup("controller", tmp_path, json_lines=True)
+def test_logs_are_an_object_a_line_with_run_rank_step_and_trace_and_the_traceback_inside(tmp_path, root_logger):
+    path = logs.setup("trainer_worker", tmp_path / "sort" / "logs", rank=1)
+    logs.step_is(7)
+    with begin_first("step", SpanContext("a" * 32, "b" * 16)):
+        logging.getLogger("tandem.x").warning("in a trace")
+    line = json.loads(path.read_text())
+    assert abs(datetime.fromisoformat(line.pop("time")).timestamp() - time.time()) < 60
+    assert line == {
+        "level": "WARNING", "run": "sort", "role": "trainer_worker", "rank": 1, "step": 7, "trace_id": "a" * 32, "span_id": "b" * 16, "pid": os.getpid(),
+        "logger": "tandem.x", "message": "in a trace",
+    }  # fmt: skip
+    SPANS.take()
+    path.unlink()
+    path = logs.setup("controller", tmp_path)
     try:
         1 / 0  # noqa: B018
     except ZeroDivisionError:
         logging.getLogger("tandem.x").exception("two\nlines")
     (line,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert (line["level"], line["role"], line["message"]) == ("ERROR", "controller", "two\nlines")
-    assert "ZeroDivisionError" in line["exception"]
+    assert "ZeroDivisionError" in line["exception"] and "trace_id" not in line
+    assert logs.readable(path.read_text().strip()).endswith("two\nlines\n" + line["exception"])
+    for other in ("", "plain text of a reward function", "{", "{}", '{"time": 3}', '{"time": "x", "level": "INFO"}', "[1]", "{" * 100_000):
+        assert logs.readable(other) == other
 
 
 def test_the_instruction_set_names_what_sums_depend_on(tmp_path):

@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -177,6 +178,6 @@ def test_a_log_is_cut_into_parts_before_it_fills_a_disk(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     parts = [tmp_path / name for name in ("controller.log.2", "controller.log.1", "controller.log")]
     assert sorted(tmp_path.iterdir()) == sorted(parts)
-    lines = [line for part in parts for line in part.read_text().splitlines()]
+    lines = [json.loads(line)["message"] for part in parts for line in part.read_text().splitlines()]
     assert all(part.stat().st_size <= 10_000 for part in parts)
     assert [int(line.rsplit(" ", 1)[1]) for line in lines] == list(range(2000 - len(lines), 2000))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tandem.runtime.records.logs import readable
 from tandem.types import UserError
 
 _LOOK_S = 0.5
@@ -27,7 +28,7 @@ def show(files: Sequence[Path]) -> None:
     for path in files:
         if len(files) > 1:
             print(f"==> {path} <==")
-        _copy(path, 0)
+        _copy(path, 0, is_last=True)
 
 
 def follow(files: Callable[[], Sequence[Path]], is_active: Callable[[], bool]) -> None:
@@ -51,18 +52,26 @@ def follow(files: Callable[[], Sequence[Path]], is_active: Callable[[], bool]) -
                 if newest is not None or len(files()) > 1:
                     print(f"==> {path} <==")
                 newest = path
-            places[path] = (found.st_ino, _copy(path, at))
+            places[path] = (found.st_ino, _copy(path, at, is_last=not goes_on))
         if not goes_on:
             return
         time.sleep(_LOOK_S)
 
 
-def _copy(path: Path, at: int) -> int:
-    """Writes what ``path`` has from byte ``at`` on. Returns where it ended."""
+def _copy(path: Path, at: int, *, is_last: bool) -> int:
+    """Writes the lines that ``path`` has from byte ``at`` on, for a person. Returns where they end: a line that is not whole yet is left for the next time,
+    unless ``is_last``."""
     with path.open("rb") as file:
         file.seek(at)
         while part := file.read(_PART):
-            at += len(part)
-            sys.stdout.write(part.decode("utf-8", errors="replace"))
+            whole = part.rfind(b"\n") + 1
+            if not whole:
+                if len(part) < _PART and not is_last:
+                    break
+                whole = len(part)
+            at += whole
+            file.seek(at)
+            for line in part[:whole].decode("utf-8", errors="replace").splitlines(keepends=True):
+                sys.stdout.write(readable(line.rstrip("\n")) + "\n" if line.endswith("\n") else line)
     sys.stdout.flush()
     return at

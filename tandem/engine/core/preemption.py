@@ -199,4 +199,5 @@ class Preemption:
         for sequence in prefill.sequences:
             move(sequence, why, self._counts)
             sequence.num_preemptions += 1
+            sequence.request.preempted(sequence.index, why)
         self._waiting.push_preempted(prefill)

@@ -2,6 +2,7 @@
 
 import hashlib
 import heapq
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,17 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.draft_length import DraftLength
 from tandem.engine.structured_output.manager import GrammarCursor
 from tandem.types import WeightVersion
+
+
+@dataclass(slots=True, eq=False)
+class PreemptionTime:
+    """A preemption of sequence ``index`` of a request, by ``how`` (a transition): from ``at_s`` until it was scheduled again, ``again_s`` (0: not yet), in
+    seconds of the monotonic clock."""
+
+    index: int
+    how: str
+    at_s: float
+    again_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,18 @@ class Request:
     """What a request asks for that draws no tokens, and of which the hidden states of its prompt are wanted."""
     reads_all_states: bool = False
     """Whether it needs the hidden states of all its tokens, so that the prefix cache is not used."""
+    preemptions: list[PreemptionTime] = field(default_factory=list)
+    """Of its sequences, in order."""
+
+    def preempted(self, index: int, how: Transition) -> None:
+        """Records that sequence ``index`` has lost its blocks."""
+        self.preemptions.append(PreemptionTime(index, str(how), time.monotonic()))
+
+    def resumed(self, index: int) -> None:
+        """Records that sequence ``index`` has blocks again."""
+        newest = next((each for each in reversed(self.preemptions) if each.index == index), None)
+        if newest is not None:
+            newest.again_s = newest.again_s or time.monotonic()
 
     @property
     def is_synchronous(self) -> bool:

@@ -238,6 +238,8 @@ class Scheduler:
         prefill.rows = [self.running.free_rows.pop() for _ in prefill.sequences]
         for sequence in prefill.sequences:
             move(sequence, Transition.SWAP_IN if prefill.host_blocks else Transition.ADMIT, self.counts)
+            if sequence.num_preemptions:
+                sequence.request.resumed(sequence.index)
         return prefill
 
     def _may_begin(self, prefill: Prefill, is_idle: bool) -> bool:

@@ -41,7 +41,7 @@ class OutputProcessor:
     def add_request(self, request: Request, sequences: list[Sequence]) -> None:
         """Adds a request that has arrived, with its ``sequences``."""
         params = request.params
-        state = RequestState(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic()))
+        state = RequestState(request, [None] * params.n, set(sequences), RequestTimes(time.monotonic(), preemptions=request.preemptions))
         self.request_states[request.id] = state
         if request.is_synchronous:
             self.synchronous.add(request.id)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem.engine.core.request import PreemptionTime
 from tandem.engine.pooling.outputs import PooledData
 from tandem.types import RoutedExperts, WeightVersion
 
@@ -56,11 +57,13 @@ class Continuation:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request was added, first scheduled, and drew its first token: seconds of the system's monotonic clock, 0 if not yet."""
+    """When a request was added, first scheduled, and drew its first token: seconds of the system's monotonic clock, 0 if not yet. ``preemptions``: of its
+    sequences, which other processes are not told of."""
 
     arrival_s: float
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
+    preemptions: Sequence[PreemptionTime] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from tandem.model.huggingface.model_config import read_json
 from tandem.runtime.process.processes import memory_of
 from tandem.runtime.records.agreements import record_agreement
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
+from tandem.runtime.traces.spans import OpenSpan
+from tandem.runtime.traces.steps import step_span
 from tandem.trainer.bad_batch import dump_batch
 from tandem.trainer.corruption.check import CorruptionCheck
 from tandem.trainer.device_speed import DeviceSpeed
@@ -75,6 +78,10 @@ class DataRun(Run):
     @property
     def ranks(self) -> Ranks:
         return self.replica.ranks
+
+    def step_span(self, step: int) -> "AbstractContextManager[OpenSpan | None]":
+        """Records the block as the trace of ``step``, with section ``traces``."""
+        return step_span(self.recipe.traces, self.directory, step, rank=self.ranks.mesh.rank, attempt=f"from step {self.first_step}")
 
     @property
     def model(self) -> Decoder:

@@ -18,6 +18,7 @@ from tandem.jobs.exposed.rank_states import newest_ranks
 from tandem.jobs.run_files import SFT_FOLDER
 from tandem.runtime.callback import Callback
 from tandem.runtime.exposition.names import metric_name
+from tandem.runtime.exposition.sent_spans import SentSpans
 from tandem.runtime.exposition.text import exposition
 from tandem.runtime.records.journal_counts import JournalCounts
 
@@ -106,6 +107,7 @@ class RunMetrics(Callback, Collector):
             own = list(self._own())
             row, directory, journal = dict(self._row), self._directory, self._journal
         yield from own
+        yield from SentSpans({"run": self._run, "job": self._job}).collect()
         if directory is None or journal is None:
             yield from self._newest(row)
             return

@@ -1,6 +1,7 @@
 """A run of reinforcement learning: what the loop (``jobs.rl``) needs besides the pod. The other modules of this package do one part of a step each."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from tandem.rl.rollout.round_prompts import RoundPrompts
 from tandem.rl.rollout.staleness import weights_of
 from tandem.runtime.process.watchdog import Watchdog
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.traces.spans import OpenSpan
+from tandem.runtime.traces.steps import step_span
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.types import Round
 
@@ -42,6 +45,10 @@ class RLRun(Run):
     steps_measured: int = 0
     reward_times: dict[str, RewardTime] = field(default_factory=dict)
     judgements: dict[tuple[int, int | str], Judging] = field(default_factory=dict)
+
+    def step_span(self, step: int) -> "AbstractContextManager[OpenSpan | None]":
+        """Records the block as the trace of ``step``, with section ``traces``."""
+        return step_span(self.recipe.traces, self.directory, step)
 
     def is_complete(self, rounds: Sequence[Round]) -> bool:
         """Returns whether a step with ``rounds`` needs no further one."""

@@ -9,6 +9,8 @@ from tandem.pod.pod import Pod
 from tandem.rl.rewards.judging import Judging, RewardTime
 from tandem.rl.rewards.model_scores import with_model_scores
 from tandem.rl.rewards.pool import check_fault_share
+from tandem.runtime.traces.spans import span
+from tandem.runtime.traces.steps import STEP
 from tandem.types import Prompt, RunError, Sample, Score, ScoreState
 
 
@@ -37,7 +39,8 @@ def scores_of_round(pod: Pod, run: RLRun, step: int, number: int, samples: Seque
     elif not may_repeat:
         pod.hand_over(step, Phase.TRAIN)
     began = perf_counter()
-    judged = judging.result()
+    with span("rewards", {STEP: step, "tandem.samples": len(samples)}):
+        judged = judging.result()
     if model_scores is not None:
         judged = with_model_scores(judged, model_scores, run.recipe.reward_model.weight)
     del run.judgements[step, number]

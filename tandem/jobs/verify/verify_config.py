@@ -15,8 +15,8 @@ KEY = "config"
 """The journal's key of the text of ``config.yaml``."""
 
 MAY_CHANGE = (
-    "'parallel', 'machine', 'checkpoint', 'registry', 'trackers', 'residents', 'coordination', 'pods', 'watchdog', 'slurm', 'ray', 'kubernetes', 'metrics', "
-    "trainer.backend, trainer.offload..., rollout.workers, run.max_steps, run.max_restarts, run.elastic, run.on_mismatch, "
+    "'parallel', 'machine', 'checkpoint', 'registry', 'trackers', 'residents', 'coordination', 'pods', 'watchdog', 'cluster', 'slurm', 'ray', 'kubernetes', "
+    "'metrics', 'traces', trainer.backend, trainer.offload..., rollout.workers, run.max_steps, run.max_restarts, run.elastic, run.on_mismatch, "
     "evaluation.target_accuracy and evaluation.consecutive"
 )
 """The keys that ``may_change`` allows, for messages."""
@@ -25,8 +25,8 @@ MOST_NAMED = 8
 """Values that are named one by one; a file with more of them is not one that somebody edited."""
 
 _SECTIONS = (
-    "parallel", "machine", "checkpoint", "registry", "trackers", "residents", "coordination", "pods", "watchdog", "slurm", "ray", "kubernetes",
-    "metrics",
+    "parallel", "machine", "checkpoint", "registry", "trackers", "residents", "coordination", "pods", "watchdog", "cluster", "slurm", "ray", "kubernetes",
+    "metrics", "traces",
 )  # fmt: skip
 _KEYS = (
     "trainer.backend", "rollout.workers", "run.max_steps", "run.max_restarts", "run.elastic", "run.on_mismatch", "evaluation.target_accuracy",

@@ -15,6 +15,7 @@ from tandem.config.rewards import RewardsConfig
 from tandem.rl.rewards.judgement import Item, Judgement, Scope, TrainerState, infrastructure_fault, not_applicable
 from tandem.rl.rewards.rule_based import compose, is_correct
 from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.traces.context import SpanContext, current
 from tandem.types import Prompt, Sample, Score, ScoreState
 
 
@@ -69,6 +70,8 @@ class Judging:
     prompts: Mapping[str, Prompt]
     state: TrainerState
     group_size: int = 0
+    trace: SpanContext | None = field(default_factory=current)
+    """The span that it is made for, which the calls of workers belong to."""
     _items: dict[str, Item] = field(default_factory=dict)
     _groups: dict[str, list[str]] = field(default_factory=dict)
     _indices: dict[str, int] = field(default_factory=dict)

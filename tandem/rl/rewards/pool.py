@@ -19,6 +19,7 @@ from tandem.rl.rewards.judging import Judging, stages_of
 from tandem.rl.rewards.work_queue import WorkQueue
 from tandem.rl.rewards.worker_process import JudgeRaised, WorkerProcess
 from tandem.runtime.process.backoff import Backoff
+from tandem.runtime.traces.context import enter, leave
 from tandem.types import Prompt, RunError, Sample, Score, ScoreState, UserError
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class _Slot:
             if changed := [file for file, digest in self.worker.files.items() if files.get(file) != digest]:
                 self.worker.kill()
                 raise UserError(f"'{changed[0]}' was changed while the run used it: restore it, or resume the run with it")
-        began = time.perf_counter()
+        began, token = time.perf_counter(), enter(judging.trace)
         try:
             return self.worker.judge(judges, items, deadline_s, judging.state)
         except (CallHung, CallDied) as failure:
@@ -183,4 +184,5 @@ class _Slot:
             logger.warning("%s: a reward worker was lost: %s, in reward function %s", self.log.name, str(failure) or "it hung and was ended", what)
             raise
         finally:
+            leave(token)
             judging.record_call(judges, began, time.perf_counter())

@@ -18,6 +18,7 @@ from tandem.rl.rewards.messages import JudgeAnswer, JudgeRequest, Loaded, items_
 from tandem.rl.rewards.rule_based import make_judge
 from tandem.runtime.process.worker import dump_stack_on_abort, serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
+from tandem.runtime.traces.spans import SPANS
 from tandem.storage.digests import bytes_digest
 from tandem.types import UserError
 
@@ -105,6 +106,7 @@ def main() -> None:
     # Standard input is already empty; standard output is redirected to standard error, which is the worker's log.
     os.dup2(2, 1)
     dump_stack_on_abort()
+    SPANS.identify("reward_worker")
     worker = RewardWorker(options.config)
     serve({"load": worker.load, "judge": worker.judge}, options.channel)
 

@@ -27,6 +27,7 @@ from tandem.runtime.process.processes import wait as wait_for_exit
 from tandem.runtime.process.waits import WAITS, StateOfPeer, Wait, unknown
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, RpcTimeout, WorkerDied, error_meta, is_result, with_fault_points
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
+from tandem.runtime.rpc.traced import SpanSender, call_span, receive_spans
 from tandem.types.errors import UserError
 from tandem.types.wire import Frame
 
@@ -123,6 +124,7 @@ class Worker:
             with self._whole_frames():
                 frame = self._channel.receive(deadline)
             if frame.call != self._calls:
+                receive_spans(frame.spans)
                 continue  # The answer to a call that was interrupted on this side.
             wait.heard(frame.meta, is_progress=frame.kind == "progress")
             if is_result(frame, self.name, name, on_progress):
@@ -190,18 +192,22 @@ class Worker:
             self._pidfd = None
 
 
-def serve(methods: Mapping[str, Method], channel: int, *, fault_point: FaultPoint = no_fault) -> None:
-    """Answers calls from the descriptor ``channel``, one after the other, until the owner closes it."""
+def serve(methods: Mapping[str, Method], channel: int, *, fault_point: FaultPoint = no_fault, sends_spans: bool = False) -> None:
+    """Answers calls from the descriptor ``channel``, one after the other, until the owner closes it. ``sends_spans``: those of a call are sent while it lasts,
+    from a thread, and not with its answer alone."""
     dump_stack_on_abort()
     methods = with_fault_points(methods, fault_point)
     connection = socket.socket(fileno=channel)
     connection.set_inheritable(False)
     owner = Channel(connection)
     gc.enable()
+    sender = SpanSender(owner) if sends_spans else None
     with contextlib.closing(owner):
         while True:
             try:
-                _answer(owner, methods, owner.receive())
+                frame = owner.receive()
+                with contextlib.nullcontext() if sender is None else sender.during(frame.call):
+                    _answer(owner, methods, frame)
             except (EOFError, OSError, BrokenFrame, _OwnerClosed):
                 logger.info("the owner closed the channel")
                 return
@@ -235,7 +241,7 @@ def _answer(owner: Channel, methods: Mapping[str, Method], frame: Frame) -> None
     try:
         if name not in methods:
             raise LookupError(f"this worker has no call '{name}'")
-        with WAITS.telling(tell):
+        with WAITS.telling(tell), call_span(frame):
             meta, blobs = methods[name](frame.meta, frame.blobs, progress)
     except UserError as error:
         logger.error("'%s': %s", name, error)

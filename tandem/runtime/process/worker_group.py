@@ -27,6 +27,7 @@ from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.process.stacks import STACKS_VARIABLE, innermost, remove_ended, stacks_of
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, RemoteError, RpcTimeout, WorkerDied
+from tandem.runtime.traces.context import in_context
 from tandem.types import CollectiveError, RunError, UserError
 from tandem.types.wire import Frame
 
@@ -163,7 +164,7 @@ class WorkerGroup:
         progresses: SimpleQueue[dict[str, Any]] = SimpleQueue()
         first = self.ranks[0]
         calls = {
-            rank: self._pool.submit(worker.call, name, meta, blobs, deadline_s=deadline_s, on_progress=progresses.put if rank == first else None)
+            rank: self._pool.submit(in_context(worker.call), name, meta, blobs, deadline_s=deadline_s, on_progress=progresses.put if rank == first else None)
             for rank, worker in zip(self.ranks, self.workers, strict=True)
         }
         while True:

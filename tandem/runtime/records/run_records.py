@@ -11,7 +11,10 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.process.heartbeat_table import Heartbeat
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.logs import step_is
 from tandem.runtime.records.metrics import MetricsFile
+from tandem.runtime.traces.spans import span
+from tandem.runtime.traces.steps import STEP
 
 
 @dataclass
@@ -44,13 +47,17 @@ class Records:
         self.callback.phase(name, step)
         began = perf_counter()
         no_journal: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
-        with no_journal if self.journal is None else self.journal.transition(step, sidecar, name) as detail:
+        with (
+            span(name, {STEP: step, "tandem.sidecar": sidecar}),
+            no_journal if self.journal is None else self.journal.transition(step, sidecar, name) as detail,
+        ):
             yield detail
         self.add_time(name, perf_counter() - began)
         self.fault_point(f"after:{name}:{step}")
 
     def enter(self, name: str, step: int) -> None:
         """Reports that a phase, or a part of one, begins."""
+        step_is(step)
         if self.board is not None:
             self.board.phase_is(name, step)
         self.fault_point(f"before:{name}:{step}")

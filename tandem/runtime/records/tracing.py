@@ -1,14 +1,21 @@
-"""Traces of steps in the Trace Event Format that Chrome and Perfetto open: one line for each event, one file for each rank and step."""
+"""The parts of single steps in the Trace Event Format that Chrome and Perfetto open: one line for each span, one file for each rank and step.
+
+The same spans go to the collector of section ``traces``, if there is one, as parts of the call that the step is made by.
+"""
 
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.runtime.traces.context import OUTSIDE, current, enter, leave
+from tandem.runtime.traces.spans import OpenSpan
 from tandem.types import UserError
+
+CALL = "call"
+"""The category of a call of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +70,22 @@ class Tracer:
 
     @contextlib.contextmanager
     def _record(self, name: str, category: str, path: Path, arguments: dict[str, int]) -> Iterator[None]:
-        start, began = time.time_ns(), time.perf_counter_ns()
+        # A call has its span already, from its frame.
+        parent = None if category == CALL else current()
+        opened = OpenSpan(name, OUTSIDE, "", "internal", {}) if parent is None else OpenSpan(name, parent.child(), parent.span_id, "internal", arguments)
+        if category and parent is not None:
+            opened.update({"tandem.group": category})
+        token = None if parent is None else enter(opened.context)
         try:
             yield
         finally:
-            duration = time.perf_counter_ns() - began
+            if token is not None:
+                leave(token)
+            span = opened.end()
             thread = 0 if threading.get_ident() == self._main else threading.get_native_id()
             event = {
-                "name": name, "cat": category, "ph": "X", "ts": start / 1000, "dur": duration / 1000, "pid": self._rank, "tid": thread,
-                "args": {**arguments, **self._labels},
+                "name": name, "cat": category, "ph": "X", "ts": span.start_ns / 1000, "dur": (span.end_ns - span.start_ns) / 1000, "pid": self._rank,
+                "tid": thread, "args": {**arguments, **self._labels},
             }  # fmt: skip
             with self._lock, path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + ",\n")

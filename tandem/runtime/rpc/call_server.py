@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, error_meta, with_fault_points
 from tandem.runtime.rpc.listener import listen
+from tandem.runtime.rpc.traced import call_span
 from tandem.types.errors import UserError
 from tandem.types.wire import MAX_FRAME_BYTES, Frame
 
@@ -86,7 +87,8 @@ class CallServer(ABC):
 def run_call(method: Method, call: Frame, send: Callable[[Meta, Blobs, str], None]) -> None:
     """Runs ``method`` on ``call`` and sends its progress, and then its result or its error: ``send(meta, blobs, kind)``."""
     try:
-        meta, blobs = method(call.meta, call.blobs, lambda progress: send(progress, {}, "progress"))
+        with call_span(call):
+            meta, blobs = method(call.meta, call.blobs, lambda progress: send(progress, {}, "progress"))
         send(meta, blobs, "result")
     except BaseException as error:
         send(error_meta(error), {}, "error")

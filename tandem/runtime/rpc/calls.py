@@ -12,6 +12,8 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from tandem.runtime.process.faults import FaultPoint
+from tandem.runtime.records.logs import step_is
+from tandem.runtime.rpc.traced import receive_spans
 from tandem.types.errors import CollectiveError, DamagedOffload, DamagedWeights, EngineDied, RunError, UserError
 from tandem.types.wire import Buffer, Frame
 
@@ -86,6 +88,8 @@ def raise_error(meta: Meta, peer: str, call: str) -> None:
 
 def is_result(frame: Frame, peer: str, call: str, on_progress: Progress | None) -> bool:
     """Returns whether ``frame`` is the result of ``call``. Raises the error of an ``error`` frame; hands progress to ``on_progress``."""
+    if frame.spans:
+        receive_spans(frame.spans)
     if frame.kind == "error":
         raise_error(frame.meta, peer, call)
     if frame.kind == "progress" and on_progress is not None:
@@ -121,6 +125,7 @@ def with_fault_points(methods: Mapping[str, Method], fault_point: FaultPoint) ->
             elif isinstance(version, (list, tuple)) and len(version) == 2:
                 newest_step = int(version[1])
             step = newest_step
+            step_is(step)
             fault_point(f"before:{name}:{step}")
             reply = method(meta, blobs, progress)
             fault_point(f"after:{name}:{step}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tandem.runtime.process.deadline import Deadline
+from tandem.runtime.rpc.traced import sent_with
 from tandem.types.wire import MAX_FRAME_BYTES, PREFIX, Buffer, Frame, decode_body, encode_parts, frame_sizes
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Channel:
             TimeoutError: the deadline passed; part of the frame may have been sent, so the channel cannot be used again.
             EOFError, OSError: the peer has closed the connection or has ended.
         """
-        parts = encode_parts(meta, blobs, kind, method, call)
+        parts = encode_parts(meta, blobs, kind, method, call, *sent_with(kind))
         if len(parts) > 1 and sum(map(len, parts)) <= _SMALL_BYTES:
             parts = [b"".join(parts)]
         with self._sending:

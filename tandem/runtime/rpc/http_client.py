@@ -15,6 +15,7 @@ from tandem.runtime.rpc.call_client import CallClient
 from tandem.runtime.rpc.calls import Blobs, Meta
 from tandem.runtime.rpc.channel import FrameReader
 from tandem.runtime.rpc.pod_tls import PodTls, RefusedTls, TlsSocket, describe_tls, wait_for
+from tandem.runtime.rpc.traced import sent_with
 from tandem.types.wire import Frame, encode
 
 
@@ -43,7 +44,7 @@ class HttpClient(CallClient):
             connection.sock = stream = self._stream(connection.sock, Deadline(connect_s, deadline))
             self._open.append(stream)
             headers = {"Authorization": f"Bearer {self.credential}", "Content-Type": "application/octet-stream", "Connection": "close"}
-            connection.request("POST", f"/call/{name}", encode(meta, blobs, "call", name), headers)
+            connection.request("POST", f"/call/{name}", encode(meta, blobs, "call", name, 0, *sent_with("call")), headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise self.refused(name, f"{response.status} {response.read(1000).decode('utf-8', 'replace').strip()}")

@@ -22,6 +22,7 @@ from tandem.runtime.rpc.call_server import CallServer, run_call
 from tandem.runtime.rpc.calls import Method
 from tandem.runtime.rpc.patient_protocol import PatientProtocol
 from tandem.runtime.rpc.pod_tls import PodTls
+from tandem.runtime.rpc.traced import sent_with
 from tandem.types.wire import Frame, decode, encode
 
 
@@ -85,7 +86,7 @@ class HttpServer(CallServer):
 
         def run() -> None:
             try:
-                run_call(method, call, lambda meta, blobs, kind: put(encode(meta, blobs, kind)))
+                run_call(method, call, lambda meta, blobs, kind: put(encode(meta, blobs, kind, "", 0, *sent_with(kind))))
             finally:
                 put(None)
 

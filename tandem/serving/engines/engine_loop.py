@@ -22,7 +22,9 @@ from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.runtime.rpc.calls import PeerDied, error_meta, message_from
 from tandem.runtime.rpc.channel import Channel
+from tandem.runtime.traces.spans import SPANS, to_json
 from tandem.serving.engines.messages import Abort, EngineRequest, Step, step_meta
+from tandem.serving.engines.traced import TracedRequests
 from tandem.types import RunError, UserError, WeightSource, WeightVersion
 from tandem.types.wire import Frame
 from tandem.weight_transfer.shared_memory import Segment
@@ -69,6 +71,8 @@ class EngineLoop:
         }  # fmt: skip
         self._copies: deque[tuple[int, Copy]] = deque()
         self._stagings: dict[int, Staging] = {}
+        self._traced = TracedRequests()
+        SPANS.identify("engine")
 
     def run(self) -> None:
         """Serve until ``None`` comes in."""
@@ -126,8 +130,11 @@ class EngineLoop:
         stats = replace(stats, num_requests_waiting=stats.num_requests_waiting + len(self._held))
         refused, self._refused = self._refused, {}
         failed, self._failed = self._failed, {}
+        self._traced.forget([*refused, *failed])
         events = [] if self._block_events is None else self._block_events.take()
-        self._server.send(step_meta(Step(outputs, stats, refused, failed, events)), kind="event", method="step")
+        self._traced.take(outputs)
+        spans = to_json(SPANS.take()) if len(SPANS) else []
+        self._server.send(step_meta(Step(outputs, stats, refused, failed, events, spans)), kind="event", method="step")
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -143,6 +150,7 @@ class EngineLoop:
                 self._abort(request_id)
 
     def _take_request(self, request: EngineRequest) -> None:
+        self._traced.add(request)
         try:
             params = _sampling_params(request) if request.pooling is None else PoolingParams(**request.pooling)
             if self._paused:

@@ -34,6 +34,8 @@ class EngineRequest:
     num_draft_tokens: int | None = None
     adapter: list[Any] | None = None
     pooling: dict[str, Any] | None = None
+    traceparent: str = ""
+    """The span that it is made for, if its trace is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +72,18 @@ class Step:
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     block_events: list[list[Any]] = field(default_factory=list)
+    spans: list[list[Any]] = field(default_factory=list)
+    """Those of traced requests that have ended, as JSON."""
 
 
 def step_meta(step: Step) -> dict[str, Any]:
     meta = {"outputs": [_output_meta(output) for output in step.outputs], "stats": asdict(step.stats), "refused": step.refused, "failed": step.failed}
-    return meta | ({"block_events": step.block_events} if step.block_events else {})
+    return meta | {name: value for name in ("block_events", "spans") if (value := getattr(step, name))}
 
 
 def step_of(meta: dict[str, Any]) -> Step:
     outputs = [_output_of(output) for output in meta["outputs"]]
-    return Step(outputs, EngineStats(**meta["stats"]), meta["refused"], meta["failed"], meta.get("block_events", []))
+    return Step(outputs, EngineStats(**meta["stats"]), meta["refused"], meta["failed"], meta.get("block_events", []), meta.get("spans", []))
 
 
 # A prompt's text and tokens are known to the server and do not travel back.

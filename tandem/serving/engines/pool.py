@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import kill
+from tandem.runtime.rpc.traced import receive_spans
+from tandem.runtime.traces.context import current
 from tandem.serving.engines.block_events import CLIENT_REQUEST_ID, ServedBlockEvents
 from tandem.serving.engines.instance import Instance, InstanceDied
 from tandem.serving.engines.messages import EngineInfo, EngineRequest, Step
@@ -238,6 +241,9 @@ class Pool:
         room = self.info.max_model_len - len(request.prompt_token_ids)
         asked = request.params.get("max_tokens")
         new = max(0, room if asked is None else min(asked, room)) * request.params.get("n", 1)
+        context = current()
+        if context is not None and context.sampled:
+            request = replace(request, traceparent=context.traceparent)
         stream = Stream(request, len(request.prompt_token_ids) + new, queue)
         self._give(stream, preferred)
         return stream
@@ -292,6 +298,8 @@ class Pool:
         self.metrics.stepped(slot.index, step.stats)
         if self.block_events is not None and step.block_events:
             self.block_events.take(slot.index, step.block_events, lambda id: self._client_id(slot, id))
+        if step.spans:
+            receive_spans(step.spans)
         for output in step.outputs:
             stream = slot.streams.get(output.request_id)
             if stream is None:

@@ -1,0 +1,245 @@
+"""What telemetry costs: a step and a request with metrics, traces at their default rate and log files, beside the same without.
+
+    python benchmarks/telemetry_cost.py [--steps 120] [--requests 600]
+
+Steps: one run of each of two jobs, in which blocks of ``BLOCK`` steps with all of it and without take turns, as in ``metrics_cost.py``; with it,
+``/metrics`` is scraped four times a second and every step is a trace that a collector in another process receives.
+
+Requests: two systems of a gateway and a server of a tiny model, one with all of it, one without, which are asked in turns; and the processor time of two
+gateways before a backend that computes nothing, where a request has least to hide behind.
+"""
+
+import contextlib
+import http.client
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from machine import ROOT, machine, write_report
+from metrics_cost import BLOCK, NO_PAUSE, SCRAPE_S, UNCOUNTED, Turns, interval
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from options import parser as shared_parser
+
+from tandem.config.recipe import load_config
+from tandem.jobs.data_run import data_run
+from tandem.jobs.rl_run import rl_run
+from tandem.jobs.start import train
+from tandem.runtime.traces.context import new_trace
+from tandem.runtime.traces.otlp import readable
+from tandem.runtime.traces.spans import MOST_SPANS, SPANS, begin_first, from_json, span, to_json
+from tandem.runtime.traces.steps import STEP
+
+GATEWAY_BLOCK = 400
+COLLECTOR = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT / "tests" / "observability")!r})
+from otlp_receiver import HttpReceiver
+with HttpReceiver() as receiver:
+    print(receiver.port, flush=True)
+    while True:
+        time.sleep(1)
+        receiver.spans.clear()
+"""
+
+
+class TracedTurns(Turns):
+    """Also records steps as traces in the blocks in which the run is scraped."""
+
+    def is_on(self) -> bool:
+        return self.flag.exists()
+
+    @contextlib.contextmanager
+    def switching(self) -> Iterator[None]:
+        """Inside, steps in blocks without telemetry have no trace."""
+        kept = [(module, module.step_span) for module in (rl_run, data_run)]
+        for module, step_span in kept:
+            module.step_span = self._switched(step_span)
+        try:
+            yield
+        finally:
+            for module, step_span in kept:
+                module.step_span = step_span
+
+    def _switched(self, step_span: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda config, *arguments, **options: step_span(config if self.is_on() else None, *arguments, **options)
+
+
+@contextlib.contextmanager
+def started(command: list[str], ready: str, **options: Any) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """Runs a command; yields its process and the line that ends with what ``ready`` is followed by."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options) as process:
+        stream = process.stdout if not ready else process.stderr
+        assert stream is not None
+        try:
+            for line in stream:
+                if ready in line:
+                    yield process, line.partition(ready)[2].split()[0] if ready else line.strip()
+                    return
+            raise SystemExit(f"{command} ended before it said {ready!r}")
+        finally:
+            process.kill()
+
+
+def steps(name: str, recipe: str, settings: list[str], work: Path, endpoint: str) -> str:
+    turns = TracedTurns(work / f"{recipe}.flag")
+    on = ["metrics.targets_folder=", f"traces.endpoint={endpoint}"]
+    config = load_config(ROOT / "recipes" / f"{recipe}.yaml", [*settings, f"run.directory={work}", f"run.name={recipe}", *on])
+    with turns.switching():
+        train(config, callbacks=[turns], progress=False)
+    turns.end()
+    return row(name, turns.seconds[False], turns.seconds[True], 1000, "ms")
+
+
+def span_us() -> tuple[float, float, float]:
+    """Returns the microseconds of the processor that a span takes to be recorded, to cross a frame between two processes, and to be encoded and handed to the
+    protocol."""
+    SPANS.take(MOST_SPANS)
+    count, costs = 2000, []
+    for number in range(3):
+        began = time.process_time()
+        if number == 0:
+            with begin_first("first", new_trace(1.0)):
+                for step in range(count):
+                    with span("train", {STEP: step, "tandem.sidecar": "trainer"}):
+                        pass
+            spans = SPANS.take(count)
+        elif number == 1:
+            spans = from_json(json.loads(json.dumps(to_json(spans))))
+        else:
+            encode_spans([readable(each) for each in spans]).SerializeToString()
+        costs.append(1e6 * (time.process_time() - began) / count)
+    return costs[0], costs[1], costs[2]
+
+
+def row(name: str, off: list[float], on: list[float], scale: float, unit: str) -> str:
+    low, high = interval(off, on)
+    print(json.dumps({"job": name, "off": off, "on": on}), flush=True)
+    ratio = statistics.median(on) / statistics.median(off)
+    return (
+        f"| {name} | {len(off)} | {scale * statistics.median(off):.2f} {unit} | {scale * statistics.median(on):.2f} {unit} | {ratio:.4f} "
+        f"({low:.4f} to {high:.4f}) |"
+    )
+
+
+class Client:
+    """A connection that is kept open."""
+
+    def __init__(self, url: str, body: Mapping[str, Any]) -> None:
+        parts = urlsplit(url)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+        self._body = json.dumps(body)
+
+    def ask(self, path: str) -> float:
+        """Returns the seconds of a request."""
+        began = time.perf_counter()
+        self._connection.request("POST", path, self._body, {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        answer.read()
+        assert answer.status == 200, answer.status
+        return time.perf_counter() - began
+
+
+def gateway(backend: str, folder: Path, **settings: Any) -> "contextlib.AbstractContextManager[tuple[subprocess.Popen[str], str]]":
+    folder.mkdir(exist_ok=True)
+    (folder / "gateway.yaml").write_text(json.dumps({"backends": [backend], "port": 0, "log_requests": False, **settings}))
+    command = [sys.executable, "-m", "tandem", "gateway", str(folder / "gateway.yaml")]
+    return started(command, "gateway at ")
+
+
+def wait_ready(url: str) -> None:
+    parts = urlsplit(url)
+    while True:
+        with contextlib.suppress(OSError):
+            connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5)
+            connection.request("GET", "/readiness")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(0.1)
+
+
+def requests(model: Path, count: int, work: Path, endpoint: str) -> str:
+    """Asks two systems in turns."""
+    seconds: list[list[float]] = [[], []]
+    logs = {"log_folder": str(work / "log")}
+    flags = (["--log-folder", str(work / "log"), "--otlp-traces-endpoint", endpoint], [])
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for number, own in enumerate(flags):
+            command = [sys.executable, "-m", "tandem", "serve", str(model), "--port", "0", "--threads", "1", "--served-model-name", "m", *own]
+            _, served = stack.enter_context(started([*command, "--disable-uvicorn-access-log"], " at "))
+            settings = {**logs, "traces": {"endpoint": endpoint}} if own else {}
+            _, url = stack.enter_context(gateway(served, work / f"gateway-{number}", **settings))
+            wait_ready(url)
+            clients.append(Client(url, {"model": "m", "prompt": [1, 2, 3, 4], "max_tokens": 16, "ignore_eos": True, "temperature": 0}))
+        for number in range(count + 20):
+            for side in (0, 1) if number % 2 else (1, 0):
+                took = clients[side].ask("/v1/completions")
+                if number >= 20:
+                    seconds[side].append(took)
+    return row("a request of 16 tokens, gateway and server", seconds[1], seconds[0], 1000, "ms")
+
+
+def processor_s(process: "subprocess.Popen[str]") -> float:
+    """Returns the processor time of all threads of ``process``."""
+    tasks = Path(f"/proc/{process.pid}/task")
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
+
+
+def gateways(rounds: int, work: Path, endpoint: str) -> str:
+    """Returns the row of the processor time of a request in the gateway alone."""
+    seconds: list[list[float]] = [[], []]
+    stub = [sys.executable, str(ROOT / "benchmarks" / "gateway_stub.py"), "0"]
+    settings: tuple[dict[str, Any], ...] = ({"log_folder": str(work / "log"), "traces": {"endpoint": endpoint}}, {})
+    with started(stub, "") as (_, port), contextlib.ExitStack() as stack:
+        running = [stack.enter_context(gateway(f"http://127.0.0.1:{port}", work / f"stub-{number}", **own)) for number, own in enumerate(settings)]
+        clients = []
+        for _, url in running:
+            wait_ready(url)
+            clients.append(Client(url, {"model": "m", "messages": [{"role": "user", "content": "x"}]}))
+        for number in range(rounds + 1):
+            for side in (0, 1) if number % 2 else (1, 0):
+                before = processor_s(running[side][0])
+                for _ in range(GATEWAY_BLOCK):
+                    clients[side].ask("/v1/chat/completions")
+                if number:
+                    seconds[side].append((processor_s(running[side][0]) - before) / GATEWAY_BLOCK)
+    return row("processor time of the gateway alone, a request", seconds[1], seconds[0], 1e6, "us")
+
+
+def main() -> None:
+    parser = shared_parser(__doc__ or "")
+    parser.add_argument("--steps", type=int, default=120, help="steps of reinforcement learning; fine-tuning takes three times as many")
+    parser.add_argument("--requests", type=int, default=600, help="requests to each of the two systems")
+    options = parser.parse_args()
+    lines = [
+        "# What telemetry costs", "", machine(), "",
+        f"`python benchmarks/telemetry_cost.py --steps {options.steps} --requests {options.requests}`: with metrics (scraped each {SCRAPE_S:g} s in the runs), "
+        f"traces at their default rates (all steps, 1 % of requests) and log files, beside none of it, in turns: blocks of {BLOCK} steps after the first "
+        f"{UNCOUNTED}, single requests, and blocks of {GATEWAY_BLOCK} requests.", "",
+        "| what | a side | median without | with telemetry | ratio (95 % interval) |", "| --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, started([sys.executable, "-c", COLLECTOR], "") as (_, port):
+        work, endpoint = Path(folder), f"http://127.0.0.1:{port}"
+        # Two threads that wait for each other on a machine with other work vary by more than what is measured.
+        tuning = ["checkpoint.every_steps=100000", "machine.threads=1"]
+        lines.append(steps("a step of fine-tuning in one process", "sft_sort", [*tuning, f"run.max_steps={3 * options.steps}"], work, endpoint))
+        model = ["model.create=null", f"model.path={work / 'sft_sort' / 'model'}", "sft=null", "rollout.prompts_per_step=8"]
+        rl = [*NO_PAUSE, *tuning, *model, f"run.max_steps={options.steps}"]
+        lines.append(steps("a step of reinforcement learning in a pod", "sort", rl, work, endpoint))
+        recorded, crossed, encoded = span_us()
+        lines.append(requests(work / "sft_sort" / "model", options.requests, work, endpoint))
+        lines.append(gateways(max(4, options.requests // 30), work, endpoint))
+    said = f"{recorded:.1f} us to be recorded, {crossed:.1f} us to cross a frame, {encoded:.1f} us to be encoded for the collector"
+    lines += ["", f"Processor time of a span: {said}."]
+    print(write_report("telemetry-cost", "\n".join(lines), options.out))
+
+
+if __name__ == "__main__":
+    main()
