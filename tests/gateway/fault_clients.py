@@ -40,7 +40,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Request:
-    """``leave_after``: parts of the answer after which the client leaves; ``None``: it stays."""
+    """``leave_after``: parts of the answer after which the client leaves; ``None``: it stays. ``may_leave``: set when it may leave
+    before the first part."""
 
     name: str
     stream: bool = False
@@ -48,6 +49,7 @@ class Request:
     leave_after: int | None = None
     headers: str = ""
     prompt: str | tuple[int, ...] = "x"
+    may_leave: asyncio.Event | None = None
 
     def to_bytes(self) -> bytes:
         content = {"model": "m", "prompt": self.prompt, "max_tokens": self.words, "stream": self.stream, "echo": self.name}
@@ -93,6 +95,8 @@ async def _exchange(request: Request, reader: asyncio.StreamReader, writer: asyn
     writer.write(request.to_bytes())
     if request.leave_after == 0:
         await writer.drain()
+        if request.may_leave is not None:
+            await request.may_leave.wait()
         tally.left += 1
         return
     head = (await reader.readuntil(b"\r\n\r\n")).lower()

@@ -227,13 +227,18 @@ def streams_with_disconnects(folder: Path, count: int) -> Tally:
                 backend.mode("gate")
 
             async def drive() -> None:
-                streams = [Request(f"s{number}", True, leave_after=rng.choice([None, rng.randrange(8)])) for number in range(count)]
-                staying = sum(stream.leave_after != 0 for stream in streams)
+                everybody_is_there = asyncio.Event()
+                leave_after = [rng.choice([None, rng.randrange(8)]) for _ in range(count)]
+                streams = [Request(f"s{number}", True, leave_after=each, may_leave=everybody_is_there) for number, each in enumerate(leave_after)]
                 asked = asyncio.create_task(ask_all(running.url, streams, tally))
-                # All that stay are at the backends at once, before the first token.
-                while sum([(await asyncio.to_thread(backend.stats))["running"] for backend in (first, second)]) < staying and not asked.done():
+                # All are at the backends at once, before the first token; then some leave.
+                while sum([(await asyncio.to_thread(backend.stats))["running"] for backend in (first, second)]) < count and not asked.done():
                     await asyncio.sleep(0.05)
-                tally.note = f"{await asyncio.to_thread(running.metric, 'in_flight_requests'):.0f} at once"
+                at_once = await asyncio.to_thread(running.metric, "in_flight_requests")
+                tally.note = f"{at_once:.0f} at once"
+                if at_once != count:
+                    tally.lost.append(f"{tally.note}, of {count}")
+                everybody_is_there.set()
                 for backend in (first, second):
                     await asyncio.to_thread(backend.mode, "ok", delay_s=0.01)
                 await asked

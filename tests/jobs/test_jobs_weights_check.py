@@ -16,11 +16,12 @@ from tandem.cli.main import main
 from tandem.engine.core import published_weights
 from tandem.engine.engine import Engine
 from tandem.jobs.weights_check import compare
+from tandem.jobs.weights_check import pair as pair_module
 from tandem.jobs.weights_check.layouts import LayoutPair, recipe_of_pair
 from tandem.jobs.weights_check.table import ROLLOUTS, TRAINERS, pairs_of, why_not_held
 from tandem.layout.shapes import ModelShapes
 from tandem.pod.rollout_worker import RolloutWorker
-from tandem.types import PartEntry, TensorEntry, UserError, WeightVersion
+from tandem.types import PartEntry, TensorEntry, UserError, WeightManifest, WeightVersion
 from tandem.weight_transfer.manifest import make_manifest
 from tandem.weight_transfer.register import WeightWriter
 
@@ -77,6 +78,31 @@ def test_two_versions_reach_an_engine_that_quantizes_and_sleeps_as_the_files_say
             assert engine[f"layers.{layer}.qkv.scales"] == digest(rows.abs().amax(1) / 127.0)
             assert engine[f"layers.{layer}.q_norm.weight"] == digest(weights[f"{at}.self_attn.q_norm.weight"])
     assert all(digests[0][name] != digests[1][name] for name in digests[0])
+
+
+def test_an_engine_that_computes_with_the_published_panels_holds_what_the_files_say(
+    digests: list[Mapping[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published, own = list[WeightManifest](), pair_module.check_published
+
+    def tell(manifest: WeightManifest, *rest: Any) -> Any:
+        published.append(manifest)
+        return own(manifest, *rest)
+
+    monkeypatch.setattr(pair_module, "check_published", tell)
+    status, row = check(tmp_path, "--inline", "--rollout", "weights=shared", "--sleep", "0", capsys=capsys)
+    assert (status, row["found"], row["digests"]) == (0, [], 2 * len(digests[0]))
+    assert len(published) == 2
+    for folder, manifest in zip(("start", "model-1"), published, strict=True):
+        weights = load_file(tmp_path / f"kept/pair-0/{folder}/model.safetensors")
+        # Of 64 rows each panel is its rows' numbers, column by column.
+        entry = next(entry for entry in manifest.tensors if entry.name == "model.layers.0.mlp.gate_proj.weight")
+        assert entry.layout == "panels" and [part.digest for part in entry.parts] == [digest(weights[entry.name].t())]
+
+
+def test_shared_weights_of_tensor_parallel_ranks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"weights=shared and tensor_parallel_size 2"):
+        recipe_of_pair(LayoutPair("", "tensor_parallel_size=2,weights=shared"), tmp_path, 0)
 
 
 def test_an_adapter_reaches_an_engine_that_has_slept_as_the_files_of_peft_say(

@@ -1,11 +1,14 @@
 """Whole GRPO runs with Megatron-Core as the trainer, on a CPU with the shim. Skipped by name where its environment is missing."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from etcd_server import WHY_SKIPPED, EtcdServer, program
 from pod_runs import PodRun, difference
 from safetensors.torch import load_file
 
@@ -75,6 +78,24 @@ def test_a_rank_and_the_controller_are_killed_and_the_run_is_the_same(environmen
     assert sorted(path.name for path in (run.directory / "faults").iterdir()) == sorted(faults.replace(":", "-").split(","))
     assert difference(run, undisturbed) == []
     assert run.left_behind() == []
+
+
+@pytest.mark.skipif(program() is None, reason=WHY_SKIPPED)
+def test_two_pods_over_etcd_give_the_bits_of_one(etcd_server: EtcdServer, environment: dict[str, str], tmp_path: Path) -> None:
+    from tandem.runtime.coordination.etcd import EtcdStore
+
+    alone = trained(tmp_path / "alone", "--trainer=megatron", environment=environment)
+    run = PodRun(tmp_path / "run", name=f"run-{time.time_ns()}", environment=environment)
+    pods = ("--pods", "2", "--coordination", "etcd", f"--coordination.endpoints=[{etcd_server.url}]")
+    done = run.train(f"--run.max_steps={STEPS}", "--trainer=megatron", *pods)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert difference(run, alone) == [] and run.left_behind() == [] and run.events("recovery") == []
+    # Both pods drew samples, the second with every version that Megatron's ranks had published.
+    received = (run.directory / "pods" / "1" / "logs" / "rollout_shim.log").read_text()
+    assert [f"weights of step {step} (incarnation 1) came from pod" in received for step in range(STEPS)] == [True] * STEPS
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["perf/rollout_groups/pod-0"] > 0 and row["perf/rollout_groups/pod-1"] > 0 for row in rows)
+    assert EtcdStore(etcd_server.config(), f"/tandem/{run.name}/").list("") == []
 
 
 def test_an_engine_computes_with_the_parts_of_tensor_ranks_where_they_are_as_one_that_copies_them(environment: dict[str, str], tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 import xxhash
 from torch import Tensor
 
+from tandem.layout.panels import PANEL_ROWS
 from tandem.types import WeightManifest
 from tandem.weight_transfer.manifest import offsets_of
 
@@ -61,12 +63,18 @@ def check_published(manifest: WeightManifest, folder: Mapping[str, Tensor], befo
             found.append(Found("different", name, owners, None, detail))
         else:
             for place, part in enumerate(entry.parts):
-                wanted = digest_of(tensor[offsets_of(part).slices] if tensor.dim() else tensor)
+                own = tensor[offsets_of(part).slices] if tensor.dim() else tensor
+                wanted = digest_of(_in_panels(own) if entry.layout == "panels" else own)
                 if part.digest != wanted:
                     is_stale = place < len(earlier.get(name, ())) and part.digest == earlier[name][place]
                     detail = f"elements {list(part.start)} to {list(part.stop)} have digest {part.digest}, the folder's have {wanted}"
                     found.append(Found("stale" if is_stale else "different", name, (part.owner,), None, detail))
     return found + [Found("missing", name, (), None, "the folder has it and no trainer rank published it") for name in folder if name not in entries]
+
+
+def _in_panels(part: Tensor) -> Tensor:
+    """Returns the elements of ``part[N, K]`` in the order of its panels, each transposed, for engines that compute with what is published."""
+    return torch.cat([panel.t().reshape(-1) for panel in part.split(PANEL_ROWS)])
 
 
 def check_engine(

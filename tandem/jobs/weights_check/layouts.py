@@ -56,6 +56,11 @@ def recipe_of_pair(pair: LayoutPair, model: Path, seed: int, threads: int = 0) -
     recipe = build(Recipe, apply_overrides(data, overrides))
     if pair.sleep and recipe.rollout.engine.tensor_parallel_size > 1:
         raise UserError(f"--sleep is {pair.sleep} and tensor_parallel_size {recipe.rollout.engine.tensor_parallel_size}: a tensor-parallel engine cannot sleep")
+    if recipe.rollout.weights != "copied" and recipe.rollout.engine.tensor_parallel_size > 1:
+        raise UserError(
+            f"--rollout has weights={recipe.rollout.weights} and tensor_parallel_size {recipe.rollout.engine.tensor_parallel_size}: such ranks stack other "
+            "matrices than those that copy, so their digests cannot be compared; leave weights out"
+        )
     if pair.sleep and recipe.rollout.backend != "tandem":
         raise UserError(f"--sleep is {pair.sleep} and backend '{recipe.rollout.backend}', which frees nothing when it sleeps on a CPU; leave --sleep out")
     for backend in (recipe.trainer.backend, recipe.rollout.backend):
@@ -77,12 +82,13 @@ def _rollout_keys(text: str) -> Iterator[str]:
         if key == "dtype":
             # The engine of a pod has the trainer's dtype.
             yield f"trainer.dtype={value}"
-        elif key in ("workers", "backend"):
+        elif key in ("workers", "backend", "weights"):
             yield f"rollout.{key}={value}"
         elif key.partition(".")[0] in _IN_ENGINE:
             yield f"rollout.engine.{key}={value}"
         else:
-            raise UserError(f"--rollout has the unknown key '{key}'; it takes workers, backend and the keys of rollout.engine, such as tensor_parallel_size=2")
+            known = "workers, backend, weights and the keys of rollout.engine, such as tensor_parallel_size=2"
+            raise UserError(f"--rollout has the unknown key '{key}'; it takes {known}")
 
 
 def _settings(text: str, option: str) -> Iterator[tuple[str, str]]:

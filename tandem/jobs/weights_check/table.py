@@ -20,7 +20,9 @@ OF_EXPERTS = ("data=2,expert=2", "data=2,expert=2,zero=1")
 ROLLOUTS: tuple[tuple[str, SleepLevel], ...] = (
     ("", 0), ("", 1), ("", 2), ("workers=2", 0), ("tensor_parallel_size=2", 0), ("dtype=bfloat16", 2), ("quantization=int8", 2), ("quantization=fp8", 0),
     ("quantization=int4", 0), ("quantization=nf4+head", 0), ("tensor_parallel_size=2,quantization=int8,dtype=bfloat16", 0),
+    ("weights=shared", 0), ("workers=2,weights=shared", 0), ("dtype=bfloat16,weights=shared", 0),
 )  # fmt: skip
+"""Settings and the level of sleep. Engines copy unless ``weights=shared``, which is a run's default for small models that are not quantized."""
 PROCESS_BYTES = 260 * 2**20
 """What a process that has imported torch holds before any weight."""
 
