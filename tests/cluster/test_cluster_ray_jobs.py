@@ -37,6 +37,14 @@ def ends(runs: LaunchedRuns, name: str) -> None:
     assert runs.wait_for_state(name, "finished", "failed", "stopped")["state"] == "finished", runs.output(name)
 
 
+def placed(runs: LaunchedRuns, name: str) -> dict[str, str]:
+    """Returns the node of each role of a run of three nodes. To ask takes longer than some of its steps."""
+    until = time.monotonic() + 120
+    while len(roles := dict(re.findall(r"([\w-]+) on (node-\d)", runs.status(name)["where"]))) < 3:
+        assert time.monotonic() < until, roles
+    return roles
+
+
 def left_behind(runs: LaunchedRuns) -> list[str]:
     """Returns what still has the test's folder in its command line or its environment, after it had time to end."""
     until = time.monotonic() + 40
@@ -75,15 +83,16 @@ def test_trainer_ranks_on_three_nodes_have_the_bits_of_three_ranks_on_one(runs: 
     runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--trainer-pods", "3", *mesh)
     runs.tandem("train", RECIPE, "--run.name=local", *mesh)
     ends(runs, "three")
-    assert "pod ray-2 trains with rank " in runs.output("three")
+    logs = runs.directory("three") / "logs" / "pods"
+    assert all(re.search(rf"pod ray-{number} trains with rank \d", (logs / f"ray-{number}" / "pod.log").read_text()) for number in (1, 2))
     assert runs.model("three") == runs.model("local") and left_behind(runs) == []
 
 
 @pytest.mark.parametrize("node", ["node-1", "node-2"])
 def test_a_node_that_is_killed_takes_no_bit_with_it(runs: LaunchedRuns, node: str) -> None:
     runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--pods.min_count=3", *LONG)
+    roles = placed(runs, "three")
     runs.wait_for_step("three", 12)
-    roles = dict(re.findall(r"([\w-]+) on (node-\d)", runs.status("three")["where"]))
     # Both the controller's node and a pod's, whichever names they have.
     chosen = roles["controller"] if node == "node-1" else roles["ray-1"]
     for process in descendants(node_processes(runs.directory("three"))[chosen])[:2]:
@@ -100,8 +109,8 @@ def test_a_node_that_is_killed_takes_no_bit_with_it(runs: LaunchedRuns, node: st
 @pytest.mark.parametrize("role", ["controller", "ray-1"])
 def test_a_node_that_stands_still_takes_no_bit_with_it(runs: LaunchedRuns, role: str) -> None:
     runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--pods.min_count=2", "--pods.heartbeat_timeout_s=5", *LONG)
+    roles = placed(runs, "three")
     runs.wait_for_step("three", 12)
-    roles = dict(re.findall(r"([\w-]+) on (node-\d)", runs.status("three")["where"]))
     # So long that Ray takes it for dead and goes on elsewhere.
     pause(node_processes(runs.directory("three"))[roles[role]], 20)
     runs.tandem("train", RECIPE, "--run.name=local", *LONG)

@@ -123,10 +123,11 @@ def _described(bundle: Mapping[str, float]) -> list[str]:
 
 def _check_nodes(nodes: list[dict[str, Any]], folder: Path) -> None:
     """Raises ``UserError`` for a node on which another version of Tandem or none is installed, or which does not have the folder of the run."""
-    probe = ray.remote(_facts).options(num_cpus=0, max_retries=0)
-    asked = {
-        node["NodeName"]: probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(str(folder)) for node in nodes
-    }
+    probe = ray.remote(_facts)
+    asked = {}
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        asked[node["NodeName"]] = probe.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(str(folder))
     ours = tandem.__version__
     for name, answer in asked.items():
         try:
