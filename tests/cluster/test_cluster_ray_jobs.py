@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,11 @@ LONG = ("--run.max_steps=60", "--evaluation.target_accuracy=1.0", "--evaluation.
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> LaunchedRuns:
-    return LaunchedRuns(tmp_path)
+def runs(tmp_path: Path) -> Iterator[LaunchedRuns]:
+    runs = LaunchedRuns(tmp_path)
+    yield runs
+    for path in tmp_path.glob("runs/*/launch/record.json"):
+        runs.begin("cancel", path.parents[1], "--now").communicate(timeout=300)
 
 
 def ran(runs: LaunchedRuns, name: str) -> PodRun:
@@ -134,6 +138,22 @@ def test_a_run_is_cancelled_after_its_step_or_at_once_and_is_resumed_as_another_
     runs.tandem("resume", "runs/job", "--on", "local", f"--run.max_steps={steps}")
     runs.tandem("train", TINY, "--run.name=one", f"--run.max_steps={steps}", "--checkpoint.every_steps=100000")
     assert runs.model("job") == runs.model("one")
+
+
+def test_pods_that_join_and_leave_while_the_run_trains_take_no_bit_with_them(runs: LaunchedRuns) -> None:
+    long = ("--run.max_steps=200", "--evaluation.target_accuracy=1.0", "--evaluation.every_steps=200", "--checkpoint.every_steps=50")
+    runs.tandem("train", RECIPE, "--on", "ray", "--run.name=scaled", "--ray.max_nodes=2", *long)
+    assert runs.tandem("scale", "runs/scaled", "2").endswith(" for 2 nodes\n")
+    assert runs.refusal("scale", "runs/scaled", "3").startswith("NODES is 3, and this run may have 1 to 2 nodes;")
+    until = time.monotonic() + 240
+    while "pod 1 (ray-1) joined the run" not in runs.output("scaled"):
+        assert time.monotonic() < until, runs.output("scaled")
+        time.sleep(0.2)
+    runs.tandem("scale", "runs/scaled", "1")
+    runs.tandem("train", RECIPE, "--run.name=local", *long)
+    ends(runs, "scaled")
+    assert runs.model("scaled") == runs.model("local") and left_behind(runs) == []
+    assert runs.refusal("scale", "runs/local", "2").startswith("the run in 'runs/local' was placed by 'local', which gives a run its nodes when it starts;")
 
 
 def test_a_run_that_cannot_work_has_failed_with_the_line_that_says_why(runs: LaunchedRuns) -> None:

@@ -49,7 +49,7 @@ def machines(tmp_path: Path) -> Iterator[tuple[Network, RayCluster, LaunchedRuns
 
 def wait_for_room(runs: LaunchedRuns, address: str, nodes: int) -> None:
     """Waits until as many nodes have joined the cluster."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + 240
     while True:
         found = runs.begin("train", RECIPE, "--on", "ray", "--dry-run", f"--ray.address={address}", "--ray.nodes=1")
         out, error = found.communicate(timeout=200)

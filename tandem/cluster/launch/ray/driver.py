@@ -34,7 +34,7 @@ def plan(request: Mapping[str, Any]) -> dict[str, Any]:
     while sum("CPU" in node["Resources"] for node in alive) < most and time.monotonic() < ends:
         time.sleep(0.1)
         alive = _alive()
-    asked = {"GPU": float(config.num_gpus), "memory": config.memory_gib * _GIB, **config.resources}
+    asked = {"GPU": float(config.num_gpus), "memory": int(config.memory_gib * _GIB), **config.resources}
     asked = {name: amount for name, amount in asked.items() if amount}
     fitting = [node for node in alive if _fits(node, {**asked, "CPU": config.num_cpus or 1})]
     if not fitting:
