@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,11 @@ LONG = ("--run.max_steps=60", "--evaluation.target_accuracy=1.0", "--evaluation.
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> LaunchedRuns:
-    return LaunchedRuns(tmp_path)
+def runs(tmp_path: Path) -> Iterator[LaunchedRuns]:
+    runs = LaunchedRuns(tmp_path)
+    yield runs
+    for path in tmp_path.glob("runs/*/launch/record.json"):
+        runs.begin("cancel", path.parents[1], "--now").communicate(timeout=300)
 
 
 def ran(runs: LaunchedRuns, name: str) -> PodRun:
@@ -35,6 +39,14 @@ def ran(runs: LaunchedRuns, name: str) -> PodRun:
 
 def ends(runs: LaunchedRuns, name: str) -> None:
     assert runs.wait_for_state(name, "finished", "failed", "stopped")["state"] == "finished", runs.output(name)
+
+
+def placed(runs: LaunchedRuns, name: str) -> dict[str, str]:
+    """Returns the node of each role of a run of three nodes. To ask takes longer than some of its steps."""
+    until = time.monotonic() + 120
+    while len(roles := dict(re.findall(r"([\w-]+) on (node-\d)", runs.status(name)["where"]))) < 3:
+        assert time.monotonic() < until, roles
+    return roles
 
 
 def left_behind(runs: LaunchedRuns) -> list[str]:
@@ -75,15 +87,16 @@ def test_trainer_ranks_on_three_nodes_have_the_bits_of_three_ranks_on_one(runs: 
     runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--trainer-pods", "3", *mesh)
     runs.tandem("train", RECIPE, "--run.name=local", *mesh)
     ends(runs, "three")
-    assert "pod ray-2 trains with rank " in runs.output("three")
+    logs = runs.directory("three") / "logs" / "pods"
+    assert all(re.search(rf"pod ray-{number} trains with rank \d", (logs / f"ray-{number}" / "pod.log").read_text()) for number in (1, 2))
     assert runs.model("three") == runs.model("local") and left_behind(runs) == []
 
 
 @pytest.mark.parametrize("node", ["node-1", "node-2"])
 def test_a_node_that_is_killed_takes_no_bit_with_it(runs: LaunchedRuns, node: str) -> None:
     runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--pods.min_count=3", *LONG)
+    roles = placed(runs, "three")
     runs.wait_for_step("three", 12)
-    roles = dict(re.findall(r"([\w-]+) on (node-\d)", runs.status("three")["where"]))
     # Both the controller's node and a pod's, whichever names they have.
     chosen = roles["controller"] if node == "node-1" else roles["ray-1"]
     for process in descendants(node_processes(runs.directory("three"))[chosen])[:2]:
@@ -100,8 +113,8 @@ def test_a_node_that_is_killed_takes_no_bit_with_it(runs: LaunchedRuns, node: st
 @pytest.mark.parametrize("role", ["controller", "ray-1"])
 def test_a_node_that_stands_still_takes_no_bit_with_it(runs: LaunchedRuns, role: str) -> None:
     runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--pods.min_count=2", "--pods.heartbeat_timeout_s=5", *LONG)
+    roles = placed(runs, "three")
     runs.wait_for_step("three", 12)
-    roles = dict(re.findall(r"([\w-]+) on (node-\d)", runs.status("three")["where"]))
     # So long that Ray takes it for dead and goes on elsewhere.
     pause(node_processes(runs.directory("three"))[roles[role]], 20)
     runs.tandem("train", RECIPE, "--run.name=local", *LONG)
@@ -125,6 +138,22 @@ def test_a_run_is_cancelled_after_its_step_or_at_once_and_is_resumed_as_another_
     runs.tandem("resume", "runs/job", "--on", "local", f"--run.max_steps={steps}")
     runs.tandem("train", TINY, "--run.name=one", f"--run.max_steps={steps}", "--checkpoint.every_steps=100000")
     assert runs.model("job") == runs.model("one")
+
+
+def test_pods_that_join_and_leave_while_the_run_trains_take_no_bit_with_them(runs: LaunchedRuns) -> None:
+    long = ("--run.max_steps=200", "--evaluation.target_accuracy=1.0", "--evaluation.every_steps=200", "--checkpoint.every_steps=50")
+    runs.tandem("train", RECIPE, "--on", "ray", "--run.name=scaled", "--ray.max_nodes=2", *long)
+    assert runs.tandem("scale", "runs/scaled", "2").endswith(" for 2 nodes\n")
+    assert runs.refusal("scale", "runs/scaled", "3").startswith("NODES is 3, and this run may have 1 to 2 nodes;")
+    until = time.monotonic() + 240
+    while "pod 1 (ray-1) joined the run" not in runs.output("scaled"):
+        assert time.monotonic() < until, runs.output("scaled")
+        time.sleep(0.2)
+    runs.tandem("scale", "runs/scaled", "1")
+    runs.tandem("train", RECIPE, "--run.name=local", *long)
+    ends(runs, "scaled")
+    assert runs.model("scaled") == runs.model("local") and left_behind(runs) == []
+    assert runs.refusal("scale", "runs/local", "2").startswith("the run in 'runs/local' was placed by 'local', which gives a run its nodes when it starts;")
 
 
 def test_a_run_that_cannot_work_has_failed_with_the_line_that_says_why(runs: LaunchedRuns) -> None:

@@ -34,7 +34,7 @@ def plan(request: Mapping[str, Any]) -> dict[str, Any]:
     while sum("CPU" in node["Resources"] for node in alive) < most and time.monotonic() < ends:
         time.sleep(0.1)
         alive = _alive()
-    asked = {"GPU": float(config.num_gpus), "memory": config.memory_gib * _GIB, **config.resources}
+    asked = {"GPU": float(config.num_gpus), "memory": int(config.memory_gib * _GIB), **config.resources}
     asked = {name: amount for name, amount in asked.items() if amount}
     fitting = [node for node in alive if _fits(node, {**asked, "CPU": config.num_cpus or 1})]
     if not fitting:
@@ -123,10 +123,11 @@ def _described(bundle: Mapping[str, float]) -> list[str]:
 
 def _check_nodes(nodes: list[dict[str, Any]], folder: Path) -> None:
     """Raises ``UserError`` for a node on which another version of Tandem or none is installed, or which does not have the folder of the run."""
-    probe = ray.remote(_facts).options(num_cpus=0, max_retries=0)
-    asked = {
-        node["NodeName"]: probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(str(folder)) for node in nodes
-    }
+    probe = ray.remote(_facts)
+    asked = {}
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        asked[node["NodeName"]] = probe.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(str(folder))
     ours = tandem.__version__
     for name, answer in asked.items():
         try:

@@ -73,28 +73,36 @@ class RayLauncher:
         return _submitted(directory, recipe, replace(record, launcher="ray", overrides=(*overrides, *more)))
 
     def status(self, directory: Path) -> Status:
-        record, is_finished = read_record(directory), finished_result(read_recipe(directory), directory) is not None
+        record = read_record(directory)
         if record is None or not record.job:
-            return Status("finished" if is_finished else "stopped")
+            return Status("finished" if _is_finished(directory) else "stopped")
+        if (ended := self._ended(directory, record.job)) is not None:
+            return ended
         where = f"job {record.job}"
-        if (ended := read_end(directory, record.job)) is not None:
-            if is_finished:
-                return Status("finished", where)
-            is_failed = ended.exit_status not in (0, SAVED, CANCELLED)
-            state: State = "failed" if is_failed else "stopped"
-            return Status(state, where, last_error(self.logs(directory)) if is_failed else "")
         try:
             roles = _at(directory, record).ask("status", job=record.job)["roles"]
         except UserError as error:
-            return Status("finished" if is_finished else "stopped", where, str(error))
+            # It may have ended meanwhile, and its cluster with it.
+            return self._ended(directory, record.job) or Status("finished" if _is_finished(directory) else "stopped", where, str(error))
         if not roles:
-            return Status("finished" if is_finished else "failed", f"{where}, which Ray has lost", last_error(self.logs(directory)))
+            return self._ended(directory, record.job) or Status("failed", f"{where}, which Ray has lost", last_error(self.logs(directory)))
         there = ", ".join(f"{role} on {node}" for role, (_, node) in sorted(roles.items()) if node)
         waiting = [role for role, (_, node) in sorted(roles.items()) if not node]
         reason = f"{', '.join(waiting)} waiting for room on the cluster" if waiting else ""
         if "controller" in waiting:
             return Status("queued", where, reason)
         return Status("running", f"{where}, {there}", reason)
+
+    def _ended(self, directory: Path, job: str) -> Status | None:
+        """Returns how a job has ended; ``None`` if that is not known. The end is written after the run's result, so it is looked at first."""
+        ended, where = read_end(directory, job), f"job {job}"
+        if ended is None:
+            return None
+        if _is_finished(directory):
+            return Status("finished", where)
+        is_failed = ended.exit_status not in (0, SAVED, CANCELLED)
+        state: State = "failed" if is_failed else "stopped"
+        return Status(state, where, last_error(self.logs(directory)) if is_failed else "")
 
     def logs(self, directory: Path) -> tuple[Path, ...]:
         """The outputs of the run's jobs. What a job writes that goes on elsewhere is appended."""
@@ -124,7 +132,8 @@ class RayLauncher:
 
 def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
     (directory / "logs").mkdir(exist_ok=True)
-    write_secrets(directory)
+    if recipe.ray.most_nodes > 1:
+        write_secrets(directory)
     before = read_record(directory)
     attempt = 1 + max((int(path.stem.rpartition("-")[2]) for path in (directory / "logs").glob("ray-*.out")), default=0)
     job = f"{directory.name}-{hashlib.sha256(str(directory).encode()).hexdigest()[:8]}-{attempt}"
@@ -151,6 +160,10 @@ def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
     here, where = shlex.quote(os.path.relpath(directory)), "a Ray cluster on this machine" if is_own else f"the Ray cluster at {config.address}"
     text = f"submitted job {job} to {where}: run {here}"
     return Placed(directory, f"{text}\n{program()} status {here}\n{program()} logs {here} --follow\n{program()} cancel {here}")
+
+
+def _is_finished(directory: Path) -> bool:
+    return finished_result(read_recipe(directory), directory) is not None
 
 
 def _at(directory: Path, record: Record) -> RayAt:
