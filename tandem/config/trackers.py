@@ -1,12 +1,13 @@
 """Section ``trackers``: where the metrics, the configuration and samples of a run are shown while it trains."""
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from tandem.config.addresses import check_no_secret
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
-KNOWN = ("tensorboard",)
+KNOWN = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +15,15 @@ class TrackersConfig:
     """Experiment trackers, which receive the rows of `metrics.jsonl` while the run trains. A resume may change all keys."""
 
     names: tuple[str, ...] = ()
-    """`tensorboard`, and trackers of your own: `module:Class` or `path/to/file.py:Class` (see `docs/trackers.md`). Empty: none."""
+    """`tensorboard`, `wandb`, `mlflow`, `trackio`, and trackers of your own: `module:Class` or `path/to/file.py:Class` (`docs/trackers.md`). Empty: none."""
     tensorboard_folder: str = ""
     """Folder of TensorBoard's event files. Empty: `tensorboard` in the run's folder."""
+    project: str = "tandem"
+    """Project of Weights & Biases and trackio, experiment of MLflow."""
+    wandb_offline: bool = False
+    """Whether Weights & Biases is written to files that `wandb sync` sends. Without a login it is."""
+    mlflow_uri: str = ""
+    """MLflow tracking address (`http://host:5000`, `sqlite:///mlflow.db`). Empty: `mlflow.db` beside the run's folder."""
     samples: int = 4
     """Number of completions of a step to show with prompt and rewards. 0: none."""
     samples_every_steps: int = 10
@@ -40,5 +47,14 @@ class TrackersConfig:
             raise UserError(f"'trackers.samples_every_steps' is {self.samples_every_steps}; it must be at least 1")
         if not 0 <= self.finish_timeout_s < float("inf"):
             raise UserError(f"'trackers.finish_timeout_s' is {self.finish_timeout_s}; it must be 0 or more, and finite")
+        if not self.project.strip() or set(self.project) & set("/\\#?%:\0"):
+            raise UserError(f"'trackers.project' is '{self.project}'; it must be a name without / \\ # ? % :")
+        if not set(self.names) & {"wandb", "mlflow", "trackio"}:
+            refuse_unread("trackers", self, "no tracker has projects", "project", fix="add wandb, mlflow or trackio to trackers.names")
+        check_no_secret("'trackers.mlflow_uri'", self.mlflow_uri)
+        for name in ("wandb", "mlflow"):
+            if name not in self.names:
+                keys = [field.name for field in fields(self) if field.name.startswith(name)]
+                refuse_unread("trackers", self, f"trackers.names has no '{name}'", *keys, fix="add it to trackers.names")
         if self.tensorboard_folder and "tensorboard" not in self.names:
             refuse_unread("trackers", self, "trackers.names has no 'tensorboard'", "tensorboard_folder", fix="add it to trackers.names")

@@ -57,7 +57,10 @@ class Tracked(Callback):
         self._pass_on()
         for name, process in self._processes.items():
             missing = missing_rows(self._directory, folder / f"{_file(name)}.sent")
-            if process.returncode or missing:
+            if not process.returncode and missing:
+                # It cannot remove points: those that a resume repeats are not sent before.
+                self._say(f"tracker {name} was not sent the last {missing} rows of metrics.jsonl, which are after the newest checkpoint")
+            elif process.returncode:
                 self._say(f"tracker {name} ended and lacks {missing} rows of metrics.jsonl; see '{self._directory / 'logs'}/tracker_{_file(name)}.log'")
         self._processes = {}
 

@@ -28,19 +28,19 @@ class MlflowRegistry:
         except ImportError:
             raise UserError(f"the registry '{uri}' needs MLflow, which is not installed; pip install 'tandem-rl[mlflow]'") from None
         self._uri = uri
-        _check_connection(uri)
-        with _one_line(uri):
+        check_connection(uri)
+        with one_line_errors(uri):
             self._client: Any = MlflowClient(tracking_uri=uri, registry_uri=uri)
 
     def close(self) -> None:
         """Nothing is held."""
 
     def register(self, entry: NewVersion) -> Version:
-        _check_connection(self._uri)
+        check_connection(self._uri)
         there = [version for version in self.versions(entry.name) if version.entry.digest == entry.digest]
         if there:
             return there[0]
-        with _one_line(self._uri):
+        with one_line_errors(self._uri):
             if not self._client.search_registered_models(f"name = '{entry.name}'"):
                 self._client.create_registered_model(entry.name)
             tags = {f"{_PREFIX}{name}": value for name, value in _tags(entry).items()}
@@ -48,7 +48,7 @@ class MlflowRegistry:
         return _version(created)
 
     def versions(self, name: str = "") -> list[Version]:
-        with _one_line(self._uri):
+        with one_line_errors(self._uri):
             entries: list[Any] = []
             token = None
             while True:
@@ -67,7 +67,7 @@ class MlflowRegistry:
         name = version.entry.name
         if stage in ("staging", "production"):
             check_files(version)
-        with _one_line(self._uri):
+        with one_line_errors(self._uri):
             if stage == "production":
                 for former in self.versions(name):
                     if former.stage == "production" and former.number != version.number:
@@ -101,7 +101,7 @@ def _version(row: Any) -> Version:
     return Version(int(row.version), stage_named(tags["stage"]), row.creation_timestamp / 1000, entry)
 
 
-def _check_connection(uri: str) -> None:
+def check_connection(uri: str) -> None:
     """Raises ``RunError`` where no server accepts connections at the address ``uri``; other kinds of ``uri`` are not checked."""
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
@@ -109,11 +109,12 @@ def _check_connection(uri: str) -> None:
     try:
         socket.create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), _CONNECT_S).close()
     except (OSError, ValueError) as error:
-        raise RunError(f"no MLflow server answers at the registry '{uri}' ({error}); start it, or name another address") from None
+        raise RunError(f"no MLflow server answers at '{uri}' ({error}); start it, or name another address") from None
 
 
 @contextmanager
-def _one_line(uri: str) -> Iterator[None]:
+def one_line_errors(uri: str) -> Iterator[None]:
+    """Raises ``RunError`` of one line for any error of MLflow."""
     try:
         yield
     except (UserError, RunError):

@@ -19,6 +19,7 @@ from tandem.trackers.follower import Follower
 from tandem.trackers.open import open_tracker
 from tandem.trackers.sent_rows import SentRows
 from tandem.trackers.tracker import RunFacts, SampleRow, Status
+from tandem.trainer.checkpoint.format.commit import MARKER
 
 FOLDER, STATUS = "trackers", "status"
 POLL_S = 0.2
@@ -44,12 +45,15 @@ def follow(name: str, file: str, directory: Path) -> None:
                 shown = samples_of_step(journal, directory, step, config.samples)
             return [SampleRow(prompt, sample.text, sample.reward, sample.parts) for prompt, sample in shown]
 
+        def settled() -> int:
+            return max((int(path.parent.name.partition("-")[2]) for path in (directory / "checkpoints").glob(f"step-[0-9]*/{MARKER}")), default=0)
+
         facts = RunFacts(directory.name, directory, read_yaml(directory / "config.yaml"))
-        follower = Follower(facts, lambda: open_tracker(name, config, directory), SentRows(folder / f"{file}.sent"), samples_of, say)
+        follower = Follower(facts, lambda: open_tracker(name, config, directory, say), SentRows(folder / f"{file}.sent"), samples_of, say, settled)
         while True:
             # Read before the rows: after it there are no new ones.
             status = _status(folder)
-            has_all = follower.catch_up()
+            has_all = follower.catch_up(all_settled=status == "finished")
             if status is not None and has_all and _ended(follower, directory, status):
                 return
             time.sleep(POLL_S)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem.trackers.sent_rows import SentRows
-from tandem.trackers.tracker import RunFacts, SampleRow, Tracker
+from tandem.trackers.tracker import AppendOnlyTracker, RunFacts, SampleRow, Tracker
 from tandem.types.one_line import describe
 
 MOST_ROWS = 200
@@ -25,24 +25,30 @@ class Follower:
         sent: what it has of the run.
         samples_of: returns the samples of a step that are to be shown.
         say: is told once of a failure, and when the tracker has come up again.
+        settled: returns the step of the newest committed checkpoint: rows before it are not cut again. A tracker that cannot remove points is
+            sent no others, until the run has finished.
     """
 
     def __init__(
-        self, facts: RunFacts, make: Callable[[], Tracker], sent: SentRows, samples_of: Callable[[int], Sequence[SampleRow]], say: Callable[[str], None]
-    ) -> None:
-        self._facts, self._make, self._sent, self._samples_of, self._say = facts, make, sent, samples_of, say
+        self, facts: RunFacts, make: Callable[[], Tracker], sent: SentRows, samples_of: Callable[[int], Sequence[SampleRow]], say: Callable[[str], None],
+        settled: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._facts, self._make, self._sent, self._samples_of, self._say, self._settled = facts, make, sent, samples_of, say, settled
         self.tracker: Tracker | None = None
         # Held open, so that no later file has its inode.
         self._file: BinaryIO | None = None
         self._offset = 0
         self._failed, self._wait_s, self._not_before = False, FIRST_WAIT_S, 0.0
 
-    def catch_up(self) -> bool:
-        """Sends what is new. Returns whether the tracker has every row that was there."""
+    def catch_up(self, *, all_settled: bool = False) -> bool:
+        """Sends what is new. Returns whether the tracker has every row that was there and may be sent. ``all_settled``: no row is cut any more."""
         if time.monotonic() < self._not_before:
             return False
         try:
             rows = self._new_rows()
+            if rows and not all_settled and isinstance(self.tracker, AppendOnlyTracker):
+                settled = self._settled()
+                rows = [row for row in rows if _step(row) < settled]
             for first in range(0, len(rows), MOST_ROWS):
                 self._send(rows[first : first + MOST_ROWS])
         except Exception as error:
@@ -78,10 +84,16 @@ class Follower:
         """Begins at the first of ``rows``, all of the file, that was not sent; returns those from there on."""
         same = self._sent.common(rows)
         if self.tracker is None or same < len(self._sent):
+            tracker = self.tracker or self._make()
+            if same < len(self._sent) and isinstance(tracker, AppendOnlyTracker):
+                tracker.restart(self._facts)
+                same = 0
             first = _step(rows[same]) if same < len(rows) else _step(rows[-1]) + 1 if rows else 0
             self._sent.cut(same)
-            tracker = self.tracker or self._make()
-            tracker.begin(self._facts, first)
+            wanted = tracker.begin(self._facts, first)
+            if wanted is not None and wanted < first:
+                same = sum(_step(row) < wanted for row in rows)
+                self._sent.cut(same)
             self.tracker = tracker
         self._offset = sum(len(row) + 1 for row in rows[:same])
         return rows[same:]

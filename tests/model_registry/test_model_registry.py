@@ -248,5 +248,5 @@ def test_address_at_which_no_server_answers_is_refused_at_once_and_not_after_min
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: no other server can answer there
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(RunError, match=f"no MLflow server answers at the registry '{address}' .*; start it"):
+        with pytest.raises(RunError, match=f"no MLflow server answers at '{address}' .*; start it"):
             open_registry(RegistryConfig(uri=address), create=True)

@@ -28,7 +28,7 @@ def follower(run: Path, made: Any = None, said: list[str] | None = None, samples
     """A new life of what follows ``run`` for TensorBoard."""
     facts = RunFacts("run", run, {"run": {"seed": 3}})
     say = (said if said is not None else []).append
-    return Follower(facts, made or (lambda: TensorBoard(run / "tensorboard")), SentRows(run / "sent"), lambda step: samples, say)
+    return Follower(facts, made or (lambda: TensorBoard(run / "tensorboard")), SentRows(run / "sent"), lambda step: samples, say, lambda: 0)
 
 
 def points(run: Path) -> dict[int, dict[str, float]]:
@@ -106,7 +106,7 @@ def test_the_class_in_the_document_has_each_row_once(tmp_path: Path) -> None:
     for life, first in enumerate((0, 2)):
         metrics.cut_after(first)
         said = list[str]()
-        follows = follower(tmp_path, lambda: open_tracker(config.names[0], config, tmp_path), said)
+        follows = follower(tmp_path, lambda: open_tracker(config.names[0], config, tmp_path, print), said)
         for step in range(first, 5):
             metrics.append(row(step, life))
             assert follows.catch_up() and not said
@@ -117,7 +117,7 @@ def test_the_class_in_the_document_has_each_row_once(tmp_path: Path) -> None:
     ("names", "message"),
     [
         (("tensorbord",), "'trackers.names' has 'tensorbord', which is no tracker; did you mean 'tensorboard'?"),
-        (("comet",), "'trackers.names' has 'comet', which is no tracker; known are tensorboard; for another one write a class and name it as module:Class"),
+        (("comet",), "which is no tracker; known are tensorboard, wandb, mlflow, trackio; for another one write a class and name it as module:Class"),
         (("tensorboard", "tensorboard"), "names a tracker twice"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from event_files import numbers, scalars, table
 from pod_runs import RECIPE, PodRun
+from services import mlflow_points, trackio_points, wandb_points
 
 from tandem import train
 
@@ -65,6 +66,36 @@ def test_a_run_that_is_killed_between_checkpoints_and_resumed_has_each_point_onc
     done = run.resume("--inline")
     assert done.returncode == 0, done.stderr + done.stdout
     assert scalars(run.directory / "tensorboard") == points(run) and len(points(run)) == 9
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("service", ["wandb", "mlflow", "trackio"])
+def test_a_run_that_is_killed_and_resumed_has_each_point_once_at_a_service(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(service, reason=f"{service} is not installed, so its tracker is not tested")
+    run = PodRun(tmp_path)
+    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    process = run.begin(
+        "train", str(run.recipe), f"--run.directory={tmp_path}", "--run.name=run", f"--trackers.names=[{service}]", "--trackers.finish_timeout_s=120",
+        "--checkpoint.every_steps=4", "--run.max_steps=100000", "--inline",
+    )  # fmt: skip
+    sent = run.directory / "trackers" / f"{service}.sent"
+    while not sent.exists() or len(sent.read_text().splitlines()) < 6:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    steps = len((run.directory / "metrics.jsonl").read_text().splitlines())
+    done = run.resume(f"--run.max_steps={steps + 5}", "--inline")
+    assert done.returncode == 0, done.stderr + done.stdout
+    read = {
+        "wandb": lambda: wandb_points(run.directory),
+        "mlflow": lambda: mlflow_points(tmp_path / "mlflow.db"),
+        "trackio": lambda: trackio_points(tmp_path / "trackio" / "tandem.db"),
+    }
+    assert read[service]() == points(run) and len(points(run)) == steps + 5
 
 
 @pytest.mark.full
