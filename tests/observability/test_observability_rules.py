@@ -56,7 +56,8 @@ QUIET = {
 def folder(tmp_path: Path) -> Path:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (apt-get install prometheus), so rules are not tested")
-    write_files(tmp_path, observability_files(tmp_path / "targets", 9090, 9093, interval_s=15, webhook="http://127.0.0.1:9/x"))
+    folders = {"runs_folder": tmp_path / "runs", "log_folder": tmp_path / "logs"}
+    write_files(tmp_path, observability_files(tmp_path / "targets", 9090, 9093, interval_s=15, webhook="http://127.0.0.1:9/x", **folders))
     return tmp_path
 
 
