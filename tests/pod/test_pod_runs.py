@@ -17,6 +17,7 @@ from tandem.pod.states import RolloutState
 from tandem.report.run_facts import RESULT_KEY
 from tandem.runtime.callback import Callback
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.logs import readable
 from tandem.runtime.records.run_lock import RunLock
 from tandem.types import UserError
 
@@ -37,7 +38,8 @@ def forget_end(run: PodRun) -> None:
 
 def started_workers(run: PodRun, role: str) -> list[str]:
     """Returns the process ids in a worker's log, in order of appearance."""
-    pids = re.findall(rf"{role}_worker\[(\d+)\]", (run.directory / "logs" / f"{role}_worker.log").read_text())
+    lines = (run.directory / "logs" / f"{role}_worker.log").read_text().splitlines()
+    pids = re.findall(rf"{role}_worker\[(\d+)\]", "\n".join(map(readable, lines)))
     return list(dict.fromkeys(pids))
 
 
