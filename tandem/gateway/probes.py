@@ -74,6 +74,9 @@ class Probes:
             why = "" if status < 400 else f"it answers {status}"
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             self._failures[backend.name] += 1
+            if isinstance(self._session.connector, aiohttp.TCPConnector):
+                # The name may have another address by now, where requests, which look it up themselves, are answered already.
+                self._session.connector.clear_dns_cache()
             if self._failures[backend.name] == 1:
                 self._failing_since[backend.name] = began
             if self._failures[backend.name] < self._config.failures and backend.health is not Health.UNKNOWN:
