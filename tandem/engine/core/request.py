@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.engine.core.lifecycle import State, Transition, move
 from tandem.engine.pooling.params import PoolingParams
+from tandem.engine.processing.outputs import PreemptionTime
 from tandem.engine.processing.repetition import RepetitionDetector
 from tandem.engine.processing.stop_checker import StopChecker
 from tandem.engine.sample.logits_processors import LogitsProcessors
@@ -17,17 +18,6 @@ from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.draft_length import DraftLength
 from tandem.engine.structured_output.manager import GrammarCursor
 from tandem.types import WeightVersion
-
-
-@dataclass(slots=True, eq=False)
-class PreemptionTime:
-    """A preemption of sequence ``index`` of a request, by ``how`` (a transition): from ``at_s`` until it was scheduled again, ``again_s`` (0: not yet), in
-    seconds of the monotonic clock."""
-
-    index: int
-    how: str
-    at_s: float
-    again_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

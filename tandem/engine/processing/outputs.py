@@ -3,9 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem.engine.core.request import PreemptionTime
 from tandem.engine.pooling.outputs import PooledData
 from tandem.types import RoutedExperts, WeightVersion
+
+
+@dataclass(slots=True, eq=False)
+class PreemptionTime:
+    """A preemption of sequence ``index`` of a request, by ``how`` (a transition): from ``at_s`` until it was scheduled again, ``again_s`` (0: not yet), in
+    seconds of the monotonic clock."""
+
+    index: int
+    how: str
+    at_s: float
+    again_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
