@@ -2,19 +2,22 @@
 
 import contextlib
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tandem.cluster.etcd_process import check_etcd_program
-from tandem.cluster.launch.launcher import Launch
+from tandem.cluster.launch.launcher import Launch, Status
 from tandem.cluster.launch.record import CREDENTIAL, FOLDER
 from tandem.config.bundled import recipe_file
 from tandem.config.cluster import ClusterConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.recipe import ON_DATA, AnyRecipe, recipe_of
 from tandem.jobs.start import prepare
+from tandem.runtime.process.program import program
+from tandem.runtime.records.run_lock import lock_holder
 from tandem.types import UserError
 
 NodesOf = Callable[[Mapping[str, Any]], tuple[int, str]]
@@ -67,6 +70,15 @@ def prepared(recipe: AnyRecipe, launch: Launch) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 directory.parent.rmdir()
         raise
+
+
+def check_not_running(directory: Path, status: Status) -> None:
+    """Raises ``UserError`` for a run that cannot be resumed because it is queued or running as ``status`` says, or holds its lock on this machine."""
+    if status.is_active:
+        end = f"{program()} cancel {shlex.quote(str(directory))}"
+        raise UserError(f"'{directory}' is {status.state} as {status.where}; wait for it, or end it first: {end}")
+    if (holder := lock_holder(directory)) is not None:
+        raise UserError(f"the run directory {directory} is in use by process {holder} on this machine; wait for it or stop it")
 
 
 def section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from tandem.cluster.launch.kubernetes.manifests import RunObjects
 from tandem.cluster.launch.kubernetes.state import is_suspended, state_of
 from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, State, Status
 from tandem.cluster.launch.record import Record, read_record, write_record
-from tandem.cluster.launch.several_nodes import for_nodes, placed_recipe, prepared, run_folder, section
+from tandem.cluster.launch.several_nodes import check_not_running, for_nodes, placed_recipe, prepared, run_folder, section
 from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.load import build, to_mapping
 from tandem.config.recipe import AnyRecipe, Recipe
@@ -32,7 +32,6 @@ from tandem.jobs.checks.check_rl import weight_buffers_bytes
 from tandem.jobs.finished import finished_result
 from tandem.jobs.start import check_resume, read_recipe
 from tandem.runtime.process.program import program
-from tandem.runtime.records.run_lock import lock_holder
 from tandem.runtime.rpc.credentials import new_credential
 from tandem.types import RunError, UserError
 
@@ -69,11 +68,7 @@ class KubernetesLauncher:
         check_installed()
         directory = directory.absolute()
         record = read_record(directory) or Record("kubernetes", folder=str(Path.cwd()))
-        if (status := self.status(directory)).is_active:
-            end = f"{program()} cancel {shlex.quote(str(directory))}"
-            raise UserError(f"'{directory}' is {status.state} as {status.where}; wait for it, or end it first: {end}")
-        if (holder := lock_holder(directory)) is not None:
-            raise UserError(f"the run directory {directory} is in use by process {holder} on this machine; wait for it or stop it")
+        check_not_running(directory, self.status(directory))
         more, starts_etcd = for_nodes(to_mapping(read_recipe(directory, overrides)), directory, _nodes, etcd_is_here=False)
         recipe, finished = check_resume(directory, [*overrides, *more])
         if finished:

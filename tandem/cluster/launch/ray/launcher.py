@@ -14,7 +14,7 @@ from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, State, 
 from tandem.cluster.launch.ray.commands import RayAt, check_installed
 from tandem.cluster.launch.ray.own_cluster import TOKEN, own_address_of, start_cluster
 from tandem.cluster.launch.record import FOLDER, Record, read_record, write_record, write_secrets
-from tandem.cluster.launch.several_nodes import for_nodes, placed_recipe, prepared, run_folder
+from tandem.cluster.launch.several_nodes import check_not_running, for_nodes, placed_recipe, prepared, run_folder
 from tandem.config.load import build, to_mapping
 from tandem.config.ray import RayConfig
 from tandem.config.recipe import AnyRecipe, Recipe
@@ -22,7 +22,6 @@ from tandem.jobs.finished import finished_result
 from tandem.jobs.start import check_resume, read_recipe
 from tandem.runtime.machine.gpus import probe
 from tandem.runtime.process.program import program
-from tandem.runtime.records.run_lock import lock_holder
 from tandem.types import UserError
 
 
@@ -57,11 +56,7 @@ class RayLauncher:
         check_installed()
         directory = directory.absolute()
         record = read_record(directory) or Record("ray", folder=str(Path.cwd()))
-        if record.launcher == self.name and (status := self.status(directory)).is_active:
-            end = f"{program()} cancel {shlex.quote(str(directory))}"
-            raise UserError(f"'{directory}' is {status.state} as {status.where}; wait for it, or end it first: {end}")
-        if (holder := lock_holder(directory)) is not None:
-            raise UserError(f"the run directory {directory} is in use by process {holder} on this machine; wait for it or stop it")
+        check_not_running(directory, self.status(directory) if record.launcher == self.name else Status("stopped"))
         more, starts_etcd = for_nodes(to_mapping(read_recipe(directory, overrides)), directory, _nodes)
         recipe, finished = check_resume(directory, [*overrides, *more])
         if finished:

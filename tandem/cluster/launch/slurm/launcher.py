@@ -11,7 +11,7 @@ from typing import Any
 from tandem.cluster.launch.job import SAVED, last_error
 from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, Status
 from tandem.cluster.launch.record import Record, read_record, write_record, write_secrets
-from tandem.cluster.launch.several_nodes import for_nodes, placed_recipe, prepared, run_folder
+from tandem.cluster.launch.several_nodes import check_not_running, for_nodes, placed_recipe, prepared, run_folder
 from tandem.cluster.launch.slurm.commands import ask, check_installed, check_place, find_job, submit
 from tandem.cluster.launch.slurm.script import batch_script
 from tandem.config.load import build, to_mapping
@@ -20,7 +20,6 @@ from tandem.config.slurm import SlurmConfig
 from tandem.jobs.finished import finished_result
 from tandem.jobs.start import check_resume, read_recipe
 from tandem.runtime.process.program import program
-from tandem.runtime.records.run_lock import lock_holder
 from tandem.types import UserError
 
 _BEGINNINGS = ("tandem: ", "slurmstepd: error: ")
@@ -51,11 +50,7 @@ class SlurmLauncher:
         check_installed()
         directory = directory.absolute()
         record = read_record(directory) or Record("slurm", folder=str(Path.cwd()))
-        if (status := self.status(directory)).is_active:
-            end = f"{program()} cancel {shlex.quote(str(directory))}"
-            raise UserError(f"'{directory}' is {status.state} as {status.where}; wait for it, or end it first: {end}")
-        if (holder := lock_holder(directory)) is not None:
-            raise UserError(f"the run directory {directory} is in use by process {holder} on this machine; wait for it or stop it")
+        check_not_running(directory, self.status(directory))
         more, starts_etcd = for_nodes(to_mapping(read_recipe(directory, overrides)), directory, _nodes)
         recipe, finished = check_resume(directory, [*overrides, *more])
         if finished:
