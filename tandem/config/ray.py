@@ -38,7 +38,7 @@ class RayConfig:
         return max(self.nodes, self.max_nodes)
 
     def check(self) -> None:
-        """Raises ``UserError`` for what is no amount, and for resources that have a key of their own."""
+        """Raises ``UserError`` for an invalid amount, and for resources that have a key of their own."""
         check_at_least_one("ray", self, "nodes")
         if self.max_nodes and self.max_nodes < self.nodes:
             raise UserError(f"'ray.max_nodes' is {self.max_nodes} and ray.nodes {self.nodes}; raise max_nodes or leave it out")

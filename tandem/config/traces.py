@@ -22,8 +22,8 @@ class TracesConfig:
     protocol: TracesProtocol = "http/protobuf"
     """The protocol of the endpoint: `http/protobuf` or `grpc`."""
     sample_ratio: float | None = None
-    """Share of the traces that begin here which are recorded. Empty: 1 for the steps of a run, 0.01 for the requests of a gateway or server. Whoever sends a
-    `traceparent` has decided already."""
+    """Share of the traces that begin here which are recorded. Empty: 1 for the steps of a run, 0.01 for the requests of a gateway or server. A request with a
+    `traceparent` keeps its sampling decision."""
     timeout_s: float = 10.0
     """Time limit for sending one batch of spans, with its repetitions."""
     max_queue_size: int = 8192

@@ -1,6 +1,6 @@
 """Spans: pieces of work with a beginning, an end and a place in a trace. Needs the standard library alone.
 
-Where no trace is recorded, a span costs one look-up. A process keeps the spans that have ended until somebody takes them: a reply to its caller (``rpc``),
+Where no trace is recorded, a span costs one look-up. A process keeps ended spans until they are taken: a reply to its caller (``rpc``),
 or the exporter of the process that sends them to a collector.
 """
 
