@@ -92,8 +92,9 @@ def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
         matrix = experts.num_experts * hidden * experts.intermediate_size
         found += [(experts.num_experts * hidden, False), (2 * matrix, True), (matrix, True)]
     else:
-        found += [(2 * inner * hidden, True), (inner * hidden, True)]
-        found += [(2 * inner, False), (hidden, False)] if shapes.mlp_bias else []
+        into = (shapes.mlp_matrices - 1) * inner
+        found += [(into * hidden, True), (inner * hidden, True)]
+        found += [(into, False), (hidden, False)] if shapes.mlp_bias else []
     return found
 
 
@@ -122,7 +123,7 @@ def _layer_activations(shapes: ModelShapes, *, is_whole: bool) -> list[int]:
         numbers = (4 if is_whole else 2) * hidden + (2 if is_whole else 1) * shapes.qkv_size + shapes.query_size + heads
         experts, kept = shapes.experts_of(layer), 3 if is_whole else 2
         if experts is None:
-            numbers += kept * shapes.intermediate_size
+            numbers += (kept if shapes.gated_mlp else kept - 1) * shapes.intermediate_size
         else:
             numbers += experts.num_experts_per_tok * (2 * hidden + kept * experts.intermediate_size) + 2 * experts.num_experts
         layers.append(numbers)

@@ -90,7 +90,7 @@ def _forward(shapes: ModelShapes, rows: int, times: float, with_head: bool) -> d
         if experts is not None:
             visited = min(experts.num_experts, rows * experts.num_experts_per_tok)
             inner, each = experts.intermediate_size, max(1, rows * experts.num_experts_per_tok // visited)
-        add(each, 2 * inner, hidden, visited)
+        add(each, (shapes.mlp_matrices - 1) * inner, hidden, visited)
         add(each, hidden, inner, visited)
     if with_head:
         add(rows, shapes.vocab_size, hidden, 1)

@@ -41,7 +41,7 @@ def matrix_parameters(shapes: ModelShapes) -> int:
         parameters += shapes.hidden_size * (shapes.qkv_size + shapes.query_size)
         experts = shapes.experts_of(layer)
         if experts is None:
-            parameters += 3 * shapes.hidden_size * shapes.intermediate_size
+            parameters += shapes.mlp_matrices * shapes.hidden_size * shapes.intermediate_size
         else:
             parameters += shapes.hidden_size * (experts.num_experts + 3 * experts.num_experts_per_tok * experts.intermediate_size)
     return parameters

@@ -75,7 +75,8 @@ class ModelShapes:
 
     ``architecture``: the ``model_type`` of its family, which only reading and writing a folder depend on. ``layer_windows[i]``: layer i's
     sliding window in tokens (``None``: full attention); empty: full attention in every layer. ``experts``: the mixture of experts, ``None``
-    if every layer has a plain MLP. ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
+    if every layer has a plain MLP. ``gated_mlp``: an MLP has three matrices (gate, up, down), or two (up, down), which only estimates know.
+    ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
 
@@ -95,6 +96,7 @@ class ModelShapes:
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    gated_mlp: bool = True
     qk_norm: bool = False
     layer_windows: tuple[int | None, ...] = ()
     experts: ExpertShapes | None = None
@@ -157,6 +159,11 @@ class ModelShapes:
     def adapter_rank(self, module: str) -> int:
         """Returns the rank of the adapter of a layer's matrix ``module``, such as ``q_proj``; 0 without one."""
         return self.lora.rank if self.lora is not None and module in self.lora.target_modules else 0
+
+    @property
+    def mlp_matrices(self) -> int:
+        """The matrices of a plain MLP: gate, up and down, or up and down."""
+        return 3 if self.gated_mlp else 2
 
     @property
     def head_rows(self) -> int:
@@ -235,7 +242,8 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         if experts is not None:
             yield from _expert_parameters(experts, at, hidden)
         else:
-            for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
+            gate = (("gate_proj", inner, hidden),) if shapes.gated_mlp else ()
+            for name, rows, columns in (*gate, ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
                 yield Parameter(f"{at}mlp.{name}.weight", (rows, columns))
                 if shapes.mlp_bias:
                     yield Parameter(f"{at}mlp.{name}.bias", (rows,))

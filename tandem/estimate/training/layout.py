@@ -1,0 +1,39 @@
+"""How a model is trained on GPUs, as the planner scores it. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.config.parallel import ParallelConfig
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Recompute = Literal["none", "selective", "sp_selective", "full"]
+"""What the backward pass computes again: nothing; the scores and the softmax of attention (``selective``; with ``sp_selective`` the ranks of a
+tensor-parallel group also divide the tokens of the residual stream: Korthikanti et al., 2022); whole layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLayout:
+    """``parallel``: the mesh. ``micro_batch`` and ``global_batch``: sequences of ``sequence`` tokens in a pass of one data-parallel rank, and in a step.
+    ``precision``: of the products; with 16 bits and fewer, fp32 weights are held beside the rounded ones. ``offload``: where the optimizer's state is."""
+
+    parallel: ParallelConfig
+    sequence: int
+    global_batch: int
+    micro_batch: int = 1
+    precision: Precision = "bf16"
+    recompute: Recompute = "none"
+    offload: Literal["none", "cpu", "nvme"] = "none"
+
+    @property
+    def gpus(self) -> int:
+        return self.parallel.world
+
+    @property
+    def micro_batches(self) -> int:
+        """Passes of one data-parallel rank in a step."""
+        return self.global_batch // (self.parallel.data * self.micro_batch)
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether tensor-parallel ranks divide the tokens of the residual stream (sequence parallelism)."""
+        return self.parallel.tensor > 1 and self.parallel.sequence_parallel
