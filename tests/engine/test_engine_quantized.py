@@ -152,6 +152,7 @@ def test_what_cannot_go_together_is_one_clear_line(make_quantised: Make, make_fo
         LLM(awq, quantization="int8")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["int8+head", pytest.param("awq", marks=pytest.mark.full), pytest.param("gptq", marks=pytest.mark.full)])
 def test_two_ranks_hold_half_of_the_quantised_rows_each_and_have_the_bits_of_one(
     make_quantised: Make, make_folder: Callable[..., Path], kind: str

@@ -102,6 +102,7 @@ def over_transformers(folder: Path) -> Any:
 NAMES = ["local_choices", "local_generation", "local_rolling"]
 
 
+@pytest.mark.full
 def test_figures_and_every_answer_are_those_of_the_harness_with_transformers(small_model: Path, tasks: Path) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

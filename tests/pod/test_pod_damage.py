@@ -109,6 +109,7 @@ def test_weights_that_are_damaged_again_end_the_run_in_one_line_and_it_is_resume
     assert difference(run, undisturbed) == []
 
 
+@pytest.mark.full
 def test_a_log_probability_that_rollout_and_trainer_disagree_on_is_an_alarm_that_stops_the_run_or_is_told(tmp_path: Path) -> None:
     run = PodRun(tmp_path, program=(str(HERE / "altered_sample.py"), "3"))
     done = run.train("--run.on_mismatch=stop")

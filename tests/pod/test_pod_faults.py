@@ -16,9 +16,9 @@ REPRESENTATIVE = (
     "trainer_worker:after:train:3",
     "rollout_worker:after:update_weight:1",
     "rollout_shim:before:rollout:4",
-    "pod:after:commit_scores:5",
 )
 DELICATE = (
+    "pod:after:commit_scores:5",
     "pod:before:commit_checkpoint:4",  # The checkpoint exists and is not in the journal.
     "trainer_shim:before:register:2",  # The weight buffers end with it.
     "trainer_worker:before:save:4",  # The checkpoint was not written again after the recovery.

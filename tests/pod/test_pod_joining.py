@@ -385,6 +385,7 @@ def machines(etcd_server: EtcdServer, tmp_path: Path) -> Iterator[Machines]:
     made.close()
 
 
+@pytest.mark.full
 @needs_etcd
 def test_a_pod_that_was_started_elsewhere_draws_samples_and_the_curve_is_that_of_one_pod(machines: Machines, undisturbed: PodRun) -> None:
     # More than pods.count, which is 1.

@@ -67,6 +67,7 @@ def test_the_figures_own_order_changes_no_bit_and_the_journal_has_every_move(und
     assert "<td>optimizer</td><td class='number'>reload</td><td class='number'>2</td>" in report, "in every step but the first"
 
 
+@pytest.mark.full
 def test_a_move_to_the_memory_that_the_state_is_in_moves_nothing_and_the_dry_run_says_so(tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     done = run.train("--residents.plan=offload", "--residents.to=memory", "--run.max_steps=2", "--sft.steps=3")

@@ -80,6 +80,7 @@ def staged(row: Row) -> int:
     return max((size for name, size in row["files"].items() if name.startswith("checkpoints/") and name.endswith(".safetensors")), default=0)
 
 
+@pytest.mark.full
 def test_an_ended_engine_leaves_nothing_and_files_and_shared_memory_do_not_grow(tmp_path: Path) -> None:
     run, rows = watched(tmp_path, "--residents.plan=figure", "--run.max_steps=3", "--sft.steps=3", "--evaluation.every_steps=10")
     weights = model_bytes(run)

@@ -117,6 +117,7 @@ def likely(completions, completion_ids, reference_logprobs, **columns):
 """
 
 
+@pytest.mark.full
 def test_reward_that_needs_the_reference_has_its_log_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At step 0 the reference is the actor, so its log-probabilities are those that the rollout recorded."""
     (tmp_path / "likely.py").write_text(LIKELY)

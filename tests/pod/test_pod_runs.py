@@ -67,6 +67,7 @@ def test_inline_gives_the_bits_of_the_pod(undisturbed: PodRun, tmp_path: Path) -
     assert not (run.directory / "logs" / "trainer_worker.log").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.full)])
 def test_a_mixture_of_experts_is_trained_and_rolled_out_with_the_same_bits(architecture: str, tmp_path: Path) -> None:
     run = PodRun(tmp_path)

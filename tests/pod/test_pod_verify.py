@@ -147,6 +147,7 @@ def test_a_reference_model_with_a_flipped_byte_is_refused_by_the_command_and_nam
     assert told.returncode == 0 and all(json.loads(line)["findings"] == [] for line in told.stdout.splitlines())
 
 
+@pytest.mark.full
 def test_damage_that_no_later_step_depends_on_is_told_journalled_and_reported_and_the_run_is_the_same(
     killed: PodRun, undisturbed: PodRun, tmp_path: Path
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_run_is_private_to_its_user(killed: PodRun) -> None:
     assert killed.directory.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.full
 def test_no_secret_is_in_the_files_or_the_command_lines_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = {name: f"not-for-others-{name}" for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "OPENAI_API_KEY", "MLFLOW_TRACKING_PASSWORD")}
     for name, value in secrets.items():

@@ -418,6 +418,7 @@ def drawn(llm, tmp_path, monkeypatch):
         agents.close()
 
 
+@pytest.mark.full
 def test_an_agent_of_the_openai_sdk_has_the_same_samples_whatever_runs_beside_it(drawn):
     samples = drawn("plain", ("why", "how"), workers=3)
     assert [sample.id for sample in samples] == ["0/p0/0", "0/p0/1", "0/p1/0", "0/p1/1"]

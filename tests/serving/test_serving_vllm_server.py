@@ -42,6 +42,7 @@ def serial(running: Server, client: ssl.SSLContext) -> int:
     return x509.load_der_x509_certificate(shown).serial_number
 
 
+@pytest.mark.full
 def test_a_server_behind_https_and_a_prefix_is_that_of_vllm(model: Path, tmp_path: Path) -> None:
     authority = certificate(tmp_path, "authority")
     first, _ = certificate(tmp_path, "server", authority)

@@ -66,6 +66,7 @@ def test_steps_before_a_kill_and_after_it_in_a_new_process_are_the_undisturbed_s
     assert run(tmp_path / "killed", 3, optimizer) == straight
 
 
+@pytest.mark.full
 def test_only_so_many_checkpoints_are_kept_though_a_process_dies_before_it_removes_the_older_ones(tmp_path: Path) -> None:
     run(tmp_path / "checkpoints", 4, die_at="after:checkpoint_commit:4", expect=-signal.SIGKILL)
     assert committed_steps(tmp_path / "checkpoints") == [2, 3, 4]
