@@ -41,5 +41,6 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--name is '{options.name}'; use letters, digits, '.', '_' and '-', and not pod-NUMBER, which are the pods of the run itself")
     folder = options.folder or Path(recipe.run.directory) / f"{recipe.run.name}.pods" / options.name
     return serve_run(
-        recipe.run.name, recipe.coordination, recipe.pods, name=options.name, folder=folder, threads=threads_of(recipe.machine), faults=options.fault
-    )
+        recipe.run.name, recipe.coordination, recipe.pods, name=options.name, folder=folder, threads=threads_of(recipe.machine), faults=options.fault,
+        health=recipe.health,
+    )  # fmt: skip

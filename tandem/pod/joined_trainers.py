@@ -97,6 +97,14 @@ class JoinedTrainers:
             pod.trains = pod in self.chosen
         return [(pod, hosts[pod.name]) for pod in self.chosen]
 
+    def why_replaced(self) -> str:
+        """Returns why one of the chosen pods must have ranks no longer, because this run has cordoned its node while it works; empty: all may."""
+        for pod in self.chosen:
+            held = self.joining.nodes.drained(pod.name)
+            if held is not None and pod.channel.is_running:
+                return f"node {pod.name} is cordoned: {held.reason}"
+        return ""
+
     def _missing(self, able: int) -> str:
         lives = [pod for pod in self.joining.lives.values() if pod.is_set_up and not pod.reaches_folder]
         unable = [f"{pod.name} does not have the run's folder '{self.joining.folder}' under this path" for pod in lives]

@@ -1,5 +1,6 @@
 """A pod that joins a run from another machine: starts its sidecar, and the next life of it whenever one ends. Imports no torch."""
 
+import json
 import logging
 import os
 import secrets
@@ -7,9 +8,11 @@ import signal
 import socket
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from tandem.config.coordination import CoordinationConfig
+from tandem.config.health import HealthConfig
 from tandem.config.pods import PodsConfig
 from tandem.pod.joining_shim import AGAIN, STACKS_FOLDER
 from tandem.pod.weights_between_pods import tls_arguments
@@ -24,7 +27,10 @@ from tandem.types import UserError
 logger = logging.getLogger(__name__)
 
 
-def serve_run(run: str, coordination: CoordinationConfig, pods: PodsConfig, *, name: str, folder: Path, threads: int, faults: str = "") -> int:
+def serve_run(
+    run: str, coordination: CoordinationConfig, pods: PodsConfig, *, name: str, folder: Path, threads: int, faults: str = "",
+    health: HealthConfig | None = None,
+) -> int:  # fmt: skip
     """Joins the run ``run`` as the member ``name``, whose files and logs are in ``folder``, and draws its samples with ``threads`` until it ends or this
     process receives SIGTERM or SIGINT. Returns the exit status. Raises ``UserError`` for what is wrong before it has joined."""
     read_credential(Path(pods.credential_file))
@@ -34,6 +40,7 @@ def serve_run(run: str, coordination: CoordinationConfig, pods: PodsConfig, *, n
         "run": folder, "of-run": run, "member": name, "agent": f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
         "join": store_address(coordination, Path(run)), "host": pods.host, "credential": Path(pods.credential_file).absolute(), "port": pods.port,
         "threads": threads, "lease": coordination.lease_s, "join-timeout": pods.join_timeout_s, "faults": faults,
+        "health": json.dumps(asdict(health or HealthConfig())),
     }  # fmt: skip
     # Of an earlier command.
     remove_ended(folder / STACKS_FOLDER)

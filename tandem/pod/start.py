@@ -188,6 +188,11 @@ def _nodes(recipe: Recipe, directory: Path) -> Nodes:
     return Nodes(directory.name, recipe.cluster.max_failures if recipe.cluster.spares else 0, lambda: open_store(of_cluster))
 
 
+def nodes_of(rollout: Channel) -> Nodes | None:
+    """Returns the cluster manager of a run with these sidecars; ``None`` where no pods are started elsewhere."""
+    return rollout.joining.nodes if isinstance(rollout, RolloutPods) and rollout.joining is not None else None
+
+
 def _stages(recipe: Recipe, pod: RolloutPod) -> bool:
     """Returns whether the engine of ``pod`` stages weights: not where several are verified together, after they have taken them, and not where several on this
     machine would each make a second set at the same time."""
