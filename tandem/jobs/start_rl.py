@@ -14,6 +14,7 @@ from tandem.config.watchdog import WatchdogConfig
 from tandem.data.prompts import PromptSource
 from tandem.data.tools.load import tool_files
 from tandem.jobs.checks.check_rl import check_pod
+from tandem.jobs.corrupt_nodes import cordon_corrupt
 from tandem.jobs.distrust import distrust
 from tandem.jobs.finished import remove_model, target_reached
 from tandem.jobs.pod_plan import plan_of
@@ -48,7 +49,7 @@ from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
-from tandem.pod.start import nodes_of, open_channels, rank_threads, shared_store
+from tandem.pod.start import begin_again, nodes_of, open_channels, rank_threads, shared_store
 from tandem.rl.agents.agent_worker import agent_files
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
@@ -83,7 +84,10 @@ def execute_rl(
         try:
             return _execute(recipe, directory, inline, callback, faults, resumed or restarts > 0)
         except SilentCorruption as corruption:
-            restarts, _ = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
+            is_replaced = cordon_corrupt(recipe, directory.name, corruption.finding)
+            restarts, _ = distrust(
+                directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts, is_replaced=is_replaced
+            )
 
 
 def _execute(
@@ -165,7 +169,11 @@ def _execute(
             rewards=rewards, memory=planned.host, trigger=trigger, watchdog=watchdog, uploader=uploader,
         )  # fmt: skip
         records.begin_rows()
-        steps = reinforce(pod, run)
+        try:
+            steps = reinforce(pod, run)
+        except SilentCorruption:
+            begin_again(rollout_channel)
+            raise
         records.sync()
         return _finish(pod, run, steps)
 

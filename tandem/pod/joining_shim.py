@@ -35,6 +35,7 @@ from tandem.runtime.coordination.election import LEADER
 from tandem.runtime.coordination.membership import Member, find_member, join, leave
 from tandem.runtime.coordination.open import open_store, with_deadline
 from tandem.runtime.coordination.session import Session
+from tandem.runtime.health.node_report import REPORTS
 from tandem.runtime.health.node_watch import HEALTH, NodeReading, NodeWatch
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPlan, no_fault
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 STACKS_FOLDER = "stacks"
 """In the folder of a pod: where its processes answer with their stacks."""
+REPORT_FILE = "preflight.json"
+"""In the folder of a pod: what was measured of its machine."""
 RELEASED, AGAIN = 0, 75
 """Exit statuses: the run needs this pod no longer; this life is over and the next one may join (``EX_TEMPFAIL``)."""
 _OF_ROLLOUT = (*ROLLOUT_CALLS, "start_worker", "stop_worker", "replace_worker", "receive_early", "receive_weights", "verify_weights", "memory")
@@ -87,6 +90,9 @@ class JoiningShim:
         if before is not None and before.facts.get("agent") == self.options.agent:
             leave(self.store, self.name)  # The life before this one, which has ended.
         self.session = Session(self.store, self.lease_s)
+        with contextlib.suppress(FileNotFoundError):
+            # Before it is a member, so that who finds it has the report.
+            self.store.put(REPORTS + self.name, (self.folder / REPORT_FILE).read_bytes(), self.session.lease)
         try:
             self.member = join(self.session, self.name, facts)
         except RunError as error:
