@@ -73,10 +73,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _preflight(as_json: bool) -> int:
-    from tandem.cluster.health.compare import findings
     from tandem.cluster.health.measure import measure_node
     from tandem.config.cluster import ClusterConfig
     from tandem.config.machine import MachineConfig
+    from tandem.runtime.health.compare import findings
 
     report = measure_node(socket.gethostname(), MachineConfig())
     if as_json:
@@ -94,10 +94,10 @@ def _preflight(as_json: bool) -> int:
 
 
 def _compare(paths: Sequence[Path]) -> int:
-    from tandem.cluster.health.compare import findings
-    from tandem.cluster.health.node_report import read_report
     from tandem.cluster.health.preflight import check_nodes
     from tandem.config.cluster import ClusterConfig
+    from tandem.runtime.health.compare import findings
+    from tandem.runtime.health.node_report import read_report
     from tandem.types.input_file import MOST_JSON_BYTES, read_input
 
     reports = []

@@ -4,7 +4,7 @@ The pod joins the run that 'tandem train' makes of the same recipe, by its run.n
 next iteration on. The run sends it everything else, the weights included. It ends with the run; SIGTERM or Ctrl-C lets it leave after the iteration, a
 second one at once. pods.max_count says how many pods there may be, pods.host is the address of this machine, and pods.credential_file a file with the
 secret of the run's pods. Where pods.trainer_count is more than pods.count, it may have ranks of the trainer, if it has the run's folder under the same path.
-Needs the extra 'serve'.
+Needs the extra 'serve'. The machine is measured before it joins (cluster.preflight), and the run does not use one that is not fit.
 
 examples:
   tandem pod sort.yaml --pods.host=10.0.0.2
@@ -28,6 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from tandem.cluster.health.measure import measure_node
     from tandem.config.recipe import Recipe, load_config
     from tandem.pod.joining_pod import serve_run
     from tandem.pod.start import threads_of
@@ -40,6 +41,11 @@ def run(options: argparse.Namespace) -> int:
     if not re.fullmatch(r"\w[\w.-]*", options.name) or re.fullmatch(r"pod-\d+", options.name):
         raise UserError(f"--name is '{options.name}'; use letters, digits, '.', '_' and '-', and not pod-NUMBER, which are the pods of the run itself")
     folder = options.folder or Path(recipe.run.directory) / f"{recipe.run.name}.pods" / options.name
+    report = None
+    if recipe.cluster.preflight:
+        print(f"pod {options.name} measures this machine (cluster.preflight)", flush=True)
+        report = measure_node(options.name, recipe.machine)
     return serve_run(
-        recipe.run.name, recipe.coordination, recipe.pods, name=options.name, folder=folder, threads=threads_of(recipe.machine), faults=options.fault
-    )
+        recipe.run.name, recipe.coordination, recipe.pods, name=options.name, folder=folder, threads=threads_of(recipe.machine), faults=options.fault,
+        health=recipe.health, report=report,
+    )  # fmt: skip

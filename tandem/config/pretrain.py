@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.health import HealthConfig
 from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.limits import check_at_least_one, check_float32
 from tandem.config.machine import MachineConfig
@@ -134,6 +135,7 @@ class PretrainRecipe:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     metrics: MetricsConfig | None = None
     traces: TracesConfig | None = None
 

@@ -14,6 +14,7 @@ from tandem.config.cluster import ClusterConfig
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.evaluation import EvaluationConfig
+from tandem.config.health import HealthConfig
 from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.machine import MachineConfig
@@ -70,6 +71,7 @@ class Recipe:
     ray: RayConfig = field(default_factory=RayConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     metrics: MetricsConfig | None = None
     traces: TracesConfig | None = None
 

@@ -19,12 +19,15 @@ SUSPECT = "suspect-step-"
 """Beginning of the names of checkpoints that are newer than the last agreement, for whoever examines them. No reader takes them for checkpoints."""
 
 
-def distrust(directory: Path, finding: CorruptionFinding, checkpoint: CheckpointConfig, callback: Callback, restarts: int, most: int) -> tuple[int, int]:
+def distrust(
+    directory: Path, finding: CorruptionFinding, checkpoint: CheckpointConfig, callback: Callback, restarts: int, most: int, *,
+    is_replaced: bool = False,
+) -> tuple[int, int]:  # fmt: skip
     """Records ``finding``, sets aside what was computed since the last agreement, and returns the number of restarts with the one that must follow, and
     the step of the checkpoint that is trusted, 0 for the start.
 
-    The machines of the named ranks are recorded as cordoned. Raises ``RunError`` if a rank was wrong again when its computation was repeated, and after
-    ``most`` restarts; the run can then be resumed elsewhere."""
+    The machines of the named ranks are recorded as cordoned. Raises ``RunError`` if a rank was wrong again when its computation was repeated, unless
+    ``is_replaced``: others take the places of those machines; and after ``most`` restarts. The run can then be resumed elsewhere."""
     with Journal(directory / "journal.sqlite") as journal:
         agreed, step = last_agreement(journal, finding.step), trusted_step(journal, steps_on_disk(directory), finding.step) or 0
         suspects = _set_aside(directory / "checkpoints", step, steps_on_disk(directory))
@@ -32,13 +35,16 @@ def distrust(directory: Path, finding: CorruptionFinding, checkpoint: Checkpoint
             _withdraw(checkpoint.upload, step, callback)
         detail = {**finding.to_json(), "reason": finding.describe(), "last_agreement": agreed, "checkpoint": step, "suspect_checkpoints": suspects}
         journal.record_event(CORRUPTION, detail)
+        cordoned = {"step": finding.step, "state": "cordoned", "reason": finding.describe()}
         for host in sorted(set(finding.hosts)):
             ranks = [rank for rank, its in zip(finding.ranks, finding.hosts, strict=True) if its == host]
-            journal.record_event(CORDON, {"step": finding.step, "host": host, "ranks": ranks, "reason": finding.describe()})
+            journal.record_event(CORDON, {**cordoned, "node": host, "host": host, "ranks": ranks})
         journal.distrust_after(step)
     where = f"the checkpoint of step {step}" if step else "the start"
     back = f"the steps since the last agreement ({'none yet' if agreed is None else f'step {agreed}'}) are repeated from {where}"
-    if finding.is_persistent:
+    if is_replaced:
+        back = f"spares take the places of {' and '.join(sorted(set(finding.hosts)))}, which is cordoned, and {back}"
+    elif finding.is_persistent:
         raise RunError(
             f"{finding.describe()}; the run stops, because the machine would be wrong again: {' and '.join(sorted(set(finding.hosts)))} is recorded as "
             f"cordoned; run '{resume_command(directory)}' on another one, where {back}"

@@ -1,9 +1,10 @@
 """The stage of supervised fine-tuning that a recipe of reinforcement learning starts with: a run of ``sft`` (whose loop is ``pretrain``) on the
 task's demonstrations, in a folder of its own, with its own checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.model import ModelConfig
@@ -73,6 +74,9 @@ class _StageCallback(Callback):
 
     def message(self, text: str) -> None:
         self._callback.message(text)
+
+    def health(self, readings: Sequence[Sequence[Any]]) -> None:
+        self._callback.health(readings)
 
     def wants_stop(self) -> bool:
         return self._callback.wants_stop()

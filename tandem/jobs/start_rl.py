@@ -1,7 +1,8 @@
 """A run of reinforcement learning in a pod, from the model it starts from to the trained one and its report."""
 
 import contextlib
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -13,6 +14,7 @@ from tandem.config.watchdog import WatchdogConfig
 from tandem.data.prompts import PromptSource
 from tandem.data.tools.load import tool_files
 from tandem.jobs.checks.check_rl import check_pod
+from tandem.jobs.corrupt_nodes import cordon_corrupt
 from tandem.jobs.distrust import distrust
 from tandem.jobs.finished import remove_model, target_reached
 from tandem.jobs.pod_plan import plan_of
@@ -42,15 +44,18 @@ from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
 from tandem.pod.failures import SidecarDied
 from tandem.pod.leadership import leading
+from tandem.pod.nodes import Nodes
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
-from tandem.pod.start import open_channels, rank_threads, shared_store
+from tandem.pod.start import begin_again, nodes_of, open_channels, rank_threads, shared_store
 from tandem.rl.agents.agent_worker import agent_files
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
 from tandem.runtime.callback import Callback
+from tandem.runtime.health.node_watch import NodeWatch
+from tandem.runtime.health.run_health import RunHealth
 from tandem.runtime.machine.gpus import check_pod_device
 from tandem.runtime.machine.numerics import numerics_record
 from tandem.runtime.process.backoff import Backoff, describe_wait
@@ -79,7 +84,10 @@ def execute_rl(
         try:
             return _execute(recipe, directory, inline, callback, faults, resumed or restarts > 0)
         except SilentCorruption as corruption:
-            restarts, _ = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
+            is_replaced = cordon_corrupt(recipe, directory.name, corruption.finding)
+            restarts, _ = distrust(
+                directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts, is_replaced=is_replaced
+            )
 
 
 def _execute(
@@ -148,6 +156,7 @@ def _execute(
             check_inputs=check_inputs, fence=fence, shared_store=shared_store(recipe, directory),
             verify_every=recipe.rollout.verify_weights_every_steps, pods=recipe.pods,
         )
+        pod.health = stack.enter_context(_health(recipe, directory, journal, callback, nodes_of(rollout_channel)))
         step = _bring_up(pod, journal)
         numerics = numerics_record(rank_threads(recipe), pod.kernels)
         continue_from(
@@ -160,7 +169,11 @@ def _execute(
             rewards=rewards, memory=planned.host, trigger=trigger, watchdog=watchdog, uploader=uploader,
         )  # fmt: skip
         records.begin_rows()
-        steps = reinforce(pod, run)
+        try:
+            steps = reinforce(pod, run)
+        except SilentCorruption:
+            begin_again(rollout_channel)
+            raise
         records.sync()
         return _finish(pod, run, steps)
 
@@ -172,6 +185,17 @@ def _watched(config: WatchdogConfig, directory: Path, callback: Callback) -> Ite
     folder, memory = directory / "pod" / "stacks", config.memory_alarm_gib * 2**30
     with stacks_in(folder), Watchdog(directory, folder, callback.waiting, memory_alarm_bytes=memory, lag_alarm_s=config.lag_alarm_s) as watchdog:
         yield watchdog
+
+
+@contextlib.contextmanager
+def _health(recipe: Recipe, directory: Path, journal: Journal, callback: Callback, nodes: Nodes | None) -> Iterator[RunHealth]:
+    """Inside, this machine is watched, and what the others find is taken from the cluster manager ``nodes``, which is told of those that are broken."""
+    unfit: Callable[[str, str], None] = (lambda node, reason: None) if nodes is None else nodes.unfit
+    health = RunHealth(mesh_of(recipe.parallel), recipe.health, journal.record_event, callback, unfit)
+    if nodes is not None:
+        nodes.on_reading = health.reading
+    with NodeWatch(socket.gethostname(), recipe.health, health.reading, logs_of=directory, own="the controller"):
+        yield health
 
 
 def _start_model(

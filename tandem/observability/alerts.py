@@ -67,6 +67,32 @@ ALERTS = (
         "'tandem status RUN' names it, with the reason. A spare has its place, if one was left; repair the node before the next run.",
     ),
     Alert(
+        "TandemStraggler", "max by (run, job, instance, rank, node) (tandem_rank_straggler) == 1", "warning",
+        "rank {{ $labels.rank }} on {{ $labels.node }} holds up run {{ $labels.run }}",
+        "The run's events say in which phase. Look at the node's clocks, temperature and other processes.", "1m",
+    ),
+    Alert(
+        "TandemSlowLink", "max by (run, job, instance, link) (tandem_link_slow) == 1", "warning", "the link {{ $labels.link }} holds up run {{ $labels.run }}",
+        "The run's events have its round trip. Look at the network of the two nodes.", "1m",
+    ),
+    Alert(
+        "TandemNodeUnfit", "tandem_node_unfit == 1", "critical", "node {{ $labels.node }} of run {{ $labels.run }} has a fatal GPU error",
+        "It is cordoned: 'tandem nodes' has the reason. Drain and reset it before 'tandem nodes uncordon'.",
+    ),
+    Alert(
+        "TandemGpuFault", "max by (run, job, instance, node) (tandem_gpu_fault) == 1", "warning",
+        "a GPU of node {{ $labels.node }} is throttled or has errors", "The events of run {{ $labels.run }} say which and why.", "2m",
+    ),
+    Alert(
+        "TandemMemoryGrowth", "tandem_process_memory_leak == 1", "warning",
+        "the memory of {{ $labels.process }} on {{ $labels.node }} grows without end", "The run ends when it is full. Stop and resume it in time.", "2m",
+    ),
+    Alert(
+        "TandemNodeSlow", "tandem_node_loop_lag_seconds > 5", "warning",
+        "processes of run {{ $labels.run }} on {{ $labels.node }} had to wait {{ $value | humanizeDuration }} for their turn",
+        "The machine is overloaded, or was suspended.",
+    ),
+    Alert(
         "TandemDamage", 'increase(tandem_events_total{kind=~"damage|checkpoint_damaged|weights_damaged|journal_lost"}[15m]) > 0', "critical",
         "run {{ $labels.run }} has found damage ({{ $labels.kind }})", "It was repaired or left out; look at the disk and the memory of the machine.",
     ),

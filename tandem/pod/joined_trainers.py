@@ -97,6 +97,14 @@ class JoinedTrainers:
             pod.trains = pod in self.chosen
         return [(pod, hosts[pod.name]) for pod in self.chosen]
 
+    def why_replaced(self) -> str:
+        """Returns why one of the chosen pods must have ranks no longer, because this run has cordoned its node while it works; empty: all may."""
+        for pod in self.chosen:
+            held = self.joining.nodes.drained(pod.name)
+            if held is not None and pod.channel.is_running:
+                return f"node {pod.name} is cordoned: {held.reason}"
+        return ""
+
     def _missing(self, able: int) -> str:
         lives = [pod for pod in self.joining.lives.values() if pod.is_set_up and not pod.reaches_folder]
         unable = [f"{pod.name} does not have the run's folder '{self.joining.folder}' under this path" for pod in lives]
@@ -104,6 +112,7 @@ class JoinedTrainers:
         return (
             f"{self.own_pods + able} of pods.trainer_count {self.own_pods + self.count} pods that can train are there after pods.join_timeout_s "
             f"({self.join_timeout_s:g} s){why}; start more with 'tandem pod', then resume the run, or resume it with a lower --pods.trainer_count"
+            f"{self.joining.nodes.why_few()}"
         )
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ class Joining:
     the revision at which this controller leads. ``deadline_s``: of calls. ``folder``: that of the run, in which ``FOLDER_PROOF`` has the text ``proof``.
     ``functions``: those that episodes run. ``sends_weights``: an update holds an adapter alone, so engines read the other weights from the model's folder.
     ``tls``: the certificates that calls show. ``nodes``: what becomes of the machines of the pods.
+    ``goes_on``: the run begins again after this, with pods that join again.
 
     ``lives``: of the pods that are prepared or take part, by name; ``numbers``: of all so far, by name; ``news``: what has happened since it was last
     asked for."""
@@ -59,6 +60,7 @@ class Joining:
     sends_weights: bool = False
     tls: PodTls | None = None
     nodes: Nodes = field(default_factory=Nodes)
+    goes_on: bool = False
     lives: dict[str, RolloutPod] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     news: list[dict[str, Any]] = field(default_factory=list)

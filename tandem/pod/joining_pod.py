@@ -1,5 +1,6 @@
 """A pod that joins a run from another machine: starts its sidecar, and the next life of it whenever one ends. Imports no torch."""
 
+import json
 import logging
 import os
 import secrets
@@ -7,13 +8,16 @@ import signal
 import socket
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from tandem.config.coordination import CoordinationConfig
+from tandem.config.health import HealthConfig
 from tandem.config.pods import PodsConfig
-from tandem.pod.joining_shim import AGAIN, STACKS_FOLDER
+from tandem.pod.joining_shim import AGAIN, REPORT_FILE, STACKS_FOLDER
 from tandem.pod.weights_between_pods import tls_arguments
 from tandem.runtime.coordination.open import store_address
+from tandem.runtime.health.node_report import NodeReport
 from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import Threads, describe_exit, kill, spawn
 from tandem.runtime.process.stacks import remove_ended, stacks_in
@@ -24,9 +28,13 @@ from tandem.types import UserError
 logger = logging.getLogger(__name__)
 
 
-def serve_run(run: str, coordination: CoordinationConfig, pods: PodsConfig, *, name: str, folder: Path, threads: int, faults: str = "") -> int:
+def serve_run(
+    run: str, coordination: CoordinationConfig, pods: PodsConfig, *, name: str, folder: Path, threads: int, faults: str = "",
+    health: HealthConfig | None = None, report: NodeReport | None = None,
+) -> int:  # fmt: skip
     """Joins the run ``run`` as the member ``name``, whose files and logs are in ``folder``, and draws its samples with ``threads`` until it ends or this
-    process receives SIGTERM or SIGINT. Returns the exit status. Raises ``UserError`` for what is wrong before it has joined."""
+    process receives SIGTERM or SIGINT. ``health``: what is watched of this machine; ``report``: what the preflight has measured of it, for the run to judge
+    (``None``: it was not, or is judged elsewhere). Returns the exit status. Raises ``UserError`` for what is wrong before it has joined."""
     read_credential(Path(pods.credential_file))
     tls_of(pods)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -34,7 +42,12 @@ def serve_run(run: str, coordination: CoordinationConfig, pods: PodsConfig, *, n
         "run": folder, "of-run": run, "member": name, "agent": f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
         "join": store_address(coordination, Path(run)), "host": pods.host, "credential": Path(pods.credential_file).absolute(), "port": pods.port,
         "threads": threads, "lease": coordination.lease_s, "join-timeout": pods.join_timeout_s, "faults": faults,
+        "health": json.dumps(asdict(health or HealthConfig())),
     }  # fmt: skip
+    if report is not None:
+        (folder / REPORT_FILE).write_text(report.to_json(), encoding="utf-8")
+    else:
+        (folder / REPORT_FILE).unlink(missing_ok=True)
     # Of an earlier command.
     remove_ended(folder / STACKS_FOLDER)
     with stacks_in(folder / STACKS_FOLDER):

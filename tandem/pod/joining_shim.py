@@ -7,6 +7,7 @@ life, which joins anew. So nothing of an earlier life can answer late or keep ol
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -21,6 +22,7 @@ from pathlib import Path
 import yaml
 
 from tandem import __version__
+from tandem.config.health import HealthConfig
 from tandem.config.yaml_text import parse_yaml
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.failures import Role
@@ -33,6 +35,8 @@ from tandem.runtime.coordination.election import LEADER
 from tandem.runtime.coordination.membership import Member, find_member, join, leave
 from tandem.runtime.coordination.open import open_store, with_deadline
 from tandem.runtime.coordination.session import Session
+from tandem.runtime.health.node_report import REPORTS
+from tandem.runtime.health.node_watch import HEALTH, NodeReading, NodeWatch
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPlan, no_fault
 from tandem.runtime.process.stacks import named_stacks
@@ -45,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 STACKS_FOLDER = "stacks"
 """In the folder of a pod: where its processes answer with their stacks."""
+REPORT_FILE = "preflight.json"
+"""In the folder of a pod: what was measured of its machine."""
 RELEASED, AGAIN = 0, 75
 """Exit statuses: the run needs this pod no longer; this life is over and the next one may join (``EX_TEMPFAIL``)."""
 _OF_ROLLOUT = (*ROLLOUT_CALLS, "start_worker", "stop_worker", "replace_worker", "receive_early", "receive_weights", "verify_weights", "memory")
@@ -70,6 +76,7 @@ class JoiningShim:
         self.ended = threading.Event()
         self.status, self.lock = RELEASED, threading.Lock()
         self.weights = KeptWeights(self.folder / "base")
+        self.health = HealthConfig(**json.loads(options.health))
 
     # -- membership --------------------------------------------------------------------------------------------------------
 
@@ -83,13 +90,24 @@ class JoiningShim:
         if before is not None and before.facts.get("agent") == self.options.agent:
             leave(self.store, self.name)  # The life before this one, which has ended.
         self.session = Session(self.store, self.lease_s)
+        with contextlib.suppress(FileNotFoundError):
+            # Before it is a member, so that who finds it has the report.
+            self.store.put(REPORTS + self.name, (self.folder / REPORT_FILE).read_bytes(), self.session.lease)
         try:
             self.member = join(self.session, self.name, facts)
         except RunError as error:
             raise UserError(f"{error} (--name)") from None
         threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
         threading.Thread(target=self._watch_run, name="run", daemon=True).start()
+        # The agent is the root of the processes here.
+        watch = NodeWatch(self.name, self.health, self._tell_health, logs_of=self.folder, own="the rollout shim", root=os.getppid())
+        watch.start()
         self._say(f"joined run '{self.options.of_run}' at {self.options.host}:{port}")
+
+    def _tell_health(self, reading: NodeReading) -> None:
+        assert self.session is not None
+        with contextlib.suppress(RunError, LookupError):  # The next one is told.
+            self.store.put(HEALTH + self.name, json.dumps(reading.to_json()).encode(), self.session.lease)
 
     def _watch_lease(self) -> None:
         assert self.session is not None
@@ -274,6 +292,7 @@ def main() -> None:
     for name in ("--lease", "--join-timeout"):
         parser.add_argument(name, type=float, required=True)
     parser.add_argument("--faults", default="")
+    parser.add_argument("--health", default="{}")
     add_tls(parser)
     options = parser.parse_args()
     setup("rollout_shim", Path(options.run) / "logs")

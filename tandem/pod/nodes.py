@@ -4,16 +4,21 @@ It starts no process: a launcher has started a pod on each node, which is a memb
 places; the others wait as spares. A node whose pod was lost too often is cordoned, so that a spare has its place for the rest of the run.
 """
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tandem.config.cluster import ClusterConfig
 from tandem.runtime.coordination.cordons import Cordon, cordon, cordons
 from tandem.runtime.coordination.membership import Member
 from tandem.runtime.coordination.store import Store
-from tandem.types import UserError
+from tandem.runtime.health.compare import findings
+from tandem.runtime.health.node_report import REPORTS, NodeReport, own_versions, read_report
+from tandem.runtime.health.node_watch import HEALTH, NodeReading
+from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -23,19 +28,24 @@ NodeState = Literal["in use", "spare", "cordoned", "gone"]
 @dataclass
 class Nodes:
     """``run``: its name. ``max_failures``: losses of a pod after which its node is cordoned; 0: never. ``open_cluster``: opens the store of what all runs
-    of the cluster share. ``states``: of each node so far; ``held``: the cordons."""
+    of the cluster share. ``states``: of each node so far; ``held``: the cordons. ``on_reading``: takes what nodes have found of their own health.
+    ``preflight``: the limits for the reports of nodes whose pods join (``None``: they are not looked at)."""
 
     run: str = ""
     max_failures: int = 0
     open_cluster: Callable[[], Store] | None = None
     states: dict[str, NodeState] = field(default_factory=dict)
     held: dict[str, Cordon] = field(default_factory=dict)
+    preflight: ClusterConfig | None = None
+    on_reading: Callable[[NodeReading], None] = lambda reading: None
+    _unfit: dict[str, str] = field(default_factory=dict)
     _new: dict[str, tuple[int, str]] = field(default_factory=dict)
     _failures: dict[str, set[int]] = field(default_factory=dict)
     _news: list[dict[str, Any]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _cluster: Store | None = None
     _told: set[str] = field(default_factory=set)
+    _compared: tuple[tuple[str, int], ...] = ()
 
     def failed(self, node: str, life: int, reason: str) -> None:
         """Notes that the pod on ``node`` was lost in its ``life``, the revision of its joining; once for each."""
@@ -43,14 +53,70 @@ class Nodes:
             if life not in self._failures.get(node, ()):
                 self._new.setdefault(node, (life, reason))
 
+    def unfit(self, node: str, reason: str) -> None:
+        """Notes that the machine of ``node`` is broken, which concerns all runs: it is cordoned in the cluster, until somebody removes the cordon."""
+        with self._lock:
+            self._unfit.setdefault(node, reason)
+
     def look(self, store: Store) -> None:
-        """Cordons, in the ``store`` of the run, the nodes that have failed too often, and reads all cordons. If the cluster's does not answer, those of it that
-        were read last hold."""
-        for node, reason in self._due().items():
+        """Reads what the nodes tell of their health. Cordons, in the ``store`` of the run, the nodes that have failed too often, and in the cluster those that
+        are broken, and reads all cordons. If the cluster's does not answer, those of it that were read last hold."""
+        for entry in store.list(HEALTH):
+            self.on_reading(NodeReading.from_json(json.loads(entry.value)))
+        for node, reason in {**self._not_fit(store), **self._due()}.items():
             cordon(store, node, reason, self.run)
+        self._cordon_unfit(store)
         found = {**self._of_cluster(), **cordons(store)}
         with self._lock:
             self.held = found
+
+    def _not_fit(self, store: Store) -> Mapping[str, str]:
+        """Returns the nodes that the preflight finds something wrong with, with all of it in one line. One in use is not judged by later ones."""
+        entries = store.list(REPORTS) if self.preflight is not None else []
+        seen = tuple((entry.key, entry.revision) for entry in entries)
+        if self.preflight is None or seen == self._compared:
+            return {}
+        self._compared, reports = seen, list[NodeReport]()
+        for entry in entries:
+            try:
+                reports.append(read_report(entry.value, f"the entry '{entry.key}' of the store"))
+            except RunError as error:
+                logger.warning("%s", error)
+        found: dict[str, str] = {}
+        for each in findings(reports, {}, self.preflight, NodeReport("the controller", own_versions())):
+            if self.states.get(each.node) != "in use":
+                found[each.node] = f"{found[each.node]}; {each.text}" if each.node in found else each.text
+        for text in found.values():
+            logger.warning("preflight: %s; it is not used", text)
+        return found
+
+    def why_few(self) -> str:
+        """Returns, for a line about too few pods, which nodes this run does not use; empty: none."""
+        with self._lock:
+            return "".join(f"; node {node} is cordoned: {each.reason}" for node, each in sorted(self.held.items()))
+
+    def _cordon_unfit(self, store: Store) -> None:
+        with self._lock:
+            unfit = dict(self._unfit)
+        for node, reason in unfit.items():
+            if self.open_cluster is not None:
+                try:
+                    self._cluster = self._cluster or self.open_cluster()
+                    cordon(self._cluster, node, reason, self.run)
+                except UserError as error:
+                    logger.warning("node %s could not be cordoned in the cluster yet: %s", node, error)
+                    cordon(store, node, reason, self.run)
+                    continue
+            else:
+                cordon(store, node, reason, self.run)
+            with self._lock:
+                self._unfit.pop(node, None)
+
+    def drained(self, node: str) -> Cordon | None:
+        """Returns the cordon by which this run lets ``node`` go, although its pod works; ``None`` without one. What others cordon only takes no new pod."""
+        with self._lock:
+            held = self.held.get(node)
+        return held if held is not None and held.by == self.run else None
 
     def _of_cluster(self) -> Mapping[str, Cordon]:
         if self.open_cluster is None:

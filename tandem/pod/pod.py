@@ -5,6 +5,7 @@ algorithm and no task. Every transition is checked, timed, journalled and announ
 """
 
 import contextlib
+import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from tandem.pod.rollout_ahead import Drawn, RolloutAhead
 from tandem.pod.sidecars import OnSamples, RolloutSidecar, TrainerSidecar
 from tandem.pod.states import RolloutState, TrainerState
 from tandem.pod.transitions import Transitions
+from tandem.runtime.health.run_health import RunHealth
+from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.records.agreements import record_agreement
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
@@ -48,7 +51,7 @@ class Pod:
     ``trained_on``: what the journal has that a step was trained on.
     ``fence``: gives the guard of the weights that are published. ``shared_store``: the address of the store in which other pods find them; empty: there
     are none. ``pods``: how they are served to them. ``verify_every``: the steps between two comparisons of the engines' memory
-    with what they were given; 0: none.
+    with what they were given; 0: none. ``health``: records what holds up the ranks, and what is wrong with nodes.
     ``check_inputs`` verifies what a trainer reads besides checkpoints, whenever one starts, and raises ``RunError``.
 
     ``trainer_step``: optimizer steps that the trainer's worker has taken (``None``: it is down). ``published``: the version of the weights in the buffers
@@ -96,6 +99,7 @@ class Pod:
     fence: Fence = lambda: None
     shared_store: str = ""
     verify_every: int = 0
+    health: RunHealth | None = None
     pods: PodsConfig = field(default_factory=PodsConfig)
     memory: dict[str, float] = field(default_factory=dict)
     device_metrics: dict[str, float] = field(default_factory=dict)
@@ -412,14 +416,18 @@ class Pod:
         with self.transitions.trainer_does(TrainerState.TRAIN, step) as detail:
             report = lambda progress: self.records.callback.progress("train", progress["done"], progress["total"], "micro-batches")
             trained = self.trainer.train(step, samples, scores, on_progress=report)
+            times = [_placed(RankTimes.from_json(each)) for each in trained.pop("step_times", [])]
+            nodes = trained.pop("nodes", {})
             if "corruption" in trained:
-                raise SilentCorruption(CorruptionFinding.from_json(trained["corruption"]))
+                raise SilentCorruption(CorruptionFinding.from_json(trained["corruption"]).on(nodes))
             if trained.get("compared"):
                 record_agreement(self.journal, step, trained["compared"])
             self.trainer_step = step + 1
             if trained["learned"]:
                 self.learned_step = step + 1
             detail.update(self.moves.note(step, {name: trained.pop(name, []) for name in ("moves", "residue")}))
+        if self.health is not None:
+            self.health.look(step, times)
         self._measure("train", self.trainer.memory())
         self.device_metrics = trained["device"]
         self._commit([tuple(each) for each in trained["committed"]])
@@ -467,3 +475,8 @@ class Pod:
     def _measure(self, phase: str, measured: dict[str, int]) -> None:
         # The shared weight buffers are resident in trainer and engine alike; the plan counts them once, as segments.
         self.memory[phase] = float(measured["rss_bytes"] - measured["shm_bytes"])
+
+
+def _placed(times: RankTimes) -> RankTimes:
+    """Returns ``times`` with a machine: this one, unless they are those of a rank elsewhere."""
+    return times if times.node else times.on(socket.gethostname(), "127.0.0.1")

@@ -185,7 +185,7 @@ class RolloutPods:
             if monotonic() > ends:
                 raise RunError(
                     f"{len(self.there)} of pods.min_count {self.least} pods are there after pods.join_timeout_s ({self.join_timeout_s:g} s); start more with "
-                    "'tandem pod', then resume the run, or resume it with a lower --pods.min_count"
+                    f"'tandem pod', then resume the run, or resume it with a lower --pods.min_count{self.joining.nodes.why_few()}"
                 )
             with self.joining.changed:
                 self.joining.changed.wait(0.5)
@@ -307,11 +307,18 @@ class RolloutPods:
         joined = [] if self.joining is None else self.joining.all_lives()
         if self._watch is not None:
             self._watch.close()
-        _at_once(lambda pod: pod.channel.close(), [*self.pods, *joined])
+        _at_once(self._release, [*self.pods, *joined])
         if self._store is not None:
             self._store.close()
         if self.joining is not None:
             self.joining.nodes.close()
+
+    def _release(self, pod: RolloutPod) -> None:
+        if isinstance(pod.channel, JoinedChannel) and self.joining is not None and self.joining.goes_on:
+            with suppress(SidecarDied):
+                pod.channel.release(again=True)
+            return
+        pod.channel.close()
 
 
 @contextmanager

@@ -207,6 +207,8 @@ class Shim:
                 method: Method = getattr(self.rollout_workers, name)
                 return method(meta, blobs, progress)
             frame = self.workers[0].call(name, meta, blobs, deadline_s=float(self.options.deadline), on_progress=progress)
+            if name == "train":
+                return {**frame.meta, "step_times": [each.to_json() for each in self.workers[0].step_times()]}, frame.blobs
             return frame.meta, frame.blobs
 
         return call

@@ -185,7 +185,19 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
 def _nodes(recipe: Recipe, directory: Path) -> Nodes:
     """Which nodes of the run in ``directory`` have failed, and which are cordoned in the run or in the cluster."""
     of_cluster = with_deadline(cluster_address(recipe.coordination), _CORDONS_S)
-    return Nodes(directory.name, recipe.cluster.max_failures if recipe.cluster.spares else 0, lambda: open_store(of_cluster))
+    return Nodes(directory.name, recipe.cluster.max_failures if recipe.cluster.spares else 0, lambda: open_store(of_cluster),
+                 preflight=recipe.cluster if recipe.cluster.preflight else None)  # fmt: skip
+
+
+def nodes_of(rollout: Channel) -> Nodes | None:
+    """Returns the cluster manager of a run with these sidecars; ``None`` where no pods are started elsewhere."""
+    return rollout.joining.nodes if isinstance(rollout, RolloutPods) and rollout.joining is not None else None
+
+
+def begin_again(rollout: Channel) -> None:
+    """Says that the run goes on after these sidecars have ended: pods that joined may join again."""
+    if isinstance(rollout, RolloutPods) and rollout.joining is not None:
+        rollout.joining.goes_on = True
 
 
 def _stages(recipe: Recipe, pod: RolloutPod) -> bool:

@@ -7,6 +7,7 @@ newest checkpoint.
 """
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.channel import RemoteChannel
 from tandem.pod.failures import SidecarDied
 from tandem.pod.joined_trainers import JoinedTrainer, JoinedTrainers
+from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress
 from tandem.runtime.traces.context import in_context
 from tandem.types.wire import Frame
@@ -42,6 +44,11 @@ class TrainerPod:
     ranks: tuple[int, ...]
     host: str
     own_store: str = ""
+
+    @property
+    def node(self) -> str:
+        """The name of its machine: for one that joined, that of the pod."""
+        return self.channel.pod.name if isinstance(self.channel, JoinedTrainer) else socket.gethostname()
 
 
 @dataclass
@@ -89,6 +96,9 @@ class TrainerPods:
         """One call of the trainer. Calls that concern the first pod alone, as those that serve its weights, go to no other."""
         if name not in TRAINER_CALLS:
             return self.pods[0].channel.call(name, meta, blobs, on_progress=on_progress)
+        if self.joined is not None and (why := self.joined.why_replaced()):
+            self.is_up = False
+            raise SidecarDied("trainer", "worker", why)
         told: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
         def ask(pod: TrainerPod) -> Frame:
@@ -109,6 +119,12 @@ class TrainerPods:
             if any(call.done() and call.exception() is not None for call in calls):
                 self._raise(calls)
         replies = [call.result() for call in calls]
+        if name == "train":
+            replies[0].meta["step_times"] = [
+                RankTimes.from_json(each).on(pod.node, pod.host).to_json()
+                for pod, reply in zip(self.pods, replies, strict=True) for each in reply.meta["step_times"]
+            ]  # fmt: skip
+            replies[0].meta["nodes"] = {str(rank): pod.node for pod in self.pods for rank in pod.ranks}
         if name == "register":
             self._check_equal([str(reply.meta["digest"]) for reply in replies])
         return replies[0]

@@ -86,7 +86,10 @@ class TrainerWorker:
             if name in FIRST_OF_A_STEP:
                 tracer.enter(steps)
             with tracer.span(name, CALL):
-                return method(meta, blobs, self._beating(progress))
+                try:
+                    return method(meta, blobs, self._beating(progress))
+                finally:
+                    self.rank.rest()
 
         return call
 

@@ -1,6 +1,7 @@
 """The events of a job. The display shows them; ``train(recipe, callbacks=[...])`` passes them on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class Callback:
@@ -43,6 +44,9 @@ class Callback:
     def waiting(self, text: str) -> None:
         """Something takes longer than it ever did: ``text`` says who waits for whom, since when, and why if that is known. Called about twice a second, in
         another thread, and with an empty text when it goes on."""
+
+    def health(self, readings: Sequence[Sequence[Any]]) -> None:
+        """The newest readings of ranks, links and nodes, each the name of a metric, its labels and its value (``docs/health.md``), at most once a second."""
 
     def wants_stop(self) -> bool:
         """Returns whether the run is to be saved and stopped. Asked between two steps; ``train`` then raises ``RunError``."""

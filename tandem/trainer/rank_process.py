@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import torch.distributed as dist
 
 from tandem.layout.mesh import Mesh, MeshShape
 from tandem.runtime.collectives.communicator import Communicator, connect, join
+from tandem.runtime.health.round_trips import round_trips
+from tandem.runtime.health.step_times import StepClock, StepTimesTable, step_times_path
 from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.faults import BitFlips, FaultPlan, FaultPoint, no_fault
 from tandem.runtime.process.heartbeat_table import Heartbeat, HeartbeatTable
@@ -43,7 +46,8 @@ class Rank:
     """A rank's process as its target receives it. ``ranks``: the mesh. ``saving``: a communicator of all ranks that only checkpoints use.
     ``heartbeat``: reports its progress (``None``: no supervisor). ``threads``: of this process. ``store``: reaches all ranks, for a library that connects
     them for itself, with collectives that end after ``timeout_s``. ``here``: a communicator of the ranks of this machine where others are on other
-    machines (``None``: all are here). ``flips``: bits that a test flips in this rank's arithmetic."""
+    machines (``None``: all are here). ``flips``: bits that a test flips in this rank's arithmetic.
+    ``step_times``: of the ranks of this machine (``None``: there is one rank)."""
 
     ranks: Ranks
     directory: Path
@@ -55,6 +59,7 @@ class Rank:
     timeout_s: float = SUPERVISED_S
     here: Communicator | None = None
     flips: BitFlips | None = None
+    step_times: StepTimesTable | None = None
 
     @property
     def publishing(self) -> Communicator:
@@ -72,6 +77,11 @@ class Rank:
         if self.heartbeat is not None:
             self.heartbeat.beat()
 
+    def rest(self) -> None:
+        """Reports that this rank waits for its next call."""
+        if self.heartbeat is not None:
+            self.heartbeat.rests()
+
 
 def rank_alone(directory: Path, device: torch.device | str = "cpu", threads: int = 1, fault_point: FaultPoint = no_fault) -> Rank:
     """Returns this process as the only rank, without a supervisor."""
@@ -85,6 +95,10 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
     torch.set_num_threads(settings.threads)
     device = rank_device(settings.device, settings.here.index(mesh.rank) if settings.here else mesh.rank)
     heartbeat = HeartbeatTable(Path(settings.heartbeats), mesh.shape.world).writer(mesh.rank)
+    times = None
+    if mesh.shape.world > 1:
+        times = StepTimesTable(step_times_path(Path(settings.heartbeats)), mesh.shape.world)
+        heartbeat.clock = StepClock(mesh.rank, partial(times.write, mesh.rank), round_trips)
     fault_point, flips = _faults(settings, directory)
     if mesh.shape.world == 1:
         single = alone(device)
@@ -100,7 +114,7 @@ def start(settings: RankSettings, deterministic: bool = False, sequence: bool = 
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CollectiveError(f"rank {mesh.rank} of {mesh.shape.world} did not find the others: {reason}") from None
     ranks = Ranks(mesh, groups, deterministic, sequence, device)
-    return Rank(ranks, directory, saving, heartbeat, fault_point, settings.threads, store, timeout_s, here, flips)
+    return Rank(ranks, directory, saving, heartbeat, fault_point, settings.threads, store, timeout_s, here, flips, times)
 
 
 def _faults(settings: RankSettings, directory: Path) -> tuple[FaultPoint, BitFlips | None]:

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.cluster.health.node_report import read_report
+from tandem.runtime.health.node_report import read_report
 
 
 def test_doctor_measures_this_machine_and_compares_its_report_with_others(command, tmp_path: Path) -> None:

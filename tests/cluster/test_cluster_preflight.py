@@ -14,12 +14,12 @@ import yaml
 from network import Host, Network, why_not
 from pod_runs import RECIPE
 
-from tandem.cluster.health.compare import findings
 from tandem.cluster.health.links import rounds
-from tandem.cluster.health.node_report import NodeReport, read_report
 from tandem.cluster.health.preflight import Outcome, check_nodes, check_outcome, preflight
 from tandem.config.cluster import ClusterConfig
 from tandem.runtime.coordination.embedded import EmbeddedStore
+from tandem.runtime.health.compare import findings
+from tandem.runtime.health.node_report import NodeReport, read_report
 from tandem.types import RunError, UserError
 
 ROOT = Path(__file__).parents[2]

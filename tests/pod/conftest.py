@@ -6,6 +6,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "weight_transfer"))
+sys.path.append(str(Path(__file__).parents[1] / "health"))
 
 from etcd_server import WHY_SKIPPED, program
 from four_pods import STEPS, FourPods, undisturbed_run

@@ -66,6 +66,7 @@ class FourPods:
         return [
             "--coordination.store=etcd", f"--coordination.endpoints=[{self.etcd.url}]", f"--coordination.lease_s={LEASE_S}", "--pods.max_count=4",
             f"--pods.credential_file={self.secret}", f"--pods.heartbeat_timeout_s={HEARTBEAT_S}", "--watchdog.min_deadline_s=8", f"--pods.host={host}",
+            "--cluster.preflight=false",
             "--run.name=run", f"--run.max_steps={self.steps}", "--run.max_restarts=1000", "--machine.call_deadline_s=60", *self.settings,
         ]  # fmt: skip
 

@@ -26,6 +26,7 @@ class Machines:
     etcd: EtcdServer
     settings: tuple[str, ...] = ()
     recipe: Path = RECIPE
+    prefix: str = "/tandem"
 
     def __post_init__(self) -> None:
         write_credential(self.folder / "secret", CREDENTIAL)
@@ -37,7 +38,8 @@ class Machines:
     def _common(self) -> list[str]:
         return [
             "--coordination.store=etcd", f"--coordination.endpoints=[{self.etcd.url}]", "--coordination.lease_s=3", "--pods.max_count=3",
-            f"--pods.credential_file={self.folder / 'secret'}", f"--run.name={self.name}", *self.settings,
+            f"--pods.credential_file={self.folder / 'secret'}", f"--run.name={self.name}", "--cluster.preflight=false",
+            *self.settings,
         ]  # fmt: skip
 
     def pod(self, name: str, *arguments: str) -> "subprocess.Popen[str]":

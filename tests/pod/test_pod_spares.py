@@ -6,19 +6,22 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from etcd_server import EtcdServer
 from joined_machines import Machines, needs_etcd
+from nvidia_programs import NvidiaPrograms
 from pod_runs import PodRun, difference, finish
 
 from tandem.pod.nodes import Nodes
-from tandem.runtime.coordination.cordons import CORDONS, cordon, cordons, uncordon
+from tandem.runtime.coordination.cordons import CORDONS, Cordon, cluster_prefix, cordon, cordons, uncordon
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.coordination.etcd import EtcdStore
 from tandem.runtime.coordination.membership import Member
+from tandem.runtime.health.gpu_faults import boot_s
 
 STEPS = ("--run.max_steps=40", "--evaluation.every_steps=40", "--checkpoint.every_steps=5")
 
@@ -199,3 +202,95 @@ def test_two_runs_with_one_etcd_and_nodes_of_the_same_names_do_not_touch_each_ot
         assert difference(machines.run, alone) == difference(other.run, alone) == []
     finally:
         other.close()
+
+
+# -- nodes that are broken -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(tmp_path: Path, etcd_server: EtcdServer) -> Iterator[Machines]:
+    """Two pods, one of them a spare, on machines with GPUs as far as their driver tells, in a cluster of their own, because its cordons stay."""
+    prefix = f"/cluster-{tmp_path.name}-{time.time_ns()}"
+    made = Machines(
+        tmp_path, etcd_server, ("--pods.max_count=2", "--cluster.spares=1", "--pods.heartbeat_timeout_s=5", f"--coordination.prefix={prefix}",
+                                "--health.every_s=0.5", *STEPS),
+    )  # fmt: skip
+    made.prefix = prefix
+    yield made
+    made.close()
+
+
+def cluster_cordons(machines: Machines) -> dict[str, Cordon]:
+    config = replace(machines.etcd.config(), prefix=machines.prefix)
+    store = EtcdStore(config, cluster_prefix(config))
+    found = dict(cordons(store))
+    store.close()
+    return found
+
+
+def end_all(pods: "dict[str, subprocess.Popen[str]]") -> None:
+    for pod in pods.values():
+        if pod.poll() is None:
+            pod.terminate()
+    for pod in pods.values():
+        pod.wait(60)
+
+
+@needs_etcd
+@pytest.mark.full
+@pytest.mark.parametrize("trains", [False, True], ids=["rollout", "trainer"])
+def test_a_node_with_a_fatal_gpu_error_is_cordoned_in_the_cluster_and_the_spare_in_its_place_changes_no_bit(
+    trains: bool, watched: Machines, tmp_path: Path
+) -> None:
+    mesh = ("--parallel.data=2",) if trains else ()
+    watched.settings = (*watched.settings, *mesh, *(("--pods.trainer_count=2",) if trains else ("--pods.min_count=2",)))
+    drivers = {name: NvidiaPrograms(tmp_path / "drivers" / name) for name in ("n2", "n3")}
+    for name, driver in drivers.items():
+        watched.pods[name] = PodRun(watched.folder / name, environment={"PATH": driver.path})
+    controller, pods = begin(watched)
+    failed, spare = failed_and_spare(watched)
+    drivers[failed].log(f"[{boot_s():.6f}] NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus.")
+    done = finish(controller)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reason = "XID 79 of GPU 0000:18:00 (the GPU has fallen off the bus): GPU has fallen off the bus."
+    assert node_events(watched.run)[2:] == [(failed, "cordoned"), (spare, "in use")]
+    [unfit], [event] = watched.run.events("node_unfit"), watched.run.events("cordon")
+    assert unfit.detail["node"] == failed and event.detail["reason"] == reason and f"node {failed} is not fit any more: {reason}" in done.stdout + done.stderr
+    assert {node: (each.reason, each.by) for node, each in cluster_cordons(watched).items()} == {failed: (reason, watched.name)}
+    assert difference(watched.run, undisturbed(watched, tmp_path, *mesh)) == []
+    end_all(pods)
+    assert watched.left_behind() == []
+
+
+@needs_etcd
+@pytest.mark.full
+@pytest.mark.parametrize("flip", ["flip", "flips"])
+def test_a_node_that_computes_other_bits_is_cordoned_and_a_spare_repeats_the_steps_since_the_last_agreement(
+    flip: str, watched: Machines, tmp_path: Path
+) -> None:
+    # With three replicas the votes say who is wrong for good, with two who is wrong once.
+    ranks = 3 if flip == "flips" else 2
+    mesh = (f"--parallel.data={ranks}", "--checkpoint.every_steps=1", "--checkpoint.asynchronous=false", "--run.max_steps=8", "--evaluation.every_steps=8")
+    names = [f"n{2 + number}" for number in range(ranks)]
+    watched.settings = (*watched.settings, *mesh, f"--pods.max_count={ranks}", f"--pods.trainer_count={ranks}", "--trainer.corruption_check=1.0")
+    # Whichever rank it gets, n2 is wrong. The spare comes when all others train.
+    faults = ",".join(f"pod{rank}_trainer_rank{rank}:{flip}:gradient:3" for rank in (1, 2))
+    pods = {name: watched.pod(name, *([f"--fault={faults}"] if name == "n2" else [])) for name in names[:-1]}
+    controller = watched.train()
+    wait_for_step(watched.run, 1)
+    pods[names[-1]] = watched.pod(names[-1])
+    done = finish(controller)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [found] = watched.run.events("silent_corruption")
+    [wrong] = found.detail["hosts"]
+    assert wrong == "n2" and len(found.detail["ranks"]) == 1 and found.detail["step"] == 3 and found.detail["last_agreement"] == 2
+    assert found.detail["checkpoint"] == 2 and found.detail["suspect_checkpoints"] == [3] and found.detail["is_persistent"] == (flip == "flips")
+    assert {node: each.by for node, each in cluster_cordons(watched).items()} == {wrong: watched.name}
+    assert f"spares take the places of {wrong}, which is cordoned" in done.stdout + done.stderr
+    states = dict(node_events(watched.run))
+    assert states.pop(wrong) == "cordoned" and set(states.values()) == {"in use"}, states
+    alone = PodRun(tmp_path / "alone")
+    assert alone.train(*STEPS, *mesh).returncode == 0
+    assert difference(watched.run, alone) == []
+    end_all(pods)
+    assert watched.left_behind() == []

@@ -1,25 +1,21 @@
 """The measurements of the preflight on one node. Each is of the node alone; ``preflight`` measures what is between nodes."""
 
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
-from tandem import __version__
-from tandem.cluster.health.node_report import NodeReport
 from tandem.config.machine import MachineConfig
 from tandem.estimate.time import Product
 from tandem.jobs.checks.measured_speed import measure
+from tandem.runtime.health.node_report import NodeReport, own_versions
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import DRIVER, probe, visible_gpus
-from tandem.runtime.machine.numerics import instruction_set
 from tandem.runtime.machine.nvidia_health import parse_xids, read_kernel_log, read_smi
 from tandem.types import RunError, UserError
 
@@ -52,7 +48,7 @@ def measure_node(node: str, machine: MachineConfig, folder: Path | None = None) 
     no_fault: dict[str, str] = {}
     no_device: tuple[str, ...] = ()
     devices = attempt("device", lambda: _devices(machine), no_device)
-    versions = {"tandem": __version__, "python": platform.python_version(), "torch": _torch(), "instruction set": instruction_set()}
+    versions = own_versions()
     if devices:
         versions["driver"] = attempt("driver", driver_version, "")
         failed |= attempt("nvidia-smi", _faults_of_gpus, no_fault)
@@ -94,13 +90,6 @@ def _faults_of_gpus() -> dict[str, str]:
         if xid.is_fatal and (xid.at_s is None or xid.at_s > since_s):
             found[f"XID {xid.number} of GPU {xid.bus}"] = xid.describe()
     return found
-
-
-def _torch() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "none"
 
 
 def _speeds(machine: MachineConfig, device: str, of: str, environment: dict[str, str]) -> dict[str, float]:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tandem.cluster.health.compare import Finding, findings
 from tandem.cluster.health.links import measure_links
 from tandem.cluster.health.measure import measure_node
-from tandem.cluster.health.node_report import NodeReport, read_report
 from tandem.config.cluster import ClusterConfig
 from tandem.config.machine import MachineConfig
 from tandem.runtime.coordination.store import Store, WatchTimeout
+from tandem.runtime.health.compare import Finding, findings
+from tandem.runtime.health.node_report import NodeReport, read_report
 from tandem.storage.folder_manifest import sync_path
 from tandem.types import UserError
 

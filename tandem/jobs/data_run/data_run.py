@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -22,6 +22,8 @@ from tandem.layout.flops import step_flops
 from tandem.model.decoder import Decoder
 from tandem.model.export_dtype import export_dtype
 from tandem.model.huggingface.model_config import read_json
+from tandem.runtime.health.run_health import RunHealth
+from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.process.processes import memory_of
 from tandem.runtime.records.agreements import record_agreement
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
@@ -59,6 +61,7 @@ class DataRun(Run):
         step_tokens: tokens of the last step on all ranks.
         step_flops: floating-point operations of the last step on this rank.
         waited_s: seconds that the loader has kept compute waiting so far.
+        health: on the first rank, records what holds up the run, from the ``step_times`` of all ranks.
     """
 
     recipe: PretrainRecipe
@@ -74,6 +77,8 @@ class DataRun(Run):
     tracer: Tracer = NO_TRACE
     record: TensorRecord | None = None
     check: CorruptionCheck | None = None
+    health: RunHealth | None = None
+    step_times: Callable[[], Sequence[RankTimes]] = tuple
 
     @property
     def ranks(self) -> Ranks:
@@ -256,6 +261,8 @@ class DataRun(Run):
             row["train/step_tokens"] = tokens
         row["memory/train/measured"] = float(memory_of(os.getpid()).rss_bytes)
         self.records.row(row | self.device_speed.memory(), tokens, lambda seconds: self.device_speed.rates(self.step_flops, seconds))
+        if self.health is not None:
+            self.health.look(step, self.step_times())
 
 
 def train_sequences(batch: Sequence[Pieces]) -> list[TrainSequence]:

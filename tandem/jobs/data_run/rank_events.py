@@ -1,12 +1,12 @@
 """Passes the events of the first rank to its supervisor's callback, as progress of its call."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.runtime.callback import Callback
 from tandem.runtime.rpc.calls import Progress
 
-EVENTS = ("started", "resumed", "phase", "progress", "row", "evaluated", "message")
+EVENTS = ("started", "resumed", "phase", "progress", "row", "evaluated", "message", "health")
 
 
 class ProgressCallback(Callback):
@@ -35,6 +35,9 @@ class ProgressCallback(Callback):
 
     def message(self, text: str) -> None:
         self._send("message", text)
+
+    def health(self, readings: Sequence[Sequence[Any]]) -> None:
+        self._send("health", readings)
 
 
 def tell(callback: Callback, progress: Mapping[str, Any]) -> None:

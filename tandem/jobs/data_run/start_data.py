@@ -1,6 +1,8 @@
 """Starts or resumes a run on data on this rank: loads its model and its data, trains, exports."""
 
 import contextlib
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +33,8 @@ from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_folder import make_value_folder
 from tandem.runtime.callback import Callback
 from tandem.runtime.collectives.agreement import check_same_kernels
+from tandem.runtime.health.node_watch import NodeWatch
+from tandem.runtime.health.run_health import RunHealth
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import chosen_device
 from tandem.runtime.machine.heap import freed_memory_kept, large_memory_given_back
@@ -88,6 +92,7 @@ def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed:
 
 VALUE_FOLDER = Path("models") / "value"
 """The folder, in that of a run, of a language model that was given a value head."""
+LOOPBACK = "127.0.0.1"
 KEPT_TIMES = 1.25
 """Largest measured ratio of a rank's resident memory to the prediction where freed memory is kept (``tests/jobs/test_jobs_memory.py``)."""
 
@@ -154,9 +159,17 @@ def opened_run(
             check = _corruption_check(recipe, replica, callback)
         if rank.flips is not None:
             inject_flips(replica.model, rank.flips)
+        health, here = None, (socket.gethostname(), LOOPBACK)
+        if journal is not None and at_most is None:
+            health = RunHealth(ranks.mesh.shape, recipe.health, journal.record_event, callback)
+            # The supervisor of several ranks is part of the run too.
+            root = os.getpid() if is_alone else os.getppid()
+            stack.enter_context(NodeWatch(here[0], recipe.health, health.reading, logs_of=directory, own="the first rank", root=root))
+        table = rank.step_times
         yield DataRun(
             directory=directory, records=records, first_step=step, recipe=recipe, start=start, replica=replica, data=data, guard=guard,
-            checkpoints=checkpoints, tracer=tracer, record=record, check=check,
+            checkpoints=checkpoints, tracer=tracer, record=record, check=check, health=health,
+            step_times=lambda: [each.on(*here) for each in table.read()] if table is not None else [],
         )  # fmt: skip
 
 

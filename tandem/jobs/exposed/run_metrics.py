@@ -6,8 +6,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,11 +21,13 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.exposition.names import metric_name
 from tandem.runtime.exposition.sent_spans import SentSpans
 from tandem.runtime.exposition.text import exposition
+from tandem.runtime.health.gauges import BY_NAME
+from tandem.runtime.health.run_health import EVENTS as HEALTH_EVENTS
 from tandem.runtime.records.journal_counts import JournalCounts
 
 EVENTS = (
     "recovery", "resume", "alarm", "damage", "mismatch", "checkpoint_damaged", "weights_damaged", "silent_corruption", "skipped_step", "reward_fault",
-    "journal_lost", "cordon",
+    "journal_lost", "cordon", *HEALTH_EVENTS,
 )  # fmt: skip
 """Kinds of events that are counted from 0 on, so that an increase can be seen; others appear when they happen."""
 _STEPS_IN_MEDIAN = 32
@@ -53,6 +56,7 @@ class RunMetrics(Callback, Collector):
         self._step_s: deque[float] = deque(maxlen=_STEPS_IN_MEDIAN)
         self._sign_of_life = time.monotonic()
         self._is_late = False
+        self._health: Sequence[Sequence[Any]] = ()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -96,6 +100,10 @@ class RunMetrics(Callback, Collector):
     def waiting(self, text: str) -> None:
         self._is_late = bool(text)
 
+    def health(self, readings: Sequence[Sequence[Any]]) -> None:
+        with self._lock:
+            self._health = readings
+
     # -- metrics -------------------------------------------------------------------------------------------------------
 
     def describe(self) -> Iterable[Metric]:
@@ -105,8 +113,9 @@ class RunMetrics(Callback, Collector):
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             own = list(self._own())
-            row, directory, journal = dict(self._row), self._directory, self._journal
+            row, directory, journal, readings = dict(self._row), self._directory, self._journal, self._health
         yield from own
+        yield from self._of_health(readings)
         yield from SentSpans({"run": self._run, "job": self._job}).collect()
         if directory is None or journal is None:
             yield from self._newest(row)
@@ -163,6 +172,17 @@ class RunMetrics(Callback, Collector):
             waited.add_metric(values, state.waited_s)
             sent.add_metric(values, state.sent_bytes)
         yield from (step, silent, waited, sent)
+
+    def _of_health(self, readings: Sequence[Sequence[Any]]) -> Iterator[Metric]:
+        """Yields what was told last of ranks, links and nodes."""
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for name, labels, value in readings:
+            metric = BY_NAME[name]
+            if name not in families:
+                kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+                families[name] = kind(name, metric.text, labels=("run", "job", *metric.labels))
+            families[name].add_metric((self._run, self._job, *(str(labels[label]) for label in metric.labels)), float(value))
+        yield from families.values()
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(name, text, labels=("run", "job"))

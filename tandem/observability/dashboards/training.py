@@ -34,6 +34,9 @@ TRAINING = Dashboard(
             panel("Steps per minute, by rank", f"60 * rate(tandem_rank_step{RUN}[$__rate_interval])", legend="{{run}} rank {{rank}}"),
             panel("Since a rank's last sign of life", f"tandem_rank_silent_seconds{RUN}", legend="{{run}} rank {{rank}}", unit="s"),
             panel("Sent in collectives", f"rate(tandem_rank_sent_bytes_total{RUN}[$__rate_interval])", legend="{{run}} rank {{rank}}", unit="Bps"),
+            panel("Own work of a rank, as a share of the time", f"sum by (run, rank) (rate(tandem_rank_own_seconds_total{RUN}[$__rate_interval]))",
+                  legend="{{run}} rank {{rank}}", unit="percentunit"),
+            panel("By how much of a step a rank is late", f"tandem_rank_late_seconds{RUN}", legend="{{run}} rank {{rank}} on {{node}}", unit="s"),
             panel("Wait of the fastest rank above the slowest's", f"run:tandem_rank_wait_seconds:spread_5m{RUN}", unit="percentunit"),
         ),
         "Faults": (

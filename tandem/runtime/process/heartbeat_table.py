@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.runtime.health.step_times import StepClock
+
 _RECORD = struct.Struct("<ddqqqqd48s16s64s")
 _SIZE = 256
 
@@ -103,10 +105,11 @@ def _states(memory: "mmap.mmap | bytes", ranks: int) -> list[RankState]:
 
 
 class Heartbeat:
-    """Writes one rank's record: a ``Traffic`` of its communicators."""
+    """Writes one rank's record: a ``Traffic`` of its communicators. ``clock``: divides its time by phase, for who compares ranks."""
 
     def __init__(self, memory: mmap.mmap, rank: int) -> None:
         self._memory, self._at = memory, rank * _SIZE
+        self.clock: StepClock | None = None
         self._lock = threading.Lock()
         self.step, self.phase = 0, ""
         self.collectives, self.sent_bytes, self.waited_s = 0, 0, 0.0
@@ -117,6 +120,13 @@ class Heartbeat:
         """Records that this rank enters ``phase`` of ``step``."""
         self.phase, self.step = phase, step
         self._write()
+        if self.clock is not None:
+            self.clock.enters(phase, step)
+
+    def rests(self) -> None:
+        """Records that this rank has ended a call."""
+        if self.clock is not None:
+            self.clock.rests()
 
     def beat(self) -> None:
         """Records progress of this rank."""
@@ -132,6 +142,8 @@ class Heartbeat:
 
     def waited(self, seconds: float) -> None:
         self.waited_s += seconds
+        if self.clock is not None:
+            self.clock.waited(self._group, seconds)
         self._collective = self._group = ""
         self._write()
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -184,15 +184,22 @@ def memory_of(pid: int) -> ProcessMemory:
 
 def memory_of_tree(pid: int) -> ProcessMemory:
     """Returns the memory of a process and of all that it started, together; zeros if it has ended."""
+    rss_bytes = shm_bytes = 0
+    for each in process_tree(pid):
+        with contextlib.suppress(ProcessLookupError):
+            memory = memory_of(each)
+            rss_bytes, shm_bytes = rss_bytes + memory.rss_bytes, shm_bytes + memory.shm_bytes
+    return ProcessMemory(rss_bytes, shm_bytes)
+
+
+def process_tree(pid: int) -> Iterator[int]:
+    """Yields a process, if it lives, and all that it started."""
     try:
-        own = memory_of(pid)
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
     except (ProcessLookupError, FileNotFoundError):
-        return ProcessMemory()
-    rss_bytes, shm_bytes = own.rss_bytes, own.shm_bytes
+        return
+    yield pid
     for task in tasks:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for child in (task / "children").read_text(encoding="ascii").split():
-                below = memory_of_tree(int(child))
-                rss_bytes, shm_bytes = rss_bytes + below.rss_bytes, shm_bytes + below.shm_bytes
-    return ProcessMemory(rss_bytes, shm_bytes)
+                yield from process_tree(int(child))

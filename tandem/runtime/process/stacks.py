@@ -68,10 +68,11 @@ def named_stacks(folder: Path, logs_of: Path, own: str) -> dict[str, str]:
     """Returns the stacks of all processes that answer in ``folder``, by their names: that of their log file below the folder ``logs_of``, and ``own`` for this
     process. Of one that does not answer, why."""
     pids = answering(folder)
-    return {f"{_name(pid, logs_of, own)} (process {pid})": text or _why_silent(pid) for pid, text in stacks_of(folder, pids).items()}
+    return {f"{process_name(pid, logs_of, own)} (process {pid})": text or _why_silent(pid) for pid, text in stacks_of(folder, pids).items()}
 
 
-def _name(pid: int, logs_of: Path, own: str) -> str:
+def process_name(pid: int, logs_of: Path, own: str) -> str:
+    """Returns the name of a process: that of its log file below the folder ``logs_of``, and ``own`` for this one."""
     if pid == os.getpid():
         return own
     try:

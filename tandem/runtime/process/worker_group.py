@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tandem.layout.mesh import MeshShape
+from tandem.runtime.health.step_times import RankTimes, read_step_times, step_times_path
 from tandem.runtime.machine.heap import kept_heap_environment
 from tandem.runtime.process.deadline import PROCESS_CLOCK
 from tandem.runtime.process.hang_watchdog import HangWatchdog
@@ -144,6 +145,10 @@ class WorkerGroup:
     def memory(self) -> list[ProcessMemory]:
         """The memory of each rank and of the processes that it started; zeros for one that has ended."""
         return [memory_of_tree(worker.pid) for worker in self.workers]
+
+    def step_times(self) -> list[RankTimes]:
+        """Returns where the time of each rank of this machine has gone so far; none for a single rank."""
+        return [each for each in read_step_times(step_times_path(self.settings.folder / "heartbeats")) if each.rank in self.ranks]
 
     def signal(self, number: signal.Signals) -> None:
         """Sends ``number`` to every running rank."""

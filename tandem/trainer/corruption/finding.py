@@ -1,7 +1,7 @@
 """What the check found when two ranks computed different bits. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tandem.types import RunError
@@ -34,6 +34,10 @@ class CorruptionFinding:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "CorruptionFinding":
         return cls(**{**content, "ranks": tuple(content["ranks"]), "hosts": tuple(content["hosts"])})
+
+    def on(self, nodes: Mapping[str, str]) -> "CorruptionFinding":
+        """Returns it with the names that the cluster manager has for the machines: ``nodes`` by rank, as text; of others the hosts stay."""
+        return replace(self, hosts=tuple(nodes.get(str(rank), host) for rank, host in zip(self.ranks, self.hosts, strict=True)))
 
     def describe(self) -> str:
         """Returns one line: who is wrong, and what differs."""

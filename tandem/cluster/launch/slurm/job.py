@@ -95,7 +95,8 @@ class Job:
 
     def _start_pods(self, nodes: list[str], host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
         """Returns the ``srun`` of a pod on each of the ``nodes``. The first node of the run is reached at ``host``."""
-        return self._start("tandem.cluster.launch.slurm.pod", nodes, host, overrides)
+        # They have passed it, all at the same time.
+        return self._start("tandem.cluster.launch.slurm.pod", nodes, host, [*overrides, "--cluster.preflight=false"])
 
     def _start(self, module: str, nodes: list[str], host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
         count = len(nodes)

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.cluster.health.node_report import NodeReport
 from tandem.config.cluster import ClusterConfig
+from tandem.runtime.health.node_report import NodeReport
 
 FEWEST = 3
 """Nodes from which on there is a median to compare with: of two that differ it is not known which one is wrong."""
@@ -24,9 +24,11 @@ class Finding:
     is_setup: bool = False
 
 
-def findings(reports: Sequence[NodeReport], missing: Mapping[str, str], config: ClusterConfig) -> Sequence[Finding]:
-    """Returns what is wrong, the nodes in order. ``reports``: of the nodes that answered, that of the run's controller first. ``missing``: why the others did
-    not."""
+def findings(
+    reports: Sequence[NodeReport], missing: Mapping[str, str], config: ClusterConfig, controller: NodeReport | None = None
+) -> Sequence[Finding]:
+    """Returns what is wrong, the nodes in order. ``reports``: of the nodes that answered, that of the run's controller first unless it is given as
+    ``controller``, with its versions alone. ``missing``: why the others did not."""
     found = [Finding(node, f"node {node} {why}") for node, why in missing.items()]
     if not reports:
         return found
@@ -34,7 +36,7 @@ def findings(reports: Sequence[NodeReport], missing: Mapping[str, str], config: 
         found += [Finding(report.node, f"node {report.node}: {what}: {why}") for what, why in report.failed.items()]
         found += _space(report, config)
         found += _clock(report, reports[0].node, config)
-        found += _versions(report, reports[0])
+        found += _versions(report, controller or reports[0])
     found += [*_devices(reports), *_slow(reports, config.min_speed), *_links(reports, config.min_speed)]
     order = {node: number for number, node in enumerate([*(report.node for report in reports), *missing])}
     return sorted(found, key=lambda each: order[each.node])

@@ -1,10 +1,17 @@
 """What the preflight measures of a node, as plain values that a store and a file can hold."""
 
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 
+from tandem import __version__
+from tandem.runtime.machine.numerics import instruction_set
 from tandem.types import RunError
+
+REPORTS = "reports/"
+"""The beginning of the keys, in the store of a run, of the reports of nodes whose pods join one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,15 @@ class NodeReport:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
+
+
+def own_versions() -> dict[str, str]:
+    """Returns the versions of this machine but the driver's, as in a report."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    return {"tandem": __version__, "python": platform.python_version(), "torch": torch, "instruction set": instruction_set()}
 
 
 def read_report(text: str | bytes, where: str) -> NodeReport:
