@@ -27,6 +27,7 @@ from typing import Any
 import yaml
 from machine import machine
 from options import parser
+from peers.clock import family
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "jobs"))
 
@@ -80,11 +81,10 @@ def write_recipe(folder: Path, made: Path, hidden: int, layers: int, steps: int)
 
 
 def kill_node_1(command_pid: int) -> None:
-    for task in Path(f"/proc/{command_pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            line = Path(f"/proc/{child}/cmdline").read_bytes().decode()
-            if re.search(r'"rank": 1\b', line) or "memory.keeper\x001" in line:
-                os.kill(int(child), signal.SIGKILL)
+    for child in family(command_pid):
+        line = Path(f"/proc/{child}/cmdline").read_bytes().decode()
+        if re.search(r'"rank": 1\b', line) or "memory.keeper\x001" in line:
+            os.kill(child, signal.SIGKILL)
 
 
 def loaded(run: Path) -> list[dict[str, Any]]:

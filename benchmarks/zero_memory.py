@@ -8,6 +8,7 @@ and AdamW's moments as ZeRO cuts them (Rajbhandari et al., 2020), in fp32. "Pred
 a run asks for. There is no peer: the formula is what the rows are to be compared with.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import yaml
 from machine import HERE, machine, write_report
+from peers.clock import family
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import load_config
@@ -89,7 +91,7 @@ def peaks_of_run(work: Path, ranks: int, zero: int) -> list[int]:
         process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", str(work / "recipe.yaml"), *overrides], stdout=file, stderr=file)
         found: dict[int, int] = {}
         while process.poll() is None:
-            for pid in _children(process.pid):
+            for pid in _ranks(process.pid):
                 try:
                     found[pid] = max(found.get(pid, 0), peak_memory_of(pid))
                 except ProcessLookupError:
@@ -100,11 +102,14 @@ def peaks_of_run(work: Path, ranks: int, zero: int) -> list[int]:
     return [found[pid] for pid in sorted(found)]
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
-    except FileNotFoundError:
-        return []
+def _ranks(pid: int) -> list[int]:
+    """The ranks below the command ``pid``, which its fork server has started."""
+    found = []
+    for child in family(pid):
+        with contextlib.suppress(OSError):
+            if b"rank_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
 
 
 def predictions(work: Path, shapes: ModelShapes, ranks: int, zero: int) -> tuple[int, int]:

@@ -196,6 +196,7 @@ class JoiningShim:
                 tls=self.options.tls,
             )  # fmt: skip
             self.shims[role] = Shim(options)
+            self.shims[role].prepare()
         self._say(f"draws samples as pod {meta['number']}")
         return {"reaches_folder": has_proof(str(meta.get("folder", "")), str(meta.get("proof", "")))}, {}
 

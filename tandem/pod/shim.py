@@ -7,6 +7,7 @@ being replaced. It dies with the controller, and its worker with it. A pod of an
 
 import argparse
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -25,6 +26,7 @@ from tandem.layout.mesh import MeshShape
 from tandem.layout.placement import mesh_of
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.rollout_workers import RolloutWorkers
+from tandem.pod.start import rank_threads
 from tandem.pod.weights_between_pods import WeightsBetweenPods, add_tls
 from tandem.runtime.coordination.membership import join
 from tandem.runtime.coordination.open import open_store, store_address
@@ -32,7 +34,7 @@ from tandem.runtime.coordination.session import Session
 from tandem.runtime.machine.gpus import pod_device, visible_gpus
 from tandem.runtime.process.faults import FaultPlan, no_fault
 from tandem.runtime.process.waits import WAITS
-from tandem.runtime.process.worker_group import GroupSettings, Share, WorkerGroup
+from tandem.runtime.process.worker_group import GroupForks, GroupSettings, Share, WorkerGroup
 from tandem.runtime.records.logs import log_uncaught, setup
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply, WorkerDied
 from tandem.runtime.rpc.credentials import read_credential
@@ -54,12 +56,23 @@ class Shim:
         self.options, self.role, self.run = options, str(options.role), Path(options.run)
         self.workers: list[WorkerGroup] = []
         self.rollout_workers: RolloutWorkers | None = None
-        self.starts = 0
+        self.starts = itertools.count(1)
         self.buffers: WeightBuffers | None = None
         self.between_pods = WeightsBetweenPods(options, lambda: self.buffers)
         self.lock = threading.Lock()
         self.session: Session | None = None
         self.verifier: PublishedVerifier | None = None
+        self.forks = GroupForks()
+
+    def prepare(self) -> None:
+        """Begins the imports of the worker's processes, before it is asked to start them."""
+        with self.lock:
+            recipe = build(Recipe, read_yaml(self.run / "config.yaml"))
+            count = recipe.rollout.workers if self.role == "rollout" else 1
+            settings = self._settings(recipe, 0, count)
+            if self.role == "trainer" and recipe.pods.trainer_count > 1:
+                settings = replace(settings, threads=rank_threads(recipe))
+            self.forks.of(settings, self._shape(recipe))
 
     def join(self, port: int) -> None:
         """Makes this sidecar the ``--member`` of the run in the store ``--join``, on a lease, if there are several pods. ``port``: where it answers."""
@@ -120,18 +133,17 @@ class Shim:
             settings = replace(
                 self._settings(recipe, 0, 1), directory=directory, threads=int(meta["threads"]), share=Share(ranks, host, rendezvous, listener)
             )
-            self.workers = [WorkerGroup(settings, mesh_of(recipe.parallel), say=logger.warning)]
+            self.workers = [WorkerGroup(settings, mesh_of(recipe.parallel), say=logger.warning, forks=self.forks)]
         return {"pids": self.workers[0].pids, "rendezvous": rendezvous}, {}
 
     def _start(self, recipe: Recipe, number: int, count: int) -> WorkerGroup:
         """Starts worker ``number`` of ``count``, which divide the cores and, on GPUs, take those after the ones of the worker before."""
-        return WorkerGroup(self._settings(recipe, number, count), self._shape(recipe), say=logger.warning)
+        return WorkerGroup(self._settings(recipe, number, count), self._shape(recipe), say=logger.warning, forks=self.forks)
 
     def _shape(self, recipe: Recipe) -> MeshShape:
         return mesh_of(recipe.parallel) if self.role == "trainer" else MeshShape()
 
     def _settings(self, recipe: Recipe, number: int, count: int) -> GroupSettings:
-        self.starts += 1
         options, parallel, shape = self.options, recipe.parallel, self._shape(recipe)
         suffix = str(number) if number else ""
         name = (f"the {self.role} worker" if count == 1 else f"{self.role} worker {number}") + (f" of pod {options.pod_number}" if options.pod_number else "")
@@ -143,7 +155,7 @@ class Shim:
             name=name,
             target="tandem.pod.vllm_worker" if self.role == "rollout" and recipe.rollout.backend == "vllm" else f"tandem.pod.{self.role}_worker",
             directory=self.run,
-            folder=self.run / "pod" / f"{self.role}-{os.getpid()}-{self.starts}",
+            folder=self.run / "pod" / f"{self.role}-{os.getpid()}-{next(self.starts)}",
             threads=max(1, options.threads // (shape.world * count)),
             device=device,
             faults=options.faults,
@@ -226,6 +238,7 @@ class Shim:
     def close(self) -> None:
         """End the workers and remove the shared memory."""
         self._end(grace_s=2.0)
+        self.forks.close()
         if self.session is not None:
             self.session.close()
         self.between_pods.close()
@@ -265,6 +278,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server.start()
+    shim.prepare()
     shim.join(server.port)
     port_file = Path(options.port_file)
     fresh = port_file.with_suffix(".tmp")

@@ -1,6 +1,5 @@
 """A process that runs functions of the user, as its owner sees it: started, called with a deadline, and ended with its child processes."""
 
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.runtime.import_path import path_for_children
-from tandem.runtime.process.processes import Threads, describe_exit
+from tandem.runtime.process.processes import ChildProcess, Threads, describe_exit
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import Meta, RpcTimeout, WorkerDied
 
@@ -53,7 +52,7 @@ class FunctionProcess:
         )
 
     @property
-    def process(self) -> "subprocess.Popen[bytes]":
+    def process(self) -> ChildProcess:
         return self._worker.process
 
     def call(self, name: str, meta: Meta, deadline_s: float) -> dict[str, Any]:

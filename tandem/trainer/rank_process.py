@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -178,8 +178,13 @@ def main(settings: RankSettings, channel: int) -> None:
     serve(methods, channel, fault_point=fault_point, sends_spans=True)
 
 
-if __name__ == "__main__":
-    main(RankSettings.from_json(sys.argv[1]), int(sys.argv[sys.argv.index("--channel") + 1]))
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Runs the program with ``arguments``."""
+    main(RankSettings.from_json(arguments[0]), int(arguments[arguments.index("--channel") + 1]))
     logging.shutdown()
     # Threads of the process groups may still wait for ranks that have ended.
     os._exit(0)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

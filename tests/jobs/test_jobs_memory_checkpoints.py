@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from data_runs import command, forget_end, rows
 from package_data import make_datasets
@@ -56,8 +57,7 @@ def node_of(child: int) -> int | None:
 
 def kill_node(command_pid: int, node: int) -> int:
     """Kills every process of ``node`` with SIGKILL and returns how many there were."""
-    children = Path(f"/proc/{command_pid}/task/{command_pid}/children").read_text().split()
-    every = {int(child) for task in Path(f"/proc/{command_pid}/task").iterdir() for child in (task / "children").read_text().split()} | set(map(int, children))
+    every = [child.pid for child in psutil.Process(command_pid).children(recursive=True)]
     mine = [child for child in every if node_of(child) == node]
     for child in mine:
         os.kill(child, signal.SIGKILL)

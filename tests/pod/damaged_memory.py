@@ -48,12 +48,13 @@ def flip_inside_engine(directory: Path) -> None:
 
 
 def children(pid: str) -> list[str]:
-    """Returns the processes that the threads of ``pid`` have started."""
+    """Returns the processes that the threads of ``pid`` have started, and those that its fork server has."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread has ended meanwhile.
             found += (task / "children").read_text().split()
-    return found
+    servers = [child for child in found if b"fork_server" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in found if child not in servers] + [child for server in servers for child in children(server)]
 
 
 def flip_pattern(pid: str, pattern: bytes, place: int = 0, bit: int = 0) -> int:

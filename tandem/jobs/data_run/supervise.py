@@ -4,7 +4,7 @@ import logging
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,7 @@ from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.process.stop_signals import SignalRequests
-from tandem.runtime.process.worker_group import GroupSettings, RanksLost, WorkerGroup
+from tandem.runtime.process.worker_group import GroupForks, GroupSettings, RanksLost, WorkerGroup
 from tandem.runtime.records.elastic import FEWER_RANKS
 from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.memory.keepers import KeeperProcesses
@@ -57,12 +57,16 @@ def supervise(
         if recipe.checkpoint.memory_every_steps:
             memory = stack.enter_context(closing(KeeperProcesses(max(recipe.parallel.nodes()) + 1, directory)))
         requests = stack.enter_context(SignalRequests(callback.message, callback.wants_stop))
+        forks = stack.enter_context(closing(GroupForks()))
         shape, before, restarts, backoff = mesh_of(recipe.parallel), None, 0, Backoff()
         while True:
             try:
                 settings = group_settings(recipe.machine, recipe.parallel, shape, directory, folder / str(restarts), faults)
-                held = memory.start() if memory is not None else None
-                reply = run_on_ranks(settings, shape, callback, requests, "train", {"resumed": resumed or restarts > 0, "memory": held})
+
+                def meta(is_again: bool = resumed or restarts > 0) -> dict[str, Any]:
+                    return {"resumed": is_again, "memory": memory.start() if memory is not None else None}
+
+                reply = run_on_ranks(settings, shape, callback, requests, "train", meta, forks)
                 if is_stage and requests.stop:
                     raise KeyboardInterrupt
                 return RunResult.from_json(reply["result"])
@@ -100,10 +104,11 @@ def group_settings(
 
 
 def run_on_ranks(
-    settings: GroupSettings, shape: MeshShape, callback: Callback, requests: SignalRequests, call: str, meta: Mapping[str, Any]
+    settings: GroupSettings, shape: MeshShape, callback: Callback, requests: SignalRequests, call: str,
+    meta: Callable[[], Mapping[str, Any]], forks: GroupForks | None = None,
 ) -> dict[str, Any]:
-    """Starts the ranks of ``shape``, calls ``call`` on them and returns rank 0's reply. Passes the signals in ``requests`` on to the ranks.
-    Raises ``RanksLost``, ``SilentCorruption``, ``RunStopped`` and what a rank raises."""
+    """Starts the ranks of ``shape``, calls ``call`` on them with ``meta``, which is made meanwhile, and returns rank 0's reply. Passes the signals in
+    ``requests`` on to the ranks. Raises ``RanksLost``, ``SilentCorruption``, ``RunStopped`` and what a rank raises."""
     is_told = False
 
     def pass_on() -> None:
@@ -114,8 +119,8 @@ def run_on_ranks(
             group.signal(signal.SIGTERM)
         requests.save, is_told = False, is_told or requests.stop
 
-    with closing(WorkerGroup(settings, shape, say=callback.message)) as group:
-        reply = group.call(call, meta, deadline_s=float("inf"), on_progress=lambda progress: tell(callback, progress), on_poll=pass_on).meta
+    with closing(WorkerGroup(settings, shape, say=callback.message, forks=forks)) as group:
+        reply = group.call(call, meta(), deadline_s=float("inf"), on_progress=lambda progress: tell(callback, progress), on_poll=pass_on).meta
     if reply.get("stopped"):
         raise RunStopped
     if "corruption" in reply:

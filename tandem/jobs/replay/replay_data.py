@@ -5,7 +5,7 @@ Works in a folder of its own with links to the run's checkpoints and models. The
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tandem.layout.mesh import MeshShape
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.gpus import chosen_device
 from tandem.runtime.process.stop_signals import SignalRequests
-from tandem.runtime.process.worker_group import GroupSettings, RanksLost
+from tandem.runtime.process.worker_group import GroupForks, GroupSettings, RanksLost
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import VOLATILE, read_rows
 from tandem.runtime.records.run_lock import RunLock
@@ -126,9 +126,9 @@ def _in_this_process(threads: int, scratch: Path, at_most: int, say: Say) -> Ite
 
 
 def _on_ranks(settings: GroupSettings, shape: MeshShape, step: int, say: Say) -> None:
-    with SignalRequests() as requests:
+    with SignalRequests() as requests, closing(GroupForks()) as forks:
         try:
-            run_on_ranks(settings, shape, _MessageCallback(say), requests, "replay", {"step": step})
+            run_on_ranks(settings, shape, _MessageCallback(say), requests, "replay", lambda: {"step": step}, forks)
         except RanksLost as loss:
             if requests.stop:
                 raise KeyboardInterrupt from None

@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Sequence
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -31,8 +32,18 @@ def main() -> None:
     die_with_parent(parent_pid)
     if kind == "exec":
         os.execvp(target, [target, *arguments])
+    run(kind, target, arguments)
+
+
+def run(kind: str, target: str, arguments: Sequence[str]) -> None:
+    """Runs the Python module ``target`` as the program of this process, which asked before to be killed with its parent: that must not wait for an import."""
+    prepare(kind, target, arguments)
+    runpy.run_module(target, run_name="__main__", alter_sys=True)
+
+
+def prepare(kind: str, target: str, arguments: Sequence[str]) -> None:
+    """Sets up this process for the program ``target``."""
     sys.argv = [target, *arguments]
-    # After the request above, which must not wait for an import.
     from pathlib import Path
 
     from tandem.runtime.process.stacks import STACKS_VARIABLE, answer_with_stacks
@@ -45,7 +56,6 @@ def main() -> None:
         # What its imports make lives as long as the process, and to visit it again and again takes a tenth of the start. ``serve`` turns the
         # garbage collector on.
         gc.disable()
-    runpy.run_module(target, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

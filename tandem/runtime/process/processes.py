@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,20 @@ class Threads:
             "KMP_BLOCKTIME": "0",
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+
+class ChildProcess(Protocol):
+    """A process that this one has started, itself (``subprocess.Popen``) or by a fork server."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+    def terminate(self) -> None: ...
 
 
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
@@ -105,7 +119,7 @@ def _spawner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
 
 
-def wait(process: "subprocess.Popen[bytes]", deadline_s: float) -> int | None:
+def wait(process: ChildProcess, deadline_s: float) -> int | None:
     """Returns the exit status (negative: the signal), or ``None`` if the process still runs after ``deadline_s``."""
     try:
         return process.wait(deadline_s)
@@ -113,7 +127,7 @@ def wait(process: "subprocess.Popen[bytes]", deadline_s: float) -> int | None:
         return None
 
 
-def terminate(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> int:
+def terminate(process: ChildProcess, grace_s: float = 5.0) -> int:
     """Sends SIGTERM to a running process and kills it after ``grace_s``. Returns the exit status."""
     if process.poll() is None:
         process.terminate()
@@ -122,14 +136,14 @@ def terminate(process: "subprocess.Popen[bytes]", grace_s: float = 5.0) -> int:
     return process.wait()
 
 
-def kill(process: "subprocess.Popen[bytes]") -> int:
+def kill(process: ChildProcess) -> int:
     """Kills a running process (SIGKILL). Returns the exit status."""
     if process.poll() is None:
         process.kill()
     return process.wait()
 
 
-def kill_group(process: "subprocess.Popen[bytes]") -> int:
+def kill_group(process: ChildProcess) -> int:
     """Kills everything in the session of ``process``, which was started with ``new_session=True``. Returns its exit status."""
     # The process is reaped last: until then the kernel cannot reuse its id, which is that of the group.
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,8 @@ from typing import Any
 
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.faults import FaultPoint, no_fault
-from tandem.runtime.process.processes import Threads, describe_exit, kill, kill_group, spawn
+from tandem.runtime.process.forks import ForkServer, NoFork
+from tandem.runtime.process.processes import ChildProcess, Threads, describe_exit, kill, kill_group, spawn
 from tandem.runtime.process.processes import wait as wait_for_exit
 from tandem.runtime.process.waits import WAITS, StateOfPeer, Wait, unknown
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, RpcTimeout, WorkerDied, error_meta, is_result, with_fault_points
@@ -50,6 +50,7 @@ class Worker:
         python: Path | None = None,
         state: StateOfPeer = unknown,
         pass_fds: Sequence[int] = (),
+        forks: ForkServer | None = None,
     ) -> None:
         """Starts ``python -m MODULE ARGUMENTS --channel FD``, a process that calls ``serve`` with that descriptor.
 
@@ -59,17 +60,29 @@ class Worker:
             python: the interpreter of another environment (see ``spawn``).
             state: see ``StateOfPeer``.
             pass_fds: further descriptors that it inherits.
+            forks: forks it, if it can; ``MODULE`` has ``run(arguments)`` then.
         """
         self.name, self.state = name, state
         self._new_session = new_session
         ours, theirs = socket.socketpair()
         with theirs:
-            channel = ("--channel", str(theirs.fileno()))
-            self.process: subprocess.Popen[bytes] = spawn(
-                module, [*arguments, *channel], threads=threads, output=output, environment=environment,
-                pass_fds=[theirs.fileno(), *pass_fds], new_session=new_session, worker=True, python=python,
+            own = [*arguments, "--channel", str(theirs.fileno())]
+            descriptors = [theirs.fileno(), *pass_fds]
+            forked = None
+            if forks is not None:
+                try:
+                    forked = forks.start(module, own, output=output, environment=environment, pass_fds=descriptors, new_session=new_session)
+                except NoFork as error:
+                    logger.warning("%s is not forked: %s", name, error)
+            self.process: ChildProcess = forked or spawn(
+                module, own, threads=threads, output=output, environment=environment, pass_fds=descriptors, new_session=new_session, worker=True,
+                python=python,
             )  # fmt: skip
-        self._pidfd = os.pidfd_open(self.process.pid) if hasattr(os, "pidfd_open") else None
+        self._pidfd: int | None = None
+        if forked is not None:
+            self._pidfd = forked.watch()
+        elif hasattr(os, "pidfd_open"):
+            self._pidfd = os.pidfd_open(self.process.pid)
         self._channel = Channel(ours, watch=self._pidfd)
         self._lock = threading.Lock()
         self._broken = ""

@@ -8,6 +8,7 @@ shim of a trainer sidecar each own a ``WorkerGroup``.
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from tandem.layout.mesh import MeshShape
 from tandem.runtime.health.step_times import RankTimes, read_step_times, step_times_path
 from tandem.runtime.machine.heap import kept_heap_environment
 from tandem.runtime.process.deadline import PROCESS_CLOCK
+from tandem.runtime.process.forks import ForkServer
 from tandem.runtime.process.hang_watchdog import HangWatchdog
 from tandem.runtime.process.heartbeat_table import HeartbeatTable, RankState
 from tandem.runtime.process.processes import ProcessMemory, Threads, describe_exit, kill, memory_of_tree
@@ -33,6 +35,7 @@ from tandem.types import CollectiveError, RunError, UserError
 from tandem.types.wire import Frame
 
 logger = logging.getLogger(__name__)
+RANK_MODULE = "tandem.trainer.rank_process"
 POLL_S = 0.1
 GRACE_S = 2.0
 """Seconds that the other ranks have to report an error after one has ended, so that the first error is found."""
@@ -92,11 +95,45 @@ class GroupSettings:
     share: Share | None = None
 
 
+def environment_of_ranks(shape: MeshShape) -> dict[str, str]:
+    """Returns the variables that the processes of a mesh need at their start."""
+    # Ranks share the machine's memory, so a rank must not hold more than it needs.
+    return kept_heap_environment(os.environ) if shape.world > 1 else {}
+
+
+class GroupForks:
+    """The fork server of the groups that one owner starts, one after the other: with the modules of their ranks. Closing it ends it."""
+
+    def __init__(self) -> None:
+        self._server: ForkServer | None = None
+        self._made_for: tuple[object, ...] = ()
+
+    def of(self, settings: GroupSettings, shape: MeshShape) -> ForkServer | None:
+        """Returns the server for a group, begun if there is none: its imports go on meanwhile. ``None`` where ranks are started otherwise."""
+        if settings.python is not None or sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+            return None
+        environment = environment_of_ranks(shape)
+        wanted = (settings.target, settings.threads, *environment.items())
+        if self._server is None or self._made_for != wanted or not self._server.alive:
+            self.close()
+            output = settings.directory / "logs" / f"{settings.log(0)}-forks.out"
+            output.parent.mkdir(parents=True, exist_ok=True)
+            self._server = ForkServer([settings.target, RANK_MODULE], threads=Threads(settings.threads), environment=environment, output=output)
+            self._made_for = wanted
+        return self._server
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
 class WorkerGroup:
     """Starts the ranks of ``shape``, or the share of this machine, whose calls need those of the other machines. Takes one call at a time."""
 
-    def __init__(self, settings: GroupSettings, shape: MeshShape, *, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, settings: GroupSettings, shape: MeshShape, *, say: Callable[[str], None] = lambda line: None, forks: GroupForks | None = None) -> None:
         self.settings, self.shape, self._say = settings, shape, say
+        self._forks = forks.of(settings, shape) if forks is not None else None
         settings.folder.mkdir(parents=True, exist_ok=True)
         self._board = HeartbeatTable(settings.folder / "heartbeats", shape.world)
         self._board.clear()
@@ -117,12 +154,11 @@ class WorkerGroup:
         )  # fmt: skip
         name = settings.name if self.shape.world == 1 else f"rank {rank} of {settings.name}"
         output = settings.directory / "logs" / f"{settings.log(rank)}.out"
-        # Ranks share the machine's memory, so a rank must not hold more than it needs.
-        kept = kept_heap_environment(os.environ) if self.shape.world > 1 else None
-        environment = {STACKS_VARIABLE: str(self._stacks), **(kept or {}), **settings.environment}
+        environment = {STACKS_VARIABLE: str(self._stacks), **environment_of_ranks(self.shape), **settings.environment}
         return Worker(
-            name, "tandem.trainer.rank_process", [own.to_json()], threads=Threads(settings.threads), output=output, new_session=True,
+            name, RANK_MODULE, [own.to_json()], threads=Threads(settings.threads), output=output, new_session=True,
             environment=environment, python=settings.python, state=lambda: self._state_of(rank), pass_fds=() if listener is None else (listener,),
+            forks=self._forks,
         )  # fmt: skip
 
     def _state_of(self, rank: int) -> tuple[str, float]:

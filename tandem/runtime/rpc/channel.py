@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _SMALL_BYTES = 2**16
 _FIRST_ALLOCATION_BYTES = 4 * 2**20
 """The most memory that is allocated for a frame before any of it has arrived, since a broken peer may announce any size."""
+_ADMITTED_ALLOCATION_BYTES = 33 * 2**20
+"""The same for a peer that has shown its credential: a large frame is received into one buffer, which does not grow."""
 _MAX_BUFFERS = 64
 """The number of buffers in one ``sendmsg``; every system allows more."""
 
@@ -39,6 +41,7 @@ class FrameReader:
         self._read_into = read_into
         self._buffer = bytearray(_SMALL_BYTES)
         self._start = self._end = 0
+        self.first_allocation_bytes = _FIRST_ALLOCATION_BYTES
 
     def receive(self, deadline: Deadline | None = None, limit_bytes: int = MAX_FRAME_BYTES) -> Frame:
         """Returns the next frame, of at most ``limit_bytes``. Raises ``EOFError`` where the stream ends between two frames, ``BrokenFrame``,
@@ -78,7 +81,7 @@ class FrameReader:
         self._start += held
         while held < count:
             # The buffer doubles as bytes arrive, so that a wrong size allocates no memory.
-            grown = bytearray(min(count, max(2 * held, _FIRST_ALLOCATION_BYTES)))
+            grown = bytearray(min(count, max(2 * held, self.first_allocation_bytes)))
             grown[:held] = body
             body = grown
             with memoryview(body) as view:
@@ -146,6 +149,10 @@ class Channel:
             OSError: the connection was reset.
         """
         return self._reader.receive(deadline, limit_bytes)
+
+    def admit(self) -> None:
+        """Is told that the peer has shown that it is who it says."""
+        self._reader.first_allocation_bytes = _ADMITTED_ALLOCATION_BYTES
 
     def shutdown(self) -> None:
         """Shuts the connection down in both directions, which also ends another thread's wait in ``send`` or ``receive``."""

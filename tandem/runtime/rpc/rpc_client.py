@@ -28,5 +28,6 @@ class RpcClient(CallClient):
             # A call is sent once it has been admitted, so that no large body is sent and then refused.
             if (answer := channel.receive(admitted)).kind == "refused":
                 raise self.refused(name, str(answer.meta.get("message")))
+            channel.admit()
             channel.send(meta, blobs, kind="call", method=name, deadline=deadline)
             return result(channel.receive)

@@ -84,6 +84,7 @@ class RpcServer(CallServer):
             method = self.methods.get(hello.method)
             if method is None:
                 return self._refuse(channel, connection, f"{self.name} has no call '{hello.method}'")
+            channel.admit()
             channel.send({}, kind="welcome", deadline=deadline)
             call = channel.receive(deadline, self.max_body_bytes)
         except BrokenFrame as error:

@@ -3,7 +3,9 @@
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,16 @@ from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import CallError
 from tandem.runtime.rpc.credentials import new_credential
 from tandem.runtime.rpc.rpc_client import RpcClient
+from tandem.storage.digests import CHUNK_BYTES
 from tandem.types import RunError, UserError
 from tandem.types.wire import Buffer
 
 logger = logging.getLogger(__name__)
 MODULE = "tandem.trainer.checkpoint.memory.keeper"
-PIECE_BYTES = 64 << 20
-READ_BYTES = 16 << 20
-"""Bytes that are read at once: several chunks with a digest each."""
+PIECE_BYTES = 4 * CHUNK_BYTES
+"""Bytes of a file that are sent and read at once: of several digests, and no more than a connection receives into one buffer."""
+AT_ONCE = 2
+"""Pieces that are on their way at once, each on a connection of its own."""
 DEADLINE_S = 120.0
 
 
@@ -78,17 +82,23 @@ class Keepers:
         stored = []
         for node in self.places:
             try:
-                for name, content in files.items():
-                    view = memoryview(content)
-                    for offset in range(0, max(len(view), 1), PIECE_BYTES):
-                        meta = {"step": step, "name": name, "size": len(view), "offset": offset}
-                        self.clients[node].call("put", meta, {"piece": view[offset : offset + PIECE_BYTES]}, deadline_s=DEADLINE_S)
+                with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="memory") as pool:
+                    for name, content in files.items():
+                        view = memoryview(content)
+                        offsets = range(0, max(len(view), 1), PIECE_BYTES)
+                        # The first one makes room for the file.
+                        self._put(node, step, name, view, offsets[0])
+                        list(pool.map(partial(self._put, node, step, name, view), offsets[1:]))
                 stored.append(node)
             except (CallError, UserError) as error:
                 logger.warning("a checkpoint has no copy in the memory of node %d: %s", node, error)
         if not stored:
             raise RunError(f"no memory takes the checkpoint of step {step}: the keepers of nodes {', '.join(map(str, self.places))} do not answer")
         return stored
+
+    def _put(self, node: int, step: int, name: str, content: memoryview, offset: int) -> None:
+        meta = {"step": step, "name": name, "size": len(content), "offset": offset}
+        self.clients[node].call("put", meta, {"piece": content[offset : offset + PIECE_BYTES]}, deadline_s=DEADLINE_S)
 
     def commit(self, step: int, files: Mapping[str, Buffer]) -> None:
         """Sends the last ``files`` of a checkpoint, its marker with them, to every node that can be reached."""

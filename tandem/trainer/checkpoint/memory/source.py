@@ -1,7 +1,9 @@
 """Finds the newest whole checkpoint in the memory of the nodes, and reads it."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from tandem.runtime.collectives.agreement import gather_values
@@ -10,7 +12,8 @@ from tandem.runtime.rpc.calls import CallError
 from tandem.storage.digests import bytes_digest, chunk_digest
 from tandem.trainer.checkpoint.format.commit import MARKER
 from tandem.trainer.checkpoint.format.manifest import MANIFEST, Damaged, Manifest, marker_of, parse_entry, parse_manifest
-from tandem.trainer.checkpoint.memory.keepers import READ_BYTES, Keepers
+from tandem.trainer.checkpoint.format.rank_file import RankIndex
+from tandem.trainer.checkpoint.memory.keepers import AT_ONCE, PIECE_BYTES, Keepers
 from tandem.types import UserError
 from tandem.types.wire import Buffer
 
@@ -18,23 +21,24 @@ from tandem.types.wire import Buffer
 @dataclass(frozen=True, slots=True)
 class MemorySource:
     """The files of the checkpoint of ``step``, each in the memory of the node in ``where``. ``read``: the pieces that this rank has read, by file and offset,
-    so that they are sent once."""
+    so that they are sent once; ``verified``: the chunks of them that have their digests."""
 
     keepers: Keepers
     step: int
     where: Mapping[str, int]
     read: dict[tuple[str, int], memoryview] = field(default_factory=dict)
+    verified: set[tuple[str, int]] = field(default_factory=set)
 
     def small(self, name: str) -> bytes:
         """Returns a whole file. Raises ``Damaged`` if it cannot be read."""
         return bytes(self._read(name))
 
     def pread(self, name: str, size: int, offset: int) -> memoryview:
-        """Returns ``size`` bytes of a file at ``offset``, which a piece holds. Raises ``Damaged`` if they cannot be read."""
-        first = offset // READ_BYTES * READ_BYTES
+        """Returns ``size`` bytes of a file at ``offset``, which one piece holds. Raises ``Damaged`` if they cannot be read."""
+        first = offset // PIECE_BYTES * PIECE_BYTES
         piece = self.read.get((name, first))
         if piece is None:
-            piece = self.read[name, first] = memoryview(self._read(name, first, READ_BYTES))
+            piece = self.read[name, first] = memoryview(self._read(name, first, PIECE_BYTES))
         return piece[offset - first : offset - first + size]
 
     def _read(self, name: str, offset: int = 0, size: int | None = None) -> Buffer:
@@ -63,6 +67,7 @@ class _Verified(NamedTuple):
     manifest: Manifest
     digest: str
     read: dict[tuple[str, int], memoryview]
+    verified: set[tuple[str, int]]
 
 
 def newest_in_memory(
@@ -89,7 +94,7 @@ def newest_in_memory(
             passed_over(f"the checkpoint of step {step} in memory is skipped: {troubles[0]}")
             continue
         where = {name: node for _, _, (own, _) in every for name, node in own.items()}
-        source = MemorySource(keepers, step, where, found.read)
+        source = MemorySource(keepers, step, where, found.read, found.verified)
         return InMemory(step, found.manifest, found.digest, source, sum(size for _, _, (_, size) in every))
     return None
 
@@ -106,7 +111,7 @@ def _verified(
     if small(MARKER) != marker_of(data):
         raise Damaged(f"its {MARKER} marker and its {MANIFEST} do not match")
     manifest = parse_manifest(data)
-    where, size, read = dict[str, int](), 0, dict[tuple[str, int], memoryview]()
+    where, size, read, verified = dict[str, int](), 0, dict[tuple[str, int], memoryview](), set[tuple[str, int]]()
     for number, entry in enumerate(manifest.indexes):
         if number % ranks.size != ranks.rank:
             continue
@@ -115,18 +120,26 @@ def _verified(
             try:
                 index = parse_entry(MemorySource(keepers, step, {entry.name: node}).small(entry.name), entry)
                 source = MemorySource(keepers, step, {index.file: node})
-                digest = chunk_digest(index.algorithm)
-                for place, wanted in enumerate(index.chunks):
-                    start = place * index.chunk_bytes
-                    if digest(source.pread(index.file, min(index.chunk_bytes, index.size - start), start)) != wanted:
-                        raise Damaged(f"'{index.file}' does not have the digest it was written with at byte {start}")
+                with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="memory") as pool:
+                    # What arrives and what is verified take turns on the cores: both leave Python's lock to others.
+                    list(pool.map(partial(_verify_piece, source, index), range(0, index.size, PIECE_BYTES)))
                 where |= {entry.name: node, index.file: node}
                 size += index.size
                 read |= source.read
+                verified |= {(index.file, place) for place in range(len(index.chunks))}
                 break
             except Damaged as error:
                 passed.append(f"{error} (memory of node {node})")
                 index = None
         if index is None:
             raise Damaged(f"no node has a whole copy of '{entry.name}' and its data")
-    return _Verified(where, size, manifest, bytes_digest(data), read)
+    return _Verified(where, size, manifest, bytes_digest(data), read, verified)
+
+
+def _verify_piece(source: MemorySource, index: RankIndex, offset: int) -> None:
+    """Reads the piece at ``offset`` and compares its chunks with their digests. Raises ``Damaged``."""
+    digest = chunk_digest(index.algorithm)
+    for start in range(offset, min(offset + PIECE_BYTES, index.size), index.chunk_bytes):
+        chunk = source.pread(index.file, min(index.chunk_bytes, index.size - start), start)
+        if digest(chunk) != index.chunks[start // index.chunk_bytes]:
+            raise Damaged(f"'{index.file}' does not have the digest it was written with at byte {start}")

@@ -1,0 +1,164 @@
+"""Forks worker processes that find their modules already imported: ``python -m tandem.runtime.process.fork_server --requests FD``.
+
+It imports the modules of its first request once, and then does nothing but fork: it has one thread and no device, without which a fork is not safe, and
+refuses to fork where that is not so. ``forks`` is its owner's side. It ends when its owner closes the socket, and its children with it.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tandem.runtime.process.child import die_with_parent, prepare
+
+MAX_REQUEST_BYTES = 1 << 17
+MAX_DESCRIPTORS = 16
+ROOM_BYTES = 4096
+"""Bytes of the command line that a child's own may take."""
+
+
+class CommandLine:
+    """The memory in which the kernel reads this process's command line, as ``ps`` shows it. A fork has that of its parent."""
+
+    def __init__(self) -> None:
+        self._start = self._size = 0
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            # Fields 48 and 49 of proc(5); the first two are cut off.
+            self._start = int(fields[45])
+            self._size = int(fields[46]) - self._start
+
+    def set(self, words: Sequence[str]) -> None:
+        """Shows ``words`` as the command line, as far as there is room."""
+        if self._size > 1:
+            shown = b"".join(word.encode(errors="replace") + b"\0" for word in words)[: self._size - 1]
+            ctypes.memmove(self._start, shown.ljust(self._size, b"\0"), self._size)
+
+
+class ForkServer:
+    """Answers the requests of ``owner``, one after the other."""
+
+    def __init__(self, owner: socket.socket) -> None:
+        self._owner, self._line, self._children = owner, CommandLine(), set[int]()
+        self._line.set([sys.executable, "-m", "tandem.runtime.process.fork_server"])
+        for module in json.loads(owner.recv(MAX_REQUEST_BYTES))["modules"]:
+            import_module(module)
+        # A collection in a child would write to every object, and so copy the pages that it shares with this process.
+        gc.freeze()
+
+    def serve(self) -> None:
+        """Serves until the owner closes the socket."""
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._owner, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+            if not data:
+                return
+            request = json.loads(data)
+            if "ended" in request:
+                self._answer({"status": self._status(int(request["ended"]))})
+            elif trouble := why_not_to_fork():
+                self._answer({"trouble": trouble})
+            else:
+                self._fork(request, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _answer(self, reply: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        socket.send_fds(self._owner, [json.dumps(reply).encode()], descriptors)
+
+    def _fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
+        parent = os.getpid()
+        child = os.fork()
+        if child == 0:
+            self._become(request, descriptors, parent)
+        self._children.add(child)
+        # The owner's view of the child's end: the child's id is not used again before this process has waited for it.
+        watch = os.pidfd_open(child)
+        self._answer({"pid": child}, [watch])
+        os.close(watch)
+
+    def _become(self, request: dict[str, Any], descriptors: Sequence[int], parent: int) -> None:
+        """Runs the worker of ``request`` in this new process, and ends it. The first descriptor is its output."""
+        status = 1
+        try:
+            die_with_parent(parent)
+            if request["session"]:
+                os.setsid()
+            self._owner.close()
+            output, *passed = descriptors
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            move_descriptors(passed, request["numbers"])
+            os.environ.update(request["environment"])
+            module, arguments = request["module"], request["arguments"]
+            self._line.set([sys.executable, "-m", "tandem.runtime.process.child", str(parent), "worker", module, *arguments])
+            prepare("worker", module, arguments)
+            import_module(module).run(arguments)
+            status = 0
+        except SystemExit as ending:
+            status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            # Not the endings of the server, of which this process has a copy.
+            os._exit(status)
+
+    def _status(self, child: int) -> int | None:
+        """Returns the exit status of a child as ``subprocess`` has it, ``None`` while it runs."""
+        if child not in self._children:
+            return None
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:
+            return None
+        self._children.discard(child)
+        return os.waitstatus_to_exitcode(status)
+
+
+def move_descriptors(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Gives ``descriptors`` the ``numbers`` that the arguments of a worker name, none of which another open file may have."""
+    above = max([*descriptors, *numbers], default=0) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(moved, numbers, strict=True):
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            raise RuntimeError(f"descriptor {number} of the fork server is taken")
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def why_not_to_fork() -> str:
+    """Returns why a fork of this process would not be safe; empty if it is."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        return f"it has {threads} threads"
+    torch = sys.modules.get("torch")
+    if torch is not None and (torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()):
+        return "it has begun to use a GPU"
+    return ""
+
+
+def main() -> None:
+    number = int(sys.argv[sys.argv.index("--requests") + 1])
+    owner = socket.socket(fileno=number)
+    owner.set_inheritable(False)
+    with contextlib.closing(owner), contextlib.suppress(OSError):
+        ForkServer(owner).serve()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
