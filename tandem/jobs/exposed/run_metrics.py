@@ -1,4 +1,4 @@
-"""The metrics of a run for Prometheus, from its events (``Callback``): newest row, phases, steps, faults, ranks and disk."""
+"""The metrics of a run for Prometheus, from its events (``Callback``): newest row, phases, steps, faults, ranks, disk and hardware."""
 
 import math
 import shutil
@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 import tandem
+from tandem.jobs.exposed.hardware import Hardware
 from tandem.jobs.exposed.rank_states import newest_ranks
 from tandem.jobs.run_files import SFT_FOLDER
 from tandem.runtime.callback import Callback
@@ -53,6 +54,7 @@ class RunMetrics(Callback, Collector):
         self._step_s: deque[float] = deque(maxlen=_STEPS_IN_MEDIAN)
         self._sign_of_life = time.monotonic()
         self._is_late = False
+        self._hardware = Hardware({"run": run, "job": job})
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -108,6 +110,7 @@ class RunMetrics(Callback, Collector):
             row, directory, journal = dict(self._row), self._directory, self._journal
         yield from own
         yield from SentSpans({"run": self._run, "job": self._job}).collect()
+        yield from self._hardware.collect()
         if directory is None or journal is None:
             yield from self._newest(row)
             return
