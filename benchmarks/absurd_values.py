@@ -1,6 +1,6 @@
 """What commands make of absurd values and files: of each key of a recipe and of a gateway's file, each option that takes a value, each file that is read.
 
-    python benchmarks/absurd_values.py [--every N] [--only recipes gateway options special lines changes]
+    python benchmarks/absurd_values.py [--every N] [--only recipes gateway options special lines changes] [--names metrics. traces]
 
 Each case is the command in a process of its own. It must end within 10 s of computing, with less than 1 GiB of resident memory (5 GiB with a line of 1
 GiB), by exit status 0, 1 or 2, and with at most one line on standard error: `tandem: ...`. What ends otherwise is a defect: a traceback, a hang, an
@@ -62,6 +62,8 @@ LOADED_WITH_TORCH = (
 """What the commands import, loaded once before their processes are forked. A process with torch is forked ten times as slowly."""
 OF_DATA = ("algorithm", "data", "demonstrations", "evaluation", "model.path", "model.max", "parallel", "checkpoint")
 """Sections that training on data checks otherwise than reinforcement learning; the others are those of its recipe."""
+NAMES = [""]
+"""What one of the keys or options to be run has in its name."""
 CHANGES = 20
 """Random changes of each file."""
 READY_SERVER = """
@@ -129,7 +131,7 @@ def run_all(part: str, cases: Iterable[Case], scratch: Path, every: int) -> Iter
     seen: set[str] = set()
     for number, case in enumerate(cases):
         # Of each key and option at least the first value.
-        if number % every and case.name in seen:
+        if (number % every and case.name in seen) or not any(name in case.name for name in NAMES):
             continue
         seen.add(case.name)
         folder = make_folder(work)
@@ -188,8 +190,9 @@ def report(done: list[Done], every: int) -> str:
     )  # fmt: skip
 
 
-def run_part(name: str, files: Path, every: int) -> list[Done]:
-    """Returns the cases of part ``name``, in a copy of the folder ``files``; with ``every`` N, one in N of them."""
+def run_part(name: str, files: Path, every: int, names: list[str]) -> list[Done]:
+    """Returns the cases of part ``name``, in a copy of the folder ``files``; with ``every`` N, one in N of them. ``names``: see ``NAMES``."""
+    NAMES[:] = names
     for module in LOADED_OF_GATEWAY if name == "gateway" else LOADED if name == "recipes" else (*LOADED, *LOADED_WITH_TORCH):
         importlib.import_module(module)
     if "torch" in sys.modules:
@@ -210,11 +213,12 @@ def main() -> int:
     parser = shared_parser(__doc__ or "")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="one in N of the cases, with values that differ from key to key (default: 1, all)")
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
+    parser.add_argument("--names", nargs="+", default=[""], metavar="TEXT", help="only keys and options that have one of these in their name")
     given = parser.parse_args()
     with TemporaryDirectory(prefix="absurd-") as temporary, ProcessPoolExecutor(2, get_context("spawn")) as pool:
         # It needs torch, which this process and that of the recipes do without.
         pool.submit(make_files, Path(temporary)).result()
-        parts = [pool.submit(run_part, name, Path(temporary), given.every) for name in given.only]
+        parts = [pool.submit(run_part, name, Path(temporary), given.every, given.names) for name in given.only]
         done = [one for part in parts for one in part.result()]
     from machine import write_report
 

@@ -2,14 +2,14 @@
 
 Runs of 10,000 and of 100,000 steps are written with the real writers: rows of 60 metrics, twelve phases a step, and samples of 200 steps. A fresh `tandem
 dashboard` is asked for what the page asks first: the overview, and twelve curves of 800 points. The first time the files are read; the second time they have
-been. Milliseconds of the clock and, as other work on the machine does not count in them, CPU milliseconds of the dashboard. Then a real Chromium opens the run,
-from the address to the first drawn charts. Last, a run of 10,000 steps writes a row and twelve phases every second while Chromium shows its curves: CPU
-seconds of the dashboard, and what a step's records take with the page and without it.
+been. Milliseconds of the clock and, as other work on the machine does not count in them, CPU milliseconds of the dashboard. Then a real Chromium opens the run
+in fresh dashboards, as often as ``--openings`` says: from the beginning of the navigation to the frame after the first chart was drawn, as the page itself
+measures it. Last, a run of 10,000 steps writes twelve phases and a row twice a second, in blocks during which Chromium shows its curves and blocks during which
+it does not, in turns: wall and CPU milliseconds of a step's records, and CPU seconds of the dashboard.
 
-    python benchmarks/dashboard.py [--seconds 30] [--out benchmarks/results]
+    python benchmarks/dashboard.py [--seconds 120] [--openings 9] [--only-opening] [--out benchmarks/results]
 """
 
-import json
 import statistics
 import sys
 import tempfile
@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 from machine import ROOT, machine, write_report
+from metrics_cost import interval
 from options import parser as shared_parser
 
 for room in (".", "dashboard"):
@@ -37,6 +38,7 @@ PHASES = ("offload", "convert", "register", "update_weight", "wait_rollout", "ro
 SAMPLED_STEPS = 200
 POINTS = 800
 METRICS = 60
+BLOCK_S = 10.0
 _MS = 1e3
 
 
@@ -83,7 +85,27 @@ def timed(served: LoggedProcess, path: str) -> tuple[float, float, float]:
     return seconds * _MS, (cpu_seconds(served.process) - spent) * _MS, len(answer.content) / 1e3
 
 
-def opening(folder: Path, log: Path, name: str, steps: int, chromium: Any) -> list[str]:
+DRAWN = """
+    new MutationObserver((_, observer) => {
+        if (!document.querySelector(".chart canvas")) return;
+        observer.disconnect();
+        requestAnimationFrame(() => setTimeout(() => { window.drawnMs = performance.now(); }, 0));
+    }).observe(document, { childList: true, subtree: true });
+"""
+"""Notes the time of the frame after the first chart, since the beginning of the navigation."""
+
+
+def chromium_opening(folder: Path, log: Path, name: str, chromium: Any) -> tuple[float, float]:
+    """Returns the milliseconds until a fresh dashboard and a fresh browser profile show the curves of a run, and CPU milliseconds of the dashboard."""
+    with serving_command(["dashboard", str(folder), "--port", "0"], log, "dashboard at ") as (process, url, _), tab(chromium) as page:
+        page.page.add_init_script(DRAWN)
+        before = cpu_seconds(process)
+        page.page.goto(f"{url}#/run/{name}/curves", wait_until="commit")
+        page.page.wait_for_function("() => window.drawnMs")
+        return float(page.page.evaluate("() => window.drawnMs")), (cpu_seconds(process) - before) * _MS
+
+
+def opening(folder: Path, log: Path, name: str, steps: int, openings: int, chromium: Any) -> list[str]:
     keys = (*KEYS, "mismatch_kl", "timing_s/step", "memory/train/measured")
     curves = f"/api/curves?run={name}&points={POINTS}&" + "&".join(f"key={key}" for key in keys)
     asked = {"overview": f"/api/run?run={name}", "12 curves": curves, "phases of the newest steps": f"/api/phases?run={name}",
@@ -97,61 +119,84 @@ def opening(folder: Path, log: Path, name: str, steps: int, chromium: Any) -> li
             again[what] = min(timed(served, path) for _ in range(3))
         resident = psutil.Process(process.pid).memory_info().rss / 1e6
     lines += [f"| {name} | {what} | {first[what][0]:,.0f} | {first[what][1]:,.0f} | {again[what][0]:,.0f} | {first[what][2]:,.0f} |" for what in asked]
-    with serving_command(["dashboard", str(folder), "--port", "0"], log, "dashboard at ") as (_, url, _), tab(chromium) as page:
-        began = time.perf_counter()
-        page.page.goto(f"{url}#/run/{name}/curves", wait_until="commit")
-        page.page.wait_for_selector(".chart canvas")
-        lines.append(f"| {name} | Chromium, from the address to drawn charts | {(time.perf_counter() - began) * _MS:,.0f} | - | - | - |")
+    drawn, used = zip(*(chromium_opening(folder, log, name, chromium) for _ in range(openings)), strict=True)
+    spread = f" ({min(drawn):,.0f} to {max(drawn):,.0f})" if openings > 1 else ""
+    lines.append(f"| {name} | Chromium, from the navigation to drawn charts, median of {openings} | {statistics.median(drawn):,.0f}{spread} | "
+                 f"{statistics.median(used):,.0f} | - | - |")  # fmt: skip
     return [*lines, f"| {name} | resident size of the dashboard, MB | {resident:,.0f} | - | - | - |"]
 
 
-def write_steps(folder: Path, first: int, seconds: float) -> list[float]:
-    """Writes a step every second; returns the milliseconds of each step's records."""
-    metrics, took, step, ends = MetricsFile(folder / "metrics.jsonl"), [], first, time.perf_counter() + seconds
-    with Journal(folder / "journal.sqlite") as journal:
+class Writer:
+    """Writes a run's records, two steps a second. ``seconds``, ``cpu_s``: of each step's records, by whether the page was open."""
+
+    def __init__(self, folder: Path, first: int) -> None:
+        self._metrics, self._journal, self.step = MetricsFile(folder / "metrics.jsonl"), Journal(folder / "journal.sqlite"), first
+        self.seconds: dict[bool, list[float]] = {False: [], True: []}
+        self.cpu_s: dict[bool, list[float]] = {False: [], True: []}
+
+    def block(self, is_open: bool, seconds: float) -> None:
+        ends = time.perf_counter() + seconds
         while time.perf_counter() < ends:
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             for phase in PHASES:
-                with journal.transition(step, "trainer", phase):
+                with self._journal.transition(self.step, "trainer", phase):
                     pass
-            metrics.append(wide_row(step))
-            took.append((time.perf_counter() - began) * _MS)
-            step += 1
-            time.sleep(max(0.0, 1.0 - (time.perf_counter() - began)))
-    metrics.close()
-    return took
+            self._metrics.append(wide_row(self.step))
+            self.cpu_s[is_open].append(time.process_time() - used)
+            self.seconds[is_open].append(time.perf_counter() - began)
+            self.step += 1
+            time.sleep(max(0.0, 0.5 - (time.perf_counter() - began)))
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._journal.close()
 
 
 def following(folder: Path, log: Path, name: str, steps: int, seconds: float, chromium: Any) -> list[str]:
-    alone = write_steps(folder / name, steps, seconds)
+    writer, spent, blocks = Writer(folder / name, steps), 0.0, max(2, round(seconds / 2 / BLOCK_S))
     with serving_command(["dashboard", str(folder), "--port", "0"], log, "dashboard at ") as (process, url, _), tab(chromium) as page:
+        for number in range(2 * blocks):
+            # Pairs begin with each side in turns.
+            is_open = number % 4 in (0, 3)
+            if is_open:
+                page.page.goto(f"{url}#/run/{name}/curves")
+                page.page.wait_for_selector(".chart canvas")
+            else:
+                page.page.goto("about:blank")
+            before = cpu_seconds(process)
+            writer.block(is_open, BLOCK_S)
+            spent += (cpu_seconds(process) - before) * is_open
         page.page.goto(f"{url}#/run/{name}/curves")
-        page.page.wait_for_selector(".chart canvas")
-        before = cpu_seconds(process)
-        watched = write_steps(folder / name, steps + len(alone), seconds)
-        spent = cpu_seconds(process) - before
-        page.page.wait_for_function(f"() => document.querySelector('#summary').textContent.startsWith('{steps + len(alone) + len(watched):,}')")
-    return [
-        f"A run that writes a step every second, with the page open for {seconds:.0f} s: the dashboard uses {100 * spent / seconds:.1f} % of a core. The "
-        f"records of a step take {statistics.median(alone):.1f} ms (median) without it and {statistics.median(watched):.1f} ms with it.",
-    ]  # fmt: skip
+        page.page.wait_for_function(f"() => document.querySelector('#summary').textContent.startsWith('{writer.step:,}')")
+    writer.close()
+    lines = [f"A run that writes two steps a second, {blocks} blocks of {BLOCK_S:.0f} s with the page open and as many without, in turns: the dashboard uses "
+             f"{100 * spent / (blocks * BLOCK_S):.1f} % of a core while the page is open.", "",
+             "| records of a step | without, ms | with the page, ms | ratio (95 % interval) |", "| --- | --: | --: | --: |"]  # fmt: skip
+    for what, found in (("wall", writer.seconds), ("CPU of the run's process", writer.cpu_s)):
+        off, on = statistics.median(found[False]), statistics.median(found[True])
+        low, high = interval(found[False], found[True])
+        lines.append(f"| {what} | {off * _MS:.2f} | {on * _MS:.2f} | {on / off:.3f} ({low:.3f} to {high:.3f}) |")
+    return lines
 
 
 def main() -> None:
     parser = shared_parser(__doc__ or "")
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long the run is followed")
+    parser.add_argument("--openings", type=int, default=9, help="openings of the run of 10,000 steps in Chromium")
+    parser.add_argument("--only-opening", action="store_true", help="a run of 10,000 steps is opened, and nothing else")
     options = parser.parse_args()
     lines = ["# The dashboard", "", machine(), "", (__doc__ or "").split("\n\n")[1], ""]
     lines += ["| run | answer | first, ms | CPU, ms | again, ms | KB |", "| --- | --- | --: | --: | --: | --: |"]
     with tempfile.TemporaryDirectory() as work, browser() as chromium:
         folder, log = Path(work) / "runs", Path(work) / "log"
-        for name, steps in (("steps-10000", 10_000), ("steps-100000", 100_000)):
+        for name, steps in (("steps-10000", 10_000), ("steps-100000", 100_000))[: 1 if options.only_opening else 2]:
             made = make_run(folder / name, steps)
             print(f"{name}: {(made / 'metrics.jsonl').stat().st_size / 1e6:.0f} MB of metrics", flush=True)
-            lines += opening(folder, log, name, steps, chromium)
+            lines += opening(folder, log, name, steps, options.openings if steps == 10_000 else 1, chromium)
             print(*lines[-7:], sep="\n", flush=True)
-        lines += ["", *following(folder, log, "steps-10000", 10_000, options.seconds, chromium)]
-    print(json.dumps(lines[-1]))
+        if not options.only_opening:
+            lines += ["", *following(folder, log, "steps-10000", 10_000, options.seconds, chromium)]
+    print(*lines[-6:], sep="\n")
     print(f"wrote {write_report('dashboard', chr(10).join(lines), options.out)}")
 
 

@@ -6,6 +6,7 @@ and a docker compose file with Grafana, Prometheus, Alertmanager, Jaeger and Lok
 examples:
   tandem up observability
   tandem up observability --folder /srv/tandem --webhook http://127.0.0.1:9000/alerts
+  tandem up observability --embedded              without Prometheus: one SQLite file, the same queries
   tandem up observability --emit                  only write the files
   tandem train sort --metrics.port=0              a run that names itself; also: tandem serve MODEL --targets-folder
 """
@@ -31,6 +32,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs-folder", default="runs", metavar="DIR", help="in which runs have their folders, whose logs Alloy sends to Loki (default: runs)")
     parser.add_argument("--log-folder", default=DEFAULT_LOGS, metavar="DIR", help=f"where servers and gateways write logs, for Alloy (default: {DEFAULT_LOGS})")
     parser.add_argument("--webhook", metavar="URL", help="gets the alerts from Alertmanager (default: they are only shown)")
+    parser.add_argument("--embedded", action="store_true", help="no Prometheus: the series are in FOLDER/metrics.sqlite, and the port answers its queries")
+    parser.add_argument("--database-size", type=float, default=256.0, metavar="MIB", help="of metrics.sqlite, with --embedded (default: 256)")
     parser.add_argument("--emit", action="store_true", help="only write the files")
 
 
@@ -52,8 +55,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     from tandem.runtime.exposition.targets import check_folder
 
+    if options.embedded:
+        from tandem.observability.embedded import run_embedded
+
+        return run_embedded(folder, check_folder(targets), options.port, options.interval, _days(options.retention), options.database_size, _say)
     if PROMETHEUS.path is None:
-        raise UserError(f"Prometheus is not on the PATH; {PROMETHEUS.how_to_install}, or write the files for another one with --emit")
+        raise UserError(f"Prometheus is not on the PATH; {PROMETHEUS.how_to_install}, keep the series without it with --embedded, or write the files for "
+                        "another one with --emit")  # fmt: skip
     check_folder(targets)
     port, alertmanager_port = _port(options.port, "--port"), _port(options.alertmanager_port, "--alertmanager-port")
     has_alertmanager = ALERTMANAGER.path is not None
@@ -89,6 +97,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--interval is {options.interval:g}; it must be between 1 and 3600 seconds")
     if not re.fullmatch(r"[1-9]\d{0,5}[hdwy]", options.retention):
         raise UserError(f"--retention is '{options.retention}'; write a number and h, d, w or y, for example 15d")
+    if not 1 <= options.database_size <= 1e6:
+        raise UserError(f"--database-size is {options.database_size:g}; it must be between 1 and 1000000 MiB")
     for name in ("port", "alertmanager_port"):
         value = getattr(options, name)
         if not 0 <= value < 2**16:
@@ -97,6 +107,10 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--port and --alertmanager-port are both {options.port}; give each its own")
     if options.webhook is not None and (urlsplit(options.webhook).scheme not in ("http", "https") or not urlsplit(options.webhook).netloc):
         raise UserError(f"--webhook is '{options.webhook}'; write http://HOST:PORT/PATH or https://")
+
+
+def _days(retention: str) -> float:
+    return int(retention[:-1]) * {"h": 1 / 24, "d": 1.0, "w": 7.0, "y": 365.0}[retention[-1]]
 
 
 def _port(given: int, option: str) -> int:

@@ -1,13 +1,11 @@
 """The metrics of a run as columns of numbers, read from ``metrics.jsonl`` as it grows: 100,000 rows fit in memory, and any part of a curve is thinned at once.
 
-Rows are split by one pattern of all keys in their order, and a column is made numbers when it is asked for: ten thousand rows are ready in a third of the
-time of a JSON parser. A row that the pattern does not match is parsed as JSON, and its new keys are added to the pattern.
+A column is made numbers when it is asked for. A row that no pattern of ``RowPatterns`` matches is parsed as JSON, and its new keys are added to the patterns.
 """
 
 import json
 import math
 import os
-import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -15,14 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.report.row_patterns import RowPatterns, Shape
+
 Axis = Literal["step", "time"]
 BLOCK = 16
 """Rows whose ranges are kept, so that a curve of many rows is thinned without reading each."""
 STEP_SECONDS = "timing_s/step"
 _MOST_PENDING = 20_000
 """Rows of which a column holds the text."""
-_NAN, _NO_VALUE = math.nan, b"nan"
-_STEP = re.compile(rb"-?\d{1,18}")
+_NAN = math.nan
 
 
 @dataclass(slots=True)
@@ -91,7 +90,7 @@ class Columns:
         self.seconds: array[float] = array("d")
         self.problem = ""
         self._columns: dict[str, _Column] = {}
-        self._pattern: re.Pattern[bytes] | None = None
+        self._patterns: RowPatterns | None = None
         self._offset, self._lines, self._inode = 0, 0, -1
 
     def __len__(self) -> int:
@@ -126,21 +125,25 @@ class Columns:
 
     def _add(self, lines: Sequence[bytes]) -> None:
         batch: list[tuple[bytes, ...]] = []
+        batch_of: Shape | None = None
         for line in lines:
             self._lines += 1
-            found = self._pattern.fullmatch(line) if self._pattern is not None else None
-            if found is not None and found["step"] is not None and _STEP.fullmatch(found["step"]):
-                batch.append(found.groups(_NO_VALUE))
+            shape, texts = (None, None) if self._patterns is None else self._patterns.split(line)
+            if shape is not batch_of or texts is None:
+                self._flush(batch, batch_of)
+                batch_of = shape
+            if texts is not None:
+                batch.append(texts)
             else:
-                self._flush(batch)
                 self._parse(line)
-        self._flush(batch)
+        self._flush(batch, batch_of)
 
-    def _flush(self, batch: list[tuple[bytes, ...]]) -> None:
-        """Adds rows that the pattern has matched."""
-        if not batch:
+    def _flush(self, batch: list[tuple[bytes, ...]], shape: Shape | None) -> None:
+        """Adds rows that were split, all of one shape."""
+        if not batch or self._patterns is None:
             return
-        for (key, column), texts in zip(self._columns.items(), zip(*batch, strict=True), strict=True):
+        parts = self._patterns.of_all(shape, batch)
+        for (key, column), texts in zip(self._columns.items(), parts, strict=True):
             column.pending.extend(texts)
             if key == "step":
                 self.steps.extend(map(int, texts))
@@ -184,8 +187,7 @@ class Columns:
                 self._columns[key] = _Column(array("d", [_NAN]) * rows, has_gaps=rows > 0)
                 order.insert(order.index(keys[place - 1]) + 1 if place else 0, key)
         self._columns = {key: self._columns[key] for key in order}
-        parts = (re.escape(json.dumps(key)).encode() + (b": (?P<step>" if key == "step" else b": (") + rb"[^,}\[{]+)(?:, |(?=\}))" for key in order)
-        self._pattern = re.compile(rb"\{" + b"".join(b"(?:" + part + b")?" for part in parts) + rb"\}")
+        self._patterns = RowPatterns(order)
 
     # -- values --------------------------------------------------------------------------------------------------------
 

@@ -207,6 +207,7 @@ def command_lines(model: str, data: str) -> dict[str, tuple[str, ...]]:
         "gateway": ("gateway", "--backends", "http://127.0.0.1:9", "--port", "-1"),
         "keys create": ("keys", "create", "--file", "keys.json", "--tenant", "a"),
         "keys list": ("keys", "list", "--file", "keys.json"),
+        "up": ("up", "observability", "--emit"),
         "weights check": ("weights", "check", "--inline", "--threads", "1", "--model", model),
     }
 

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from tandem.jobs.start import resume, train
+from tandem.metrics_database.promql.syntax import NAME, Matcher
+from tandem.metrics_database.store import FILE, MetricsReader
 from tandem.runtime.callback import Callback
+from tandem.runtime.exposition.names import metric_name
 from tandem.runtime.records.metrics import read_rows
 from tandem.types import RunError
 
@@ -56,3 +59,7 @@ def test_a_run_answers_while_it_trains_and_a_resume_may_begin_to(tmp_path: Path)
         assert f"\n{line}\n" in asked.said[-1]
     assert '\ntandem_events_total{job="sft",kind="resume",run="r"} 1.0\n' in asked.said[-1]
     assert not list(targets.iterdir()) and not list((tmp_path / "r").glob("*-wal")), "nothing stays behind"
+    newest = {dict(series.labels)[NAME]: series.values[-1] for series in MetricsReader(tmp_path / "r" / FILE).read([Matcher("run", "=", "r")], 0, 2**60)}
+    numbers = {metric_name(key): float(value) for key, value in last.items() if isinstance(value, int | float)}
+    assert len(numbers) > 10 and {name: newest.get(name) for name in numbers} == numbers, "the database beside the journal ends with the last row"
+    assert newest["up"] == 1.0 and newest["tandem_steps_total"] == 2.0 and newest["tandem_process_resident_memory_bytes"] > 1e6

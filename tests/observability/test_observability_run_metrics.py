@@ -126,8 +126,8 @@ def test_a_port_or_a_folder_that_cannot_be_used_is_refused_before_the_run_has_a_
 
 
 def test_every_series_of_a_run_that_has_a_name_of_its_own_is_in_the_document() -> None:
-    source = (ROOT / "tandem" / "jobs" / "exposed" / "run_metrics.py").read_text()
-    names = set(re.findall(r'"(tandem_[a-z_]+)"', source))
+    exposed = ROOT / "tandem" / "jobs" / "exposed"
+    names = set(re.findall(r'"(tandem_[a-z_]+)"', "".join(path.read_text() for path in exposed.glob("*.py"))))
     document = (ROOT / "docs" / "observability.md").read_text()
     assert len(names) > 15 and [name for name in sorted(names) if name not in document] == []
 

@@ -334,3 +334,54 @@ def test_a_killed_holder_leaves_the_lock_free(tmp_path):
     """
     assert run_python(code, tmp_path).returncode == -signal.SIGKILL
     RunLock(tmp_path).release()
+
+
+def written_run(folder: Path) -> Path:
+    with Journal(folder / "journal.sqlite") as journal:
+        journal.commit_samples(0, [sample(0, 0)])
+        journal.commit_scores(0, [score(0, 0)])
+    return folder / "journal.sqlite"
+
+
+@pytest.mark.parametrize("brief", [False, True], ids=["whole", "brief"])
+def test_a_reader_leaves_the_folder_as_it_was(tmp_path, brief):
+    path = written_run(tmp_path)
+    listed = lambda: sorted((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in tmp_path.iterdir())
+    before = listed()
+    with Journal(path, read_only=True, brief=brief) as journal:
+        assert journal.samples(0) == [sample(0, 0)]
+        assert listed() == before, "also while it reads"
+    assert listed() == before
+
+
+def test_a_file_that_ends_while_others_read_it_has_no_log_beside_it(tmp_path):
+    """Of SQLite's connections the last one merges the log, and a reader cannot: the writer comes back for it."""
+    path, code = tmp_path / "journal.sqlite", """
+        import sys, time
+        from pathlib import Path
+        from tandem.runtime.records.journal import Journal
+        with Journal(Path(sys.argv[1]), read_only=True) as journal:
+            assert journal.samples(0) is not None
+            print("reading", flush=True)
+            sys.stdin.readline()
+            time.sleep(0.3)
+        """  # fmt: skip
+    journal = Journal(path)
+    journal.commit_samples(0, [sample(0, 0)])
+    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout.readline() == "reading\n"
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+        journal.close()
+        assert reader.wait(timeout=30) == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["journal.sqlite", "journal.sqlite.head"]
+    with Journal(path, read_only=True) as again:
+        assert again.samples(0) == [sample(0, 0)]
+
+
+def test_a_reader_of_a_run_that_lives_sees_what_is_in_its_log(tmp_path):
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        journal.commit_samples(0, [sample(0, 0)])
+        with Journal(journal.path, read_only=True) as reader:
+            assert reader.samples(0) == [sample(0, 0)]

@@ -49,7 +49,7 @@ function smoothed(values, weight) {
 export class Board {
   /** `runs`: the names of the runs whose curves are drawn in the same charts. */
   constructor(runs, page, signal) {
-    Object.assign(this, { runs, page, signal, axis: "step", range: null, smoothing: 0, charts: [], marks: [], waiting: false, whole: [0, 1] });
+    Object.assign(this, { runs, page, signal, axis: "step", range: null, smoothing: 0, charts: [], marks: [], waiting: false, isThinned: false, whole: [0, 1] });
     this.seen = new IntersectionObserver((entries) => {
       for (const entry of entries) {
         const chart = this.charts.find((each) => each.figure === entry.target);
@@ -128,6 +128,7 @@ export class Board {
           chart.answers = answers;
           chart.draw();
         }
+        this.isThinned = answers.some((each) => each.rows_each > 1);
         this.page.worked();
         this.again = this.again || this.charts.some((chart) => chart.isVisible && chart.isStale);
       } while (this.again);

@@ -42,7 +42,14 @@ export function curvesPart({ page, name, run, place, signal }) {
 
   draw(run);
   place.replaceChildren(headline, figures, boardTools(board), curves, examples(run));
-  return { overview: draw, changed: () => board.refresh() };
+  // A row more hardly changes a curve whose points are many rows: it is drawn again as rarely as what stands above it.
+  return {
+    overview(now) {
+      draw(now);
+      if (board.isThinned) board.refresh();
+    },
+    changed() { if (!board.isThinned) board.refresh(); },
+  };
 }
 
 function examples(run) {

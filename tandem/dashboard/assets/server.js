@@ -53,8 +53,23 @@ async function get(name, parameters, signal) {
   throw new ServerError(String(message), response.status);
 }
 
+/** The answer that was asked for before the page was loaded, by its address. */
+const early = new Map();
+
+/** Asks for `name` now; the first `ask` for the same takes the answer. */
+export function askEarly(name, parameters) {
+  const answer = get(name, parameters);
+  // Whoever takes it learns what went wrong.
+  answer.catch(() => {});
+  early.set(name + query(parameters), answer);
+}
+
 /** Returns what the dashboard says of `name`. Throws `ServerError`. */
-export const ask = async (name, parameters = {}, signal = undefined) => (await get(name, parameters, signal)).json();
+export async function ask(name, parameters = {}, signal = undefined) {
+  const begun = early.get(name + query(parameters));
+  early.clear();
+  return (await (begun ?? get(name, parameters, signal))).json();
+}
 
 /**
  * Calls `changed` with what is new of `runs` (none: of the list), until `signal`. A connection that broke is made again, and `changed` is called, as something

@@ -1,22 +1,28 @@
-"""Answers ``/metrics`` for a run while it runs, and names it in the targets folder."""
+"""Answers ``/metrics`` for a run while it runs, names it in the targets folder, and keeps its series in a database next to the journal."""
 
 import contextlib
 import importlib.util
 import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from subprocess import PIPE
 from typing import TYPE_CHECKING
 
 from tandem.config.metrics import MetricsConfig
 from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.metrics_database.store import FILE
 from tandem.runtime.exposition.http_server import MetricsServer
 from tandem.runtime.exposition.targets import announced, check_folder
+from tandem.runtime.process.processes import Threads, spawn, terminate, wait
 from tandem.runtime.rpc.listener import listen
 from tandem.types import UserError
 
 if TYPE_CHECKING:
     from tandem.jobs.callbacks import Callbacks
+
+
+_LAST_SCRAPE_S = 15.0
 
 
 def check_metrics(config: MetricsConfig | None) -> None:
@@ -62,4 +68,24 @@ def exposed(recipe: AnyRecipe, directory: Path, listener: socket.socket | None, 
             callbacks.tell("message", f"warning: anyone who reaches {server.address[0]} may read the metrics of this run; leave out metrics.host")
         host = f"[{server.address[0]}]" if ":" in str(server.address[0]) else server.address[0]
         callbacks.tell("message", f"metrics at http://{host}:{server.address[1]}/metrics")
+        if config.database:
+            stack.enter_context(_kept(config, directory, f"http://{host}:{server.address[1]}/metrics", {"job": job, "run": run}))
         yield
+
+
+@contextlib.contextmanager
+def _kept(config: MetricsConfig, directory: Path, url: str, labels: Mapping[str, str]) -> Iterator[None]:
+    """Runs the process that scrapes ``url`` into the database of the run in ``directory``. The run does not wait for it, and goes on if it ends."""
+    options = [f"--interval={config.interval_s}", f"--retention-s={config.retention_days * 86400}", f"--most-bytes={round(config.database_mib * 2**20)}"]
+    given = [str(directory / FILE), f"--url={url}", *(f"--label={name}={value}" for name, value in labels.items()), *options]
+    logs = directory / "logs"
+    logs.mkdir(exist_ok=True)
+    process = spawn("tandem.metrics_database.collect", given, threads=Threads(1), new_session=True, stdin=PIPE, output=logs / "metrics_database.log")
+    try:
+        yield
+    finally:
+        # It scrapes once more, the last step of the run, and ends.
+        assert process.stdin is not None
+        process.stdin.close()
+        wait(process, _LAST_SCRAPE_S)
+        terminate(process)

@@ -1,4 +1,4 @@
-"""The metrics of a run for Prometheus, from its events (``Callback``): newest row, phases, steps, faults, ranks and disk."""
+"""The metrics of a run for Prometheus, from its events (``Callback``): newest row, phases, steps, faults, ranks, disk and hardware."""
 
 import math
 import shutil
@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 import tandem
+from tandem.jobs.exposed.hardware import Hardware
 from tandem.jobs.exposed.rank_states import newest_ranks
 from tandem.jobs.run_files import SFT_FOLDER
 from tandem.runtime.callback import Callback
@@ -57,6 +58,7 @@ class RunMetrics(Callback, Collector):
         self._sign_of_life = time.monotonic()
         self._is_late = False
         self._health: Sequence[Sequence[Any]] = ()
+        self._hardware = Hardware({"run": run, "job": job})
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -117,6 +119,7 @@ class RunMetrics(Callback, Collector):
         yield from own
         yield from self._of_health(readings)
         yield from SentSpans({"run": self._run, "job": self._job}).collect()
+        yield from self._hardware.collect()
         if directory is None or journal is None:
             yield from self._newest(row)
             return

@@ -22,7 +22,7 @@ from typing import Any
 
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.records.chained_tables import CHAIN_SCHEMA, ChainedTables, DamagedRow, Table
-from tandem.runtime.records.sqlite_file import connect, errors
+from tandem.runtime.records.sqlite_file import close_last, connect, errors
 from tandem.types.errors import RunError
 from tandem.types.replay_buffer import ReplayBuffer
 from tandem.types.round import Round
@@ -115,6 +115,7 @@ class Journal:
     ) -> None:
         self.path = path
         self._fault_point = fault_point
+        self._read_only = read_only
         self._lock = threading.RLock()
         self._connection = connect(path, "the run's journal", _VERSION, _SCHEMA, read_only=read_only, durable=False, busy_s=busy_s, brief=brief)
         self._tables = ChainedTables(self._connection, path, _TABLES, read_only=read_only)
@@ -123,7 +124,10 @@ class Journal:
     def close(self) -> None:
         with self._lock:
             self._tables.close()
-            self._connection.close()
+            if self._read_only:
+                self._connection.close()
+            else:
+                close_last(self._connection, self.path)
 
     def __enter__(self) -> "Journal":
         return self

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from tandem.types.errors import RunError
 
+_MERGE_S = 2.0
+"""How long the last writer of a file waits for readers, each of which has it open for milliseconds."""
+
 
 def connect(
     path: Path, what: str, version: int, schema: str, *, read_only: bool = False, durable: bool = True, busy_s: float = 10.0,
@@ -19,8 +22,9 @@ def connect(
     Args:
         what: the file's name in errors.
         version: the number of its layout, kept in ``user_version``.
-        brief: for a few reads at once, of a file of any size: a damaged page is found when it is read, not before, and where nobody has the file open no
-            other file appears beside it. What others write later may not be seen.
+        read_only: nothing is written, also not beside the file: where nobody has it open, it is read as it is (``immutable``), and what others write later
+            may not be seen.
+        brief: for a few reads at once, of a file of any size: a damaged page is found when it is read, not before.
         durable: flush every commit to the disk; without it a power failure may lose the newest commits, a ``kill -9`` none.
 
     Raises:
@@ -31,18 +35,35 @@ def connect(
     if not path.parent.is_dir():
         raise RunError(f"{what}: the folder {path.parent} does not exist")
     with errors(path, what):
-        is_idle = read_only and brief and not path.with_name(f"{path.name}-wal").exists()
-        target = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}{'&immutable=1' if is_idle else ''}"
-        connection = sqlite3.connect(target, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False)
-        try:
-            _prepare(connection, path, what, version, schema, read_only, durable, busy_s, brief)
-            if read_only and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
-                connection.close()
-                connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-                connection.executescript(schema)
-        except BaseException:
+        options = (path, what, version, schema, read_only, durable, busy_s, brief)
+        if read_only and not _log_of(path).exists():
+            try:
+                return _opened(*options, is_immutable=True)
+            except (RunError, sqlite3.Error):
+                # A process that opened it in the meantime changes pages under an immutable reader.
+                if not _log_of(path).exists():
+                    raise
+        return _opened(*options, is_immutable=False)
+
+
+def _log_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+def _opened(
+    path: Path, what: str, version: int, schema: str, read_only: bool, durable: bool, busy_s: float, brief: bool, *, is_immutable: bool
+) -> sqlite3.Connection:
+    target = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}{'&immutable=1' if is_immutable else ''}"
+    connection = sqlite3.connect(target, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(connection, path, what, version, schema, read_only, durable, busy_s, brief)
+        if read_only and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
             connection.close()
-            raise
+            connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            connection.executescript(schema)
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
@@ -81,6 +102,20 @@ def _use_write_ahead_log(connection: sqlite3.Connection, busy_s: float) -> None:
             if "locked" not in str(error) or time.monotonic() >= end:
                 raise
             time.sleep(0.01)
+
+
+def close_last(connection: sqlite3.Connection, path: Path) -> None:
+    """Closes the connection of the process that writes ``path`` and merges the write-ahead log, so that the file is whole by itself. SQLite leaves that to the
+    connection that is closed last, and a reader, which may be that one, cannot: while one is in between, the log is merged a moment later."""
+    connection.close()
+    ends = time.monotonic() + _MERGE_S
+    while _log_of(path).exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+        try:
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=_MERGE_S)) as again:
+                again.execute("PRAGMA user_version").fetchone()
+        except sqlite3.Error:
+            return
 
 
 @contextmanager

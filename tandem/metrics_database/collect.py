@@ -1,0 +1,71 @@
+"""The one process that keeps the metrics of others in a database: scrapes, writes, thins, until its standard input ends.
+
+    python -m tandem.metrics_database.collect DATABASE --url http://127.0.0.1:9000/metrics --label run=sort --label job=grpo --interval 15
+"""
+
+import argparse
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tandem.metrics_database.scrape import Scraper, Target
+from tandem.metrics_database.store import MetricsWriter, Retention
+from tandem.types import RunError
+
+THIN_EVERY_S = 300.0
+
+
+def collect(path: Path, targets: Callable[[], Sequence[Target]], interval_s: float, retention: Retention, stop: threading.Event) -> None:
+    """Scrapes ``targets`` each ``interval_s`` into the database ``path`` until ``stop``, and once more then. Raises ``RunError`` where it cannot be written."""
+    writer, scraper = MetricsWriter(path, retention), Scraper(timeout_s=min(interval_s, 10.0))
+    thinned, due = -THIN_EVERY_S, time.monotonic()
+    try:
+        while True:
+            is_last = stop.is_set()
+            now = list(targets())
+            writer.append(scraper.leave(now))
+            for target in now:
+                writer.append(scraper.scrape(target))
+            if time.monotonic() - thinned >= THIN_EVERY_S:
+                writer.thin()
+                thinned = time.monotonic()
+            if is_last:
+                return
+            due = max(due + interval_s, time.monotonic())
+            stop.wait(due - time.monotonic())
+    finally:
+        writer.close()
+
+
+def _wait_end_of_input(stop: threading.Event) -> None:
+    """Sets ``stop`` when the process that started this one closes its input, or ends."""
+    while os.read(0, 4096):
+        pass
+    stop.set()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("database", type=Path)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--label", action="append", default=[])
+    parser.add_argument("--interval", type=float, required=True)
+    parser.add_argument("--retention-s", type=float, required=True)
+    parser.add_argument("--most-bytes", type=int, required=True)
+    given = parser.parse_args()
+    stop = threading.Event()
+    threading.Thread(target=_wait_end_of_input, args=(stop,), daemon=True).start()
+    address = given.url.removeprefix("http://").partition("/")[0]
+    target = Target.of(address, dict(each.split("=", 1) for each in given.label))
+    retention = Retention(whole_s=given.retention_s, most_bytes=given.most_bytes)
+    try:
+        collect(given.database, lambda: [target], given.interval, retention, stop)
+    except RunError as error:
+        sys.exit(f"the metrics database ends here, the run goes on: {error}")
+
+
+if __name__ == "__main__":
+    main()
