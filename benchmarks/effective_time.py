@@ -18,7 +18,7 @@ from options import parser
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.watchdog import WatchdogConfig
 from tandem.estimate.effective_time import EffectiveTime, Recovery, SimulatedRun, Tier, best_interval_s, effective_time
-from tandem.estimate.failures import DAY_S, LLAMA3, LLAMA3_GPUS, RSC1, RSC2
+from tandem.estimate.failures import DAY_S, LLAMA3, LLAMA3_GPUS
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 
@@ -136,7 +136,6 @@ def sweep(base: SimulatedRun, weeks: int) -> str:
         row("failures, as a multiple, with spare nodes in proportion", {str(factor): failing(factor) for factor in (0.5, 1, 2, 4, 8)}),
         row("GPUs, with spare nodes in proportion", {f"{gpus:,}": replace(base, gpus=gpus, spares=gpus // 512) for gpus in GPUS}),
         row("spare nodes", {str(spares): replace(base, spares=spares) for spares in (0, 2, 4, 8, 16, 32)}),
-        row("rates of another cluster", {"RSC-1": replace(base, rates=RSC1), "RSC-2": replace(base, rates=RSC2)}),
     ]  # fmt: skip
     return "\n".join(["| what | effective training time |", "| --- | --- |", *lines])
 

@@ -62,11 +62,3 @@ LLAMA3 = FailureRates(
     }),
 )  # fmt: skip
 """The counts are those of the table; the kinds are an assumption: a network fault leaves the others waiting in a collective, all hardware takes its node."""
-
-RSC1 = FailureRates(
-    "Revisiting Reliability in Large-Scale Machine Learning Research Clusters, arXiv 2410.21680: 6.50 failures per 1,000 node-days of RSC-1 (8 A100 a node)",
-    8_000.0, (Cause("node failure", 6.50, "node"),),
-)  # fmt: skip
-RSC2 = FailureRates(
-    "the same, RSC-2: 2.34 failures per 1,000 node-days", 8_000.0, (Cause("node failure", 2.34, "node"),)
-)  # fmt: skip

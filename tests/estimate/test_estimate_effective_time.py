@@ -10,7 +10,7 @@ from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.watchdog import WatchdogConfig
 from tandem.estimate import effective_time as model
 from tandem.estimate.effective_time import EffectiveTime, Recovery, SimulatedRun, Tier, best_interval_s, effective_time, expected_share
-from tandem.estimate.failures import DAY_S, LLAMA3, RSC1, RSC2, Cause, FailureRates, Kind
+from tandem.estimate.failures import DAY_S, LLAMA3, Cause, FailureRates, Kind
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 
@@ -112,9 +112,6 @@ def test_failures_in_a_row_wait_as_the_backoff_says_and_a_lack_of_spares_as_long
 def test_rates_are_those_that_are_published() -> None:
     assert sum(cause.count for cause in LLAMA3.causes) == 419
     assert LLAMA3.between_failures_s(16_384) / HOUR_S == pytest.approx(54 * 24 / 419)
-    # The paper of the RSC clusters projects 1.8 hours for 16,384 GPUs from the rate of RSC-1.
-    assert RSC1.between_failures_s(16_384) / HOUR_S == pytest.approx(1.8, abs=0.05)
-    assert RSC2.between_failures_s(16_384) > 2 * RSC1.between_failures_s(16_384)
 
 
 def test_moments_of_failures_have_the_published_mean() -> None:
