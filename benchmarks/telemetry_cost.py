@@ -3,7 +3,9 @@
     python benchmarks/telemetry_cost.py [--steps 120] [--requests 600]
 
 Steps: one run of each of two jobs, in which blocks of ``BLOCK`` steps with all of it and without take turns, as in ``metrics_cost.py``; with it,
-``/metrics`` is scraped four times a second and every step is a trace that a collector in another process receives.
+``/metrics`` is scraped four times a second and every step is a trace that a collector in another process receives. Beside the time of each step there is the
+processor time of all processes of the run in each block, which other work on the machine hardly changes. What the process of ``metrics.sqlite`` takes for a
+scrape is counted by itself, as it scrapes each 15 s and not by blocks.
 
 Requests: two systems of a gateway and a server of a tiny model, one with all of it, one without, which are asked in turns; and the processor time of two
 gateways before a backend that computes nothing, where a request has least to hide behind.
@@ -12,6 +14,7 @@ gateways before a backend that computes nothing, where a request has least to hi
 import contextlib
 import http.client
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -29,8 +32,12 @@ from options import parser as shared_parser
 
 from tandem.config.recipe import load_config
 from tandem.jobs.data_run import data_run
+from tandem.jobs.exposed.run_metrics import RunMetrics
 from tandem.jobs.rl_run import rl_run
 from tandem.jobs.start import train
+from tandem.metrics_database.scrape import Target, samples_of
+from tandem.metrics_database.store import MetricsWriter, Retention
+from tandem.runtime.machine.usage import processes_below
 from tandem.runtime.traces.context import new_trace
 from tandem.runtime.traces.otlp import readable
 from tandem.runtime.traces.spans import MOST_SPANS, SPANS, begin_first, from_json, span, to_json
@@ -52,8 +59,27 @@ with HttpReceiver() as receiver:
 class TracedTurns(Turns):
     """Also records steps as traces in the blocks in which the run is scraped."""
 
+    def __init__(self, flag: Path) -> None:
+        super().__init__(flag)
+        self.processor_s: dict[bool, list[float]] = {False: [], True: []}
+        self._before = 0.0
+
     def is_on(self) -> bool:
         return self.flag.exists()
+
+    def row(self, row: Mapping[str, float | int | str]) -> None:
+        step, was_on = int(row["step"]), self.is_on()
+        if (step + 1) % BLOCK == 0:
+            now = self._used()
+            if step + 1 > UNCOUNTED:
+                self.processor_s[was_on].append((now - self._before) / BLOCK)
+            self._before = now
+        super().row(row)
+
+    def _used(self) -> float:
+        """Returns the processor seconds of the run's processes; the scraper stands for Prometheus and is none of them."""
+        scraper = self._scraper.pid if self._scraper is not None else -1
+        return sum(each.cpu_s for each in processes_below(os.getpid()) if each.pid != scraper)
 
     @contextlib.contextmanager
     def switching(self) -> Iterator[None]:
@@ -89,12 +115,27 @@ def started(command: list[str], ready: str, **options: Any) -> Iterator[tuple["s
 
 def steps(name: str, recipe: str, settings: list[str], work: Path, endpoint: str) -> str:
     turns = TracedTurns(work / f"{recipe}.flag")
-    on = ["metrics.targets_folder=", f"traces.endpoint={endpoint}"]
+    on = ["metrics.targets_folder=", "metrics.database=false", f"traces.endpoint={endpoint}"]
     config = load_config(ROOT / "recipes" / f"{recipe}.yaml", [*settings, f"run.directory={work}", f"run.name={recipe}", *on])
     with turns.switching():
         train(config, callbacks=[turns], progress=False)
     turns.end()
-    return row(name, turns.seconds[False], turns.seconds[True], 1000, "ms")
+    wall = row(name, turns.seconds[False], turns.seconds[True], 1000, "ms")
+    return wall + "\n" + row(f"processor time of {name}, all processes", turns.processor_s[False], turns.processor_s[True], 1000, "ms")
+
+
+def database_ms(work: Path) -> float:
+    """Returns the milliseconds of the processor that one scrape of a run takes to be read and written to a ``metrics.sqlite``."""
+    metrics = RunMetrics("r", "grpo", True)
+    metrics.row({f"key/{number}": 0.1 * number for number in range(80)})
+    text, labels, count = metrics.text().decode(), Target.of("h:1", {"job": "grpo", "run": "r"}).labels, 50
+    writer = MetricsWriter(work / "metrics.sqlite", Retention())
+    began = time.process_time()
+    for number in range(count):
+        writer.append((series, 1000 * number, value) for series, value in samples_of(text, labels).items())
+    used = time.process_time() - began
+    writer.close()
+    return 1000 * used / count
 
 
 def span_us() -> tuple[float, float, float]:
@@ -234,10 +275,11 @@ def main() -> None:
         rl = [*NO_PAUSE, *tuning, *model, f"run.max_steps={options.steps}"]
         lines.append(steps("a step of reinforcement learning in a pod", "sort", rl, work, endpoint))
         recorded, crossed, encoded = span_us()
+        written = database_ms(work)
         lines.append(requests(work / "sft_sort" / "model", options.requests, work, endpoint))
         lines.append(gateways(max(4, options.requests // 30), work, endpoint))
     said = f"{recorded:.1f} us to be recorded, {crossed:.1f} us to cross a frame, {encoded:.1f} us to be encoded for the collector"
-    lines += ["", f"Processor time of a span: {said}."]
+    lines += ["", f"Processor time of a span: {said}. A scrape of a run, each 15 s, into its metrics.sqlite: {written:.1f} ms."]
     print(write_report("telemetry-cost", "\n".join(lines), options.out))
 
 

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from tandem.dashboard.curves import curves
 from tandem.dashboard.guard import Guard, error_response
+from tandem.dashboard.hardware import hardware, hardware_curves
 from tandem.dashboard.logs import log_files, log_part
 from tandem.dashboard.overview import comparison, overview
 from tandem.dashboard.phase_answers import phase_detail, phase_window, trace_window
@@ -28,6 +29,8 @@ from tandem.types import RunError, UserError
 SHARED = ("dom.js", "events.js", "page.css", "icon.svg")
 """Files of the gateway's pages that these pages use too."""
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
+MOST_LINES = 500
+"""Of the charts of hardware in one request: those of several ranks and workers in two charts."""
 Answer = Callable[[Runs, Request], Any]
 
 
@@ -109,6 +112,15 @@ def _curves(runs: Runs, request: Request) -> Any:
     return curves(run, keys, number(request, "from"), number(request, "to"), integer(request, "points") or 1000, axis(request))
 
 
+def _hardware(runs: Runs, request: Request) -> Any:
+    return hardware(runs.open(text(request, "run")))
+
+
+def _hardware_curves(runs: Runs, request: Request) -> Any:
+    keys = request.query_params.getlist("key")[:MOST_LINES]
+    return hardware_curves(runs.open(text(request, "run")), keys, number(request, "from"), number(request, "to"), integer(request, "points") or 200)
+
+
 def _compare(runs: Runs, request: Request) -> Any:
     names = list(dict.fromkeys(request.query_params.getlist("run")))
     if not 2 <= len(names) <= MOST_RUNS:
@@ -157,5 +169,5 @@ def _log(runs: Runs, request: Request) -> Any:
 
 ANSWERS: dict[str, Answer] = {
     "runs": _runs, "run": _run, "curves": _curves, "compare": _compare, "phases": _phases, "phase": _phase, "trace": _trace, "samples": _samples,
-    "search": _search, "sample": _sample, "logs": _logs, "log": _log,
+    "hardware": _hardware, "hardware_curves": _hardware_curves, "search": _search, "sample": _sample, "logs": _logs, "log": _log,
 }  # fmt: skip

@@ -12,16 +12,18 @@ from tandem.report.compare import differing
 from tandem.report.run_facts import RunFacts
 from tandem.report.series import Chart
 from tandem.report.tables import ALERTS, alert_lines, marks, shown_values, without_secrets
+from tandem.runtime.records.replays import read_replays
 from tandem.runtime.records.run_lock import lock_holder
 from tandem.runtime.records.tracing import traced_steps
 from tandem.types import RunError
 
 PHASE_SECONDS = "timing_s/"
 MOST_EVENTS = 2000
+MOST_REPLAYS = 50
 _STEP_SECONDS = "timing_s/step"
 _NOTHING: Mapping[str, Any] = {
     "status": ["not known", "quiet"], "headline": "", "alerts": [], "cards": [], "memory": [], "marks": [], "events": [], "commands": [], "recipe": None,
-    "machine": {}, "examples": [], "samples": None,
+    "machine": {}, "replays": [], "examples": [], "samples": None,
 }  # fmt: skip
 """Of a run whose journal cannot be read."""
 
@@ -42,7 +44,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
     machine, last_samples = _machine(run)
     return {
         **shown, "status": list(status(facts)), "headline": facts.headline, "alerts": alert_lines(facts), "marks": marks(facts),
-        "commands": list(facts.commands), "events": events(facts), "recipe": _recipe(facts), "machine": machine,
+        "commands": list(facts.commands), "events": events(facts), "recipe": _recipe(facts), "machine": machine, "replays": replays(run),
         "examples": _examples(facts), "samples": last_samples,
     }  # fmt: skip
 
@@ -93,6 +95,22 @@ def events(facts: RunFacts) -> list[dict[str, Any]]:
         {"time_s": event.get("time_s"), "kind": event["kind"], "detail": without_secrets("", event["detail"]), "bad": event["kind"] in ALERTS}
         for event in reversed(facts.events[-MOST_EVENTS:])
     ]
+
+
+def replays(run: OpenRun) -> list[dict[str, Any]]:
+    """Returns what the newest replays of the run's steps found, the newest first."""
+    return [
+        {
+            "time_s": each.get("time_s"), "step": each["step"], "version": str(each.get("version", "")),
+            "parts": [_part(part) for part in each["parts"] if isinstance(part, dict)],
+        }
+        for each in read_replays(run.directory, MOST_REPLAYS)
+    ]
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    lines = [str(line)[:1000] for line in part.get("differences", ())]
+    return {"part": str(part.get("part")), "count": part.get("count"), "unequal": part.get("unequal"), "how": str(part.get("how")), "differences": lines}
 
 
 def _recipe(facts: RunFacts) -> dict[str, Any] | None:

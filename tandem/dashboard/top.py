@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from tandem.dashboard.hardware import newest_processes
 from tandem.dashboard.open_run import OpenRun, stamp_of
 from tandem.dashboard.overview import overview
 from tandem.dashboard.runs import Runs
@@ -19,7 +20,7 @@ from tandem.types import RunError, UserError
 
 EVERY_S = 1.0
 CURVE_POINTS = 40
-MOST_CURVES, MOST_EVENTS = 10, 5
+MOST_CURVES, MOST_EVENTS, MOST_PROCESSES = 10, 5, 12
 _BARS = "▁▂▃▄▅▆▇█"
 _MIB = 2**20
 
@@ -65,6 +66,9 @@ def picture(run: OpenRun, width: int) -> Group:
         parts.append(doing)
     if known["memory"]:
         parts.append(_memory(known["memory"]))
+    using = newest_processes(run)
+    if using:
+        parts.append(_processes(using))
     if known["events"]:
         events = Group(*map(_event, known["events"][:MOST_EVENTS]))
         parts.append(Panel(events, title="faults and recoveries, the newest first", title_align="left", border_style="dim"))
@@ -136,6 +140,15 @@ def _memory(memory: Sequence[dict[str, Any]]) -> Table:
     for each in memory:
         ratio = f"{each['measured'] / each['predicted']:.2f}" if each["measured"] and each["predicted"] else "-"
         table.add_row(plain(each["phase"].replace("_", " ")), shown(each["predicted"]), shown(each["measured"]), ratio)
+    return table
+
+
+def _processes(using: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name, side in (("process", "left"), ("cores", "right"), ("resident MiB", "right")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for each in using[:MOST_PROCESSES]:
+        table.add_row(plain(each["name"]), "-" if each["cores"] is None else f"{each['cores']:.2f}", f"{each['bytes'] / _MIB:,.0f}")
     return table
 
 

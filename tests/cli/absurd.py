@@ -219,7 +219,9 @@ def _keys_of(kind: type, inside: str, outer: Callable[[str], str], needed: Mappi
     hints = typing.get_type_hints(kind)
     required = [field.name for field in dataclasses.fields(kind) if field.default is field.default_factory is dataclasses.MISSING]
     for name, hint in hints.items():
-        others = "".join(f"{other}: {needed[other]}, " for other in required if other != name)
+        # A gateway without backends has servers of its own.
+        both = [*required, *(["backends"] if kind is GatewayConfig and name != "servers" else [])]
+        others = "".join(f"{other}: {needed[other]}, " for other in both if other != name)
 
         def placed(text: str, name: str = name, others: str = others) -> str:
             return outer(f"{{{others}{name}: {text}}}")

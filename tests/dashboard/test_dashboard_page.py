@@ -18,7 +18,7 @@ from recorded_runs import HOSTILE, make_run, row, write_rows, write_step
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_lock import RunLock
 
-PARTS = ("curves", "samples", "timeline", "memory", "events", "logs", "recipe")
+PARTS = ("curves", "samples", "timeline", "memory", "hardware", "events", "logs", "recipe")
 TEXT = HOSTILE.replace("\ud83d", "")
 
 

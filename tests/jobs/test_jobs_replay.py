@@ -48,7 +48,8 @@ def replay(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> tu
 
 
 def files_of(run: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name not in ("lock", "journal.sqlite-wal", "journal.sqlite-shm")}
+    changing = ("replays.jsonl", "lock", "journal.sqlite-wal", "journal.sqlite-shm")
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name not in changing}
 
 
 @pytest.fixture(scope="module")

@@ -47,9 +47,9 @@ function smoothed(values, weight) {
 }
 
 export class Board {
-  /** `runs`: the names of the runs whose curves are drawn in the same charts. */
-  constructor(runs, page, signal) {
-    Object.assign(this, { runs, page, signal, axis: "step", range: null, smoothing: 0, charts: [], marks: [], waiting: false, isThinned: false, whole: [0, 1] });
+  /** `runs`: the names of the runs whose curves are drawn in the same charts. `source`: the answer that has the curves. `axis`: "step" or "time". */
+  constructor(runs, page, signal, source = "curves", axis = "step") {
+    Object.assign(this, { runs, page, signal, source, axis, range: null, smoothing: 0, charts: [], marks: [], waiting: false, isThinned: false, whole: [0, 1] });
     this.seen = new IntersectionObserver((entries) => {
       for (const entry of entries) {
         const chart = this.charts.find((each) => each.figure === entry.target);
@@ -119,7 +119,7 @@ export class Board {
         if (!charts.length) break;
         const points = Math.max(200, Math.round(Math.max(...charts.map((chart) => chart.width)) * 1.5));
         const [from, to] = this.range ?? [null, null];
-        const answers = await Promise.all(this.runs.map((run) => ask("curves", { run, key: keys, from, to, points, axis: this.axis }, this.signal)));
+        const answers = await Promise.all(this.runs.map((run) => ask(this.source, { run, key: keys, from, to, points, axis: this.axis }, this.signal)));
         // The evaluation after the last step is drawn beside it.
         const evaluated = this.axis === "step" ? this.charts.flatMap((chart) => chart.definition.points.flatMap((each) => each.x)) : [];
         this.whole = [Math.min(...answers.map((each) => each.whole[0])), evaluated.reduce((most, x) => Math.max(most, x), Math.max(...answers.map((each) => each.whole[1])))];
@@ -365,9 +365,10 @@ export function boardTools(board) {
     low.value = range ? Math.round(range[0]) : "";
     high.value = range ? Math.round(range[1]) : "";
   };
-  const axis = make("select", { on: { change: (event) => board.set({ axis: event.target.value }) } },
+  // What is measured beside the steps is over time alone.
+  const axis = board.source !== "curves" ? null : make("select", { on: { change: (event) => board.set({ axis: event.target.value }) } },
     make("option", { value: "step" }, "steps"), make("option", { value: "time" }, "time"));
   const smoothing = make("input", { type: "range", min: 0, max: 0.98, step: 0.01, value: 0, on: { input: (event) => board.set({ smoothing: Number(event.target.value) }) } });
-  return make("div", { className: "toolbar" }, make("label", {}, "x axis ", axis), make("label", { className: "range" }, "range ", low, " – ", high), reset,
+  return make("div", { className: "toolbar" }, axis && make("label", {}, "x axis ", axis), make("label", { className: "range" }, "range ", low, " – ", high), reset,
     make("label", {}, "smoothing ", smoothing));
 }

@@ -5,6 +5,7 @@ import { ask, follow } from "./server.js";
 import { count, badge, liveBadge, runAddress } from "./words.js";
 import { curvesPart } from "./part_curves.js";
 import { eventsPart } from "./part_events.js";
+import { hardwarePart } from "./part_hardware.js";
 import { logsPart } from "./part_logs.js";
 import { memoryPart } from "./part_memory.js";
 import { recipePart } from "./part_recipe.js";
@@ -13,7 +14,7 @@ import { timelinePart } from "./part_timeline.js";
 
 const PARTS = {
   curves: ["Curves", curvesPart], samples: ["Samples", samplesPart], timeline: ["Timeline", timelinePart], memory: ["Memory and machine", memoryPart],
-  events: ["Faults and recoveries", eventsPart], logs: ["Logs", logsPart], recipe: ["Recipe and replay", recipePart],
+  hardware: ["Hardware", hardwarePart], events: ["Faults and recoveries", eventsPart], logs: ["Logs", logsPart], recipe: ["Recipe and replay", recipePart],
 };
 /** What a live run says above its curves is asked for again at most so often. */
 const OVERVIEW_MS = 4000;

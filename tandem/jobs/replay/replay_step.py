@@ -1,8 +1,12 @@
-"""Replays one recorded step of a run of any job and compares every number with its record. The run's files are only read."""
+"""Replays one recorded step of a run of any job and compares every number with its record. The run's files are only read; what
+was found is added to its ``replays.jsonl``."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import tandem
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe
 from tandem.jobs.replay.comparison import PARTS, Comparison, Part
@@ -10,8 +14,11 @@ from tandem.jobs.replay.replay_data import replay_data_step
 from tandem.jobs.replay.replay_rl import replay_rl_step
 from tandem.jobs.start import read_recipe
 from tandem.runtime.callback import Callback
+from tandem.runtime.records.replays import FILE, add_replay
 from tandem.runtime.records.tensor_digests import COMPLETE
 from tandem.types import UserError
+
+_MOST_DIFFERENCES = 20
 
 
 def replay(
@@ -31,7 +38,18 @@ def replay(
     comparisons = _replay(recipe, directory, step, parts, inline, callback or Callback(), say, record)
     if record is not None:
         (record / COMPLETE).touch()
+    why = add_replay(directory, _found(step, comparisons))
+    if why:
+        say(f"what was found is not added to '{directory / FILE}': {why}")
     return comparisons
+
+
+def _found(step: int, comparisons: Sequence[Comparison]) -> Mapping[str, Any]:
+    parts = [
+        {"part": each.part, "count": each.count, "unequal": len(each.differences), "how": each.how, "differences": list(each.differences[:_MOST_DIFFERENCES])}
+        for each in comparisons
+    ]
+    return {"time_s": time.time(), "step": step, "version": tandem.__version__, "parts": parts}
 
 
 def _replay(

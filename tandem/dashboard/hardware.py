@@ -1,0 +1,117 @@
+"""The hardware of a run over time, from the metrics database next to its journal: queries of PromQL, as curves of the page."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from tandem.dashboard.open_run import OpenRun
+from tandem.metrics_database.answers import Answers
+from tandem.metrics_database.promql.evaluate import Labels
+from tandem.metrics_database.store import FILE, MetricsReader
+from tandem.report.series import finite
+from tandem.types import RunError
+
+MOST_MOMENTS = 200
+FEWEST_RANGE_S = 60.0
+"""Of a rate: four samples at the usual interval."""
+_PLACES = 24
+"""Places at which the database is asked which series it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """``query``: with ``$range`` where a range is. ``legend``: the labels that name a line. ``unit``: as the page has it."""
+
+    title: str
+    query: str
+    legend: tuple[str, ...]
+    unit: str = ""
+    ceiling: float | None = None
+
+
+PANELS = (
+    Panel("Cores in use on the machine", 'sum by (node, mode) (rate(tandem_node_cpu_seconds_total{mode!="idle"}[$range]))', ("node", "mode"), "cores"),
+    Panel("Cores in use by process", "rate(tandem_process_cpu_seconds_total[$range])", ("process", "pid"), "cores"),
+    Panel("Memory of the machine in use", "tandem_node_memory_bytes - tandem_node_memory_available_bytes", ("node",), "bytes"),
+    Panel("Memory by process", "tandem_process_resident_memory_bytes", ("process", "pid"), "bytes"),
+    Panel("Disks", "rate(tandem_node_disk_bytes_total[$range])", ("node", "direction"), "bytes"),
+    Panel("Network", "rate(tandem_node_network_bytes_total[$range])", ("node", "direction"), "bytes"),
+    Panel("Disk of the run that is free", "tandem_run_disk_free_bytes", ("run",), "bytes"),
+    Panel("GPU in use", "tandem_gpu_utilization_ratio", ("name", "gpu"), "share", 1.0),
+    Panel("Temperature of the GPU", "tandem_gpu_temperature_celsius", ("name", "gpu"), "°C"),
+    Panel("Power of the GPU", "tandem_gpu_power_watts", ("name", "gpu"), "W"),
+)
+
+
+@lru_cache(maxsize=16)
+def _answers(reader: MetricsReader) -> Answers:
+    return Answers(reader.read, {})
+
+
+def _reader(run: OpenRun) -> MetricsReader:
+    return MetricsReader(run.directory / FILE)
+
+
+def _name(panel: Panel, labels: Labels) -> str:
+    values = dict(labels)
+    return " ".join(values[label].removeprefix("tandem.") for label in panel.legend if values.get(label))
+
+
+def _evaluated(run: OpenRun, panels: Sequence[Panel], moments: Sequence[int]) -> Iterator[tuple[Panel, dict[str, dict[int, float]]]]:
+    """Yields the lines of each panel by name: values by milliseconds."""
+    step_s = (moments[-1] - moments[0]) / max(1, len(moments) - 1) / 1000
+    wide = f"{round(max(FEWEST_RANGE_S, 2 * step_s))}s"
+    answers = _answers(_reader(run))
+    for panel in panels:
+        found = answers.over(panel.query.replace("$range", wide), moments)
+        yield panel, {_name(panel, labels): dict(values) for labels, values in sorted(found.items())}
+
+
+def _moments(first: int, last: int, count: int) -> list[int]:
+    return sorted({first + round((last - first) * at / max(1, count - 1)) for at in range(count)})
+
+
+def hardware(run: OpenRun) -> dict[str, Any]:
+    """Returns the charts of the hardware with their lines; none where the run has no metrics database. ``began_s``: Unix time of the first sample."""
+    span = _reader(run).span_ms()
+    if span is None:
+        return {"charts": [], "began_s": None}
+    charts = []
+    for number, (panel, lines) in enumerate(_evaluated(run, PANELS, _moments(*span, _PLACES))):
+        if lines:
+            series = [{"key": f"{number}|{name}", "name": name} for name in lines]
+            charts.append({"title": panel.title, "unit": panel.unit, "floor": 0, "ceiling": panel.ceiling, "series": series, "points": [], "lines": []})
+    return {"charts": charts, "began_s": span[0] / 1000}
+
+
+def hardware_curves(run: OpenRun, keys: Sequence[str], low: float | None, high: float | None, points: int) -> dict[str, Any]:
+    """Returns the lines ``keys`` between two times (seconds since the first sample) in the form of the curves of a run. Raises ``RunError`` where the run has
+    no metrics database."""
+    span = _reader(run).span_ms()
+    if span is None:
+        raise RunError(f"'{run.name}' has no samples in {FILE}")
+    first = span[0] if low is None else span[0] + round(low * 1000)
+    last = span[1] if high is None else min(span[1], span[0] + round(high * 1000))
+    moments = _moments(first, max(first, last), max(2, min(points, MOST_MOMENTS)))
+    wanted = {int(number): None for key in keys if (number := key.partition("|")[0]).isdecimal() and int(number) < len(PANELS)}
+    series: dict[str, Any] = {}
+    for place, (_, lines) in zip(wanted, _evaluated(run, [PANELS[each] for each in wanted], moments), strict=True):
+        for name, values in lines.items():
+            if f"{place}|{name}" in keys:
+                series[f"{place}|{name}"] = {"y": [None if (value := values.get(when)) is None else finite(value) for when in moments]}
+    x = [(when - span[0]) / 1000 for when in moments]
+    return {"x": x, "rows_each": 1, "rows": len(x), "whole": [0, (span[1] - span[0]) / 1000], "series": series}
+
+
+def newest_processes(run: OpenRun) -> list[dict[str, Any]]:
+    """Returns what each process of the run uses by the newest samples, the largest first: name, cores and bytes."""
+    reader = _reader(run)
+    span = reader.span_ms()
+    if span is None:
+        return []
+    answers = _answers(reader)
+    memory = answers.over("tandem_process_resident_memory_bytes", [span[1]])
+    cores = {_name(PANELS[1], labels): values[0][1] for labels, values in answers.over("rate(tandem_process_cpu_seconds_total[1m])", [span[1]]).items()}
+    found = [{"name": name, "bytes": values[0][1], "cores": cores.get(name)} for labels, values in memory.items() if (name := _name(PANELS[3], labels))]
+    return sorted(found, key=lambda each: -each["bytes"])
