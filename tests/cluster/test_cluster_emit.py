@@ -60,7 +60,8 @@ def test_the_two_drawings_are_the_defaults_and_every_object_of_kubernetes_is_val
                 assert any(wanted.items() <= labels.items() for labels in selected), (kind, each["metadata"]["name"])
     (engines,) = of_kind(manifests(tmp_path / "inference"), "LeaderWorkerSet")
     (container,) = engines["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
-    assert engines["spec"]["replicas"] == 8 and container["resources"]["limits"]["nvidia.com/gpu"] == "2" and "--tensor-parallel-size=2" in container["command"]
+    assert engines["spec"]["replicas"] == 8 and container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert {"--tensor-parallel-size=2", "--device=cuda"} <= set(container["command"])
     kinds = {each["kind"] for each in manifests(tmp_path / "training")}
     assert {"LocalQueue", "ClusterQueue", "ResourceFlavor", "StatefulSet", "PersistentVolumeClaim", "Job", "NetworkPolicy", "PodDisruptionBudget"} <= kinds
 

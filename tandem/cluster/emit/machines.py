@@ -56,14 +56,15 @@ def slurm(topology: InferenceTopology, place: SlurmPlace, folder: Path, jaeger: 
     # A step of Slurm has its cores, and the GPUs of no other step, for itself. Gateways and Envoy share those of an engine.
     step = "srun --nodes=1 --ntasks=1 --kill-on-bad-exit=0 --unbuffered"
     beside = f"{step} --overlap --cpus-per-task=1"
-    hosts = " ".join(f'-e "s/engine-{number}\\.invalid/${{hosts[{number // per_node}]}}/"' for number in range(topology.instances))
-    fronts = " ".join(f'-e "s/gateway-{number}\\.invalid/${{hosts[{number % topology.nodes}]}}/"' for number in range(topology.gateways))
+    hosts = " ".join(f'-e "s/engine-{number}\\.invalid/${{addresses[{number // per_node}]}}/"' for number in range(topology.instances))
+    fronts = " ".join(f'-e "s/gateway-{number}\\.invalid/${{addresses[{number % topology.nodes}]}}/"' for number in range(topology.gateways))
     batch = script(
         *(f"#SBATCH --{name}={value}" for name, value in asked.items()),
         # Whole nodes: the ports are theirs alone.
         "#SBATCH --exclusive", "#SBATCH --requeue", f"#SBATCH --signal=B:TERM@{_DRAIN_S + 30}", "",
         "set -u", 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")', 'here=jobs/"$SLURM_JOB_ID"', 'mkdir -p "$here"', BEFORE,
-        "# The nodes are known only now.",
+        "# The nodes are known only now. Their addresses are those at which Slurm reaches them.",
+        'mapfile -t addresses < <(for each in "${hosts[@]}"; do scontrol show node --oneliner "$each" | grep -o "NodeAddr=[^ ]*" | cut -d= -f2; done)',
         f"for file in gateway-*.yaml envoy.yaml; do sed {hosts} {fronts} \"$file\" > \"$here/$file\"; done",
         _ENDS, ending("TERM"),
         f"for index in $(seq 0 {topology.instances - 1}); do",
@@ -76,7 +77,7 @@ def slurm(topology: InferenceTopology, place: SlurmPlace, folder: Path, jaeger: 
         "done",
         *envoy_lines("$here/envoy.yaml", f'{beside} --nodelist="${{hosts[0]}}" '),
         f'echo "gateways at $(for number in $(seq 0 {topology.gateways - 1}); do echo -n '
-        f'"http://${{hosts[number % {topology.nodes}]}}:$(({topology.gateway_port(0)} + number)) "; done)"',
+        f'"http://${{addresses[number % {topology.nodes}]}}:$(({topology.gateway_port(0)} + number)) "; done)"',
         "wait",
     )  # fmt: skip
     engines = [f"http://engine-{number}.invalid:{topology.engine_port(number)}" for number in range(topology.instances)]

@@ -77,6 +77,7 @@ def _engine_pod(topology: InferenceTopology, config: KubernetesConfig) -> Manife
     command = [
         "tandem", "serve", model.source, "--host=0.0.0.0", f"--port={PORT}", f"--served-model-name={model.name}", f"--tensor-parallel-size={parallel}",
         f"--otlp-traces-endpoint={COLLECTOR}", f"--drain-timeout={_DRAIN_S}",
+        *(["--device=cuda", "--dtype=bfloat16"] if topology.node.gpus else [f"--threads={topology.cpus}"]),
     ]  # fmt: skip
     # Models of the Hub are loaded once, to the shared volume. A token for gated ones is in the Secret, if there is one.
     token = [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hugging-face", "key": "token", "optional": True}}}]

@@ -84,12 +84,13 @@ class KubernetesLauncher:
 
     def status(self, directory: Path) -> Status:
         record, recipe = read_record(directory), read_recipe(directory)
-        is_finished = finished_result(recipe, directory) is not None
-        ended: State = "finished" if is_finished else "stopped"
         if record is None or record.launcher != "kubernetes" or not record.job:
-            return Status(ended)
+            return Status("finished" if finished_result(recipe, directory) is not None else "stopped")
         api, name = _api_of(record)
         found = api.jobset(name)
+        # After the cluster was asked: a run that ends meanwhile has written its result before its JobSet ends.
+        is_finished = finished_result(recipe, directory) is not None
+        ended: State = "finished" if is_finished else "stopped"
         if found is None:
             return Status(ended, f"JobSet {record.job}, which Kubernetes no longer has", "" if is_finished else last_error(self.logs(directory)))
         pods = api.pods(name)
