@@ -180,6 +180,24 @@ def test_the_job_of_slurm_is_taken_serves_over_two_nodes_and_leaves_nothing(slur
     until(lambda: not processes_of(folder), lambda: str(processes_of(folder)))
 
 
+def test_slurm_takes_the_preflight_of_the_emitted_nodes_and_it_measures_them(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    tandem(
+        tmp_path, "emit", "--topology", "training", "--on", "slurm", "--folder", "out", "--gpu-nodes", "n1,n2", "--gpus-per-node", "0", "--partition", "main",
+        "--shared", tmp_path,
+    )  # fmt: skip
+    (tmp_path / "logs").mkdir()
+    inside = environment(tmp_path, **{**slurm_cluster.environment, "PATH": f"{BIN}:{slurm_cluster.environment['PATH']}"})
+    try:
+        submit = ["sbatch", "--parsable", tmp_path / "out" / "preflight.sbatch"]
+        job = subprocess.run(submit, env=inside, capture_output=True, text=True, check=True).stdout.strip()
+        until(lambda: not slurm_cluster.ask("squeue", "-h", "-j", job, "-o", "%i"), lambda: (tmp_path / "logs" / f"preflight-{job}.out").read_text())
+    finally:
+        slurm_cluster.clear()
+    said = (tmp_path / "logs" / f"preflight-{job}.out").read_text()
+    assert sorted(path.name for path in (tmp_path / "logs" / f"preflight-{job}").iterdir()) == ["n1.json", "n2.json"], said
+    assert "Traceback" not in said and "n1" in said, said
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed, so engines on Ray are NOT tested")
 def test_engines_on_ray_serve_from_two_nodes_and_move_when_one_is_killed(tmp_path: Path, model: Path) -> None:
     from ray_cluster import RayCluster

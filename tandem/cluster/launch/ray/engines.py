@@ -34,7 +34,7 @@ _MOST_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """``command``: its words; the first is a program on the PATH of the nodes."""
+    """``command``: its words; the first is ``tandem``, or a program on the PATH of the nodes."""
 
     name: str
     port: int
@@ -74,7 +74,9 @@ class EngineActor:
                 if self._stopped.is_set():
                     return
                 cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
-                self._process = spawn(None, arguments, program=program, threads=Threads(cores), new_session=True, output=output)
+                # Tandem itself is that of this Python, whatever is on the PATH of a Ray worker.
+                module, other = ("tandem.cli.main", None) if program == "tandem" else (None, program)
+                self._process = spawn(module, arguments, program=other, threads=Threads(cores), new_session=True, output=output)
             if self._process.wait() == UserError.exit_code:
                 # It was refused, and would be so again; its output says why.
                 return

@@ -1,7 +1,5 @@
 """Runs as jobs of Slurm. A job is the run's folder and one command, so that Slurm can begin it again wherever it was."""
 
-import os
-import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +7,9 @@ from pathlib import Path
 
 from tandem.cluster.launch.job import SAVED, last_error
 from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, Status
+from tandem.cluster.launch.placing import placed, recorded, refuse_inline, resumed
 from tandem.cluster.launch.record import Record, read_record, write_record, write_secrets
-from tandem.cluster.launch.several_nodes import check_not_running, for_nodes, placed_recipe, prepared, run_folder
+from tandem.cluster.launch.several_nodes import placed_recipe, prepared, run_folder
 from tandem.cluster.launch.slurm import array
 from tandem.cluster.launch.slurm.check import check, nodes_of
 from tandem.cluster.launch.slurm.commands import ask, check_installed, find_job, submit
@@ -18,8 +17,7 @@ from tandem.cluster.launch.slurm.script import batch_script
 from tandem.config.load import to_mapping
 from tandem.config.recipe import AnyRecipe
 from tandem.jobs.finished import finished_result
-from tandem.jobs.start import check_resume, read_recipe
-from tandem.runtime.process.program import program
+from tandem.jobs.start import read_recipe
 from tandem.types import UserError
 
 _BEGINNINGS = ("tandem: ", "slurmstepd: error: ")
@@ -40,8 +38,7 @@ class SlurmLauncher:
         return batch_script(recipe.slurm, run_folder(to_mapping(recipe)["run"]), Path.cwd()).rstrip()
 
     def submit(self, launch: Launch) -> Placed:
-        if launch.inline:
-            raise UserError("--inline is one process on this machine, and '--on slurm' a job on others; leave one of them out")
+        refuse_inline(launch, self.name, "a job")
         check_installed()
         if launch.array:
             return array.submit_array(launch)
@@ -53,16 +50,11 @@ class SlurmLauncher:
     def resume(self, directory: Path, overrides: Sequence[str]) -> Placed:
         check_installed()
         directory = directory.absolute()
-        record = read_record(directory) or Record("slurm", folder=str(Path.cwd()))
-        check_not_running(directory, self.status(directory))
-        more, starts_etcd = for_nodes(to_mapping(read_recipe(directory, overrides)), directory, nodes_of)
-        recipe, finished = check_resume(directory, [*overrides, *more])
-        if finished:
-            return Placed(directory, finished)
-        check(recipe, directory, Path(record.folder))
-        is_given = any(override.startswith("--coordination.endpoints=") for override in overrides)
-        record = replace(record, starts_etcd=(record.starts_etcd or starts_etcd) and not is_given)
-        return _submitted(directory, recipe, replace(record, launcher="slurm", overrides=(*overrides, *more)))
+        run = resumed(directory, overrides, self.name, self.status, nodes_of)
+        if run.finished:
+            return Placed(directory, run.finished)
+        check(run.recipe, directory, Path(run.record.folder))
+        return _submitted(directory, run.recipe, run.record)
 
     def status(self, directory: Path) -> Status:
         record, recipe = read_record(directory), read_recipe(directory)
@@ -101,19 +93,11 @@ def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
     (directory / "logs").mkdir(exist_ok=True)
     if recipe.slurm.nodes > 1:
         write_secrets(directory)
-    before = read_record(directory)
-    # The job reads it, and may begin before this process goes on.
-    write_record(directory, record)
-    try:
+    with recorded(directory, record):
         job = submit(batch_script(recipe.slurm, directory, Path(record.folder)))
-    except BaseException:
-        if before is not None:
-            write_record(directory, before)
-        raise
     try:
         write_record(directory, replace(record, job=job))
     except BaseException:
         ask("scancel", job)
         raise
-    here = shlex.quote(os.path.relpath(directory))
-    return Placed(directory, f"submitted job {job}: run {here}\n{program()} status {here}\n{program()} logs {here} --follow\n{program()} cancel {here}")
+    return placed(directory, f"submitted job {job}")
