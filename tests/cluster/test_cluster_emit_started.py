@@ -157,7 +157,6 @@ def test_the_job_of_slurm_is_taken_serves_over_two_nodes_and_leaves_nothing(slur
         "--gpus-per-node", "0", "--cpus-per-gpu", "1", "--port", port, "--partition", "main",
     )  # fmt: skip
     folder, batch = tmp_path / "out", tmp_path / "out" / "inference.sbatch"
-    (folder / "logs").mkdir()
     inside = environment(folder, **{**slurm_cluster.environment, "PATH": f"{BIN}:{slurm_cluster.environment['PATH']}"})
     tested = subprocess.run(["sbatch", "--test-only", batch], env=inside, capture_output=True, text=True)
     assert tested.returncode == 0 and "Job" in tested.stderr, tested.stderr

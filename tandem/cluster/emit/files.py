@@ -1,5 +1,6 @@
 """All files of an emitted topology, for each launcher, and their folder."""
 
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -18,11 +19,13 @@ from tandem.cluster.emit.readme import readme
 from tandem.cluster.emit.topology import InferenceTopology, TrainingTopology
 from tandem.cluster.launch.launcher import LauncherName
 from tandem.config.kubernetes import KubernetesConfig
+from tandem.config.slurm import SlurmConfig
 from tandem.types import UserError
 
 Files = dict[str, str]
 QUEUE = "train"
 _EXECUTABLE = ("sh", "sbatch")
+_PATH = re.compile(r"(/[\w.-]+)+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,12 @@ class Site:
     account: str = ""
     time: str = ""
     jaeger: str = ""
+
+    def check(self) -> None:
+        """Raises ``UserError`` for what could not be in a script."""
+        if not _PATH.fullmatch(self.shared) or self.shared == "/":
+            raise UserError(f"--shared is {self.shared!r}; give the absolute path of a folder, of letters, digits, '.', '_' and '-', for example /shared")
+        SlurmConfig(partition=self.partition, account=self.account, time=self.time).check()
 
     @property
     def place(self) -> Place:
@@ -70,6 +79,9 @@ class Emitted:
     def files(self) -> Files:
         """Returns the text of each file, by its path in the folder. Raises ``UserError`` for what cannot be."""
         self.topology.check()
+        self.site.check()
+        if not _PATH.fullmatch(str(self.folder)):
+            raise UserError(f"--folder is {str(self.folder)!r}, which scripts could not name; use letters, digits, '.', '_' and '-'")
         found: Files = {}
         for launcher in self.launchers:
             folder = self.folder / launcher if len(self.launchers) > 1 else self.folder

@@ -82,7 +82,8 @@ def slurm(topology: InferenceTopology, place: SlurmPlace, folder: Path, jaeger: 
     )  # fmt: skip
     engines = [f"http://engine-{number}.invalid:{topology.engine_port(number)}" for number in range(topology.instances)]
     names = [f"gateway-{number}.invalid" for number in range(topology.gateways)]
-    return {"inference.sbatch": batch, "keep.sh": KEEP, **gateway_files(topology, engines, names, jaeger, folder)}
+    # Slurm writes the output of a job to a folder that is there.
+    return {"inference.sbatch": batch, "keep.sh": KEEP, f"{LOGS}/.keep": "", **gateway_files(topology, engines, names, jaeger, folder)}
 
 
 def envoy_lines(file: str, within: str = "") -> list[str]:
