@@ -131,16 +131,17 @@ def main(arguments: Sequence[str]) -> int:
     try:
         actors = _placed(job, bundle, engines)
         known: dict[str, str] = {}
+        asked: dict[Any, str] = {}
         while not stopped.is_set():
-            found = {**known, **_hosts(actors)}
+            found = {**known, **_hosts(actors, asked)}
             if found != known:
                 known = found
                 write_placed(files, folder, engines, known)
                 print(f"{len(known)} of {len(engines)} engines have a node: {', '.join(sorted(set(known.values())))}", flush=True)
             stopped.wait(_LOOK_S)
-        asked = [actors[name].stop.remote() for name in known]
-        if asked:
-            ray.wait(asked, num_returns=len(asked), timeout=_ENDS_S)
+        ending = [actors[name].stop.remote() for name in known]
+        if ending:
+            ray.wait(ending, num_returns=len(ending), timeout=_ENDS_S)
     finally:
         remove_groups(job)
         ray.shutdown()
@@ -156,14 +157,17 @@ def _placed(job: str, bundle: Mapping[str, float], engines: Sequence[Engine]) ->
     return found
 
 
-def _hosts(actors: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the addresses of the engines that have a node now; of one that waits for room, or is on its way to another, none."""
-    asked = {actor.host.remote(): name for name, actor in actors.items()}
+def _hosts(actors: Mapping[str, Any], asked: dict[Any, str]) -> dict[str, str]:
+    """Returns the addresses of the engines that have a node now; of one that waits for room, or is on its way to another, none. ``asked``: the calls that are
+    not answered yet, one of each engine, which the next call has again."""
+    waiting = set(asked.values())
+    asked |= {actor.host.remote(): name for name, actor in actors.items() if name not in waiting}
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_S)
     found = {}
     for answer in ready:
         with contextlib.suppress(ray.exceptions.RayError):
             found[asked[answer]] = str(ray.get(answer))
+        del asked[answer]
     return found
 
 
