@@ -2,6 +2,7 @@
 
 examples:
   tandem cancel runs/sort
+  tandem cancel runs/sweep-*           all of an array
   tandem cancel runs/sort --now        at once; it continues from its newest checkpoint
 """
 
@@ -10,13 +11,20 @@ from pathlib import Path
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
+    parser.add_argument("run_directory", nargs="+", help="the folder of the run, for example runs/sort, or those of several")
     parser.add_argument("--now", action="store_true", help="do not wait for the step: end its processes, or its job, at once")
 
 
 def run(options: argparse.Namespace) -> int:
     from tandem.cluster.launch.choose import launcher_of
 
-    directory = Path(options.run_directory)
-    print(launcher_of(directory).cancel(directory, at_once=options.now))
+    if len(options.run_directory) == 1:
+        directory = Path(options.run_directory[0])
+        print(launcher_of(directory).cancel(directory, at_once=options.now))
+        return 0
+    # Of several runs those that have ended are no error.
+    for directory in map(Path, options.run_directory):
+        chosen = launcher_of(directory)
+        said = chosen.cancel(directory, at_once=options.now) if chosen.status(directory).is_active else "not running"
+        print(f"{directory}: {said}")
     return 0

@@ -42,6 +42,7 @@ COMMANDS = {
     "dashboard": "show runs in the browser while they train",
     "top": "show a run in the terminal while it trains",
     "report": "write a run's report.html again, or compare runs",
+    "emit": "write the files of a whole topology, for training or inference, for any launcher",
     "up": "start what watches over runs and servers: Prometheus, alerts, dashboards",
     "doctor": "show what Tandem finds and uses on this machine",
     "completion": "print the completion script of a shell",

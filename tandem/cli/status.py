@@ -6,6 +6,7 @@ The state is queued, running, finished, stopped or failed; 'tandem resume' conti
 examples:
   tandem status runs/sort
   tandem status runs/sort --json
+  tandem status runs/sweep-*            the runs of an array; with --json a line each
 """
 
 import argparse
@@ -15,24 +16,29 @@ from pathlib import Path
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_directory", help="the folder of the run, for example runs/sort")
+    parser.add_argument("run_directory", nargs="+", help="the folder of the run, for example runs/sort, or those of several")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
+    for each in options.run_directory:
+        _show(Path(each), options.json)
+    return 0
+
+
+def _show(directory: Path, as_json: bool) -> None:
     from tandem.cluster.launch.choose import launcher_of
     from tandem.cluster.launch.progress import read_progress
     from tandem.cluster.nodes import read_nodes
     from tandem.jobs.start import read_recipe
 
-    directory = Path(options.run_directory)
     chosen = launcher_of(directory)
     status, progress = chosen.status(directory), read_progress(read_recipe(directory), directory)
     nodes = read_nodes(directory)
-    if options.json:
+    if as_json:
         told = {"run": str(directory), "launcher": chosen.name, **asdict(status), **asdict(progress), "nodes": [asdict(node) for node in nodes]}
         print(json.dumps(told))
-        return 0
+        return
     about = ": ".join(text for text in (status.where, status.reason) if text)
     print(f"{directory}: {status.state}" + (f", {about}" if about else ""))
     step = "in its stage of supervised fine-tuning" if progress.is_in_sft else f"{progress.steps} of at most {progress.max_steps} steps"
@@ -40,4 +46,3 @@ def run(options: argparse.Namespace) -> int:
     print(", ".join(text for text in (step, progress.score, saved) if text))
     for node in nodes:
         print(f"node {node.node}: {node.state}" + (f", {node.reason}" if node.reason else ""))
-    return 0

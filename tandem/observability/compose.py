@@ -41,7 +41,7 @@ def compose_files(targets_folder: Path, port: int, alertmanager_port: int, log_f
         COMPOSE_FILE: _yaml({"name": "tandem-observability", "services": services, "volumes": volumes}),
         "grafana/datasources/tandem.yml": _yaml({"apiVersion": 1, "datasources": datasources}),
         "grafana/dashboards/tandem.yml": _yaml({"apiVersion": 1, "providers": [provider]}),
-        "loki.yml": _yaml(_LOKI),
+        "loki.yml": _yaml(LOKI_CONFIG),
     }
 
 
@@ -90,7 +90,7 @@ _LINES_OF_TRACE = {
     "datasourceUid": LOKI, "customQuery": True, "query": '{job="tandem"} | trace_id = `$${__trace.traceId}`', "spanStartTimeShift": "-1m",
     "spanEndTimeShift": "1m",
 }  # fmt: skip
-_LOKI: dict[str, Any] = {
+LOKI_CONFIG: dict[str, Any] = {
     "auth_enabled": False,
     "server": {"http_listen_port": 3100},
     "common": {

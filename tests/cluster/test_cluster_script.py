@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 from launched_runs import TINY
 
+from tandem.cluster.launch.record import Record, write_record
+from tandem.cluster.launch.slurm.commands import Job, check_gpus
+from tandem.cluster.launch.slurm.launcher import SlurmLauncher
 from tandem.cluster.launch.slurm.script import batch_script
 from tandem.config.slurm import SlurmConfig
+from tandem.types import UserError
 
 Here = Callable[..., str]
 RL = Path(__file__).parents[1] / "pod" / "tiny.yaml"
@@ -87,3 +91,65 @@ def test_several_nodes_without_an_etcd_to_start_are_refused(here: Here, monkeypa
 
 def test_a_launcher_that_does_not_exist_is_refused_with_those_that_do(here: Here) -> None:
     assert re.search("invalid choice: 'torchx' .choose from 'local', 'slurm', ", here("train", TINY, "--on", "torchx"))
+
+
+def test_a_run_that_ends_while_slurm_is_asked_has_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text(TINY.read_text())
+    write_record(tmp_path, Record("slurm", job="7"))
+    has_result = False
+
+    def find_job(job: str) -> Job | None:
+        # The result is written, and the job has ended, between two questions.
+        nonlocal has_result
+        has_result = True
+        return answers.pop()
+
+    answers = [None, Job("COMPLETED", "n1", "0:10", "1:00", "None", 0)]
+    monkeypatch.setattr("tandem.cluster.launch.slurm.launcher.find_job", find_job)
+    monkeypatch.setattr("tandem.cluster.launch.slurm.launcher.finished_result", lambda recipe, directory: object() if has_result else None)
+    while answers:
+        has_result = False
+        assert SlurmLauncher().status(tmp_path).state == "finished"
+
+
+def test_gpus_are_counted_as_slurm_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "n1|gpu:h100:8(S:0-1)\nn2|gpu:h100:4,gpu:a100:4\nn3|gpu:2,craynetwork:1\nn4|(null)\n"
+    monkeypatch.setattr("tandem.cluster.launch.slurm.commands.ask", lambda *command, stdin=None: said)
+    check_gpus("", "8", 2)
+    check_gpus("", "h100:4", 2)
+    check_gpus("gpu", "2", 3)
+    with pytest.raises(UserError, match=re.escape("'8', and 2 nodes of this cluster have 8 GPUs (the most is 8), where 3 are asked for")):
+        check_gpus("", "8", 3)
+    with pytest.raises(UserError, match=re.escape("'a100:8', and 0 nodes of partition 'gpu' have 8 GPUs of type 'a100' (the most is 4)")):
+        check_gpus("gpu", "a100:8", 1)
+
+
+def test_an_array_is_one_script_and_a_run_for_each_of_its_overrides(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "sweep.yaml").write_text("runs:\n- {run.seed: 1, trainer.learning_rate: 0.002}\n- {run.seed: 2}\n")
+    lines = here("train", TINY, "--on", "slurm", "--dry-run", "--array", "sweep.yaml", "--array-limit", "1", "--run.name=sweep").splitlines()
+    assert {"#SBATCH --array=0-1%1", "#SBATCH --job-name=tandem-sweep", f"#SBATCH --output={tmp_path}/runs/sweep-%a/logs/slurm-%A.out"} <= set(lines)
+    assert lines[-3:] == [
+        f'exec {sys.executable} -m tandem.cluster.launch.slurm.job {tmp_path}/runs/sweep-"$SLURM_ARRAY_TASK_ID"',
+        "# sweep-0: --run.seed=1 --trainer.learning_rate=0.002", "# sweep-1: --run.seed=2",
+    ]  # fmt: skip
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "line"),
+    [
+        ("runs: []", "", "'sweep.yaml' has 0 runs; give 1 to 10000"),
+        ("runs: [1]", "", "'sweep.yaml' has no list of runs; write 'runs:' and a line for each"),
+        ("- {run.seed: 1}", "", "'sweep.yaml' has no runs; write 'runs:' and a line for each"),
+        ("runs: [{run.name: a}]", "", "run 0 of 'sweep.yaml' sets 'run.name', which is numbered; give it with the command"),
+        ("runs: [{run.seed: 1}, {slurm.nodes: 2}]", "", "run 1 of 'sweep.yaml' sets 'slurm', for which all runs of an array ask together"),
+        ("runs: [{run.seed: 1}, {trainer.learning_rat: 2}]", "", "run 1 of the array: unknown key 'trainer.learning_rat'"),
+        ("runs: [{run.seed: 1}]", "--array-limit -1", "--array-limit is -1; it must be between 0 (all at once) and 10000"),
+        ("runs: [{run.seed: 1}]", "--on ray", "--array is for --on slurm, and this run is --on ray; start the runs one by one"),
+    ],
+)
+def test_what_cannot_be_an_array_is_refused(here: Here, tmp_path: Path, text: str, arguments: str, line: str) -> None:
+    (tmp_path / "sweep.yaml").write_text(text)
+    assert here("train", TINY, "--on", "slurm", "--dry-run", "--array", "sweep.yaml", *arguments.split()).startswith(line)
+    assert not (tmp_path / "runs").exists()

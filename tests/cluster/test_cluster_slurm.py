@@ -30,7 +30,12 @@ def test_what_slurm_could_not_run_is_refused_before_anything_is_made(near_slurm:
     assert refused("--slurm.partition=mian") == "'slurm.partition' is 'mian', which this cluster does not have; did you mean 'main'?"
     assert refused("--slurm.partition=closed").startswith("partition 'closed' is down;")
     assert refused("--slurm.nodes=2").startswith("'slurm.nodes' is 2, and a run on data trains on one machine")
-    assert refused("--slurm.mem=900G").startswith("Slurm refused: sbatch: error: Memory specification can not be satisfied")
+    assert refused("--slurm.nodelist=n1,n1") == "'slurm.nodelist' is 'n1,n1', which names 'n1' twice; name each node once"
+    assert refused("--slurm.nodelist=n7").startswith("'slurm.nodelist' has 'n7', which this cluster does not have;")
+    assert refused("--slurm.nodelist=n[1-2]").startswith("'slurm.nodelist' has 2 nodes, and 'slurm.nodes' is 1;")
+    assert refused("--slurm.gpus_per_node=8").startswith("'slurm.gpus_per_node' is '8', and 0 nodes of this cluster have 8 GPUs (the most is 0), where 1")
+    assert refused("--slurm.gpus_per_node=many").startswith("'slurm.gpus_per_node' is 'many'; write a number")
+    assert refused("--slurm.mem=900G") == "Slurm refused: allocation failure: Requested node configuration is not available"
     assert refused("--slurm.options=[--gibberish=1]").startswith("Slurm refused: sbatch: unrecognized option '--gibberish=1'")
     assert refused("--inline").startswith("--inline is one process on this machine")
     assert not (near_slurm.folder / "runs").exists()

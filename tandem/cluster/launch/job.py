@@ -12,8 +12,9 @@ import contextlib
 import logging
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tandem.cluster.etcd_process import own_etcd
@@ -73,15 +74,25 @@ def read_job(directory: Path) -> tuple[Record, AnyRecipe]:
     return record, load_config(directory / "config.yaml", record.overrides)
 
 
+def exit_status(run: Callable[[], int]) -> int:
+    """Returns the exit status of a job that ``run`` is. What is refused, and what has failed, is told in one line."""
+    try:
+        return run()
+    except (UserError, RunError) as error:
+        print(f"tandem: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
 @contextlib.contextmanager
-def store_of_run(directory: Path, record: Record, recipe: Recipe, host: str) -> Iterator[list[str]]:
-    """Inside, the run has its etcd at ``host``, unless it has another. Yields the values with which its processes find it."""
+def store_of_run(directory: Path, record: Record, recipe: Recipe, host: str, password_file: Path | None = None) -> Iterator[list[str]]:
+    """Inside, the run has its etcd at ``host``, unless it has another. ``password_file``: of that etcd; ``None``: the one in the run's folder. Yields the
+    values with which its processes find it."""
     if not record.starts_etcd:
         yield []
         return
     # The keys of all runs: what cordons a node of the cluster for every run stands beside those of a run.
     prefix = f"{recipe.coordination.prefix.rstrip('/')}/"
-    with own_etcd(host, directory / FOLDER / PASSWORD, directory / "logs" / "etcd.log", prefix) as etcd:
+    with own_etcd(host, password_file or directory / FOLDER / PASSWORD, directory / "logs" / "etcd.log", prefix) as etcd:
         logger.info("etcd at %s, cluster %s", etcd.endpoint, etcd.cluster_id)
         yield etcd.overrides()
 

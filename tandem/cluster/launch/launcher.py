@@ -18,12 +18,15 @@ State = Literal["queued", "running", "finished", "stopped", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A run to place. ``recipe``: a file, or the name of one that comes with Tandem. ``inline`` and ``fault``: of a run in this process alone."""
+    """A run to place. ``recipe``: a file, or the name of one that comes with Tandem. ``inline`` and ``fault``: of a run in this process alone. ``array``: the
+    further overrides of each run of a sweep, of which ``array_limit`` run at once, all with 0; empty for one run."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
     inline: bool = False
     fault: str = ""
+    array: tuple[tuple[str, ...], ...] = ()
+    array_limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)

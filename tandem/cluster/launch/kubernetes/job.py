@@ -4,19 +4,16 @@ continues, unless the JobSet is being deleted. What it says is in the pod's log 
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from tandem.cluster.etcd_process import own_etcd
-from tandem.cluster.launch.job import RunProcess, read_job
+from tandem.cluster.launch.job import RunProcess, exit_status, read_job, store_of_run
 from tandem.cluster.launch.kubernetes.in_pod import (
     ADDRESS,
     CERTIFICATES,
@@ -30,12 +27,8 @@ from tandem.cluster.launch.kubernetes.in_pod import (
 )
 from tandem.cluster.launch.record import CREDENTIAL, PASSWORD, Record
 from tandem.config.recipe import AnyRecipe, Recipe
-from tandem.runtime.coordination.open import run_prefix
 from tandem.runtime.process.temporary import choose_temporary_folder, temporary_folder
 from tandem.runtime.records.logs import setup
-from tandem.types import RunError, UserError
-
-logger = logging.getLogger(__name__)
 
 _PART = 1 << 16
 
@@ -71,12 +64,7 @@ class Job:
         with contextlib.ExitStack() as stack:
             files = private_secrets(stack.enter_context(temporary_folder(prefix="tandem-secrets")), self._mounted)
             own += [f"--pods.host={host}", f"--pods.port={WEIGHTS_PORT}", f"--pods.credential_file={files[CREDENTIAL]}", *tls_overrides(self._certificates)]
-            shared: list[str] = []
-            if record.starts_etcd:
-                prefix = run_prefix(recipe.coordination, self.directory)
-                etcd = stack.enter_context(own_etcd(host, files[PASSWORD], self.directory / "logs" / "etcd.log", prefix))
-                logger.info("etcd at %s, cluster %s", etcd.endpoint, etcd.cluster_id)
-                shared = etcd.overrides()
+            shared = stack.enter_context(store_of_run(self.directory, record, recipe, host, files[PASSWORD]))
             # Each pod has the password in a file of its own.
             told = tuple(each for each in shared if not each.startswith("--coordination.password_file="))
             write_meeting(self.directory, Meeting(secrets.token_hex(8), host, told))
@@ -119,22 +107,16 @@ def copied_output(path: Path) -> Iterator[None]:
 
 def main(arguments: list[str], mounted: Path = SECRETS, certificates: Path = CERTIFICATES) -> int:
     directory = Path(arguments[0])
-    job, began = Job(directory, mounted, certificates), time.monotonic()
-    try:
+    job = Job(directory, mounted, certificates)
+
+    def run() -> int:
         choose_temporary_folder()
         record, recipe = read_job(directory)
         setup("job", directory / "logs")
         with copied_output(output_of(directory, record.job)):
-            try:
-                return job.run(record, recipe)
-            except (UserError, RunError) as error:
-                print(f"tandem: {error}", file=sys.stderr, flush=True)
-                return error.exit_code
-    except (UserError, RunError) as error:
-        print(f"tandem: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    finally:
-        logger.info("the pod ends after %.0f s", time.monotonic() - began)
+            return exit_status(lambda: job.run(record, recipe))
+
+    return exit_status(run)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ that Kubernetes can begin it again on other nodes."""
 import os
 import re
 import secrets
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,15 +22,15 @@ from tandem.cluster.launch.kubernetes.job import output_of
 from tandem.cluster.launch.kubernetes.manifests import RunObjects
 from tandem.cluster.launch.kubernetes.state import is_suspended, state_of
 from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, State, Status
-from tandem.cluster.launch.record import Record, read_record, write_record
-from tandem.cluster.launch.several_nodes import check_not_running, for_nodes, placed_recipe, prepared, run_folder, section
+from tandem.cluster.launch.placing import placed, recorded, refuse_inline, resumed
+from tandem.cluster.launch.record import Record, read_record
+from tandem.cluster.launch.several_nodes import placed_recipe, prepared, run_folder, section
 from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.load import build, to_mapping
 from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.jobs.checks.check_rl import weight_buffers_bytes
 from tandem.jobs.finished import finished_result
-from tandem.jobs.start import check_resume, read_recipe
-from tandem.runtime.process.program import program
+from tandem.jobs.start import read_recipe
 from tandem.runtime.rpc.credentials import new_credential
 from tandem.types import RunError, UserError
 
@@ -52,8 +51,7 @@ class KubernetesLauncher:
         return yaml.safe_dump_all(made, sort_keys=False).rstrip()
 
     def submit(self, launch: Launch) -> Placed:
-        if launch.inline:
-            raise UserError("--inline is one process on this machine, and '--on kubernetes' pods on others; leave one of them out")
+        refuse_inline(launch, self.name, "pods")
         check_installed()
         recipe, starts_etcd = placed_recipe(launch, _nodes, etcd_is_here=False)
         user = _user(recipe.kubernetes)
@@ -67,29 +65,27 @@ class KubernetesLauncher:
     def resume(self, directory: Path, overrides: Sequence[str]) -> Placed:
         check_installed()
         directory = directory.absolute()
-        record = read_record(directory) or Record("kubernetes", folder=str(Path.cwd()))
-        check_not_running(directory, self.status(directory))
-        more, starts_etcd = for_nodes(to_mapping(read_recipe(directory, overrides)), directory, _nodes, etcd_is_here=False)
-        recipe, finished = check_resume(directory, [*overrides, *more])
-        if finished:
-            return Placed(directory, finished)
-        objects = _objects(recipe, directory, Path(record.folder), _user(recipe.kubernetes))
-        api = _api(recipe.kubernetes)
-        _check(api, recipe, objects)
-        is_given = any(override.startswith("--coordination.endpoints=") for override in overrides)
-        starts_etcd = (record.starts_etcd or starts_etcd) and not is_given
-        placed = _submitted(api, directory, recipe, objects, replace(record, launcher="kubernetes", starts_etcd=starts_etcd, overrides=(*overrides, *more)))
-        _forget(record)
-        return placed
+        run = resumed(directory, overrides, self.name, self.status, _nodes, etcd_is_here=False)
+        if run.finished:
+            return Placed(directory, run.finished)
+        before, record = read_record(directory), run.record
+        objects = _objects(run.recipe, directory, Path(record.folder), _user(run.recipe.kubernetes))
+        api = _api(run.recipe.kubernetes)
+        _check(api, run.recipe, objects)
+        continued = _submitted(api, directory, run.recipe, objects, record)
+        if before is not None:
+            _forget(before)
+        return continued
 
     def status(self, directory: Path) -> Status:
         record, recipe = read_record(directory), read_recipe(directory)
-        is_finished = finished_result(recipe, directory) is not None
-        ended: State = "finished" if is_finished else "stopped"
         if record is None or record.launcher != "kubernetes" or not record.job:
-            return Status(ended)
+            return Status("finished" if finished_result(recipe, directory) is not None else "stopped")
         api, name = _api_of(record)
         found = api.jobset(name)
+        # After the cluster was asked: a run that ends meanwhile has written its result before its JobSet ends.
+        is_finished = finished_result(recipe, directory) is not None
+        ended: State = "finished" if is_finished else "stopped"
         if found is None:
             return Status(ended, f"JobSet {record.job}, which Kubernetes no longer has", "" if is_finished else last_error(self.logs(directory)))
         pods = api.pods(name)
@@ -137,21 +133,10 @@ def _submitted(api: Api, directory: Path, recipe: AnyRecipe, objects: RunObjects
     (directory / "logs").mkdir(exist_ok=True)
     _own(directory, objects.user)
     record = replace(record, job=f"{api.namespace}/{objects.name}", address=api.context)
-    before = read_record(directory)
-    # A pod reads it, and may begin before this process goes on.
-    write_record(directory, record)
-    _own(directory, objects.user)
-    try:
+    with recorded(directory, record):
+        _own(directory, objects.user)
         _create(api, _made(recipe, objects, manifests.new_secrets(new_credential(), new_credential())))
-    except BaseException:
-        if before is not None:
-            write_record(directory, before)
-        raise
-    here = shlex.quote(os.path.relpath(directory))
-    return Placed(
-        directory,
-        f"created JobSet {record.job}: run {here}\n{program()} status {here}\n{program()} logs {here} --follow\n{program()} cancel {here}",
-    )
+    return placed(directory, f"created JobSet {record.job}")
 
 
 def _create(api: Api, made: list[manifests.Manifest]) -> None:

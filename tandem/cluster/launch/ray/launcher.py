@@ -1,8 +1,6 @@
 """Runs on Ray. A job of a run is a detached actor, which Ray starts again on another node when its node is lost, with an actor for each further pod."""
 
 import hashlib
-import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,17 +9,17 @@ from typing import Any
 from tandem.cluster.launch.ended import CANCELLED, Ended, read_end, write_end
 from tandem.cluster.launch.job import SAVED, last_error
 from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, State, Status
+from tandem.cluster.launch.placing import placed, recorded, refuse_inline, resumed
 from tandem.cluster.launch.ray.commands import RayAt, check_installed
 from tandem.cluster.launch.ray.own_cluster import TOKEN, own_address_of, start_cluster
-from tandem.cluster.launch.record import FOLDER, Record, read_record, write_record, write_secrets
-from tandem.cluster.launch.several_nodes import check_not_running, for_nodes, placed_recipe, prepared, run_folder
+from tandem.cluster.launch.record import FOLDER, Record, read_record, write_secrets
+from tandem.cluster.launch.several_nodes import placed_recipe, prepared, run_folder
 from tandem.config.load import build, to_mapping
 from tandem.config.ray import RayConfig
 from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.jobs.finished import finished_result
-from tandem.jobs.start import check_resume, read_recipe
+from tandem.jobs.start import read_recipe
 from tandem.runtime.machine.gpus import probe
-from tandem.runtime.process.program import program
 from tandem.types import UserError
 
 
@@ -43,8 +41,7 @@ class RayLauncher:
         return f"places {groups} of {asked} on the Ray cluster at {config.address}, which has room for {planned['room']} on {', '.join(planned['nodes'])}"
 
     def submit(self, launch: Launch) -> Placed:
-        if launch.inline:
-            raise UserError("--inline is one process on this machine, and '--on ray' a job on others; leave one of them out")
+        refuse_inline(launch, self.name, "a job")
         check_installed()
         recipe, starts_etcd = placed_recipe(launch, _nodes)
         if not recipe.ray.address:
@@ -55,17 +52,12 @@ class RayLauncher:
     def resume(self, directory: Path, overrides: Sequence[str]) -> Placed:
         check_installed()
         directory = directory.absolute()
-        record = read_record(directory) or Record("ray", folder=str(Path.cwd()))
-        check_not_running(directory, self.status(directory) if record.launcher == self.name else Status("stopped"))
-        more, starts_etcd = for_nodes(to_mapping(read_recipe(directory, overrides)), directory, _nodes)
-        recipe, finished = check_resume(directory, [*overrides, *more])
-        if finished:
-            return Placed(directory, finished)
-        if not recipe.ray.address:
-            _check_own(recipe.ray)
-        is_given = any(override.startswith("--coordination.endpoints=") for override in overrides)
-        record = replace(record, starts_etcd=(record.starts_etcd or starts_etcd) and not is_given)
-        return _submitted(directory, recipe, replace(record, launcher="ray", overrides=(*overrides, *more)))
+        run = resumed(directory, overrides, self.name, self.status, _nodes)
+        if run.finished:
+            return Placed(directory, run.finished)
+        if not run.recipe.ray.address:
+            _check_own(run.recipe.ray)
+        return _submitted(directory, run.recipe, run.record)
 
     def status(self, directory: Path) -> Status:
         record = read_record(directory)
@@ -129,15 +121,12 @@ def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
     (directory / "logs").mkdir(exist_ok=True)
     if recipe.ray.most_nodes > 1:
         write_secrets(directory)
-    before = read_record(directory)
     attempt = 1 + max((int(path.stem.rpartition("-")[2]) for path in (directory / "logs").glob("ray-*.out")), default=0)
     job = f"{directory.name}-{hashlib.sha256(str(directory).encode()).hexdigest()[:8]}-{attempt}"
     is_own, config = not recipe.ray.address, recipe.ray
     record = replace(record, job=job, address=config.address)
-    # The job reads it, and may begin before this process goes on.
-    write_record(directory, record)
     request = {**_asked(recipe, directory), "job": job, "directory": str(directory), "folder": record.folder}
-    try:
+    with recorded(directory, record):
         if is_own:
             starting = start_cluster(directory, job, config.most_nodes, config.num_gpus)
             try:
@@ -148,13 +137,8 @@ def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
                 raise
         else:
             RayAt(config.address).ask("place", **request)
-    except BaseException:
-        if before is not None:
-            write_record(directory, before)
-        raise
-    here, where = shlex.quote(os.path.relpath(directory)), "a Ray cluster on this machine" if is_own else f"the Ray cluster at {config.address}"
-    text = f"submitted job {job} to {where}: run {here}"
-    return Placed(directory, f"{text}\n{program()} status {here}\n{program()} logs {here} --follow\n{program()} cancel {here}")
+    where = "a Ray cluster on this machine" if is_own else f"the Ray cluster at {config.address}"
+    return placed(directory, f"submitted job {job} to {where}")
 
 
 def _is_finished(directory: Path) -> bool:

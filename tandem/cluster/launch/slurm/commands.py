@@ -76,6 +76,49 @@ def check_place(partition: str, nodes: int) -> None:
         raise UserError(f"'slurm.nodes' is {nodes}, and partition '{name}' has {most}; lower it, or choose another slurm.partition")
 
 
+def check_nodelist(listed: str, nodes: int) -> None:
+    """Raises ``UserError`` for a list of nodes that names one twice, names one that is not there, or has fewer than ``nodes``."""
+    if not listed:
+        return
+    names = node_names(listed)
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise UserError(f"'slurm.nodelist' is '{listed}', which names '{twice}' twice; name each node once")
+    there = set(ask("sinfo", "--noheader", "--Node", "--format=%N").split())
+    if (unknown := next((name for name in names if name not in there), None)) is not None:
+        raise UserError(f"'slurm.nodelist' has '{unknown}', which this cluster does not have; 'sinfo --Node' lists its nodes")
+    if len(names) > nodes:
+        # sbatch would raise the number of nodes.
+        raise UserError(f"'slurm.nodelist' has {len(names)} nodes, and 'slurm.nodes' is {nodes}; name as many, or raise slurm.nodes")
+
+
+def check_gpus(partition: str, gpus_per_node: str, nodes: int) -> None:
+    """Raises ``UserError`` where fewer than ``nodes`` nodes have as many GPUs as ``gpus_per_node`` asks for, such as ``8`` or ``h100:8``."""
+    if not gpus_per_node:
+        return
+    kind, _, number = gpus_per_node.rpartition(":")
+    if not number.isdigit():
+        raise UserError(f"'slurm.gpus_per_node' is '{gpus_per_node}'; write a number, or a type and a number, as h100:8")
+    places = ["--partition", partition] if partition else []
+    has = [_gpus(line, kind) for line in ask("sinfo", "--noheader", "--Node", *places, "--format=%N|%G").splitlines()]
+    if (fit := sum(count >= int(number) for count in has)) < nodes:
+        where, wanted = f"partition '{partition}'" if partition else "this cluster", f"{number} GPUs" + (f" of type '{kind}'" if kind else "")
+        raise UserError(
+            f"'slurm.gpus_per_node' is '{gpus_per_node}', and {fit} nodes of {where} have {wanted} (the most is {max(has, default=0)}), where "
+            f"{nodes} are asked for; lower it, or choose another slurm.partition ('sinfo --format=%N,%G')"
+        )
+
+
+def _gpus(line: str, kind: str) -> int:
+    """Returns how many GPUs of ``kind``, empty for any, a line of sinfo says that a node has, as in ``n1|gpu:h100:8(S:0-1)``."""
+    found = re.findall(r"gpu(?::([^:,()]+))??:(\d+)", line.partition("|")[2])
+    return sum(int(number) for name, number in found if kind in ("", name))
+
+
+def try_script(script: str) -> None:
+    """Raises ``UserError`` for a script whose job Slurm would refuse. Nothing is submitted."""
+    ask("sbatch", "--test-only", stdin=script)
+
+
 def _partitions() -> Mapping[str, tuple[str, int]]:
     """Returns of each partition, whose name ends with a star if it is the default one, its state and the number of its nodes."""
     lines = (line.split("|") for line in ask("sinfo", "--noheader", "--summarize", "--format=%P|%a|%D").splitlines())

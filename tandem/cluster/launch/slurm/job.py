@@ -11,14 +11,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 from tandem.cluster.health.preflight import check_nodes, check_outcome, preflight, write_outcome
 from tandem.cluster.launch.addresses import own_address
-from tandem.cluster.launch.job import SAVED, RunProcess, read_job, store_of_run
+from tandem.cluster.launch.job import SAVED, RunProcess, exit_status, read_job, store_of_run
 from tandem.cluster.launch.record import FOLDER, Record
 from tandem.cluster.launch.slurm.addresses import address_of
 from tandem.cluster.launch.slurm.commands import ask, node_address, node_names
@@ -118,17 +117,13 @@ def _end(pods: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> int:
-    directory = Path(sys.argv[1])
-    job = Job(directory)
-    began = time.monotonic()
-    try:
-        setup("job", directory / "logs")
+    job = Job(Path(sys.argv[1]))
+
+    def run() -> int:
+        setup("job", job.directory / "logs")
         return job.run()
-    except (UserError, RunError) as error:
-        print(f"tandem: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    finally:
-        logger.info("the job ends after %.0f s", time.monotonic() - began)
+
+    return exit_status(run)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,17 @@ from pathlib import Path
 from tandem.config.slurm import SlurmConfig
 
 
-def batch_script(config: SlurmConfig, directory: Path, folder: Path) -> str:
-    """Returns the script of the run in ``directory``, whose recipe names files from ``folder``. Both are shared by the nodes, as is this Python."""
+def batch_script(config: SlurmConfig, directory: Path, folder: Path, array: str = "") -> str:
+    """Returns the script of the run in ``directory``, whose recipe names files from ``folder``. Both are shared by the nodes, as is this Python. ``array``: the
+    indices of a job array, as in ``0-7%2``; then the runs are in the folders ``directory``-0, ``directory``-1 and so on."""
+    output = f"{directory}-%a/logs/slurm-%A.out" if array else f"{directory}/logs/slurm-%j.out"
     asked = {
-        "job-name": f"tandem-{directory.name}", "chdir": str(folder), "output": f"{directory}/logs/slurm-%j.out", "open-mode": "append",
-        "nodes": str(config.nodes), "ntasks-per-node": "1", "signal": f"B:USR1@{config.signal_s}",
+        "job-name": f"tandem-{directory.name}", "chdir": str(folder), "output": output, "open-mode": "append",
+        "nodes": str(config.nodes), "ntasks-per-node": "1", "signal": f"B:USR1@{config.signal_s}", **({"array": array} if array else {}),
         **{name.replace("_", "-"): str(value) for name in _ASKED if (value := getattr(config, name))},
     }  # fmt: skip
     flags = ["requeue" if config.requeue else "no-requeue", *(["exclusive"] if not config.cpus_per_task else [])]
-    command = [sys.executable, "-m", "tandem.cluster.launch.slurm.job", str(directory)]
+    command = shlex.join([sys.executable, "-m", "tandem.cluster.launch.slurm.job", str(directory)]) + ('-"$SLURM_ARRAY_TASK_ID"' if array else "")
     return "\n".join([
         "#!/bin/bash",
         *(f"#SBATCH --{name}={_quoted(value)}" for name, value in asked.items()),
@@ -24,7 +26,7 @@ def batch_script(config: SlurmConfig, directory: Path, folder: Path) -> str:
         "",
         *config.setup,
         "# The run in place of this shell, so that Slurm's signals reach it.",
-        f"exec {shlex.join(command)}",
+        f"exec {command}",
         "",
     ])  # fmt: skip
 
