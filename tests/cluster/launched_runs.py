@@ -75,3 +75,22 @@ class LaunchedRuns:
 
     def rows(self, name: str) -> list[int]:
         return [json.loads(line)["step"] for line in (self.directory(name) / "metrics.jsonl").read_text().splitlines()]
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Returns what still has the folder of a test in its command line or its environment, after it had time to end."""
+    until = time.monotonic() + 40
+    while (found := _processes(str(folder))) and time.monotonic() < until:
+        time.sleep(0.2)
+    return found
+
+
+def _processes(text: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(entry.name) != os.getpid() and any(text.encode() in (entry / name).read_bytes() for name in ("cmdline", "environ")):
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return found

@@ -26,19 +26,26 @@ class RayCluster:
     def __post_init__(self) -> None:
         self.folder.chmod(0o755)
         (self.folder / "token").write_text(secrets.token_hex(32))
-        with socket.socket() as probe:
-            probe.bind((self.host, 0))
-            self.address = f"{self.host}:{probe.getsockname()[1]}"
+        self.address = f"{self.host}:{self._free_port()}"
 
     @property
     def environment(self) -> dict[str, str]:
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"), "RAY_USAGE_STATS_ENABLED": "0"}
 
     def start(self) -> "RayCluster":
-        port = self.address.rpartition(":")[2]
-        arguments = [f"--port={port}", "--head", "--num-cpus=0", f"--temp-dir={self.folder / 't'}", "--include-dashboard=false", "--no-monitor"]
+        # The head ends if the port of Ray's client is taken, which is the same one for all clusters.
+        ports = [f"--port={self.address.rpartition(':')[2]}", f"--ray-client-server-port={self._free_port()}"]
+        arguments = [*ports, "--head", "--num-cpus=0", "--include-dashboard=false", "--no-monitor"]
         self._start("head", arguments, self.host)
+        self.wait_for("head")
         return self
+
+    def wait_for(self, name: str) -> None:
+        """Waits until the node has joined."""
+        log, until = self.folder / f"{name}.log", time.monotonic() + 240
+        while "Ray runtime started" not in (text := log.read_text()):
+            assert self.processes[name].poll() is None and time.monotonic() < until, text
+            time.sleep(0.1)
 
     def add(
         self, name: str, *options: str, host: str = "", environment: Mapping[str, str] | None = None,
@@ -61,6 +68,11 @@ class RayCluster:
                 process.wait()
         subprocess.run(["rm", "-rf", str(self.folder)], check=True)
 
+    def _free_port(self) -> int:
+        with socket.socket() as probe:
+            probe.bind((self.host, 0))
+            return int(probe.getsockname()[1])
+
     def _start(
         self, name: str, arguments: Sequence[str], host: str, environment: Mapping[str, str] | None = None,
         inside: Callable[..., Sequence[str]] = lambda *words: words,
@@ -68,7 +80,7 @@ class RayCluster:
         fast = {"RAY_health_check_initial_delay_ms": "2000", "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "2000"}
         common = [
             "start", "--block", f"--node-name={name}", f"--node-ip-address={host}", "--num-gpus=0", "--object-store-memory=80000000", "--min-worker-port=0",
-            "--max-worker-port=0", "--dashboard-agent-listen-port=0", "--include-log-monitor=false",
+            "--max-worker-port=0", "--dashboard-agent-listen-port=0", "--include-log-monitor=false", f"--temp-dir={self.folder / name.rpartition('-')[2]}",
         ]  # fmt: skip
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from etcd_server import WHY_SKIPPED, program
-from launched_runs import TINY, LaunchedRuns
+from launched_runs import TINY, LaunchedRuns, left_behind
 from pod_runs import RECIPE, PodRun, difference
 from ray_cluster import descendants, pause
 
@@ -49,25 +49,6 @@ def placed(runs: LaunchedRuns, name: str) -> dict[str, str]:
     return roles
 
 
-def left_behind(runs: LaunchedRuns) -> list[str]:
-    """Returns what still has the test's folder in its command line or its environment, after it had time to end."""
-    until = time.monotonic() + 40
-    while (found := _processes(str(runs.folder))) and time.monotonic() < until:
-        time.sleep(0.2)
-    return found
-
-
-def _processes(text: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if int(entry.name) != os.getpid() and any(text.encode() in (entry / name).read_bytes() for name in ("cmdline", "environ")):
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:
-            continue
-    return found
-
-
 def test_a_run_over_three_nodes_has_the_bits_of_the_local_one_and_leaves_nothing(runs: LaunchedRuns) -> None:
     said = runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--pods.min_count=3")
     assert re.match(r"submitted job three-[0-9a-f]{8}-1 to a Ray cluster on this machine: run runs/three\n", said)
@@ -78,7 +59,7 @@ def test_a_run_over_three_nodes_has_the_bits_of_the_local_one_and_leaves_nothing
     assert followed == runs.tandem("logs", "runs/three") and "pod 2 (ray-2) joined the run" in followed
     assert difference(ran(runs, "three"), ran(runs, "local")) == []
     assert "pod ray-1 joined" in runs.tandem("logs", "runs/three", "--role", "pods/ray-1/rollout_shim")
-    assert left_behind(runs) == []
+    assert left_behind(runs.folder) == []
     assert "has finished" in runs.tandem("resume", "runs/three")
 
 
@@ -89,7 +70,7 @@ def test_trainer_ranks_on_three_nodes_have_the_bits_of_three_ranks_on_one(runs: 
     ends(runs, "three")
     logs = runs.directory("three") / "logs" / "pods"
     assert all(re.search(rf"pod ray-{number} trains with rank \d", (logs / f"ray-{number}" / "pod.log").read_text()) for number in (1, 2))
-    assert runs.model("three") == runs.model("local") and left_behind(runs) == []
+    assert runs.model("three") == runs.model("local") and left_behind(runs.folder) == []
 
 
 @pytest.mark.parametrize("node", ["node-1", "node-2"])
@@ -107,7 +88,7 @@ def test_a_node_that_is_killed_takes_no_bit_with_it(runs: LaunchedRuns, node: st
         assert "from its newest checkpoint" in runs.output("three") and ran(runs, "three").events("resume")[-1].detail["step"] >= 10
     else:
         assert len([event for event in ran(runs, "three").events("membership") if "joined" in event.detail]) >= 3, runs.output("three")
-    assert difference(ran(runs, "three"), ran(runs, "local")) == [] and left_behind(runs) == []
+    assert difference(ran(runs, "three"), ran(runs, "local")) == [] and left_behind(runs.folder) == []
 
 
 @pytest.mark.parametrize("role", ["controller", "ray-1"])
@@ -119,7 +100,7 @@ def test_a_node_that_stands_still_takes_no_bit_with_it(runs: LaunchedRuns, role:
     pause(node_processes(runs.directory("three"))[roles[role]], 20)
     runs.tandem("train", RECIPE, "--run.name=local", *LONG)
     ends(runs, "three")
-    assert difference(ran(runs, "three"), ran(runs, "local")) == [] and left_behind(runs) == []
+    assert difference(ran(runs, "three"), ran(runs, "local")) == [] and left_behind(runs.folder) == []
 
 
 def test_a_run_is_cancelled_after_its_step_or_at_once_and_is_resumed_as_another_job(runs: LaunchedRuns) -> None:
@@ -133,7 +114,7 @@ def test_a_run_is_cancelled_after_its_step_or_at_once_and_is_resumed_as_another_
     runs.tandem("resume", "runs/job")
     runs.wait_for_step("job", status["steps"] + 3)
     assert runs.tandem("cancel", "runs/job", "--now").startswith("cancelled job job-")
-    assert runs.status("job")["state"] == "stopped" and left_behind(runs) == []
+    assert runs.status("job")["state"] == "stopped" and left_behind(runs.folder) == []
     steps = status["steps"] + 2
     runs.tandem("resume", "runs/job", "--on", "local", f"--run.max_steps={steps}")
     runs.tandem("train", TINY, "--run.name=one", f"--run.max_steps={steps}", "--checkpoint.every_steps=100000")
@@ -152,7 +133,7 @@ def test_pods_that_join_and_leave_while_the_run_trains_take_no_bit_with_them(run
     runs.tandem("scale", "runs/scaled", "1")
     runs.tandem("train", RECIPE, "--run.name=local", *long)
     ends(runs, "scaled")
-    assert runs.model("scaled") == runs.model("local") and left_behind(runs) == []
+    assert runs.model("scaled") == runs.model("local") and left_behind(runs.folder) == []
     assert runs.refusal("scale", "runs/local", "2").startswith("the run in 'runs/local' was placed by 'local', which gives a run its nodes when it starts;")
 
 
@@ -160,4 +141,4 @@ def test_a_run_that_cannot_work_has_failed_with_the_line_that_says_why(runs: Lau
     runs.tandem("train", TINY, "--on", "ray", "--run.name=large", "--machine.memory_gib=0.01")
     status = runs.wait_for_state("large", "finished", "failed", "stopped")
     assert status["state"] == "failed" and "memory" in status["reason"], (status, runs.output("large"))
-    assert left_behind(runs) == []
+    assert left_behind(runs.folder) == []

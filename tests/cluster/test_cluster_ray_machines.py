@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed, so runs on Ray are NOT tested"),
     pytest.mark.skipif(program() is None, reason=WHY_SKIPPED),
 ]
-not_proved = pytest.mark.skip(reason="its nodes have not joined Ray's cluster within four minutes on two busy cores, so this is NOT proved yet")
 LONG = ("--run.max_steps=60", "--evaluation.target_accuracy=1.0", "--evaluation.every_steps=60", "--checkpoint.every_steps=5")
 SHORT = ("--pods.min_count=2", "--pods.heartbeat_timeout_s=5")
 
@@ -41,6 +40,8 @@ def machines(tmp_path: Path) -> Iterator[tuple[Network, RayCluster, LaunchedRuns
             Path(host.hidden).mkdir(exist_ok=True)
             # A pod's files are on the node's own disk.
             cluster.add(host.name, host=host.address, inside=host.inside, environment={"TMPDIR": host.hidden})
+        for host in hosts:
+            cluster.wait_for(host.name)
         yield network, cluster, LaunchedRuns(tmp_path, cluster.environment)
     finally:
         if cluster is not None:
@@ -71,7 +72,6 @@ def host_of(network: Network, runs: LaunchedRuns, name: str, role: str) -> str:
     return next(short for short, host in network.hosts.items() if host.name == node)
 
 
-@not_proved
 def test_what_the_cluster_cannot_run_is_refused_and_leaves_nothing(machines: tuple[Network, RayCluster, LaunchedRuns], tmp_path: Path) -> None:
     _, cluster, runs = machines
     on = ("--on", "ray", f"--ray.address={cluster.address}", "--run.name=refused")
@@ -101,7 +101,6 @@ def wait_for_room_of_old(runs: LaunchedRuns, on: tuple[str, ...]) -> None:
         assert time.monotonic() < until, said
 
 
-@not_proved
 @pytest.mark.parametrize("role", ["controller", "ray-1"])
 def test_a_node_whose_wire_is_pulled_takes_no_bit_with_it(machines: tuple[Network, RayCluster, LaunchedRuns], role: str, tmp_path: Path) -> None:
     network, cluster, runs = machines
@@ -120,7 +119,6 @@ def test_a_node_whose_wire_is_pulled_takes_no_bit_with_it(machines: tuple[Networ
     assert difference(PodRun(tmp_path / "runs", name="two"), PodRun(tmp_path / "runs", name="local")) == []
 
 
-@not_proved
 def test_a_node_whose_disk_is_full_takes_no_bit_with_it(machines: tuple[Network, RayCluster, LaunchedRuns], tmp_path: Path) -> None:
     network, cluster, runs = machines
     wait_for_room(runs, cluster.address, 2)

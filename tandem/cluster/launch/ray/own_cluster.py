@@ -107,7 +107,7 @@ class _Cluster:
         for left in reversed(range(_TRIES)):
             port = _free_port()
             self.address = f"{_host()}:{port}"
-            arguments = ["--head", f"--port={port}", "--num-cpus=0", "--num-gpus=0", "--include-dashboard=false", "--no-monitor", f"--temp-dir={self._folder}"]
+            arguments = ["--head", f"--port={port}", "--num-cpus=0", "--num-gpus=0", "--include-dashboard=false", "--no-monitor"]
             # Of Ray's client, which is started where grpcio is installed, at a port that is taken by any other cluster.
             arguments.append(f"--ray-client-server-port={_free_port()}")
             self._head = self._start_node("head", arguments)
@@ -152,6 +152,8 @@ class _Cluster:
         common = [
             "start", "--block", f"--node-name={name}", f"--object-store-memory={_OBJECT_STORE_BYTES}", "--min-worker-port=0", "--max-worker-port=0",
             "--dashboard-agent-listen-port=0", "--include-log-monitor=false", "--disable-usage-stats", "--log-style=record", "--log-color=false",
+            # Of its own: in one folder, nodes that start at the same time choose the same names for their sockets, and all but one abort.
+            f"--temp-dir={self._folder / name.removeprefix('node-')}",
         ]  # fmt: skip
         output = self._directory / "logs" / "ray.log"
         environment = {**self._environment, **(more or {})}
@@ -229,6 +231,8 @@ def main() -> int:
             return error.exit_code
         finally:
             cluster.end()
+            if own_address_of(directory) == cluster.address:
+                (directory / FOLDER / _ADDRESS).unlink(missing_ok=True)
     return 0
 
 
