@@ -172,5 +172,5 @@ def test_the_parts_of_a_step_add_up_and_more_gpus_of_a_group_take_less_time_each
 
 
 def test_prediction_starts_without_torch() -> None:
-    code = "import sys, tandem.estimate.training.predict, tandem.estimate.hardware.load; print('torch' in sys.modules)"
+    code = "import sys, tandem.estimate.training.predict, tandem.estimate.training.predict_run, tandem.estimate.hardware.load; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "False"
