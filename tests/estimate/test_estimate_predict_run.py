@@ -34,7 +34,7 @@ def test_a_run_of_weeks_has_the_share_of_its_simulation() -> None:
 def test_the_published_run_of_llama_3_is_predicted() -> None:
     # 54 days, 16,384 H100: 419 unexpected interruptions, more than 90% effective time (arXiv 2407.21783, section 3.3.4).
     run = predict_run(LLAMA, LAYOUT, H100, 54 * DAY_S * 0.95 / (15.6e12 / (2048 * 8192)), 15.6e12, RunConditions(storage_bandwidth=2e12))
-    assert run.failures == pytest.approx(419, rel=0.06) and 0.9 < run.share < 0.97
+    assert run.failures == pytest.approx(419, rel=0.06) and 0.9 < run.share < 0.98
     assert run.gpu_hours == pytest.approx(16_384 * 54 * 24, rel=0.06) and run.cost == pytest.approx(run.gpu_hours * H100.price_per_hour)
 
 
