@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from tandem.config.machine import MachineConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.estimate.training.layout import TrainingLayout
@@ -11,6 +13,7 @@ from tandem.layout.shapes import ModelShapes
 from tandem.runtime.machine.available_memory import total_bytes
 
 
+@pytest.mark.full
 def test_this_machine_is_measured_once_and_predicts_a_step() -> None:
     machine = MachineConfig(device="cpu")
     hardware = this_machine(machine)
