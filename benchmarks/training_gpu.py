@@ -25,10 +25,11 @@ from machine import machine, write_report
 from options import parser
 
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.hardware.load import hardware_of_device, source_of
 from tandem.kernels import select
 from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import in_precision, is_emulated
-from tandem.layout.flops import peak_of, step_flops
+from tandem.layout.flops import step_flops
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import config_json, to_huggingface
@@ -170,14 +171,16 @@ def main() -> int:
 def report(options: argparse.Namespace, device: torch.device, is_trial: bool, folder: Path) -> str:
     shapes, length = MODELS[options.model]
     what = "a CPU: a trial, whose figures mean nothing" if is_trial else torch.cuda.get_device_name(device)
-    peak, rate = peak_of(what), matrix_rate(device, 512 if is_trial else 8192)
+    hardware, rate = hardware_of_device(what), matrix_rate(device, 512 if is_trial else 8192)
     flops = step_flops(shapes, [length - 1] * options.sequences)
     given = batches(shapes, length, options.sequences, options.warm + options.steps)
     lines = [
         "# A training step on a GPU", "", f"{what}. {machine()}", "", *(__doc__ or "").split("\n\n")[2:], "",
         f"{parameter_count(shapes) / 1e9:.2f}B parameters, {options.sequences} sequences of {length} tokens a step, {options.micro_batch} at once, best "
         f"(median) of {options.steps} steps. Torch's product: {rate / 1e12:.1f} TFLOP/s; published peak: "
-        + (f"{peak.bf16_tflops} TFLOP/s ({peak.source})." if peak else "not in the table (layout.flops), so there is no MFU."), "",
+        + (
+            f"{hardware.peak_flops['bf16'] / 1e12} TFLOP/s ({source_of(hardware, 'peak_flops')})." if hardware else "in no hardware file, so there is no MFU."
+        ), "",
         "| side | step | tokens/s | MFU | of torch's product | memory | peer's step / this | losses apart | aimed at |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -199,7 +202,7 @@ def report(options: argparse.Namespace, device: torch.device, is_trial: bool, fo
         theirs = theirs or found["transformers, plain torch"]
         for side, steps in found.items():
             best, median = min(s for s, _ in steps), statistics.median(s for s, _ in steps)
-            mfu = f"{flops / best / peak.bf16_tflops / 1e12:.1%}" if peak else "-"
+            mfu = f"{flops / best / hardware.peak_flops['bf16']:.1%}" if hardware else "-"
             ratio = "" if side.startswith("transformers") else f"**{min(s for s, _ in theirs) / best:.2f}**"
             apart = max(abs(a - b) for (_, a), (_, b) in zip(steps, theirs, strict=True))
             label = f"{side} (emulated)" if precision == "fp8" and is_emulated("fp8", device) else side

@@ -3,8 +3,9 @@
 import torch
 
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.hardware.load import hardware_of_device, source_of
 from tandem.kernels.mixed import is_emulated
-from tandem.layout.flops import Peak, peak_of
 
 AGAINST_BF16 = ("bf16", "fp16")
 """Precisions that GPUs multiply at the rate of bf16; other precisions have no MFU here."""
@@ -15,14 +16,14 @@ class DeviceSpeed:
 
     def __init__(self, device: torch.device, precision: str) -> None:
         self._device, self._precision = device, precision
-        self.peak: Peak | None = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.hardware: Hardware | None = hardware_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
     def rates(self, flops: float, seconds: float) -> dict[str, float]:
         """Returns the model TFLOP/s of a step of ``flops`` operations on this rank in ``seconds``, and the model FLOPs utilization (MFU, Chowdhery
         et al., 2022, appendix B) if the peak rate of the device is known."""
         rates = {"perf/model_tflops": flops / seconds / 1e12}
-        if self.peak is not None and self._precision in AGAINST_BF16:
-            rates["perf/mfu"] = rates["perf/model_tflops"] / self.peak.bf16_tflops
+        if self.hardware is not None and self._precision in AGAINST_BF16:
+            rates["perf/mfu"] = flops / seconds / self.hardware.peak_flops["bf16"]
         return rates
 
     def memory(self) -> dict[str, float]:
@@ -36,11 +37,11 @@ class DeviceSpeed:
     def describe(self) -> str:
         """Returns a line on the GPU and its peak rate."""
         name = torch.cuda.get_device_name(self._device)
-        if self.peak is None:
-            return f"computing on {name}; its peak rate is not in the table (layout.flops), so rows have no perf/mfu"
+        if self.hardware is None:
+            return f"computing on {name}; no hardware file (estimate.hardware) has its peak rate, so rows have no perf/mfu"
         if self._precision not in AGAINST_BF16:
             return f"computing on {name} in {self._precision}; perf/mfu is of bf16 and fp16 only, so rows have none"
-        return f"computing on {name}; perf/mfu is of {self.peak.bf16_tflops} TFLOP/s ({self.peak.source})"
+        return f"computing on {name}; perf/mfu is of {self.hardware.peak_flops['bf16'] / 1e12} TFLOP/s ({source_of(self.hardware, 'peak_flops')})"
 
 
 def device_notes(device: torch.device, trainer: TrainerConfig, where: str = "here") -> list[str]:

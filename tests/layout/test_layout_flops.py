@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-import pytest
-
-from tandem.layout.flops import matrix_parameters, peak_of, step_flops
+from tandem.layout.flops import matrix_parameters, step_flops
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 
 LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=False)
@@ -40,16 +38,3 @@ def test_torch_counts_the_same_operations_in_transformers_model() -> None:
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids).logits.sum().backward()
     assert counter.get_total_flops() == step_flops(LLAMA, [16, 16])
-
-
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [("NVIDIA H200", 989.5), ("NVIDIA H200 NVL", 835.5), ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA A100-SXM4-80GB", 312.0)],
-)
-def test_a_peak_is_found_by_what_torch_calls_the_device(name: str, rate: float) -> None:
-    peak = peak_of(name)
-    assert peak is not None and peak.bf16_tflops == rate and peak.source
-
-
-def test_an_unknown_device_has_no_peak() -> None:
-    assert peak_of("NVIDIA GeForce RTX 2080") is None
