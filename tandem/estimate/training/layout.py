@@ -14,7 +14,9 @@ tensor-parallel group also divide the tokens of the residual stream: Korthikanti
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
     """``parallel``: the mesh. ``micro_batch`` and ``global_batch``: sequences of ``sequence`` tokens in a pass of one data-parallel rank, and in a step.
-    ``precision``: of the products; with 16 bits and fewer, fp32 weights are held beside the rounded ones. ``offload``: where the optimizer's state is."""
+    ``precision``: of the products; with 16 bits and fewer, fp32 weights are held beside the rounded ones. ``offload``: where the optimizer's state is.
+    ``reshard_after_forward``: with ZeRO 3, weights are gathered again for the backward pass and gradients are reduced after each; otherwise a rank keeps both
+    whole for a step, as FSDP2 does in a pipeline. ``chunked_head``: logits are computed in chunks that are dropped, as Tandem's trainer does."""
 
     parallel: ParallelConfig
     sequence: int
@@ -23,6 +25,8 @@ class TrainingLayout:
     precision: Precision = "bf16"
     recompute: Recompute = "none"
     offload: Literal["none", "cpu", "nvme"] = "none"
+    reshard_after_forward: bool = True
+    chunked_head: bool = False
 
     @property
     def gpus(self) -> int:

@@ -1,0 +1,55 @@
+"""Holds the memory model against published peak memory: ``python benchmarks/planner_memory.py``.
+
+Rows of `planner_memory.csv`: torchtitan, `benchmarks/llama3_h100_202412_torchtitan.md` (December 2024), H100 of 96 GB. What is published is what the caching
+allocator reserved, so that the CUDA context is left out of the comparison. No constant of the model was fitted to these rows.
+"""
+
+import csv
+from pathlib import Path
+
+from tandem.config.parallel import ParallelConfig
+from tandem.estimate.training.layout import TrainingLayout
+from tandem.estimate.training.rank_memory import RankMemory, predict_rank_memory
+from tandem.layout.shapes import ModelShapes
+
+ROWS = Path(__file__).with_name("planner_memory.csv")
+GIB = 2**30
+
+
+def predicted(row: dict[str, str]) -> RankMemory:
+    number = {name: int(row[name]) for name in row if row[name].isdigit()}
+    heads, virtual = number["heads"], number["virtual"]
+    shapes = ModelShapes(
+        "published", number["vocab"], number["hidden"], number["layers"], heads, number["kv_heads"], number["hidden"] // heads, number["ffn"],
+        number["sequence"], tie_word_embeddings=False, gated_mlp=row["gated_mlp"] == "true",
+    )  # fmt: skip
+    parallel = ParallelConfig(
+        data=number["data"], tensor=number["tensor"], pipeline=number["pipeline"], context=number["context"], zero=number["zero"],  # type: ignore[arg-type]
+        virtual_stages=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
+    )  # fmt: skip
+    return predict_rank_memory(shapes, TrainingLayout(
+        parallel, number["sequence"], number["global_batch"], number["micro_batch"], row["precision"], row["recompute"],  # type: ignore[arg-type]
+        reshard_after_forward=number["pipeline"] == 1,
+    ))  # fmt: skip
+
+
+def errors() -> list[tuple[str, float, float]]:
+    """Returns (row, predicted GiB, published GiB) of every row."""
+    with ROWS.open() as file:
+        return [
+            (f"{row['source']}: {row['row']}", (memory.total - memory.context) / GIB, float(row["memory_gib"]))
+            for row in csv.DictReader(file) for memory in [predicted(row)]
+        ]  # fmt: skip
+
+
+def main() -> None:
+    rows = errors()
+    print("| row | predicted GiB | published GiB | error |\n| --- | --- | --- | --- |")
+    for name, ours, theirs in rows:
+        print(f"| {name} | {ours:.1f} | {theirs:.1f} | {100 * (ours / theirs - 1):+.1f} % |")
+    each = [abs(ours / theirs - 1) for _, ours, theirs in rows]
+    print(f"\nMean error {100 * sum(each) / len(each):.1f} %, worst {100 * max(each):.1f} %.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Bytes of the activations of one pass on a GPU, layer by layer. Imports no torch.
+
+The counts are those of Korthikanti et al. (2022), "Reducing Activation Recomputation in Large Transformer Models", for any heads, inner size and mixture of
+experts: a tensor that the backward pass needs counts once, in the precision of the products. Attention is fused (Dao et al., 2022): it saves its output and
+a logarithm per head instead of the scores, whose 5 a s / h is therefore 0 unless ``fused_attention`` is off.
+"""
+
+from dataclasses import dataclass
+
+from tandem.estimate.training.layout import TrainingLayout
+from tandem.layout.lm_head import gpu_logits_bytes
+from tandem.layout.shapes import ModelShapes
+
+LOG_SUM_EXP_BYTES = 4
+WHOLE_LOGIT_BYTES = 12
+"""Of a logit where the head is not chunked: its logarithm of the softmax, the gradient of that and the gradient of the logit, each in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of a layer for one token. ``replicated``: what tensor-parallel ranks each have whole unless they divide the tokens too; ``divided``: what they
+    divide in any case."""
+
+    replicated: float
+    divided: float
+
+    def of_rank(self, layout: TrainingLayout) -> float:
+        """Returns the bytes of one rank for one token."""
+        tensor = layout.parallel.tensor
+        return self.replicated / (tensor if layout.shares_tokens else 1) + self.divided / tensor
+
+
+def element_bytes(layout: TrainingLayout) -> int:
+    """Returns the bytes of an activation: those of the products, which fp8 keeps in 16 bits."""
+    return 4 if layout.precision == "fp32" else 2
+
+
+def pass_tokens(layout: TrainingLayout) -> float:
+    """Returns the tokens of a micro-batch on one rank."""
+    return layout.micro_batch * layout.sequence / layout.parallel.context
+
+
+def is_by_operation(layout: TrainingLayout) -> bool:
+    """Returns whether ``selective`` chooses operations of a whole layer. With ZeRO 3, where nobody divides the matrices, the word means PyTorch's selective
+    activation checkpointing, which keeps the outputs of attention and of every other matrix product; elsewhere Korthikanti's, which keeps all but the
+    scores."""
+    return layout.recompute == "selective" and layout.parallel.zero == 3
+
+
+def saved_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout, *, fused_attention: bool = True, dropout: bool = False) -> LayerBytes:
+    """Returns what a forward pass saves of ``layer`` for its backward pass. ``dropout``: masks of one byte after attention, after the MLP and, without fused
+    attention, of the scores."""
+    each, hidden = element_bytes(layout), shapes.hidden_size
+    if layout.recompute == "full":
+        return LayerBytes(each * hidden, 0)
+    if is_by_operation(layout):
+        return _by_operation(shapes, layer, each)
+    kept = layout.recompute == "none"
+    return whole_layer_bytes(shapes, layer, each, layout.sequence if kept and not fused_attention else 0, keeps_sums=kept and fused_attention, dropout=dropout)
+
+
+def whole_layer_bytes(
+    shapes: ModelShapes, layer: int, each: int, score_tokens: int = 0, *, keeps_sums: bool = True, dropout: bool = False
+) -> LayerBytes:
+    """Returns the bytes of a layer without recomputation. ``score_tokens``: keys whose scores, softmax and mask each query keeps."""
+    hidden = shapes.hidden_size
+    # The inputs of both norms, and what they return: the inputs of the first products.
+    replicated = 4.0 * each * hidden + (2 * hidden if dropout else 0)
+    divided = float(each * (shapes.qkv_size + shapes.query_size))
+    divided += LOG_SUM_EXP_BYTES * shapes.num_attention_heads if keeps_sums else 0
+    divided += shapes.num_attention_heads * score_tokens * (2 * each + 1)
+    experts = shapes.experts_of(layer)
+    if experts is None:
+        # gate and up, or up alone, and what the activation function returns.
+        divided += each * shapes.mlp_matrices * shapes.intermediate_size
+    else:
+        routed = experts.num_experts_per_tok
+        divided += each * 3 * routed * experts.intermediate_size
+        # Sorted by expert, each token's input and output are there once for each expert that it visits; the router has probabilities in fp32.
+        replicated += each * 2 * routed * hidden + 8 * experts.num_experts
+    return LayerBytes(replicated, divided)
+
+
+def _by_operation(shapes: ModelShapes, layer: int, each: int) -> LayerBytes:
+    experts, hidden = shapes.experts_of(layer), shapes.hidden_size
+    inner = [shapes.intermediate_size] * (shapes.mlp_matrices - 1)
+    if experts is not None:
+        # Grouped products are none of the operations that are kept.
+        inner = []
+    into = [shapes.query_size, shapes.key_value_size, shapes.key_value_size]
+    products = [*into, hidden, *inner, hidden] if experts is None else [*into, hidden]
+    divided = each * (sum(size for size in products[::2] if size != hidden) + shapes.query_size) + LOG_SUM_EXP_BYTES * shapes.num_attention_heads
+    return LayerBytes(each * (hidden + sum(size for size in products[::2] if size == hidden)), divided)
+
+
+def working_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> float:
+    """Returns what a rank holds for one token, beside what is saved, while the backward pass is in ``layer``: what is computed again, the gradients of the
+    layer's widest tensors and, where the tokens are divided, the gathered input of the products."""
+    each, hidden = element_bytes(layout), shapes.hidden_size
+    experts = shapes.experts_of(layer)
+    inner = shapes.intermediate_size if experts is None else experts.intermediate_size * experts.num_experts_per_tok
+    gradients = LayerBytes(2 * each * hidden, each * shapes.mlp_matrices * inner).of_rank(layout)
+    gathered = 2 * each * hidden if layout.shares_tokens else 0
+    if layout.recompute == "full" or is_by_operation(layout):
+        whole = whole_layer_bytes(shapes, layer, each).of_rank(layout)
+        return gradients + gathered + whole - saved_bytes(shapes, layer, layout).of_rank(layout)
+    return gradients + gathered
+
+
+def end_bytes(shapes: ModelShapes, layout: TrainingLayout, *, is_first: bool, is_last: bool) -> float:
+    """Returns what the ends of the model save for one token: the embedding's output; the final norm's input and output."""
+    each = element_bytes(layout)
+    return LayerBytes(each * shapes.hidden_size * (is_first + 2 * is_last), 0).of_rank(layout)
+
+
+def logit_bytes(shapes: ModelShapes, layout: TrainingLayout) -> float:
+    """Returns the bytes of the logits of a micro-batch on a rank of the last stage, at the worst moment."""
+    if layout.chunked_head:
+        return gpu_logits_bytes(int(pass_tokens(layout)), -(-shapes.head_rows // layout.parallel.tensor))
+    return pass_tokens(layout) * shapes.head_rows / layout.parallel.tensor * WHOLE_LOGIT_BYTES
