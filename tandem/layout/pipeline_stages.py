@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tandem.config.parallel import ParallelConfig
@@ -97,6 +97,8 @@ def split_by_cost(layers: Sequence[float], first: float, last: float, stages: in
     def cost(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
 
+    # No stage of the result is dearer than this, so that dearer ones are not looked at: a few of each layer instead of all.
+    most = _enough(count, stages, cost)
     # best[stop]: (maximum cost, sum of squares, counts) of the stages so far over layers [0, stop).
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
@@ -104,8 +106,33 @@ def split_by_cost(layers: Sequence[float], first: float, last: float, stages: in
         for start, (dearest, squares, counts) in best.items():
             for stop in range(start + 1, count - (stages - stage - 1) + 1):
                 here = cost(stage, start, stop)
+                if here > most:
+                    break
                 candidate = (max(dearest, here), squares + here * here, (*counts, stop - start))
                 if stop not in reached or candidate < reached[stop]:
                     reached[stop] = candidate
         best = reached
     return best[count][2]
+
+
+def _enough(count: int, stages: int, cost: Callable[[int, int, int], float]) -> float:
+    """Returns a cost within which ``stages`` stages hold ``count`` layers, above the least such cost by a rounding error at most: bisection, with stages
+    that are filled one after the other."""
+
+    def holds(most: float) -> bool:
+        start = 0
+        for stage in range(stages):
+            stop, limit = start + 1, count - (stages - stage - 1)
+            if stage == stages - 1:
+                stop = limit
+            while stop < limit and cost(stage, start, stop + 1) <= most:
+                stop += 1
+            if cost(stage, start, stop) > most:
+                return False
+            start = stop
+        return True
+
+    low, high = 0.0, sum(cost(stage, 0, count) for stage in {0, stages - 1})
+    while (middle := (low + high) / 2) not in (low, high) and high - low > 1e-9 * high:
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

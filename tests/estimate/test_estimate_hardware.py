@@ -33,7 +33,7 @@ def test_products_without_a_measured_rate_reach_the_share_that_bf16_reaches(tmp_
 
 def test_a_user_adds_a_file_and_a_figure_of_it_is_read_back(tmp_path: Path) -> None:
     hardware = load_hardware(file(tmp_path, name="mine", memory_bytes=2**34))
-    assert (hardware.name, hardware.memory_bytes, hardware.bandwidth(8), hardware.bandwidth(9)) == ("mine", 2**34, 3e11, 2.5e10)
+    assert (hardware.name, hardware.memory_bytes, hardware.group_bandwidth(8, 1), hardware.group_bandwidth(2, 8)) == ("mine", 2**34, 3e11, 2.5e10)
 
 
 @pytest.mark.parametrize(

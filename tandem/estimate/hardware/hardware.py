@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 PRODUCT_SHARE = 0.8
 """The share of the peak rate that the largest products reach on hardware whose products nobody has published: the mean of the NVIDIA GPUs with a measured
-figure (A100 0.87, H100 0.80, H200 0.78 in bf16, H100 0.71 in fp8)."""
+figure (A100 0.87, H100 0.80, H200 0.79 in bf16, H100 0.71 in fp8)."""
+HOST_BANDWIDTH, DISK_BANDWIDTH = 25e9, 0.8e9
+"""Of hardware files without them: copies of pinned memory over PCIe 4 x16, and one of four NVMe disks shared by eight GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class Hardware:
     price_per_hour: float = 0.0
     sources: tuple[str, ...] = ()
     product_flops: Mapping[str, float] = field(default_factory=dict)
-    host_bandwidth: float = 25e9
-    disk_bandwidth: float = 0.8e9
+    host_bandwidth: float = HOST_BANDWIDTH
+    disk_bandwidth: float = DISK_BANDWIDTH
     device_names: tuple[str, ...] = ()
 
     def product_rate(self, precision: str) -> float:
@@ -44,6 +46,9 @@ class Hardware:
         share = self.product_flops["bf16"] / self.peak_flops["bf16"] if "bf16" in self.product_flops else PRODUCT_SHARE
         return self.peak_flops[precision] * share
 
-    def bandwidth(self, span: int) -> float:
-        """Returns the bytes per second in one direction of a GPU to a group that spans ``span`` consecutive GPUs."""
-        return self.link_bandwidth if span <= self.gpus_per_node else self.network_bandwidth
+    def group_bandwidth(self, size: int, stride: int) -> float:
+        """Returns the bytes per second in one direction at which a GPU takes part in a collective of ``size`` GPUs that are ``stride`` ranks apart: its
+        links within a node; beyond it the network cards of all members in its node, which a collective uses together."""
+        if size * stride <= self.gpus_per_node:
+            return self.link_bandwidth
+        return min(self.link_bandwidth, max(1, min(size, self.gpus_per_node // stride)) * self.network_bandwidth)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tandem.config.load import build
 from tandem.config.yaml_text import read_mapping
-from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.hardware.hardware import DISK_BANDWIDTH, HOST_BANDWIDTH, Hardware
 from tandem.types.errors import UserError
 
 FOLDER = Path(__file__).parent
@@ -37,8 +37,8 @@ class HardwareFile:
     gpus_per_node: int = 8
     price_per_hour: float = 0.0
     product_flops: Mapping[str, float] = field(default_factory=dict)
-    host_bandwidth: float = Hardware.__dataclass_fields__["host_bandwidth"].default
-    disk_bandwidth: float = Hardware.__dataclass_fields__["disk_bandwidth"].default
+    host_bandwidth: float = HOST_BANDWIDTH
+    disk_bandwidth: float = DISK_BANDWIDTH
     device_names: tuple[str, ...] = ()
 
     def check(self) -> None:

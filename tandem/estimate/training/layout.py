@@ -16,7 +16,10 @@ class TrainingLayout:
     """``parallel``: the mesh. ``micro_batch`` and ``global_batch``: sequences of ``sequence`` tokens in a pass of one data-parallel rank, and in a step.
     ``precision``: of the products; with 16 bits and fewer, fp32 weights are held beside the rounded ones. ``offload``: where the optimizer's state is.
     ``reshard_after_forward``: with ZeRO 3, weights are gathered again for the backward pass and gradients are reduced after each; otherwise a rank keeps both
-    whole for a step, as FSDP2 does in a pipeline. ``chunked_head``: logits are computed in chunks that are dropped, as Tandem's trainer does."""
+    whole for a step, as FSDP2 does in a pipeline. ``chunked_head``: logits are computed in chunks that are dropped, as Tandem's trainer does.
+    ``attention``: ``fused`` in one kernel that keeps no scores (FlashAttention), or ``unfused``, which writes them to memory; ``auto``: ``fused``, but
+    ``unfused`` in fp16, whose published recipes are older than fused kernels. ``fused_elementwise``: norms, rotary embedding and activations are one kernel
+    each (a compiler's or a library's), not several; ``fused_loss``: the cross-entropy is."""
 
     parallel: ParallelConfig
     sequence: int
@@ -27,6 +30,13 @@ class TrainingLayout:
     offload: Literal["none", "cpu", "nvme"] = "none"
     reshard_after_forward: bool = True
     chunked_head: bool = False
+    attention: Literal["auto", "fused", "unfused"] = "auto"
+    fused_elementwise: bool = True
+    fused_loss: bool = False
+
+    @property
+    def fused_attention(self) -> bool:
+        return self.attention == "fused" or (self.attention == "auto" and self.precision != "fp16")
 
     @property
     def gpus(self) -> int:

@@ -1,0 +1,187 @@
+"""Seconds of one layer, and of the head, on one GPU, by what they are spent on. Imports no torch."""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.training.attention import Attention, attention_seconds
+from tandem.estimate.training.collectives import all_to_all_seconds, gather_seconds
+from tandem.estimate.training.efficiency import Efficiency
+from tandem.estimate.training.layout import TrainingLayout
+from tandem.estimate.training.memory_bound import FUSED_LOGITS, LOGITS, QUANTISED, Moved, layer_bytes
+from tandem.estimate.training.products import product_seconds
+from tandem.layout.shapes import ExpertShapes, ModelShapes
+
+ACTIVATION_BYTES = 2
+"""Of an element that ranks exchange, in 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds by what they are spent on; of communication, those that nothing hides."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    tensor: float = 0.0
+    expert: float = 0.0
+    context: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return float(sum(getattr(self, each.name) for each in fields(self)))
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def __mul__(self, times: float) -> "Seconds":
+        return Seconds(*(getattr(self, each.name) * times for each in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """A micro-batch through layers; ``recomputed``: what the backward pass computes a second time."""
+
+    forward: Seconds
+    backward: Seconds
+    recomputed: Seconds = Seconds()
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.total + self.backward.total + self.recomputed.total
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(self.forward + other.forward, self.backward + other.backward, self.recomputed + other.recomputed)
+
+    def __mul__(self, times: float) -> "Passes":
+        return Passes(self.forward * times, self.backward * times, self.recomputed * times)
+
+
+NO_PASSES = Passes(Seconds(), Seconds())
+
+
+class Shape(NamedTuple):
+    """``batch`` products of ``rows`` tokens with a matrix of ``columns`` x ``inner``."""
+
+    rows: int
+    columns: int
+    inner: int
+    batch: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Predicts layers of ``shapes`` in ``layout`` on ``hardware``."""
+
+    shapes: ModelShapes
+    layout: TrainingLayout
+    hardware: Hardware
+    given: Efficiency
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a context-parallel rank."""
+        return max(1, self.layout.micro_batch * self.layout.sequence // self.layout.parallel.context)
+
+    def layer(self, window: int | None, experts: ExpertShapes | None) -> Passes:
+        """Returns the passes of a layer with ``window`` (``None``: full attention) and ``experts`` (``None``: a plain MLP)."""
+        tensor = self.layout.parallel.tensor
+        hidden, query = self.shapes.hidden_size, self.shapes.query_size
+        shapes = [Shape(self.tokens, _part(self.shapes.qkv_size, tensor), hidden), Shape(self.tokens, hidden, _part(query, tensor))]
+        rows = self.tokens
+        if experts is None:
+            inner = _part(self.shapes.intermediate_size, tensor)
+            shapes += [Shape(rows, (self.shapes.mlp_matrices - 1) * inner, hidden), Shape(rows, hidden, inner)]
+        else:
+            inner, rows = _part(experts.intermediate_size, tensor), self.tokens * experts.num_experts_per_tok
+            local = max(1, experts.num_experts // self.layout.parallel.expert)
+            each = max(1, rows // local)
+            shapes += [Shape(self.tokens, experts.num_experts, hidden), Shape(each, 2 * inner, hidden, local), Shape(each, hidden, inner, local)]
+        forward, backward = self._products(shapes, self.layout.precision)
+        attention = self._attention(window)
+        moved = self._memory_bound(rows, inner, shapes, experts)
+        tensor_s = self._tensor_seconds()
+        expert_s = 2 * all_to_all_seconds(
+            self.hardware, self.layout.parallel.expert, tensor, ACTIVATION_BYTES * rows * hidden / self._token_ranks, self.given
+        ) if experts is not None else 0.0  # fmt: skip
+        context_s = self._context_seconds()
+        forward_s = Seconds(forward, attention.forward, moved.forward, tensor_s, expert_s, max(0.0, context_s - attention.forward))
+        backward_s = Seconds(backward, attention.backward, moved.backward, tensor_s, expert_s, max(0.0, 2 * context_s - attention.backward))
+        return Passes(forward_s, backward_s, self._recomputed(forward_s))
+
+    def head(self) -> Passes:
+        """Returns the passes of the language-model head and the loss."""
+        columns = _part(self.shapes.head_rows, self.layout.parallel.tensor)
+        # Recipes in fp8 keep the head in bf16.
+        precision = "bf16" if self.layout.precision == "fp8" else self.layout.precision
+        forward, backward = self._products([Shape(self.tokens, columns, self.shapes.hidden_size)], precision)
+        bytes_each = FUSED_LOGITS if self.layout.fused_loss else LOGITS
+        moved = bytes_each * self.tokens * columns / (self.hardware.memory_bandwidth * self.given.memory)
+        return Passes(Seconds(forward, memory_bound=moved / 2), Seconds(backward, memory_bound=moved / 2))
+
+    @property
+    def _token_ranks(self) -> int:
+        """Ranks that divide the tokens of the residual stream."""
+        return self.layout.parallel.tensor if self.layout.shares_tokens else 1
+
+    def _products(self, shapes: list[Shape], precision: str) -> tuple[float, float]:
+        """Returns the seconds of ``shapes`` forward, and of both products of each backward: the gradient of its input and of its weights."""
+
+        def seconds(rows: int, columns: int, inner: int, count: int) -> float:
+            return product_seconds(self.hardware, precision, rows, columns, inner, self.given, count)
+
+        forward = sum(seconds(each.rows, each.columns, each.inner, each.batch) for each in shapes)
+        backward = sum(seconds(e.rows, e.inner, e.columns, e.batch) + seconds(e.columns, e.inner, e.rows, e.batch) for e in shapes)
+        return forward, backward
+
+    def _attention(self, window: int | None) -> Attention:
+        layout, tensor = self.layout, self.layout.parallel.tensor
+        heads = _part(self.shapes.num_attention_heads, tensor)
+        queries = max(1, layout.sequence // layout.parallel.context)
+        return attention_seconds(
+            self.hardware, layout.precision, layout.micro_batch, queries, layout.sequence, window, heads, self.shapes.head_dim, layout.fused_attention,
+            self.given,
+        )  # fmt: skip
+
+    def _memory_bound(self, rows: int, inner: int, products: list[Shape], experts: ExpertShapes | None) -> Moved:
+        """Returns the seconds of elementwise kernels, forward and backward."""
+        hidden, tensor = self.shapes.hidden_size, self.layout.parallel.tensor
+        rotary = (self.shapes.query_size + self.shapes.key_value_size) / tensor
+        gated = self.shapes.gated_mlp or experts is not None
+        moved = layer_bytes(self.tokens, self.tokens / self._token_ranks, hidden, rotary, 0, gated, self.layout.fused_elementwise)
+        of_mlp = layer_bytes(rows, 0, hidden, 0, inner, gated, self.layout.fused_elementwise)
+        routed = 4 * ACTIVATION_BYTES * rows * hidden / self._token_ranks if experts is not None else 0
+        cast = QUANTISED * sum(each.batch * each.rows * each.inner for each in products) if self.layout.precision == "fp8" else 0
+        memory = self.hardware.memory_bandwidth * self.given.memory
+        launches = (8 if self.layout.fused_elementwise else 30) * self.given.kernel_s
+        return Moved(*((moved[i] + of_mlp[i] + routed + cast) / memory + launches for i in (0, 1)))
+
+    def _tensor_seconds(self) -> float:
+        """Returns the exposed seconds of a pass: an all-reduce after attention and one after the MLP, or the all-gather and reduce-scatter that they are
+        made of."""
+        tensor = self.layout.parallel.tensor
+        moved = ACTIVATION_BYTES * self.tokens * self.shapes.hidden_size
+        return 4 * gather_seconds(self.hardware, tensor, 1, moved, self.given) * self.given.tensor_exposed
+
+    def _context_seconds(self) -> float:
+        """Returns the seconds of gathering the keys and values of all context-parallel ranks, which attention to the parts that have arrived hides."""
+        parallel = self.layout.parallel
+        moved = ACTIVATION_BYTES * self.layout.micro_batch * self.layout.sequence * 2 * self.shapes.key_value_size / parallel.tensor
+        return gather_seconds(self.hardware, parallel.context, parallel.tensor, moved, self.given)
+
+    def _recomputed(self, forward: Seconds) -> Seconds:
+        recompute = self.layout.recompute
+        if recompute == "full":
+            return forward
+        if recompute == "none":
+            return Seconds()
+        if not self.layout.fused_attention:
+            return Seconds(attention=forward.attention)
+        if self.layout.parallel.zero == 3:
+            # Selective recomputation of single operations, as stacks of fully sharded data parallelism do it: every other product, and what is elementwise.
+            return Seconds(products=forward.products / 2, memory_bound=forward.memory_bound)
+        return Seconds()
+
+
+def _part(size: int, ranks: int) -> int:
+    return max(1, -(-size // ranks))

@@ -1,0 +1,176 @@
+"""The time of a training step on GPUs against published measurements, the simulation of the real schedules and closed forms."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import planner_errors
+
+from tandem.config.parallel import ParallelConfig
+from tandem.estimate.hardware.load import load_hardware
+from tandem.estimate.training.attention import attention_seconds
+from tandem.estimate.training.collectives import all_to_all_seconds, gather_seconds
+from tandem.estimate.training.efficiency import FITTED
+from tandem.estimate.training.layer_time import LayerTimes
+from tandem.estimate.training.layout import TrainingLayout
+from tandem.estimate.training.pipeline import bubble_seconds
+from tandem.estimate.training.predict import predict_step_time
+from tandem.estimate.training.products import product_seconds
+from tandem.layout.schedules import PipelineShape, published_bubble_share, schedule, simulate
+from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.types.errors import UserError
+
+H100, A100 = load_hardware("H100-80GB"), load_hardware("A100-80GB")
+GPT = ModelShapes("gpt", 51200, 4096, 32, 32, 32, 128, 16384, 2048, tie_word_embeddings=False, gated_mlp=False)
+ONE = TrainingLayout(ParallelConfig(data=8), 2048, 64, 2)
+
+
+def seconds_of(shapes: ModelShapes, layout: TrainingLayout, **parallel: object) -> float:
+    return predict_step_time(shapes, replace(layout, parallel=replace(layout.parallel, **parallel)), H100).seconds  # type: ignore[arg-type]
+
+
+def test_published_steps_are_predicted_within_six_percent_on_average_and_fifteen_at_worst() -> None:
+    errors = [abs(row.predicted(FITTED) / row.seconds - 1) for row in planner_errors.read(planner_errors.FOLDER / "planner-measured.csv")]
+    assert len(errors) == 26 and fmean(errors) < 0.06 and max(errors) < 0.15
+
+
+@pytest.mark.full
+def test_steps_that_nothing_was_fitted_on_are_predicted_better_than_by_a_constant_utilisation() -> None:
+    rows, held = (planner_errors.read(planner_errors.FOLDER / f"planner-{name}.csv") for name in ("measured", "held-out"))
+    tested = [abs(error) for error in planner_errors.folds(rows, planner_errors.by_fit)]
+    assert fmean(tested) < 0.06 and max(tested) < 0.15
+    constant = planner_errors.utilisation(rows)
+    ours = fmean(abs(row.predicted(FITTED) / row.seconds - 1) for row in held)
+    assert ours < 0.12 and ours < 0.7 * fmean(abs(row.baseline(constant) / row.seconds - 1) for row in held)
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "micro_batches"), [(2, 1, 2), (4, 1, 8), (8, 1, 8), (4, 1, 2), (2, 2, 4), (4, 2, 8), (4, 3, 12), (8, 4, 16)])
+def test_the_bubble_is_that_of_the_simulated_schedule_and_of_the_published_formula(ranks: int, virtual: int, micro_batches: int) -> None:
+    shape = PipelineShape(ranks, micro_batches, virtual)
+    orders = schedule("interleaved" if virtual > 1 else "1f1b", shape)
+    span = max(compute.end for compute in simulate(shape, orders))
+    work = 3.0 * virtual * micro_batches
+    bubble = bubble_seconds([3.0 * virtual] * ranks, 0, virtual)
+    assert span == pytest.approx(work + bubble)
+    assert bubble / work == pytest.approx((ranks - 1) / (virtual * micro_batches))
+    assert bubble / (work + bubble) == pytest.approx(published_bubble_share(shape))
+
+
+@pytest.mark.parametrize(("slowest", "above"), [(0, 1.06), (3, 1.0)])
+def test_the_bubble_of_ranks_of_unequal_cost_is_that_of_the_simulation_or_a_little_more(slowest: int, above: float) -> None:
+    # The last rank, which has the head, is the slowest of a pipeline that is split evenly; the first can do a part of its work while it would wait.
+    forward = [1.0, 1.0, 1.0, 1.0]
+    forward[slowest] = 1.5
+    shape = PipelineShape(4, 16)
+    span = max(compute.end for compute in simulate(shape, schedule("1f1b", shape), forward, [2 * each for each in forward]))
+    rank_seconds = [3 * each for each in forward]
+    assert span <= 16 * rank_seconds[slowest] + bubble_seconds(rank_seconds, slowest, 1) <= above * span * (1 + 1e-9)
+
+
+def test_a_step_of_a_pipeline_has_the_bubble_of_its_layout() -> None:
+    layout = replace(ONE, parallel=ParallelConfig(pipeline=4, data=2), global_batch=64, micro_batch=1)
+    time = predict_step_time(replace(GPT, vocab_size=64), layout, H100)
+    busy = time.seconds - time.bubble - time.optimizer - time.data_communication
+    # The tiny head makes the last rank a little slower than the others.
+    assert time.bubble / busy == pytest.approx(3 / 32, rel=0.02)
+    with pytest.raises(UserError, match="fewer than 64 pipeline stages"):
+        predict_step_time(GPT, replace(layout, parallel=ParallelConfig(pipeline=64)), H100)
+
+
+def test_a_product_takes_whole_tiles_and_waves_and_never_beats_the_measured_peak() -> None:
+    def seconds(rows: int, columns: int, inner: int) -> float:
+        return product_seconds(H100, "bf16", rows, columns, inner, FITTED)
+
+    assert seconds(8192, 8192, 8192 - 63) < seconds(8192, 8192, 8192) == pytest.approx(seconds(8192 - 63, 8192 - 63, 8192), rel=0.02)
+    for size in (64, 512, 2048, 8192, 16384):
+        assert 2 * size**3 / seconds(size, size, size) < H100.product_rate("bf16")
+    assert 2 * 512**3 / seconds(512, 512, 512) < 0.5 * 2 * 8192**3 / seconds(8192, 8192, 8192)
+    # A product with few rows takes the time of reading its matrix.
+    assert seconds(1, 16384, 16384) == pytest.approx(2 * 16384**2 / (3.35e12 * FITTED.memory), rel=0.02)
+    assert product_seconds(H100, "fp8", 8192, 8192, 8192, FITTED) < 0.65 * seconds(8192, 8192, 8192)
+
+
+def test_attention_costs_two_products_forward_five_backward_and_a_window_less() -> None:
+    def seconds(sequence: int, window: int | None, fused: bool = True) -> tuple[float, float]:
+        return attention_seconds(H100, "bf16", 1, sequence, sequence, window, 32, 128, fused, FITTED)
+
+    forward, backward = seconds(8192, None)
+    assert backward / forward == pytest.approx(2.5 * FITTED.attention_forward / FITTED.attention_backward, rel=0.02)
+    assert seconds(16384, None)[0] == pytest.approx(4 * forward, rel=0.02)
+    assert seconds(8192, 1024)[0] == pytest.approx(forward * (1 - (7 / 8) ** 2), rel=0.02)
+    assert seconds(2048, None, fused=False)[0] > 2 * seconds(2048, None)[0]
+
+
+def test_collectives_follow_the_topology() -> None:
+    within, beyond, one_card = (gather_seconds(H100, size, stride, 1e9, FITTED) for size, stride in ((8, 1), (64, 1), (8, 8)))
+    assert within == pytest.approx(1e9 * 7 / 8 / (450e9 * FITTED.links), rel=0.01)
+    # Eight GPUs of a node use their eight cards together; ranks that are a node apart have one each.
+    assert beyond == pytest.approx(1e9 * 63 / 64 / (400e9 * FITTED.links), rel=0.02)
+    assert one_card == pytest.approx(1e9 * 7 / 8 / (50e9 * FITTED.links), rel=0.01)
+    assert all_to_all_seconds(H100, 64, 1, 1e8, FITTED) > 5 * all_to_all_seconds(H100, 8, 1, 1e8, FITTED)
+    assert gather_seconds(H100, 1, 1, 1e9, FITTED) == 0
+
+
+def test_each_stage_of_zero_moves_what_its_paper_counts() -> None:
+    quiet = replace(FITTED, contention=1.0)  # All communication counts, hidden or not.
+    comm = [predict_step_time(GPT, replace(ONE, parallel=replace(ONE.parallel, zero=stage)), H100, quiet).data_communication for stage in (0, 1, 2, 3)]  # type: ignore[arg-type]
+    held, passes, rate = 6.86e9 * 7 / 8, ONE.micro_batches, 450e9 * FITTED.links
+    assert comm[0] == pytest.approx(held * 8 / rate, rel=0.03) and comm[1] == pytest.approx(held * 6 / rate, rel=0.03)
+    assert comm[2] == pytest.approx(held * (4 * passes + 2) / rate, rel=0.03) and comm[3] == pytest.approx(held * 8 * passes / rate, rel=0.03)
+
+
+def test_recomputation_costs_a_forward_pass_and_selective_only_what_it_drops() -> None:
+    def recomputed(**changes: object) -> tuple[float, float]:
+        time = predict_step_time(GPT, replace(ONE, **changes), A100)  # type: ignore[arg-type]
+        return time.recomputed, time.seconds
+
+    assert recomputed()[0] == 0 and recomputed(recompute="selective", precision="bf16")[0] == 0
+    full, seconds = recomputed(recompute="full")
+    assert 0.2 < full / seconds < 0.26
+    assert 0 < recomputed(recompute="selective", precision="fp16")[0] < 0.5 * recomputed(recompute="full", precision="fp16")[0]
+
+
+def test_experts_cost_what_their_tokens_visit_and_the_exchange_between_ranks() -> None:
+    moe = replace(GPT, gated_mlp=True, experts=ExpertShapes(8, 2, 4096))
+    assert seconds_of(moe, ONE) < seconds_of(replace(GPT, gated_mlp=True), ONE)
+    local, spread = (predict_step_time(moe, replace(ONE, parallel=replace(ONE.parallel, expert=size)), H100) for size in (1, 8))
+    assert local.expert_communication == 0 < spread.expert_communication
+    rows = 2 * 2048 * 2
+    each = 2 * all_to_all_seconds(H100, 8, 1, 2 * rows * 4096, FITTED)
+    assert spread.expert_communication == pytest.approx(2 * 32 * each * ONE.micro_batches)
+
+
+def test_context_parallel_ranks_divide_the_work_and_show_the_communication_that_attention_does_not_hide() -> None:
+    long = replace(GPT, num_key_value_heads=8, max_position_embeddings=131072)
+    layout = TrainingLayout(ParallelConfig(data=8), 65536, 8, 1)
+    whole = predict_step_time(long, layout, H100)
+    divided = predict_step_time(long, replace(layout, parallel=ParallelConfig(data=1, context=8)), H100)
+    assert divided.context_communication == 0  # Attention over 65,536 tokens is longer than the transfer of their keys and values.
+    assert divided.attention == pytest.approx(whole.attention, rel=0.02) and divided.products == pytest.approx(whole.products, rel=0.05)
+    short = TrainingLayout(ParallelConfig(context=16), 1024, 1, 1)
+    assert predict_step_time(long, short, H100).context_communication > 0
+
+
+def test_offloading_the_optimizer_takes_the_time_of_its_transfers() -> None:
+    seconds = [predict_step_time(GPT, replace(ONE, offload=where), H100).optimizer for where in ("none", "cpu", "nvme")]  # type: ignore[arg-type]
+    assert seconds == sorted(seconds) and seconds[1] > 4 * 6.8e9 / 55e9 and seconds[2] > 24 * 6.8e9 / 0.8e9
+
+
+def test_the_parts_of_a_step_add_up_and_more_gpus_of_a_group_take_less_time_each() -> None:
+    time = predict_step_time(GPT, ONE, H100)
+    assert time.seconds == pytest.approx(sum(getattr(time, name) for name in time.__slots__)) and all(getattr(time, n) >= 0 for n in time.__slots__)
+    assert seconds_of(GPT, ONE, tensor=2) > seconds_of(GPT, ONE) / 2
+    head = LayerTimes(GPT, ONE, H100, FITTED).head()
+    assert head.forward.products == pytest.approx(product_seconds(H100, "bf16", 4096, 51200, 4096, FITTED)) and math.isclose(head.recomputed.total, 0)
+
+
+def test_prediction_starts_without_torch() -> None:
+    code = "import sys, tandem.estimate.training.predict, tandem.estimate.hardware.load; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "False"
