@@ -203,7 +203,8 @@ def main() -> int:
     away = [row.predicted(FITTED) / row.seconds - 1 for row in held]
     away_page = [row.baseline(share) / row.seconds - 1 for row in held]
     lines = [
-        "# Predicted step times and published measurements", "", machine(), "", *(__doc__ or "").split("\n\n")[2:], "", f"Constants: `{FITTED}`.", "", "Sources: " + "; ".join(f"{name}: {where}" for name, where in SOURCES.items()) + ".", "",
+        "# Predicted step times and published measurements", "", machine(), "", *(__doc__ or "").split("\n\n")[2:], "", f"Constants: `{FITTED}`.", "",
+        "Sources: " + "; ".join(f"{name}: {where}" for name, where in SOURCES.items()) + ".", "",
         "| rows | count | mean error | worst | bias |", "| --- | --- | --- | --- | --- |",
         summary("`planner-measured.csv`, fitted", fitted), summary("`planner-measured.csv`, each in a fold that was not fitted on", tested),
         summary("`planner-held-out.csv`", away),

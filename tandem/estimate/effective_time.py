@@ -107,6 +107,14 @@ def best_interval_s(between_failures_s: float, stall_s: float) -> float:
     return math.sqrt(2 * stall_s * between_failures_s)
 
 
+def daly_interval_s(between_failures_s: float, stall_s: float) -> float:
+    """Returns Daly's higher-order optimum, which holds where stalls are no longer short beside the time between failures (Daly 2006, equation 37)."""
+    if stall_s >= 2 * between_failures_s:
+        return between_failures_s
+    part = math.sqrt(stall_s / (2 * between_failures_s))
+    return math.sqrt(2 * stall_s * between_failures_s) * (1 + part / 3 + part * part / 9) - stall_s
+
+
 @dataclass
 class _Saved:
     """A checkpoint of ``step`` that is committed from ``at_s`` on."""

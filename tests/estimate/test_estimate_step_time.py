@@ -124,6 +124,8 @@ def test_each_stage_of_zero_moves_what_its_paper_counts() -> None:
     held, passes, rate = 6.86e9 * 7 / 8, ONE.micro_batches, 450e9 * FITTED.links
     assert comm[0] == pytest.approx(held * 8 / rate, rel=0.03) and comm[1] == pytest.approx(held * 6 / rate, rel=0.03)
     assert comm[2] == pytest.approx(held * (4 * passes + 2) / rate, rel=0.03) and comm[3] == pytest.approx(held * 8 * passes / rate, rel=0.03)
+    whole = replace(ONE, parallel=replace(ONE.parallel, zero=3), reshard_after_forward=False)
+    assert predict_step_time(GPT, whole, H100, quiet).data_communication == pytest.approx(comm[1])
 
 
 def test_recomputation_costs_a_forward_pass_and_selective_only_what_it_drops() -> None:
@@ -172,5 +174,5 @@ def test_the_parts_of_a_step_add_up_and_more_gpus_of_a_group_take_less_time_each
 
 
 def test_prediction_starts_without_torch() -> None:
-    code = "import sys, tandem.estimate.training.predict, tandem.estimate.hardware.load; print('torch' in sys.modules)"
+    code = "import sys, tandem.estimate.training.predict, tandem.estimate.training.predict_run, tandem.estimate.hardware.load; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "False"

@@ -41,7 +41,7 @@ def exchange_seconds(hardware: Hardware, layout: TrainingLayout, shared: Sequenc
     gathered = sum(gather_seconds(hardware, each.size, each.stride, weight_bytes * each.parameters, given) for each in shared)
     if layout.parallel.zero == 0:
         return _exposed(2 * summed, backward_s, given)
-    if layout.parallel.zero == 3:
+    if layout.parallel.zero == 3 and layout.reshard_after_forward:
         return layout.micro_batches * (_exposed(gathered, forward_s, given) + _exposed(gathered + summed, backward_s, given))
     sums = layout.micro_batches if layout.parallel.zero == 2 else 1
     return sums * _exposed(summed, backward_s, given) + _exposed(gathered, forward_s, given)

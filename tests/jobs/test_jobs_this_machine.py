@@ -1,0 +1,26 @@
+"""This machine as measured hardware, and a prediction for it."""
+
+import os
+
+import pytest
+
+from tandem.config.machine import MachineConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.estimate.training.layout import TrainingLayout
+from tandem.estimate.training.predict import predict_step_time
+from tandem.jobs.checks.this_machine import LARGEST, this_machine
+from tandem.layout.shapes import ModelShapes
+from tandem.runtime.machine.available_memory import total_bytes
+
+
+@pytest.mark.full
+def test_this_machine_is_measured_once_and_predicts_a_step() -> None:
+    machine = MachineConfig(device="cpu")
+    hardware = this_machine(machine)
+    assert this_machine(machine) is hardware and hardware.memory_bytes == total_bytes() and hardware.multiprocessors == os.cpu_count()
+    assert 1e9 < hardware.product_rate("fp32") < 1e14 and 1e8 < hardware.memory_bandwidth < 1e12
+    small = ModelShapes("llama", 512, 256, 4, 4, 2, 64, 768, 256, tie_word_embeddings=True)
+    layout = TrainingLayout(ParallelConfig(), 256, 16, 4, "fp32")
+    time = predict_step_time(small, layout, hardware)
+    # 3.3 million parameters for 4,096 tokens, forward and backward, at no more than the measured rate.
+    assert time.products > 6 * 3.0e6 * 4096 / hardware.product_rate("fp32") and LARGEST.flops > 3e10
