@@ -42,14 +42,21 @@ def errors() -> list[tuple[str, float, float]]:
         ]  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
+    from machine import machine, write_report
+    from options import parser
+
+    options = parser(__doc__ or "").parse_args()
+    lines = ["# Predicted and published memory", "", machine(), "", *(__doc__ or "").split("\n\n")[1:], ""]
     rows = errors()
-    print("| row | predicted GiB | published GiB | error |\n| --- | --- | --- | --- |")
-    for name, ours, theirs in rows:
-        print(f"| {name} | {ours:.1f} | {theirs:.1f} | {100 * (ours / theirs - 1):+.1f} % |")
+    lines += ["| row | predicted GiB | published GiB | error |", "| --- | --- | --- | --- |"]
+    lines += [f"| {name} | {ours:.1f} | {theirs:.1f} | {100 * (ours / theirs - 1):+.1f} % |" for name, ours, theirs in rows]
     each = [abs(ours / theirs - 1) for _, ours, theirs in rows]
-    print(f"\nMean error {100 * sum(each) / len(each):.1f} %, worst {100 * max(each):.1f} %.")
+    lines += ["", f"Mean error {100 * sum(each) / len(each):.1f} %, worst {100 * max(each):.1f} %, {len(each)} rows."]
+    print("\n".join(lines))
+    print(f"wrote {write_report('planner-memory', chr(10).join(lines), options.out)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

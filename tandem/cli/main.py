@@ -19,6 +19,7 @@ from tandem.types import UserError
 COMMANDS = {
     "train": "train a model from a recipe: pretraining, fine-tuning, or GRPO in a pod",
     "pod": "start a pod that draws samples for a run on another machine",
+    "plan": "predict time, memory and cost of training on GPUs, and recommend a layout",
     "recipes": "list, print or copy the recipes that come with Tandem",
     "status": "show where a run is, and how far",
     "logs": "show what a run says",

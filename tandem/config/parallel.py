@@ -19,6 +19,9 @@ AXES = ("data", "tensor", "pipeline", "context", "expert")
 class ParallelConfig:
     """How many processes train one model, and how they divide it; `training.md` says how to choose."""
 
+    layout: Literal["given", "auto"] = "given"
+    """Where the ranks come from: the keys below, or the planner (`auto`), which chooses them for the GPUs of this machine, and `trainer.recompute` and
+    `trainer.micro_batch_tokens` with them."""
     data: int = 1
     """Data-parallel ranks, which divide every batch."""
     tensor: int = 1
@@ -85,6 +88,9 @@ class ParallelConfig:
         self._refuse_unread()
 
     def _refuse_unread(self) -> None:
+        if self.layout == "auto":
+            chosen = (*AXES, "schedule", "virtual_stages", "pipeline_layers", "zero")
+            refuse_unread("parallel", self, "parallel.layout is 'auto', which chooses it", *chosen, fix="set parallel.layout to given")
         if self.pipeline == 1:
             fix = "raise parallel.pipeline"
             refuse_unread("parallel", self, "parallel.pipeline is 1", "schedule", "pipeline_layers", fix=fix)

@@ -14,6 +14,7 @@ from tandem.config.run import RunConfig
 from tandem.jobs.callbacks import Callbacks
 from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.checks.check_rl import check_rl_run
+from tandem.jobs.checks.chosen_layout import on_this_machine, refuse_automatic
 from tandem.jobs.checks.predicted_time import describe_data_time, describe_rl_time
 from tandem.jobs.data_run.supervise import supervise
 from tandem.jobs.exposed.exposed_run import check_metrics, exposed, metrics_listener
@@ -72,7 +73,7 @@ def train(
     _check_inline(recipe, inline)
     check_metrics(recipe.metrics)
     check_traces(recipe.traces)
-    recipe = with_commits(recipe)
+    recipe, layout = on_this_machine(with_commits(recipe))
     inputs = python_inputs(recipe, rewards, dataset)
     with written_for_checks(inputs) as checked:
         warnings = [line for line in _check(checked) if line.startswith("warning: ")]
@@ -82,7 +83,7 @@ def train(
         recipe = inputs.write(directory / INPUTS_FOLDER)
         write_recipe(recipe, directory)
         with _shown(told, progress):
-            for line in warnings:
+            for line in [layout, *warnings] if layout else warnings:
                 told.message(line)
             return _execute(recipe, directory, inline, told, faults, listener)
 
@@ -90,6 +91,7 @@ def train(
 def prepare(recipe: AnyRecipe, recipe_path: str | Path = "") -> Path:
     """Makes the folder of a run that ``resume`` begins, now or later and on this machine or another one, and returns it. What depends on the machine is
     checked there."""
+    refuse_automatic(recipe)
     recipe = with_commits(recipe, "description")
     check_upload_is_free(recipe.checkpoint)
     directory = _new_directory(recipe.run, Path(recipe_path).stem or "run")
@@ -285,10 +287,10 @@ def dry_run(recipe: AnyRecipe, recipe_path: str | Path, inline: bool = False) ->
     check_metrics(recipe.metrics)
     check_traces(recipe.traces)
     check_trackers(recipe.trackers)
-    recipe = with_commits(recipe, "description")
+    recipe, layout = on_this_machine(with_commits(recipe, "description"))
     if isinstance(recipe, PretrainRecipe):
         lines = [*check_data_run(recipe), describe_data_time(recipe)]
     else:
         plan = check_rl_run(recipe)
         lines = [*plan.lines(), describe_rl_time(recipe, plan.prompt_tokens)]
-    return "\n".join([f"recipe {recipe_path} is valid", *describe_download(recipe.model), *lines])
+    return "\n".join([f"recipe {recipe_path} is valid", *describe_download(recipe.model), *([layout] if layout else []), *lines])

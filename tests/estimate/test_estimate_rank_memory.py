@@ -23,8 +23,8 @@ MIXTURE = replace(LLAMA, experts=ExpertShapes(8, 2, 32, dense_layers=(0,)))
 
 @pytest.mark.parametrize(("tensor", "divides_tokens"), ((1, False), (8, False), (8, True)))
 def test_a_layer_saves_what_korthikanti_counts(tensor: int, divides_tokens: bool) -> None:
-    layout = TrainingLayout(ParallelConfig(tensor=tensor, sequence_parallel=divides_tokens), 2048, 1)
-    saved = saved_bytes(GPT, 0, layout, fused_attention=False, dropout=True).of_rank(layout)
+    layout = TrainingLayout(ParallelConfig(tensor=tensor, sequence_parallel=divides_tokens), 2048, 1, attention="unfused")
+    saved = saved_bytes(GPT, 0, layout, dropout=True).of_rank(layout)
     heads, hidden, sequence = 96, 12288, 2048
     # Equations 2 and 4 of arXiv 2205.05198: s b h (10 + 24 / t + 5 a s / (h t)), and all of it divided by t with sequence parallelism.
     scores = 5 * heads * sequence / hidden

@@ -2,7 +2,7 @@
 
 The counts are those of Korthikanti et al. (2022), "Reducing Activation Recomputation in Large Transformer Models", for any heads, inner size and mixture of
 experts: a tensor that the backward pass needs counts once, in the precision of the products. Attention is fused (Dao et al., 2022): it saves its output and
-a logarithm per head instead of the scores, whose 5 a s / h is therefore 0 unless ``fused_attention`` is off.
+a logarithm per head instead of the scores, whose 5 a s / h is therefore 0 unless ``layout.attention`` is ``unfused``.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def is_by_operation(layout: TrainingLayout) -> bool:
     return layout.recompute == "selective" and layout.parallel.zero == 3
 
 
-def saved_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout, *, fused_attention: bool = True, dropout: bool = False) -> LayerBytes:
+def saved_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout, *, dropout: bool = False) -> LayerBytes:
     """Returns what a forward pass saves of ``layer`` for its backward pass. ``dropout``: masks of one byte after attention, after the MLP and, without fused
     attention, of the scores."""
     each, hidden = element_bytes(layout), shapes.hidden_size
@@ -55,8 +55,8 @@ def saved_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout, *, fuse
         return LayerBytes(each * hidden, 0)
     if is_by_operation(layout):
         return _by_operation(shapes, layer, each)
-    kept = layout.recompute == "none"
-    return whole_layer_bytes(shapes, layer, each, layout.sequence if kept and not fused_attention else 0, keeps_sums=kept and fused_attention, dropout=dropout)
+    kept, fused = layout.recompute == "none", layout.fused_attention
+    return whole_layer_bytes(shapes, layer, each, layout.sequence if kept and not fused else 0, keeps_sums=kept and fused, dropout=dropout)
 
 
 def whole_layer_bytes(

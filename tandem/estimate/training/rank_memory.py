@@ -75,12 +75,16 @@ def _of_stage(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span]
     each = element_bytes(layout)
 
     residual = tokens * each * shapes.hidden_size / (parallel.tensor if layout.shares_tokens else 1)
-    saved = sum(saved_bytes(shapes, layer, layout).of_rank(layout) for layer in layers)
+    # All layers of a kind save the same.
+    kinds = {shapes.experts_of(layer) is None: layer for layer in layers} if shapes.experts is not None else {True: layers[0]}
+    plain = len(layers) if shapes.experts is None else sum(shapes.experts_of(layer) is None for layer in layers)
+    counts = {True: plain, False: len(layers) - plain}
+    saved = sum(counts[kind] * saved_bytes(shapes, layer, layout).of_rank(layout) for kind, layer in kinds.items())
     chunk = tokens * (saved + end_bytes(shapes, layout, is_first=is_first, is_last=is_last))
     if parallel.pipeline > 1:
         # The output of every stage, whose gradient starts its backward pass.
         chunk += residual * len(spans)
-    working = tokens * max(working_bytes(shapes, layer, layout) for layer in {layers[0], layers[-1]})
+    working = tokens * max(working_bytes(shapes, layer, layout) for layer in kinds.values())
     passes = max(1.0, chunks_in_flight(parallel, layout.micro_batches, rank) / len(spans))
     logits = logit_bytes(shapes, layout) if is_last else 0.0
 

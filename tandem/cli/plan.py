@@ -1,0 +1,198 @@
+"""Predict the time, memory and cost of training a model on GPUs, and recommend how to lay it out.
+
+Needs no GPU and no torch. With a layout (--tp, --pp, --dp, ...) it scores that layout; without one it recommends one, says what beats the rule of thumb
+and by how much, and compares the alternatives.
+
+examples:
+  tandem plan MODEL_FOLDER --gpu H100-80GB --gpus 64 --seq 8192 --global-batch 512
+  tandem plan --gpu H100-80GB --gpus 768 --hidden 8192 --layers 84 --heads 64 --ffn 32768 --gated-mlp false --vocab 131072 --seq 4096 \\
+      --global-batch 384 --tp 8 --pp 2 --dp 48 --zero 1 --recompute selective --json
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.types import UserError
+
+if TYPE_CHECKING:
+    from tandem.estimate.training.layout import Recompute, TrainingLayout
+    from tandem.layout.shapes import ModelShapes
+    from tandem.planner.request import PlanRequest
+    from tandem.planner.score import Score
+
+SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn", "sliding_window")
+AXES = ("tp", "pp", "virtual_pp", "dp", "ep", "cp", "zero")
+PROGRESS_EVERY = 200
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="a Hugging Face folder or config.json, or a recipe; otherwise the sizes below")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", metavar="FILE", help="also write a page: memory by stage, the pipeline's timeline, the front of time and memory")
+    parser.add_argument("--emit", choices=("recipe", "slurm", "kubernetes"), help="print a recipe with the layout instead, for this machine or a scheduler")
+    parser.add_argument("--checklist", action="store_true", help="print the production checklist of the recipe instead")
+    hardware = parser.add_argument_group("GPUs")
+    hardware.add_argument("--gpu", default="H100-80GB", help="a kind of GPU, or a YAML file with its figures (default: H100-80GB)")
+    hardware.add_argument("--gpus", type=int, help="how many (default: the product of the axes, or a node)")
+    sizes = parser.add_argument_group("sizes of the model")
+    for name, text in (
+        ("hidden", "hidden size"), ("layers", "layers"), ("heads", "query heads"), ("kv_heads", "key-value heads (default: as many as query heads)"),
+        ("head_dim", "size of a head (default: hidden / heads)"), ("ffn", "inner size of an MLP (default: 4 x hidden)"), ("vocab", "vocabulary"),
+        ("experts", "experts of a layer"), ("experts_per_token", "experts that a token visits"), ("expert_ffn", "inner size of an expert (default: --ffn)"),
+        ("sliding_window", "window of attention in every layer, in tokens"),
+    ):  # fmt: skip
+        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
+    sizes.add_argument("--gated-mlp", choices=("true", "false"), default="true", help="an MLP has gate, up and down, or up and down (default: true)")
+    sizes.add_argument("--tied-embeddings", choices=("true", "false"), default="false", help="embedding and head are one matrix (default: false)")
+    sizes.add_argument("--ignore-fields", default="", metavar="NAMES", help="keys of config.json, separated by commas, that change no size")
+    batch = parser.add_argument_group("the step")
+    batch.add_argument("--seq", type=int, help="tokens of a sequence (default: 4096, or the recipe's)")
+    batch.add_argument("--global-batch", type=int, help="sequences of a step (default: 4 for each GPU, or the recipe's)")
+    batch.add_argument("--micro-batch", type=int, help="sequences of a pass of one data-parallel rank (default: chosen; 1 with a layout)")
+    batch.add_argument("--precision", choices=("fp32", "bf16", "fp16", "fp8"), default="bf16", help="of the products (default: bf16)")
+    batch.add_argument(
+        "--recompute", choices=("none", "selective", "sp_selective", "full"),
+        help="what the backward pass computes again (default: chosen; none with a layout)",
+    )  # fmt: skip
+    layout = parser.add_argument_group("a layout to score")
+    for name, text in (
+        ("tp", "tensor-parallel ranks"), ("pp", "pipeline-parallel ranks"), ("virtual_pp", "stages on each of them"), ("dp", "data-parallel ranks"),
+        ("ep", "expert-parallel ranks, within data x context"), ("cp", "context-parallel ranks"),
+    ):  # fmt: skip
+        layout.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
+    layout.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="what data-parallel ranks shard (default: 1)")
+    layout.add_argument("--sequence-parallel", choices=("true", "false"), help="tensor-parallel ranks divide the tokens too (default: true but with full)")
+    layout.add_argument("--attention", choices=("auto", "fused", "unfused"), default="auto", help="one kernel, or one that keeps scores (auto: that in fp16)")
+    layout.add_argument("--offload", choices=("none", "cpu", "nvme"), default="none", help="where the optimizer's state is (default: none)")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.checklist:
+        return _print_checklist(options)
+    request = _request(options)
+    layout = _layout(options, request)
+    from tandem.planner import as_json, as_text, page
+    from tandem.planner.plan import make_plan
+    from tandem.planner.score import score
+
+    if layout is not None:
+        scored = score(request.shapes, layout, request.hardware)
+        text, answer, written = as_text.score_text(scored), as_json.score_json(scored), page.score_page(scored) if options.html else ""
+    else:
+        plan = make_plan(request, _progress if sys.stderr.isatty() else None)
+        scored, text, answer, written = plan.chosen, as_text.plan_text(plan), as_json.plan_json(plan), page.plan_page(plan) if options.html else ""
+    if options.html:
+        Path(options.html).write_text(written, encoding="utf-8")
+    print(_emitted(options, scored) if options.emit else json.dumps(answer, indent=2) if options.json else text)
+    return 0
+
+
+def _print_checklist(options: argparse.Namespace) -> int:
+    """Prints the checklist of a recipe. Returns 1 if an item is not met."""
+    from tandem.config.recipe import load_config
+    from tandem.estimate.hardware.load import load_hardware
+    from tandem.planner.checklist import checklist, checklist_text
+
+    if options.model is None:
+        raise UserError("--checklist is of a recipe; name one, for example 'tandem plan sort --checklist'")
+    items = checklist(load_config(options.model), load_hardware(options.gpu))
+    print(json.dumps([asdict(each) for each in items], indent=2) if options.json else checklist_text(items))
+    return 0 if all(each.is_met for each in items) else 1
+
+
+def _emitted(options: argparse.Namespace, scored: "Score") -> str:
+    from tandem.config.bundled import recipe_file
+    from tandem.planner.emit import emitted
+    from tandem.planner.model_input import is_recipe
+
+    recipe = str(recipe_file(options.model)) if options.model is not None and is_recipe(options.model) else None
+    return emitted(scored, options.emit, recipe, None if recipe else options.model).rstrip()
+
+
+def _progress(done: int, of: int) -> None:
+    if done % PROGRESS_EVERY == 0 or done == of:
+        print(f"\r{done:,} of {of:,} layouts{'' if done < of else chr(13) + ' ' * 40 + chr(13)}", end="", file=sys.stderr, flush=True)
+
+
+def _request(options: argparse.Namespace) -> "PlanRequest":
+    from tandem.estimate.hardware.load import load_hardware
+    from tandem.planner.request import PlanRequest
+
+    defaults: dict[str, Any] = {}
+    if options.model is None:
+        shapes = _shapes(options)
+    else:
+        from tandem.planner.model_input import read_model
+
+        for name in SIZES:
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} and the model '{options.model}' both give sizes; leave one out")
+        shapes, defaults = read_model(options.model, tuple(filter(None, options.ignore_fields.split(","))))
+    hardware = load_hardware(options.gpu)
+    axes = [getattr(options, name) for name in ("tp", "pp", "cp", "dp")]
+    product = 1
+    for size in axes:
+        product *= size or 1
+    gpus = options.gpus if options.gpus is not None else product if any(axes) else hardware.gpus_per_node
+    sequence = options.seq if options.seq is not None else defaults.get("sequence", 4096)
+    batch = options.global_batch if options.global_batch is not None else defaults.get("global_batch", 4 * gpus)
+    request = PlanRequest(shapes, hardware, gpus, sequence, batch, options.precision, options.recompute, options.micro_batch)
+    request.check()
+    return request
+
+
+def _shapes(options: argparse.Namespace) -> "ModelShapes":
+    from tandem.layout.shapes import ExpertShapes, ModelShapes
+
+    for name in ("hidden", "layers", "heads", "vocab"):
+        if getattr(options, name) is None:
+            raise UserError(f"--{name} is missing; give --hidden, --layers, --heads and --vocab, or a Hugging Face folder or a recipe")
+    for name in SIZES:
+        if getattr(options, name) is not None and not 1 <= getattr(options, name) <= 10_000_000:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be from 1 to 10,000,000")
+    hidden, heads = options.hidden, options.heads
+    if options.head_dim is None and hidden % heads:
+        raise UserError(f"--heads is {heads}, which does not divide --hidden {hidden}; change one, or give --head-dim")
+    kv_heads = options.kv_heads or heads
+    if heads % kv_heads:
+        raise UserError(f"--kv-heads is {kv_heads}, which does not divide --heads {heads}")
+    inner, experts = options.ffn or 4 * hidden, None
+    try:
+        if options.experts is not None:
+            experts = ExpertShapes(options.experts, options.experts_per_token or 1, options.expert_ffn or inner)
+        return ModelShapes(
+            "model", options.vocab, hidden, options.layers, heads, kv_heads, options.head_dim or hidden // heads, inner, 2**31,
+            options.tied_embeddings == "true", gated_mlp=options.gated_mlp == "true", experts=experts,
+            layer_windows=() if options.sliding_window is None else (options.sliding_window,) * options.layers,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _layout(options: argparse.Namespace, request: "PlanRequest") -> "TrainingLayout | None":
+    """Returns the layout of the flags, ``None`` without any."""
+    from tandem.config.parallel import ParallelConfig
+    from tandem.estimate.training.layout import TrainingLayout
+    from tandem.planner.layouts import check_training_layout, with_stages
+
+    if all(getattr(options, name) is None for name in AXES):
+        return None
+    tensor, pipeline, context, virtual, expert = (1 if getattr(options, n) is None else getattr(options, n) for n in ("tp", "pp", "cp", "virtual_pp", "ep"))
+    data = options.dp if options.dp is not None else max(1, request.gpus // max(1, tensor * pipeline * context))
+    recompute: Recompute = options.recompute or "none"
+    # Full recomputation is older than sequence parallelism (Korthikanti et al., 2022), and recipes with it do without.
+    divides = recompute != "full" if options.sequence_parallel is None else options.sequence_parallel == "true"
+    zero = options.zero if options.zero is not None else int(data * context > 1)
+    parallel = ParallelConfig(
+        data=data, tensor=tensor, pipeline=pipeline, context=context, expert=expert, virtual_stages=virtual, sequence_parallel=divides, zero=zero,  # type: ignore[arg-type]
+    )  # fmt: skip
+    layout = TrainingLayout(
+        parallel, request.sequence, request.global_batch, options.micro_batch if options.micro_batch is not None else 1, request.precision, recompute,
+        options.offload, reshard_after_forward=pipeline == 1, attention=options.attention,
+    )  # fmt: skip
+    check_training_layout(request.shapes, layout, request.gpus)
+    return replace(layout, parallel=with_stages(parallel, request.shapes.num_hidden_layers))

@@ -1,0 +1,156 @@
+"""A plan as a page: one HTML file with its style and drawings, which needs no script and no other host. Imports no torch."""
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+
+from tandem.estimate.training.rank_memory import RankMemory, memory_by_stage
+from tandem.layout.schedules import PipelineShape, schedule, simulate
+from tandem.planner.as_text import plan_text, score_text
+from tandem.planner.plan import Plan, named
+from tandem.planner.score import Score
+from tandem.report.page import asset
+from tandem.report.tables import table
+
+GIB = 2**30
+WIDTH, BAR = 960, 22
+MOST_BARS, MOST_PASSES, MOST_RANKS = 16, 16, 16
+"""Stages, micro-batches and pipeline ranks that are drawn."""
+KINDS = tuple(each.name for each in fields(RankMemory))
+
+
+def plan_page(plan: Plan) -> str:
+    """Returns the page of a plan."""
+    fastest = table(
+        ("layout", "step, s", "MFU, %", "memory, GiB"),
+        [
+            (html.escape(named(each)), f"{each.step_seconds:.3g}", f"{each.mfu_percent:.1f}", f"{each.memory.total / GIB:.1f}")
+            for each in plan.sweep.scored[:20]
+        ],
+    )
+    sections = [*_sections(plan.chosen), ("Front of time and memory", _front(plan.sweep.scored, plan.sweep.pareto) + fastest), _words(plan_text(plan))]
+    return _html(named(plan.chosen), f"{plan.advice.reason}. {plan.verdict}.", sections)
+
+
+def score_page(score: Score) -> str:
+    """Returns the page of one layout."""
+    return _html(named(score), f"{score.step_seconds:.3g} s a step", [*_sections(score), _words(score_text(score))])
+
+
+def _sections(score: Score) -> list[tuple[str, str]]:
+    found = [("Memory of a GPU, by pipeline stage", _memory(score)), ("Seconds of a step", _bar_rows([("step", asdict(score.time))], "s", 1.0))]
+    if score.layout.parallel.pipeline > 1:
+        found.append(("Pipeline", _timeline(score)))
+    return found
+
+
+def _words(text: str) -> tuple[str, str]:
+    return "As text", f"<pre>{html.escape(text)}</pre>"
+
+
+def _memory(score: Score) -> str:
+    stages = memory_by_stage(score.shapes, score.layout)
+    rows = [(f"stage {rank}", {kind: getattr(memory, kind) for kind in KINDS}) for rank, memory in enumerate(stages)]
+    left_out = f"<p class='quiet'>{len(rows) - MOST_BARS} more stages are left out.</p>" if len(rows) > MOST_BARS else ""
+    return _bar_rows(rows[:MOST_BARS], "GiB", GIB, limit=score.hardware.memory_bytes) + left_out
+
+
+def _bar_rows(rows: Sequence[tuple[str, dict[str, float]]], unit: str, scale: float, limit: float = 0.0) -> str:
+    """Returns stacked bars, one a row, with a line at ``limit``."""
+    most = max([limit, *(sum(parts.values()) for _, parts in rows)]) or 1.0
+    shown = [kind for kind in rows[0][1] if any(parts[kind] for _, parts in rows)]
+    drawn: list[str] = []
+    for number, (name, parts) in enumerate(rows):
+        at, y = 110.0, 4 + number * (BAR + 6)
+        drawn.append(f"<text x='0' y='{y + 15}'>{html.escape(name)}</text>")
+        for kind in shown:
+            width = (WIDTH - 230) * parts[kind] / most
+            title = f"{kind.replace('_', ' ')}: {parts[kind] / scale:.3g} {unit}"
+            drawn.append(f"<rect x='{at:.1f}' y='{y}' width='{width:.1f}' height='{BAR}' fill='{_color(shown.index(kind))}'><title>{title}</title></rect>")
+            at += width
+        drawn.append(f"<text x='{at + 6:.1f}' y='{y + 15}'>{sum(parts.values()) / scale:.3g} {unit}</text>")
+    height = 4 + len(rows) * (BAR + 6)
+    if limit:
+        x = 110 + (WIDTH - 230) * limit / most
+        drawn.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='0' y2='{height}' stroke='var(--bad)' stroke-dasharray='4 3'/>")
+    keys = " ".join(f"<span><i style='background:{_color(at)}'></i>{kind.replace('_', ' ')}</span>" for at, kind in enumerate(shown))
+    return f"<figure class='chart wide'><div class='legend'>{keys}</div>{_svg(height, drawn)}</figure>"
+
+
+def _timeline(score: Score) -> str:
+    """Returns the forward and backward passes of the schedule that runs, with the first micro-batches if there are more than can be read."""
+    parallel = score.layout.parallel
+    passes = min(score.layout.micro_batches, max(MOST_PASSES, parallel.pipeline))
+    if parallel.virtual_stages > 1:
+        passes -= passes % parallel.pipeline
+    shape = PipelineShape(parallel.pipeline, passes, parallel.virtual_stages)
+    again = 1.0 if score.layout.recompute == "full" else 0.0
+    computes = simulate(shape, schedule(parallel.schedule, shape), [1.0] * shape.stages, [2.0 + again] * shape.stages)
+    span = max(compute.end for compute in computes)
+    drawn = [f"<text x='0' y='{4 + rank * 20 + 14}'>rank {rank}</text>" for rank in range(min(shape.ranks, MOST_RANKS))]
+    for compute in computes:
+        if compute.rank >= MOST_RANKS:
+            continue
+        kind, stage, micro_batch, _ = compute.operation
+        x, width = 60 + (WIDTH - 60) * compute.start / span, (WIDTH - 60) * (compute.end - compute.start) / span
+        color = "var(--c0)" if kind == "forward" else "var(--c1)"
+        opacity = 1 - 0.5 * (stage // shape.ranks) / max(1, shape.virtual_stages)
+        drawn.append(
+            f"<rect x='{x:.1f}' y='{4 + compute.rank * 20}' width='{max(width - 0.6, 0.4):.1f}' height='16' fill='{color}' opacity='{opacity:.2f}'>"
+            f"<title>{kind} of micro-batch {micro_batch}, stage {stage}</title></rect>"
+        )
+    words = f"{passes} of {score.layout.micro_batches} micro-batches" if passes < score.layout.micro_batches else f"{passes} micro-batches"
+    keys = f"<span><i style='background:var(--c0)'></i>forward</span> <span><i style='background:var(--c1)'></i>backward</span> <span>{words}</span>"
+    return f"<figure class='chart wide'><div class='legend'>{keys}</div>{_svg(8 + 20 * min(shape.ranks, MOST_RANKS), drawn)}</figure>"
+
+
+def _front(scored: Sequence[Score], pareto: Sequence[Score]) -> str:
+    """Returns a drawing of all layouts that fit: seconds to the right, memory upwards; those of the front are joined."""
+    if not scored:
+        return ""
+    height, left, bottom = 320, 60, 36
+    slowest = min(max(each.step_seconds for each in scored), 3 * scored[0].step_seconds)
+    fastest, most = scored[0].step_seconds, scored[0].hardware.memory_bytes
+
+    def place(each: Score) -> tuple[float, float]:
+        right = (each.step_seconds - fastest) / ((slowest - fastest) or 1.0)
+        return left + 8 + (WIDTH - left - 30) * right, (height - bottom) * (1 - each.memory.total / most)
+
+    drawn = [_dot(place(each), each, "var(--quiet)", 2.5) for each in scored if each.step_seconds <= slowest]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(each) for each in pareto if each.step_seconds <= slowest))
+    drawn.append(f"<polyline points='{path}' fill='none' stroke='var(--c1)'/>")
+    drawn += [_dot(place(each), each, "var(--c1)", 4.5) for each in pareto if each.step_seconds <= slowest]
+    drawn += [
+        f"<line x1='{left}' x2='{WIDTH}' y1='{height - bottom}' y2='{height - bottom}' stroke='var(--line)'/>",
+        f"<text x='{left}' y='{height - 16}'>{fastest:.3g} s</text><text x='{WIDTH}' y='{height - 16}' text-anchor='end'>{slowest:.3g} s a step</text>",
+        f"<text x='0' y='12'>{most / GIB:.0f} GiB</text><text x='0' y='{height - bottom}'>0</text>",
+    ]
+    return f"<figure class='chart wide'>{_svg(height, drawn)}</figure>"
+
+
+def _dot(place: tuple[float, float], each: Score, color: str, radius: float) -> str:
+    title = html.escape(f"{named(each)}: {each.step_seconds:.3g} s, {each.memory.total / GIB:.1f} GiB, MFU {each.mfu_percent:.1f} %")
+    return f"<circle cx='{place[0]:.1f}' cy='{place[1]:.1f}' r='{radius}' fill='{color}'><title>{title}</title></circle>"
+
+
+def _color(number: int) -> str:
+    return f"var(--c{number % 8})"
+
+
+def _svg(height: float, drawn: Sequence[str]) -> str:
+    return f"<svg viewBox='0 0 {WIDTH} {height:.0f}' width='100%' role='img' font-size='12' fill='currentColor'>{''.join(drawn)}</svg>"
+
+
+def _html(title: str, header: str, sections: Sequence[tuple[str, str]]) -> str:
+    return "".join(_parts(title, header, sections))
+
+
+def _parts(title: str, header: str, sections: Sequence[tuple[str, str]]) -> Iterator[str]:
+    yield "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
+    yield f"<meta name='color-scheme' content='light dark'><title>{html.escape(title)} · Tandem</title><style>{asset('report.css')}"
+    yield ".legend span{margin-right:1rem;font-size:.82rem}.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.35em;border-radius:.2em}"
+    yield "pre{overflow-x:auto}</style></head><body><header><div>"
+    yield f"<h1><small>plan</small>{html.escape(title)}</h1><p class='headline'>{html.escape(header)}</p></div></header><main>"
+    for name, content in sections:
+        yield f"<section><h2>{html.escape(name)}</h2>{content}</section>"
+    yield "</main><footer>Predicted by Tandem; nothing was run.</footer></body></html>"

@@ -1,0 +1,43 @@
+"""The layout that a recipe has, as the planner scores it. Imports no torch."""
+
+from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.estimate.training.layout import TrainingLayout
+from tandem.estimate.training.rank_memory import predict_rank_memory
+from tandem.layout.shapes import ModelShapes
+from tandem.planner.model_input import recipe_shapes
+
+
+def recipe_layout(recipe: AnyRecipe, shapes: ModelShapes) -> TrainingLayout:
+    """Returns the layout of a recipe: a micro-batch is as many of its longest sequences as ``trainer.micro_batch_tokens`` admit."""
+    sequence, batch = sequence_tokens(recipe, shapes), batch_sequences(recipe)
+    trainer, parallel = recipe.trainer, recipe.parallel
+    each = max(1, batch // parallel.data)
+    micro_batch = max(1, min(each, trainer.micro_batch_tokens // sequence))
+    while each % micro_batch:
+        micro_batch -= 1
+    return TrainingLayout(
+        parallel, sequence, max(batch // parallel.data, 1) * parallel.data, micro_batch, trainer.multiplies_in, trainer.recompute, trainer.offload,
+        chunked_head=True,
+    )  # fmt: skip
+
+
+def sequence_tokens(recipe: AnyRecipe, shapes: ModelShapes) -> int:
+    """Returns the tokens of the longest sequence that is trained on."""
+    if isinstance(recipe, PretrainRecipe):
+        return recipe.data.sequence_length
+    return min(shapes.max_position_embeddings, recipe.rollout.engine.max_model_len or shapes.max_position_embeddings)
+
+
+def batch_sequences(recipe: AnyRecipe) -> int:
+    """Returns the sequences of a step."""
+    if isinstance(recipe, PretrainRecipe):
+        return recipe.data.global_batch_size * recipe.sequences_each
+    assert isinstance(recipe, Recipe)
+    return recipe.rollout.prompts_per_step * recipe.algorithm.group_size
+
+
+def predicted_memory(recipe: AnyRecipe) -> int:
+    """Returns the bytes that training takes of the fullest GPU."""
+    shapes = recipe_shapes(recipe.model)
+    return predict_rank_memory(shapes, recipe_layout(recipe, shapes)).total

@@ -1,0 +1,168 @@
+"""The command ``tandem plan`` in a process of its own: figures, inputs and refusals, without torch."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SIZES = shlex.split("--hidden 4096 --layers 32 --heads 32 --kv-heads 8 --ffn 14336 --vocab 128256")
+PUBLISHED = shlex.split(
+    "--gpu H100-80GB --gpus 768 --hidden 8192 --layers 84 --heads 64 --kv-heads 64 --ffn 32768 --gated-mlp false --vocab 131072 --seq 4096 "
+    "--global-batch 384 --tp 8 --pp 2 --virtual-pp 1 --dp 48 --ep 1 --cp 1 --zero 1 --precision bf16 --recompute selective"
+)
+RUN = "import sys; from tandem.cli.main import main; code = main(sys.argv[1:]); print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", RUN, "plan", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_a_layout_is_scored_without_torch() -> None:
+    done = plan("--json", *PUBLISHED)
+    assert (done.returncode, done.stderr) == (0, "False\n")
+    answer = json.loads(done.stdout)
+    memory = answer["memory_bytes_per_gpu"]
+    assert memory["total"] == sum(size for kind, size in memory.items() if kind != "total")
+    assert answer["bubble_fraction"] == 1 / 8
+    assert answer["warnings"] == []
+    assert sum(answer["seconds_by_kind"].values()) == pytest.approx(answer["step_seconds"])
+    tokens = 384 * 4096
+    assert answer["tokens_per_s_per_gpu"] == pytest.approx(tokens / answer["step_seconds"] / 768)
+    # Equation 3 of Korthikanti et al. (2022): 72 B s L h^2 (1 + s / 6 h + V / 12 h L).
+    published = 72 * tokens * 84 * 8192**2 * (1 + 4096 / 6 / 8192 + 131072 / 12 / 8192 / 84)
+    assert answer["model_tflops_per_gpu"] == pytest.approx(published / answer["step_seconds"] / 768 / 1e12, rel=1e-3)
+    assert answer["mfu_percent"] == pytest.approx(100 * answer["model_tflops_per_gpu"] / 989.5, rel=1e-3)
+    # Megatron-Core measured 419.7 TFLOP/s (`planner-measured.csv`).
+    assert answer["model_tflops_per_gpu"] == pytest.approx(419.7, rel=0.15)
+
+
+def test_without_a_layout_one_is_recommended_and_its_json_scores_the_same() -> None:
+    done = plan("--json", "--gpus", "16", *SIZES, "--seq", "4096", "--global-batch", "64")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    layout = answer["layout"]
+    axes = [word for name in ("tp", "pp", "virtual_pp", "dp", "cp", "ep", "zero", "micro_batch") for word in (f"--{name.replace('_', '-')}", str(layout[name]))]
+    again = plan(
+        "--json", "--gpus", "16", *SIZES, "--seq", "4096", "--global-batch", "64", *axes, "--recompute", layout["recompute"],
+        "--sequence-parallel", str(layout["sequence_parallel"]).lower(),
+    )  # fmt: skip
+    assert json.loads(again.stdout)["step_seconds"] == pytest.approx(answer["step_seconds"])
+    assert {each["name"] for each in answer["axes"]} == {"data", "tensor", "pipeline"}
+    assert answer["considered"] > 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (["--gpus", "0"], "--gpus is 0; it must be from 1 to 1,000,000"),
+        (["--gpu", "H10-80GB"], "GPU 'H10-80GB' is unknown; did you mean 'H100-80GB'?"),
+        (["--gpus", "8", "--tp", "8", "--dp", "2"], "--tp 8 x --pp 1 x --cp 1 x --dp 2 are 16 GPUs, and --gpus is 8; change one of them (--dp 1 fits)"),
+        (["--gpus", "6", "--tp", "3"], "--tp is 3, which does not divide the model's num_attention_heads 32; 2 does"),
+        (["--gpus", "8", "--global-batch", "999999999999"], "the largest that are published have about 16 million"),
+        (["--heads", "33"], "--heads is 33, which does not divide --hidden 4096"),
+        (["--kv-heads", "5"], "--kv-heads is 5, which does not divide --heads 32"),
+        (["--layers", "0"], "--layers is 0; it must be from 1 to 10,000,000"),
+        (["--gpus", "64", "--pp", "64", "--dp", "1"], "--pp is 64; the model has 32 layers, and a stage needs one"),
+        (["nowhere"], "--hidden and the model 'nowhere' both give sizes; leave one out"),
+    ),
+    ids=("no-gpus", "unknown-gpu", "product", "heads", "batch", "hidden", "kv-heads", "no-layers", "stages", "two-models"),
+)  # fmt: skip
+def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    assert main(["plan", *SIZES, "--global-batch", "1024", *arguments]) != 0
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_config_is_read_and_what_is_not_understood_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+    from tandem.planner.model_sizes import model_sizes
+
+    gemma = {
+        "model_type": "gemma2", "hidden_size": 2304, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "intermediate_size": 9216, "vocab_size": 256000, "sliding_window": 4096, "sliding_window_pattern": 2,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert model_sizes(gemma, "config.json").layer_windows == (4096, None, 4096, None)
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024, "tie_word_embeddings": True}
+    gpt = model_sizes(gpt2, "config.json")
+    assert (gpt.intermediate_size, gpt.gated_mlp, gpt.num_key_value_heads) == (3072, False, 12)
+    (tmp_path / "config.json").write_text(json.dumps({**gemma, "memory_slots": 64}))
+    assert main(["plan", str(tmp_path), "--gpus", "8"]) != 0
+    assert "fields that the planner does not understand: memory_slots" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path), "--gpus", "8", "--ignore-fields", "memory_slots", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"] == 8
+
+
+def test_a_recipe_gives_model_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    assert main(["plan", "sort", "--gpus", "2", "--json", "--dp", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["dp"] == 2
+
+
+def test_a_page_is_one_file_without_another_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    assert main(["plan", *SIZES, "--gpus", "16", "--seq", "4096", "--global-batch", "64", "--html", str(tmp_path / "plan.html")]) == 0
+    page = (tmp_path / "plan.html").read_text()
+    assert "://" not in page
+    assert "<script" not in page
+    assert page.count("<svg") >= 3
+    assert "Front of time and memory" in page
+    assert main(["plan", *SIZES, "--gpus", "16", "--pp", "4", "--html", str(tmp_path / "one.html")]) == 0
+    one = (tmp_path / "one.html").read_text()
+    # A bar for every stage, and a forward and a backward pass of every micro-batch on each.
+    assert [f"stage {rank}</text>" in one for rank in range(5)] == [True] * 4 + [False]
+    assert one.count("<title>forward of micro-batch") == one.count("<title>backward of micro-batch") == 4 * 16
+
+
+@pytest.mark.parametrize("target", ("recipe", "slurm", "kubernetes"))
+def test_what_is_emitted_is_a_recipe_with_the_layout(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    from tandem.cli.main import main
+    from tandem.config.recipe import recipe_of
+
+    layout = ["--gpus", "16", "--tp", "2", "--pp", "2", "--dp", "4", "--recompute", "full", "--global-batch", "64"]
+    assert main(["plan", *SIZES, *layout, "--emit", target]) == 0
+    recipe = recipe_of(yaml.safe_load(capsys.readouterr().out))
+    recipe.check()
+    assert (recipe.parallel.tensor, recipe.parallel.pipeline, recipe.parallel.data, recipe.parallel.zero) == (2, 2, 4, 1)
+    assert (recipe.trainer.recompute, recipe.trainer.precision, recipe.parallel.world) == ("full", "bf16", 16)
+    assert (recipe.slurm.nodes, recipe.kubernetes.nodes) == (2 if target == "slurm" else 1, 2 if target == "kubernetes" else 1)
+
+
+def test_a_recipe_that_is_emitted_keeps_its_other_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    from tandem.cli.main import main
+    from tandem.config.load import read_yaml
+
+    assert main(["plan", "sort", "--gpus", "2", "--dp", "2", "--emit", "recipe"]) == 0
+    written = yaml.safe_load(capsys.readouterr().out)
+    original = read_yaml("recipes/sort.yaml")
+    assert {name: section for name, section in written.items() if name not in ("parallel", "trainer")} == {
+        name: section for name, section in original.items() if name not in ("parallel", "trainer")
+    }
+    assert written["parallel"]["data"] == 2
+
+
+def test_the_checklist_has_fourteen_items_and_follows_the_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from tandem.cli.main import main
+
+    assert main(["plan", "sort", "--checklist", "--json"]) == 1
+    items = json.loads(capsys.readouterr().out)
+    assert len(items) == 14
+    assert [each["part"] for each in items].count("training") == 7
+    missing = {each["name"] for each in items if not each["is_met"]}
+    assert "products in 16 bits" in missing
+    recipe = (Path("recipes/sort.yaml")).read_text().replace("trainer:\n", "trainer:\n  precision: bf16\n")
+    (tmp_path / "better.yaml").write_text(recipe)
+    assert main(["plan", str(tmp_path / "better.yaml"), "--checklist", "--json"]) == 1
+    assert {each["name"] for each in json.loads(capsys.readouterr().out) if not each["is_met"]} == missing - {"products in 16 bits"}
