@@ -47,7 +47,7 @@ def predict_gpu(
 
     dtype, ranks = COMPUTE_DTYPE.get(precision, trainer.dtype), engine.tensor_parallel_size
     cache = kv_cache_tokens * kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
-    shared = engine_weight_bytes(shapes, trainer.dtype, dtype) + cache + _engine_working_bytes(shapes, engine)
+    shared = engine_weight_bytes(shapes, trainer.dtype, dtype) + cache + engine_working_bytes(shapes, engine)
     working = ENGINE_CONTEXT_BYTES + shared // ranks
     asleep = ENGINE_CONTEXT_BYTES + DTYPE_BYTES[trainer.dtype] * sum(held_outside_layers(shapes))
     there = residency.on_device(Phase.TRAIN, held)
@@ -84,11 +84,18 @@ def engine_weight_bytes(shapes: ModelShapes, dtype: str, packed_dtype: str) -> i
 def cache_tokens_within(shapes: ModelShapes, engine: EngineArgs, dtype: str, gpu_bytes: int) -> int:
     """Returns how many tokens of KV cache fit, beside weights of ``dtype`` and activations, in the share ``gpu_memory_utilization`` of each GPU of an
     engine. ``gpu_bytes``: the memory of a GPU. 0 or less: none."""
+    weights, token = engine_weight_bytes(shapes, dtype, dtype), kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
+    return cache_tokens_beside(weights, token, shapes, engine, gpu_bytes)
+
+
+def cache_tokens_beside(weights: int, token_bytes: float, shapes: ModelShapes, engine: EngineArgs, gpu_bytes: int) -> int:
+    """Returns ``cache_tokens_within`` beside ``weights`` bytes on all GPUs of an engine together, for tokens of ``token_bytes``."""
     assert engine.gpu_memory_utilization is not None
-    shared = engine_weight_bytes(shapes, dtype, dtype) + _engine_working_bytes(shapes, engine)
+    shared = weights + engine_working_bytes(shapes, engine)
     left = int(engine.gpu_memory_utilization * gpu_bytes) - ENGINE_CONTEXT_BYTES - shared // engine.tensor_parallel_size
-    return left * engine.tensor_parallel_size // kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
+    return int(left * engine.tensor_parallel_size // token_bytes)
 
 
-def _engine_working_bytes(shapes: ModelShapes, engine: EngineArgs) -> int:
+def engine_working_bytes(shapes: ModelShapes, engine: EngineArgs) -> int:
+    """Returns the bytes of the activations of a step with all its tokens, and of the logits, on all ranks together."""
     return engine.max_num_batched_tokens * largest_layer_activation_bytes_per_token(shapes) + LOGITS_COPIES * 4 * engine.max_num_seqs * shapes.vocab_size

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from tandem.kernels.kv_dtype import is_scaled
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight
-
-BLOCK_TOKENS = 16
-"""Tokens in a block of the KV cache; the attention kernels sum in tiles of this many absolute positions."""
+from tandem.types.kv_cache import BLOCK_TOKENS as BLOCK_TOKENS
 
 
 class PackedWeight(NamedTuple):

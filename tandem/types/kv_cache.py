@@ -1,4 +1,4 @@
-"""The names of what a KV cache may hold."""
+"""The names of what a KV cache may hold, and the size of its blocks."""
 
 from typing import Literal
 
@@ -6,3 +6,6 @@ KVCacheDtype = Literal["auto", "bfloat16", "int8", "fp8_e4m3"]
 """``auto``: the model's own dtype. ``int8`` and ``fp8_e4m3``: codes of 8 bits, with an fp32 scale for each token and head."""
 
 KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = ("auto", "bfloat16", "int8", "fp8_e4m3")
+
+BLOCK_TOKENS = 16
+"""Tokens in a block of the KV cache; the attention kernels sum in tiles of this many absolute positions."""

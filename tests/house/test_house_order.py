@@ -25,7 +25,7 @@ def test_no_package_imports_from_one_above_it() -> None:
         "tandem.estimate.memory", "tandem.cli.main", "tandem.runtime.records.journal", "tandem.runtime.rpc.rpc_client", "tandem.pod.shim",
         "tandem.rl.rewards.worker", "tandem.jobs.start", "tandem.report.run_report", "tandem.model.family", "tandem.model.new_model",
         "tandem.jobs.verify.verify_run", "tandem.gateway.server", "tandem.jobs.exposed.run_metrics", "tandem.observability.programs",
-        "tandem.dashboard.server", "tandem.dashboard.top", "tandem.trackers.follow",
+        "tandem.dashboard.server", "tandem.dashboard.top", "tandem.trackers.follow", "tandem.estimate.serving.throughput", "tandem.planner.serving.simulator",
     ],
 )
 def test_what_must_start_without_torch_does(module: str) -> None:

@@ -14,8 +14,8 @@ from tandem.engine.core.running import RunningSequences
 from tandem.engine.core.scheduler_output import SequenceId
 from tandem.engine.kv_cache.block_pool import NULL_BLOCK, BlockCopy, blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
-from tandem.kernels.api import BLOCK_TOKENS
 from tandem.layout.shapes import ModelShapes, parameter_count
+from tandem.types.kv_cache import BLOCK_TOKENS
 
 _DECAY = 0.9
 """The factor by which each prefill step reduces the weight of earlier ones in the moving average of its speed."""

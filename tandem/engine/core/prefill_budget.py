@@ -1,6 +1,6 @@
 """Measures how many prompt tokens a step may compute beside decoding sequences before these notice."""
 
-from tandem.kernels.api import BLOCK_TOKENS
+from tandem.types.kv_cache import BLOCK_TOKENS
 
 _FASTER, _SLOWER = 0.5, 0.1
 """The weight of a step without prompt tokens below the estimate, and of one above it: what other programs take is not the step's."""

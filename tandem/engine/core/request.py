@@ -6,18 +6,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.engine.core.lifecycle import State, Transition, move
 from tandem.engine.pooling.params import PoolingParams
 from tandem.engine.processing.outputs import PreemptionTime
 from tandem.engine.processing.repetition import RepetitionDetector
 from tandem.engine.processing.stop_checker import StopChecker
-from tandem.engine.sample.logits_processors import LogitsProcessors
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.engine.spec_decode.draft_length import DraftLength
-from tandem.engine.structured_output.manager import GrammarCursor
 from tandem.types import WeightVersion
+
+if TYPE_CHECKING:
+    # They import torch, which the scheduler does without.
+    from tandem.engine.sample.logits_processors import LogitsProcessors
+    from tandem.engine.structured_output.manager import GrammarCursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Request:
     adapter: str = ""
     max_length: int = 0
     """Maximum number of tokens of a sequence, prompt and completion together."""
-    logits_processors: LogitsProcessors | None = None
+    logits_processors: "LogitsProcessors | None" = None
     """``None`` where the logits are not changed."""
     draft_tokens: int = 0
     """Maximum number of draft tokens that a step proposes for each of its sequences (``tandem.engine.spec_decode.speculative``)."""
@@ -105,7 +108,7 @@ class Sequence:
     streamed_tokens: int = 0
     streamed_characters: int = 0
     """How much of a stream was returned to the caller."""
-    cursor: GrammarCursor | None = None
+    cursor: "GrammarCursor | None" = None
     """The position in the grammar of a request with structured output."""
     state: State = State.WAITING
     num_preemptions: int = 0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from tandem.engine.core.request import Prefill, Sequence
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
-from tandem.kernels.api import BLOCK_TOKENS
+from tandem.types.kv_cache import BLOCK_TOKENS
 
 BlockOwner = Sequence | Prefill
 """Owns blocks of the KV cache: a decoding sequence, or a group under prefill."""

@@ -14,7 +14,7 @@ from tandem.engine.core.scheduler_output import ScheduledPrefill, SchedulerOutpu
 from tandem.engine.kv_cache.block_pool import BlockChange, BlockCopy, blocks_for
 from tandem.engine.kv_cache.kv_cache_manager import KVCacheManager
 from tandem.engine.spec_decode.step_costs import StepCosts
-from tandem.kernels.api import BLOCK_TOKENS
+from tandem.types.kv_cache import BLOCK_TOKENS
 
 
 class PauseMode(StrEnum):

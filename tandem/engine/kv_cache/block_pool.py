@@ -15,8 +15,8 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from tandem.engine.kv_cache.block_events import BlockEvents
-from tandem.kernels.api import BLOCK_TOKENS
 from tandem.types import WeightVersion
+from tandem.types.kv_cache import BLOCK_TOKENS
 
 _DIGEST_BYTES = 16
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from tandem.engine.core.request import Prefill, Request, Sequence
 from tandem.engine.kv_cache.block_events import BlockEvents
 from tandem.engine.kv_cache.block_pool import NULL_BLOCK, BlockCopy, BlockPool, block_hashes, blocks_for, root_hash
-from tandem.kernels.api import BLOCK_TOKENS
 from tandem.types import WeightVersion
+from tandem.types.kv_cache import BLOCK_TOKENS
 
 FIRST_VERSION = WeightVersion(0, 0)
 DUMMY_VERSION = WeightVersion(-1, -1)

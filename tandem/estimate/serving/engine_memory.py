@@ -1,0 +1,63 @@
+"""The memory of each GPU of an engine, and the blocks of KV cache that it leaves. Imports no torch."""
+
+from dataclasses import dataclass
+
+from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.pod_gpu import (
+    ENGINE_CONTEXT_BYTES,
+    cache_tokens_beside,
+    cache_tokens_within,
+    engine_weight_bytes,
+    engine_working_bytes,
+)
+from tandem.estimate.serving.kv_cache import held_tokens, token_bytes
+from tandem.estimate.serving.layout import ServingLayout
+from tandem.estimate.serving.weight_formats import UNQUANTIZED, quantized_weight_bytes
+from tandem.layout.shapes import ModelShapes
+from tandem.types.errors import UserError
+from tandem.types.kv_cache import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes of one GPU, which add up to ``total``. ``context``: CUDA's context, libraries and graphs. ``unused``: what ``gpu_memory_utilization`` leaves to
+    fragmentation and other programs. ``num_blocks``: of the KV cache."""
+
+    weights: int
+    kv_cache: int
+    activations: int
+    context: int
+    unused: int
+    num_blocks: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.activations + self.context + self.unused
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.num_blocks * BLOCK_TOKENS
+
+
+def predict_engine_memory(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware) -> EngineMemory:
+    """Returns the memory of one GPU. The blocks are those that the engine itself would allocate (``tandem.engine.settings`` asks the same function). Raises
+    ``UserError`` if not one sequence of ``max_model_len`` tokens fits."""
+    layout.check(shapes, hardware)
+    args, ranks, token = layout.engine_args(), layout.tensor, token_bytes(shapes, layout)
+    is_plain = layout.quantization in ("bf16", "fp16")
+    weights = engine_weight_bytes(shapes, UNQUANTIZED, UNQUANTIZED) if is_plain else quantized_weight_bytes(shapes, layout.quantization)
+    if is_plain and layout.latent is None and ranks <= shapes.num_key_value_heads:
+        tokens = cache_tokens_within(shapes, args, UNQUANTIZED, hardware.memory_bytes)
+    else:
+        tokens = cache_tokens_beside(weights, token, shapes, args, hardware.memory_bytes)
+    length = layout.max_model_len or shapes.max_position_embeddings
+    if tokens < held_tokens(shapes, length):
+        share = int(layout.gpu_memory_utilization * hardware.memory_bytes) / 2**30
+        raise UserError(
+            f"{layout.quantization} weights of {weights / ranks / 2**30:,.1f} GiB on each of {ranks} {hardware.name} leave {max(0, tokens):,} tokens of KV "
+            f"cache in {share:,.1f} GiB, and one sequence has up to {length:,}; use more GPUs, fewer bits, or a smaller max_model_len"
+        )
+    blocks = tokens // BLOCK_TOKENS
+    cache, working = blocks * BLOCK_TOKENS * token // ranks, engine_working_bytes(shapes, args) // ranks
+    used = weights // ranks + cache + working + ENGINE_CONTEXT_BYTES
+    return EngineMemory(weights // ranks, cache, working, ENGINE_CONTEXT_BYTES, hardware.memory_bytes - used, blocks)

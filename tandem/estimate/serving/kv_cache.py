@@ -1,0 +1,33 @@
+"""The KV cache of an engine: the bytes of a token, and how many tokens a sequence holds. Imports no torch."""
+
+from tandem.estimate.model_bytes import kv_bytes_per_token
+from tandem.estimate.serving.layout import ServingLayout
+from tandem.estimate.serving.weight_formats import UNQUANTIZED
+from tandem.layout.shapes import ModelShapes
+from tandem.types.dtypes import DTYPE_BYTES
+from tandem.types.kv_cache import BLOCK_TOKENS
+
+
+def token_bytes(shapes: ModelShapes, layout: ServingLayout) -> int:
+    """Returns the bytes that a token takes in the cache of all GPUs of an engine together, in all layers. Ranks that share a head of keys and values each
+    hold it, and all hold the latent vector of latent attention."""
+    if layout.latent is not None:
+        numbers = layout.latent.kv_lora_rank + layout.latent.qk_rope_head_dim
+        size, scale = (2, 0) if layout.kv_cache_dtype in ("auto", "bfloat16") else (DTYPE_BYTES["int8"], 4)
+        return layout.tensor * shapes.num_hidden_layers * (numbers * size + scale)
+    copies = max(1, layout.tensor // shapes.num_key_value_heads)
+    return copies * kv_bytes_per_token(shapes, UNQUANTIZED, layout.kv_cache_dtype)
+
+
+def held_tokens(shapes: ModelShapes, tokens: float) -> float:
+    """Returns the tokens of cache that a sequence of ``tokens`` holds, half a block of which is empty on average. Blocks outside the attention window of
+    every layer are freed, as ``KVCacheManager.remove_skipped_blocks`` does."""
+    windows = [shapes.window(layer) for layer in range(shapes.num_hidden_layers)]
+    widest = None if None in windows else max(window or 0 for window in windows)
+    return min(tokens, tokens if widest is None else widest + BLOCK_TOKENS) + BLOCK_TOKENS / 2
+
+
+def read_bytes(shapes: ModelShapes, layout: ServingLayout, tokens: float) -> float:
+    """Returns the bytes of the cache that one GPU reads for a query after ``tokens`` tokens; of a layer with a window those inside it."""
+    layer = token_bytes(shapes, layout) / layout.tensor / shapes.num_hidden_layers
+    return sum(layer * min(tokens, shapes.window(index) or tokens) for index in range(shapes.num_hidden_layers))

@@ -1,0 +1,155 @@
+"""The seconds of one step of an engine on GPUs: a roofline for each kernel. Imports no torch.
+
+A kernel takes the longer of its operations at the product rate of the GPU and its bytes at ``BANDWIDTH_SHARE`` of the memory bandwidth (Williams et al.,
+2009), and ``KERNEL_S`` before it reaches either. A step of decoding reads all weights once and the keys and values of every sequence; prompt tokens that
+share the step share the weights. The arithmetic of Pope et al., 2022 (arXiv 2211.05102, section 3), with the engine's own formats.
+"""
+
+from dataclasses import dataclass
+
+from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.serving.kv_cache import read_bytes
+from tandem.estimate.serving.layout import ServingLayout
+from tandem.estimate.serving.weight_formats import format_named
+from tandem.layout.shapes import ModelShapes
+
+BANDWIDTH_SHARE = 0.85
+"""Of the memory bandwidth, for kernels that stream: what STREAM and copies reach on HBM."""
+KERNEL_S = 4e-6
+"""Between two kernels of a CUDA graph (about 1.5 microseconds), and until memory or tensor cores are busy and again idle at its ends."""
+LAYER_KERNELS = 9
+"""Two norms, four products, rotation with the write to the cache, attention, activation."""
+REDUCE_S = 6e-6
+"""An all-reduce of a few rows over NVLink: one kernel in which every GPU reads from every other."""
+REDUCE_SHARE = 0.75
+"""Of the link bandwidth, which an all-reduce of many bytes reaches (bus bandwidth, nccl-tests)."""
+ATTENTION_SHARE = 0.55
+"""Of the product rate, which attention over whole prompts reaches (FlashAttention 2 and 3: 50 to 75 %)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """What a step computes: one token of ``decoding`` sequences of ``context`` tokens on average, and ``prompt_tokens`` tokens of prompts, which each attend
+    to ``prompt_context`` earlier tokens on average."""
+
+    decoding: float = 0.0
+    context: float = 0.0
+    prompt_tokens: float = 0.0
+    prompt_context: float = 0.0
+
+    @property
+    def rows(self) -> float:
+        return self.decoding + self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStepTime:
+    """Seconds of a step, which add up to ``seconds``: matrix products of the layers, output head and sampling, attention, memory-bound operations,
+    all-reduces, the start of kernels, the host. ``reads_weights``: whether products take as long as reading the weights."""
+
+    products: float
+    head: float
+    attention: float
+    memory_bound: float
+    communication: float
+    launches: float
+    host: float
+    reads_weights: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.head + self.attention + self.memory_bound + self.communication + self.launches + self.host
+
+
+def predict_step(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, step: EngineStep) -> EngineStepTime:
+    """Returns the time of one step of an engine."""
+    form, ranks, hidden, rows = format_named(layout.quantization), layout.tensor, shapes.hidden_size, step.rows
+    bandwidth = BANDWIDTH_SHARE * hardware.memory_bandwidth
+    products, is_read = 0.0, True
+    moved = 0.0
+    for outputs, inputs, times, each, distinct in _matrices(shapes, ranks, rows):
+        operations = 2 * each * distinct * outputs * inputs / hardware.product_rate(form.multiplies_in)
+        read = (distinct * form.matrix_bytes(outputs * inputs, inputs) + 2 * each * distinct * (outputs + inputs)) / bandwidth
+        products += times * max(operations, read)
+        is_read = is_read and read >= operations
+        moved += times * 2 * each * distinct * outputs
+    launches = KERNEL_S * LAYER_KERNELS * shapes.num_hidden_layers
+    # Norms read and write the residual stream; rotation and activation their inputs once more.
+    moved += shapes.num_hidden_layers * rows * 2 * 8 * hidden
+    drawn = step.decoding + (step.prompt_tokens > 0)
+    return EngineStepTime(
+        products=products,
+        head=_head(shapes, ranks, hardware, drawn, bandwidth),
+        attention=_attention(shapes, layout, hardware, step, bandwidth),
+        memory_bound=moved / bandwidth,
+        communication=all_reduce_seconds(2 * rows * hidden, layout, hardware) * 2 * shapes.num_hidden_layers,
+        launches=launches,
+        host=layout.host_s,
+        reads_weights=is_read,
+    )
+
+
+def predict_decode_step(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, sequences: float, context: float) -> EngineStepTime:
+    """Returns the time of a step in which ``sequences`` sequences of ``context`` tokens on average draw one token each."""
+    return predict_step(shapes, layout, hardware, EngineStep(sequences, context))
+
+
+def predict_prefill(
+    shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, tokens: int, sequences: int = 1, decoding: float = 0, context: float = 0
+) -> float:
+    """Returns the seconds until ``sequences`` prompts of ``tokens`` tokens are computed, in chunks of ``max_num_batched_tokens`` beside ``decoding`` sequences
+    of ``context`` tokens: the time to the first token where nothing waits."""
+    total, seconds, done = tokens * sequences, 0.0, 0
+    budget = max(1, int(layout.max_num_batched_tokens - decoding))
+    while done < total:
+        chunk = min(budget, total - done)
+        # Of chunks that hold whole prompts, a token attends to half of its prompt; of a part of one, to what is before it too.
+        before = tokens / 2 if chunk >= tokens else (done % tokens + chunk / 2) % tokens
+        seconds += predict_step(shapes, layout, hardware, EngineStep(decoding, context, chunk, before)).seconds
+        done += chunk
+    return seconds
+
+
+def all_reduce_seconds(size: float, layout: ServingLayout, hardware: Hardware) -> float:
+    """Returns the seconds of an all-reduce of ``size`` bytes over the GPUs of an engine: its latency, and 2 (n - 1) / n of the bytes over each link."""
+    if layout.tensor == 1:
+        return 0.0
+    sent = 2 * (layout.tensor - 1) / layout.tensor * size
+    link = hardware.link_bandwidth if layout.tensor <= hardware.gpus_per_node else hardware.network_bandwidth
+    return REDUCE_S + sent / (REDUCE_SHARE * link)
+
+
+def _matrices(shapes: ModelShapes, ranks: int, rows: float) -> list[tuple[float, int, int, float, float]]:
+    """Returns (outputs, inputs, how many layers have it, rows of each, how many matrices of the kind are read in a layer), of one rank."""
+    hidden, layers, found = shapes.hidden_size, shapes.num_hidden_layers, list[tuple[float, int, int, float, float]]()
+    heads = shapes.query_size / ranks + 2 * max(1.0, shapes.num_key_value_heads / ranks) * shapes.head_dim
+    found.append((heads, hidden, layers, rows, 1.0))
+    found.append((hidden, max(1, shapes.query_size // ranks), layers, rows, 1.0))
+    dense = sum(shapes.experts_of(layer) is None for layer in range(layers))
+    if dense:
+        inner = shapes.intermediate_size / ranks
+        found.append(((shapes.mlp_matrices - 1) * inner, hidden, dense, rows, 1.0))
+        found.append((hidden, max(1, int(inner)), dense, rows, 1.0))
+    if shapes.experts is not None and dense < layers:
+        experts, routed = shapes.experts, shapes.experts.num_experts_per_tok
+        # The expected number of experts that some token visits, where each visits its own at random.
+        visited = experts.num_experts * (1 - (1 - routed / experts.num_experts) ** rows)
+        each, inner = rows * routed / visited, experts.intermediate_size / ranks
+        found.append((2 * inner, hidden, layers - dense, each, visited))
+        found.append((hidden, max(1, int(inner)), layers - dense, each, visited))
+    return found
+
+
+def _head(shapes: ModelShapes, ranks: int, hardware: Hardware, drawn: float, bandwidth: float) -> float:
+    """Returns the seconds of the output head in 16 bits and of drawing from its logits, which are read and written in fp32 three times."""
+    numbers = shapes.vocab_size * shapes.hidden_size / ranks
+    product = max(2 * drawn * numbers / hardware.product_rate("bf16"), 2 * numbers / bandwidth)
+    return product + 3 * 4 * drawn * shapes.vocab_size / bandwidth + 4 * KERNEL_S
+
+
+def _attention(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, step: EngineStep, bandwidth: float) -> float:
+    decoding = step.decoding * read_bytes(shapes, layout, step.context) / bandwidth
+    attended = sum(min(step.prompt_context, shapes.window(layer) or step.prompt_context) for layer in range(shapes.num_hidden_layers))
+    operations = 4 * step.prompt_tokens * attended * shapes.query_size / layout.tensor
+    return decoding + operations / (ATTENTION_SHARE * hardware.product_rate("bf16"))
+
