@@ -24,6 +24,7 @@ COMMANDS = {
     "status": "show where a run is, and how far",
     "logs": "show what a run says",
     "cancel": "stop a run after its step, which it saves",
+    "nodes": "list the nodes of a cluster, and cordon and uncordon them",
     "scale": "set the number of nodes of a run on Ray while it runs",
     "resume": "continue an interrupted run",
     "verify": "verify every byte that a run's results depend on",

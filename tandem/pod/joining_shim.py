@@ -106,7 +106,7 @@ class JoiningShim:
 
     def _tell_health(self, reading: NodeReading) -> None:
         assert self.session is not None
-        with contextlib.suppress(RunError, LookupError):  # The next one is told.
+        with contextlib.suppress(RunError, UserError, LookupError):  # The next one is told.
             self.store.put(HEALTH + self.name, json.dumps(reading.to_json()).encode(), self.session.lease)
 
     def _watch_lease(self) -> None:

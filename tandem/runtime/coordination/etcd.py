@@ -52,6 +52,11 @@ class EtcdStore:
     def list(self, prefix: str) -> Sequence[Entry]:
         return self._list(prefix, self._deadline())[0]
 
+    def lease_of(self, key: str) -> int:
+        """Returns the id of the lease that ``key`` is on, 0 without one or where the key does not exist."""
+        found = self._call("kv/range", {"key": self._key(key)}, self._deadline()).get("kvs", [])
+        return int(found[0].get("lease", 0)) if found else 0
+
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
         reply = self._call("kv/put", self._put(key, value, lease), self._deadline(), lease)
         return int(reply["header"]["revision"])

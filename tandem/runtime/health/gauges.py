@@ -61,7 +61,8 @@ def of_ranks(times: Sequence[RankTimes], excesses: Mapping[int, float], late: Ma
                 trips[pair] = min(seconds, trips.get(pair, seconds))
     found += [("tandem_link_round_trip_seconds", {"node": node, "peer": peer}, seconds) for (node, peer), seconds in trips.items()]
     links = {" - ".join(sorted(pair)) for pair in trips} | {key.removeprefix("link ") for key, each in late.items() if each.is_link}
-    return found + [("tandem_link_slow", {"link": link}, float(f"link {link}" in late)) for link in sorted(links)]
+    # A series is there from the beginning on, so that rules have one to look at.
+    return found + [("tandem_link_slow", {"link": link}, float(f"link {link}" in late)) for link in sorted(links) or ["all"]]
 
 
 def of_node(reading: NodeReading) -> list[Reading]:
@@ -77,7 +78,8 @@ def of_node(reading: NodeReading) -> list[Reading]:
         found += [(name, labels, factor * float(gpu[key])) for key, name, factor in of_gpu if gpu[key] is not None]
         found.append(("tandem_gpu_fault", labels, float(any(str(gpu["bus"]) in what for what in reading.faults))))
     if not reading.gpus:
-        found += [("tandem_gpu_fault", {**node, "gpu": "all"}, 1.0)] if reading.faults else []
+        # None, or none that answers.
+        found.append(("tandem_gpu_fault", {**node, "gpu": "all"}, float(bool(reading.faults))))
     found += [("tandem_gpu_xid_errors", {**node, "xid": number}, float(count)) for number, count in reading.xids.items()]
     for name, (size, grows) in reading.processes.items():
         labels = {**node, "process": name}

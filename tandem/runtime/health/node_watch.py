@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 HEALTH = "health/"
 """The beginning of the keys, in the store of a run, of what the nodes with pods that joined find."""
 _LAG_LOOK_S = 0.5
+_END_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class NodeWatch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join()
+            # A driver that does not answer holds up no end of a run.
+            self._thread.join(timeout=_END_S)
 
     def look(self) -> NodeReading:
         """Returns what is found now. What was fatal once stays so, for a reader that has missed a reading."""
