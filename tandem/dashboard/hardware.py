@@ -38,9 +38,9 @@ PANELS = (
     Panel("Disks", "rate(tandem_node_disk_bytes_total[$range])", ("node", "direction"), "bytes"),
     Panel("Network", "rate(tandem_node_network_bytes_total[$range])", ("node", "direction"), "bytes"),
     Panel("Disk of the run that is free", "tandem_run_disk_free_bytes", ("run",), "bytes"),
-    Panel("GPU in use", "tandem_gpu_utilization_ratio", ("name", "gpu"), "share", 1.0),
-    Panel("Temperature of the GPU", "tandem_gpu_temperature_celsius", ("name", "gpu"), "°C"),
-    Panel("Power of the GPU", "tandem_gpu_power_watts", ("name", "gpu"), "W"),
+    Panel("GPU in use", "tandem_gpu_utilization_ratio", ("node", "gpu"), "share", 1.0),
+    Panel("Temperature of the GPU", "tandem_gpu_temperature_celsius", ("node", "gpu"), "°C"),
+    Panel("Power of the GPU", "tandem_gpu_power_watts", ("node", "gpu"), "W"),
 )
 
 

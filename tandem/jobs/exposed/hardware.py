@@ -1,19 +1,13 @@
-"""The hardware of a run's node for Prometheus: processor, memory, disks, network and GPUs of the machine, and each process of the run."""
+"""The hardware of a run's node for Prometheus: processor, memory, disks and network of the machine, and each process of the run. GPUs are those of
+``tandem.runtime.health.gauges``, of every node."""
 
 import os
-import shutil
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.runtime.machine.nvidia_health import GpuHealth, read_smi
 from tandem.runtime.machine.usage import NodeUsage, node_usage, processes_below
-from tandem.types import RunError
-
-_GPU_EVERY_S = 10.0
-"""``nvidia-smi`` takes about a second."""
 
 
 class Hardware:
@@ -21,15 +15,10 @@ class Hardware:
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = {**labels, "node": socket.gethostname()}
-        self._gpus: list[GpuHealth] = []
-        self._gpus_read = -_GPU_EVERY_S
-        self._has_gpus = shutil.which("nvidia-smi") is not None
 
     def collect(self) -> Iterator[Metric]:
         yield from self._node(node_usage())
         yield from self._processes()
-        if self._has_gpus:
-            yield from self._of_gpus()
 
     def _node(self, usage: NodeUsage) -> Iterator[Metric]:
         yield self._counter("tandem_node_cpu_seconds", "Seconds of all cores of the machine.", "mode", usage.cpu_s)
@@ -55,29 +44,6 @@ class Hardware:
             memory.add_metric(values, each.resident_bytes)
             threads.add_metric(values, each.threads)
         yield from (cpu, memory, threads)
-
-    def _of_gpus(self) -> Iterator[Metric]:
-        now = time.monotonic()
-        if now - self._gpus_read >= _GPU_EVERY_S:
-            self._gpus_read = now
-            try:
-                self._gpus = list(read_smi())
-            except RunError:
-                # The health monitor says what is wrong with it; here its values are missing.
-                self._gpus = []
-        percent = lambda gpu: None if gpu.utilization_percent is None else gpu.utilization_percent / 100
-        shown: Sequence[tuple[str, str, Callable[[GpuHealth], float | None]]] = (
-            ("utilization_ratio", "Share of the time in which the GPU computed.", percent),
-            ("temperature_celsius", "Its temperature.", lambda gpu: gpu.temperature_c),
-            ("power_watts", "Its power.", lambda gpu: gpu.power_w),
-        )
-        for name, text, value_of in shown:
-            family = GaugeMetricFamily(f"tandem_gpu_{name}", text, labels=(*self._labels, "gpu", "name"))
-            for gpu in self._gpus:
-                value = value_of(gpu)
-                if value is not None:
-                    family.add_metric((*self._labels.values(), gpu.bus, gpu.name), float(value))
-            yield family
 
     def _counter(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         family = CounterMetricFamily(name, text, labels=(*self._labels, label))
