@@ -81,7 +81,7 @@ def stage_costs(shapes: ModelShapes) -> tuple[tuple[float, ...], float, float]:
     for index in range(shapes.num_hidden_layers):
         experts = shapes.experts_of(index)
         if experts is None:
-            mlp = 3.0 * shapes.intermediate_size
+            mlp = float(shapes.mlp_matrices * shapes.intermediate_size)
         else:
             mlp = 3.0 * experts.intermediate_size * experts.num_experts_per_tok + experts.num_experts
         layers.append(hidden * (shapes.qkv_size + shapes.query_size + mlp))
