@@ -27,8 +27,10 @@ from tandem.cluster.ray_serve.policy import QueuePolicy
 from tandem.cluster.ray_serve.section import read_section
 from tandem.types import UserError
 
+_PACKAGES = ("ray", "fastapi", "uvicorn", "watchfiles", "aiohttp_cors", "grpc_reflection")
+"""Without one of them ``ray[serve]`` is not installed, and ``ray.serve`` cannot be imported."""
 has_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None, reason="ray[serve] is not installed, so Ray Serve is NOT tested"
+    any(importlib.util.find_spec(name) is None for name in _PACKAGES), reason="'ray[serve]' is not installed, so Ray Serve is NOT tested"
 )
 REQUEST = {"model": "tiny", "prompt": "one two", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 IMPORT = "tandem.cluster.ray_serve.application:application"
