@@ -3,7 +3,8 @@
     python benchmarks/serving_published.py [--out benchmarks/results]
 
 The rows are in ``benchmarks/published/serving.csv``. The start of a kernel in ``tandem.estimate.serving.step_time`` was chosen
-with them in view; its other constants were not changed. ``saturated``: all requests are queued at once; ``batch``: a batch that starts and ends together; ``first_token`` and ``latency``: until the
+with them in view; its other constants were not changed.
+``saturated``: all requests are queued at once; ``batch``: a batch that starts and ends together; ``first_token`` and ``latency``: until the
 first and the last token.
 """
 
