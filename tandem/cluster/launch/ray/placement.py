@@ -49,10 +49,10 @@ def groups_of(job: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def remove_groups(job: str) -> None:
-    """Ends everything of ``job``: a placement group takes its actors with it."""
+def remove_groups(job: str, *, but: str = "") -> None:
+    """Ends everything of ``job``, except the role ``but``: a placement group takes its actors with it."""
     ends = time.monotonic() + _REMOVED_S
-    while (roles := groups_of(job)) and time.monotonic() < ends:
+    while (roles := [role for role in groups_of(job) if role != but]) and time.monotonic() < ends:
         for role in roles:
             with contextlib.suppress(ValueError):
                 remove_placement_group(get_placement_group(group_name(job, role)))
