@@ -66,6 +66,9 @@ class Shim:
 
     def prepare(self) -> None:
         """Begins the imports of the worker's processes, before it is asked to start them."""
+        if not (self.run / "config.yaml").exists():
+            # It only serves and receives weights.
+            return
         with self.lock:
             recipe = build(Recipe, read_yaml(self.run / "config.yaml"))
             count = recipe.rollout.workers if self.role == "rollout" else 1

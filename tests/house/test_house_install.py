@@ -45,7 +45,7 @@ MISTAKES = {
     "EngineArgs(modle='x')": 'Unexpected keyword argument "modle"',
     "train(3)": "incompatible type",
     "tandem.LLMs": "has no attribute",
-    "LLM('model').embed('a')": "has no attribute",
+    "LLM('model').embeddings('a')": "has no attribute",
 }
 
 

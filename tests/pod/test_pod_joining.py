@@ -75,6 +75,7 @@ class Life:
 def life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
     write_credential(tmp_path / "credential", CREDENTIAL)
     options = argparse.Namespace(
+        health="{}",
         run=str(tmp_path), of_run="r", member="n", agent="a", join=str(tmp_path / "store.sqlite"), host="127.0.0.1", credential=str(tmp_path / "credential"),
         port=0, threads=1, lease=60.0, join_timeout=60.0, faults="", tls=None,
     )  # fmt: skip

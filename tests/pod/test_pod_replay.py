@@ -41,7 +41,7 @@ def test_replayed_step_is_equal_bit_for_bit_and_the_run_stays_as_it_was(undistur
     for line in ("rollout: 16 of 16 equal", "rewards: 16 of 16 equal", "train: "):
         assert line in done.stdout
     after = {path: path.read_bytes() for path in run.directory.rglob("*") if path.is_file() and path.name != "lock"}
-    assert after.keys() - before.keys() <= {run.directory / "journal.sqlite-wal", run.directory / "journal.sqlite-shm"}
+    assert after.keys() - before.keys() <= {run.directory / "replays.jsonl"}
     assert all(after[path] == content for path, content in before.items() if not path.name.startswith("journal.sqlite-"))
     assert run.left_behind() == []
 

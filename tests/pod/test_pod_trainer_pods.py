@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,6 +180,7 @@ class FakeJoining:
     others: list[RolloutPod] = field(default_factory=list)
     folder: str = "/runs/r"
     forgotten: list[str] = field(default_factory=list)
+    nodes: Any = field(default_factory=lambda: SimpleNamespace(why_few=lambda: ""))
 
     @property
     def lives(self) -> dict[str, RolloutPod]:
