@@ -14,7 +14,7 @@ _STORE_S = 10.0
 
 
 def cordon_corrupt(recipe: Recipe, run: str, finding: CorruptionFinding) -> bool:
-    """Cordons the nodes of ``finding`` in the cluster, for all runs and until somebody removes the cordons, and returns whether the run goes on with spares in
+    """Cordons the nodes of ``finding`` in the cluster, for all runs and until the cordons are removed, and returns whether the run goes on with spares in
     their places.
 
     It does not where it is not known which node is wrong, where one of them has this controller, and without spares: then nothing is cordoned here."""

@@ -84,7 +84,7 @@ class MetricsWriter:
                 if oldest is None or oldest >= newest:
                     break
                 self._forget(oldest + max(1, (newest - oldest) // 10))
-            # A series without samples is one of a process that is gone.
+            # A series without samples is one of a process that has ended.
             self._connection.execute("DELETE FROM series WHERE NOT EXISTS (SELECT 1 FROM samples WHERE samples.series = series.id)")
             there = {id for (id,) in self._connection.execute("SELECT id FROM series")}
         self._ids = {labels: id for labels, id in self._ids.items() if id in there}

@@ -65,7 +65,7 @@ def check_gpus(gpus: int) -> None:
 
 
 def check_batch(sequence: int, global_batch: int) -> None:
-    """Raises ``UserError`` for a batch that nobody trains with."""
+    """Raises ``UserError`` for a batch that is too large to be meant."""
     if sequence < 1 or global_batch < 1:
         name, value = ("seq", sequence) if sequence < 1 else ("global-batch", global_batch)
         raise UserError(f"--{name} is {value}; it must be at least 1")

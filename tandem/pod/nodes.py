@@ -54,7 +54,7 @@ class Nodes:
                 self._new.setdefault(node, (life, reason))
 
     def unfit(self, node: str, reason: str) -> None:
-        """Notes that the machine of ``node`` is broken, which concerns all runs: it is cordoned in the cluster, until somebody removes the cordon."""
+        """Notes that the machine of ``node`` is broken, which concerns all runs: it is cordoned in the cluster, until the cordon is removed."""
         with self._lock:
             self._unfit.setdefault(node, reason)
 

@@ -1,4 +1,4 @@
-"""A slow link between two machines with ranks of the trainer (network namespaces, real etcd) is named by them; without one nobody is."""
+"""A slow link between two machines with ranks of the trainer (network namespaces, real etcd) is named by them; without one none is."""
 
 import time
 from typing import Any

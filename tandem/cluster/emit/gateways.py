@@ -11,7 +11,7 @@ from tandem.gateway.emit.envoy import envoy
 from tandem.gateway.emit.front import make_front
 
 HEAD = "# Written by 'tandem emit'.\n"
-KEYS_HINT = "# Without 'keys_file' (see 'tandem keys create') everybody who reaches the load balancer is served.\n"
+KEYS_HINT = "# Without 'keys_file' (see 'tandem keys create') every client that reaches the load balancer is served.\n"
 
 
 def gateway_settings(

@@ -23,7 +23,7 @@ def head_script(head: str, shared: Path) -> str:
         "etcd=$!", "up=", 'end() { trap "" TERM INT; trap - EXIT; kill -TERM "$etcd" $up 2>/dev/null || true; wait; exit "$1"; }',
         'trap "end 0" TERM INT', 'trap "end 1" EXIT',
         f'ask() {{ etcdctl --endpoints=http://127.0.0.1:{ETCD_PORT} "$@"; }}',
-        "# Everybody on the network would reach it, so it asks for a password, which runs read from the shared folder.",
+        "# Any host on the network can reach it, so it asks for a password, which runs read from the shared folder.",
         f'if [ ! -e "$shared/head/{PASSWORD}" ]; then',
         '    until ask endpoint health > /dev/null 2>&1; do kill -0 "$etcd" || exit 1; sleep 0.2; done',
         f'    (umask 077; head -c 32 /dev/urandom | base64 | tr -d "+/=\\n" > "$shared/head/{PASSWORD}.new")',

@@ -59,7 +59,7 @@ const early = new Map();
 /** Asks for `name` now; the first `ask` for the same takes the answer. */
 export function askEarly(name, parameters) {
   const answer = get(name, parameters);
-  // Whoever takes it learns what went wrong.
+  // The caller learns what went wrong.
   answer.catch(() => {});
   early.set(name + query(parameters), answer);
 }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PRODUCT_SHARE = 0.8
-"""The share of the peak rate that the largest products reach on hardware whose products nobody has published: the mean of the NVIDIA GPUs with a measured
+"""The share of the peak rate that the largest products reach on hardware without published products: the mean of the NVIDIA GPUs with a measured
 figure (A100 0.87, H100 0.80, H200 0.79 in bf16, H100 0.71 in fp8)."""
 HOST_BANDWIDTH, DISK_BANDWIDTH = 25e9, 0.8e9
 """Of hardware files without them: copies of pinned memory over PCIe 4 x16, and one of four NVMe disks shared by eight GPUs."""

@@ -18,7 +18,7 @@ FIGURES = (
     "peak_flops", "product_flops", "memory_bytes", "memory_bandwidth", "multiprocessors", "link_bandwidth", "network_bandwidth", "host_bandwidth",
     "disk_bandwidth", "price_per_hour",
 )  # fmt: skip
-"""The keys whose value somebody published or measured, so that a file that sets one names its source."""
+"""The keys whose value is published or measured, so that a file that sets one names its source."""
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "int8")
 
 

@@ -41,7 +41,7 @@ def pass_tokens(layout: TrainingLayout) -> float:
 
 
 def is_by_operation(layout: TrainingLayout) -> bool:
-    """Returns whether ``selective`` chooses operations of a whole layer. With ZeRO 3, where nobody divides the matrices, the word means PyTorch's selective
+    """Returns whether ``selective`` chooses operations of a whole layer. With ZeRO 3, where the matrices are not divided, the word means PyTorch's selective
     activation checkpointing, which keeps the outputs of attention and of every other matrix product; elsewhere Korthikanti's, which keeps all but the
     scores."""
     return layout.recompute == "selective" and layout.parallel.zero == 3

@@ -2,7 +2,7 @@
 
 A rank is late if its own work in a step takes longer than that of its peers, the ranks of the same pipeline stage, which have as much to do. A link is slow if
 its round trip is longer than that of the others, or than it was, and the ranks wait in collectives for it. Medians over a window of steps count, and an
-excess must stand out of its own scatter (the median absolute deviation), so that one slow step, or noise, names nobody.
+excess must stand out of its own scatter (the median absolute deviation), so that one slow step, or noise, names no rank.
 """
 
 import itertools
@@ -119,7 +119,7 @@ class StragglerWatch:
                 continue
             own, by = statistics.median(look[rank].own for look in self._window), statistics.median(excess)
             whole = statistics.median(look[rank].whole for look in self._window)
-            # One that was late goes on being it until half of the excess is gone, however it scatters.
+            # One that was late goes on being it until half of the excess has ended, however it scatters.
             was_late = f"rank {rank}" in self.late
             least = 1 + (self.factor - 1) / (2 if was_late else 1)
             scatter = _SIGMA_OF_MAD * statistics.median(abs(value - by) for value in excess)
@@ -152,7 +152,7 @@ class StragglerWatch:
 
     def _late_links(self, now: Mapping[int, RankTimes]) -> Iterator[Late]:
         shortest = {link: min(look[link] for look in self._links if link in look) for link in {link for look in self._links for link in look}}
-        # The least that a rank waits is what the collectives themselves take: who comes last waits for nobody.
+        # The least that a rank waits is what the collectives themselves take: the last rank to arrive does not wait.
         share = min(statistics.median(1 - look[rank].own / look[rank].whole if look[rank].whole else 0.0 for look in self._window) for rank in now)
         for link, seconds in sorted(shortest.items()):
             others = [value for other, value in shortest.items() if other != link]

@@ -22,7 +22,7 @@ def connect(
     Args:
         what: the file's name in errors.
         version: the number of its layout, kept in ``user_version``.
-        read_only: nothing is written, also not beside the file: where nobody has it open, it is read as it is (``immutable``), and what others write later
+        read_only: nothing is written, also not beside the file: where no process has it open, it is read as it is (``immutable``), and what others write later
             may not be seen.
         brief: for a few reads at once, of a file of any size: a damaged page is found when it is read, not before.
         durable: flush every commit to the disk; without it a power failure may lose the newest commits, a ``kill -9`` none.

@@ -106,7 +106,7 @@ def _engine_autoscaler(topology: InferenceTopology, place: Place) -> Manifest:
     queries = (
         # The age is that of one queue: twice the target needs twice the instances.
         ("max(tandem_gateway_oldest_waiting_seconds)", str(QUEUE_AGE_S), "Value"),
-        # Engines that are busy are not taken away because nobody waits for them.
+        # Engines that are busy are not taken away because no request waits for them.
         ("sum(vllm:num_requests_running)", str(busy), "AverageValue"),
     )
     triggers = [

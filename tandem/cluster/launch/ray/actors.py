@@ -240,7 +240,7 @@ def _node_name() -> str:
 
 
 def _kill_pods(job: str) -> None:
-    """Ends the pods of the controller's earlier life, which listen to an etcd that is gone. Ray removes their groups with their owner too, but only after a
+    """Ends the pods of the controller's earlier life, which listen to an etcd that has ended. Ray removes their groups with their owner too, but only after a
     while: one that is still found by its name then would be taken for that of a new pod, and vanish under it."""
     for role in groups_of(job):
         if role != CONTROLLER:
