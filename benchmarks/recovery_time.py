@@ -71,7 +71,7 @@ def node_to_kill(run: PodRun, chosen: random.Random) -> list[int]:
 
 COMMANDS: dict[str, tuple[Sequence[str], Callable[[PodRun, random.Random], list[int]]]] = {
     "rank": (
-        (str(ROOT / "tests" / "cluster" / "tiny.yaml"), "--parallel.data=2", "--checkpoint.every_steps=50", *_LONG),
+        (str(ROOT / "tests" / "cluster" / "tiny.yaml"), "--parallel.data=2", "--checkpoint.every_steps=5", *_LONG),
         rank_to_kill,
     ),
     "node": (
@@ -155,7 +155,8 @@ def measure(kind: str, repeat: int, folder: Path) -> list[Fault]:
     try:
         watched.wait_for_rows(5)
         while len(faults) < repeat:
-            before_s = watched.wait_for_rows(chosen.randint(3, 8))
+            # Past the step of the fault before, so that the supervisor sees progress and does not wait before it restarts.
+            before_s = watched.wait_for_rows(chosen.randint(12, 24) if kind == "rank" else chosen.randint(3, 8))
             pids = victims(watched.run, chosen)
             if pids:
                 faults.append(watched.fault(pids, before_s))
