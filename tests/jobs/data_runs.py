@@ -1,11 +1,15 @@
 """Runs on data, started by the command, and the rows that they wrote."""
 
+import contextlib
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from tandem.cli.main import main
 from tandem.report.run_facts import RESULT_KEY
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import VOLATILE
@@ -18,6 +22,16 @@ def command(*arguments: str, status: int = 0, folder: Path | None = None, limit_
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def refused(*arguments: str, folder: Path | None = None) -> str:
+    """Runs ``tandem ARGUMENTS`` in ``folder`` in this process, which is faster than starting one, and returns the one line of its refusal."""
+    said = io.StringIO()
+    with contextlib.chdir(folder or os.curdir), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        assert main(list(arguments)) == 2, said.getvalue()
+    line = said.getvalue().rstrip("\n")
+    assert line.startswith("tandem: ") and "\n" not in line, line
+    return line
 
 
 def forget_end(run: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_runs import command, rows
+from data_runs import command, refused, rows
 from package_data import make_datasets
 from pretrain_recipe import write_recipe
 from safetensors.torch import load_file
@@ -258,4 +258,5 @@ def test_dry_run_prints_the_mesh(data: Path, tmp_path: Path) -> None:
     ],
 )
 def test_mesh_that_cannot_be_is_refused_in_one_line(arguments: list[str], said: str, data: Path, tmp_path: Path) -> None:
-    assert said in run(tmp_path, data, *arguments, status=2).splitlines()[-1]
+    write_ranks_recipe(tmp_path, data)
+    assert said in refused("train", "recipe.yaml", *arguments, folder=tmp_path)

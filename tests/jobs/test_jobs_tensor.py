@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_runs import command, rows
+from data_runs import command, refused, rows
 from package_data import make_datasets
 from pretrain_recipe import write_recipe
 from safetensors.torch import load_file
@@ -19,15 +19,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_datasets(tmp_path_factory.mktemp("data"), "json", vocabulary=301)
 
 
-def run(folder: Path, data: Path, *arguments: str, status: int = 0, **create: Any) -> str:
-    """Trains in ``folder``/run; returns the output."""
+def recipe_in(folder: Path, data: Path, **create: Any) -> str:
+    """Writes the recipe of a run in ``folder``/run."""
     recipe = write_recipe(
         folder, data, create={"num_attention_heads": 4, "num_key_value_heads": 2, **create},
         data={"train": [{"path": str(data / "json")}], "held_out": str(data / "json"), "global_batch_size": 6},
         trainer={"weight_decay": 0.1, "micro_batch_tokens": 100}, evaluation={"every_steps": STEPS, "sequences": 5},
         checkpoint={"every_steps": 3, "keep": 9}, run={"max_steps": STEPS},
     )  # fmt: skip
-    return command("train", str(recipe), *arguments, status=status)
+    return str(recipe)
+
+
+def run(folder: Path, data: Path, *arguments: str, **create: Any) -> str:
+    """Trains in ``folder``/run; returns the output."""
+    return command("train", recipe_in(folder, data, **create), *arguments)
 
 
 def check_same_run(folder: Path, other: Path, close: float = 2e-5) -> None:
@@ -121,4 +126,4 @@ def test_divided_and_balanced_experts_have_the_run_of_one_process(data: Path, tm
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_in_one_line(data: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
-    assert said in run(tmp_path, data, *arguments, status=2).splitlines()[-1]
+    assert said in refused("train", recipe_in(tmp_path, data), *arguments)
