@@ -101,13 +101,15 @@ def test_a_reasoning_gym_task_trains_a_model_that_the_recipe_makes(command, tmp_
         assert int(example["ground_truth"]) == int(first) + (1 if sign == "+" else -1) * int(second)
 
 
-def test_the_recipe_as_it_stands_and_other_tasks_by_name_alone_are_in_order(command) -> None:
+OTHER_TASK = "--task.name=reasoning_gym:basic_arithmetic", "--task.settings={}", "--model.create.max_position_embeddings=512"
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), pytest.param(CHAIN_SUM, marks=pytest.mark.full), pytest.param(OTHER_TASK, marks=pytest.mark.full)], ids=["as it stands", "sums", "other"]
+)
+def test_the_recipe_as_it_stands_and_other_tasks_by_name_alone_are_in_order(command, arguments: tuple[str, ...]) -> None:
     pytest.importorskip("reasoning_gym")
-    given = ("train", "recipes/reasoning_gym.yaml", "--dry-run")
-    assert command(*given).code == 0
-    assert command(*given, *CHAIN_SUM).code == 0
-    other = ("--task.name=reasoning_gym:basic_arithmetic", "--task.settings={}", "--model.create.max_position_embeddings=512")
-    assert command(*given, *other).code == 0
+    assert command("train", "recipes/reasoning_gym.yaml", "--dry-run", *arguments).code == 0
 
 
 @pytest.mark.full

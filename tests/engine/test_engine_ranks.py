@@ -46,13 +46,17 @@ def distance(ours: list[Any], theirs: list[Any]) -> float:
     )
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "mixtral"])
+def full(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "mixtral", *full("qwen3", "llama", "mistral", "qwen3_moe")])
 def test_two_ranks_have_the_bits_of_one(make_folder, make_llm, ranks, architecture) -> None:
     expected = generate(make_llm(architecture))
     assert generate(ranks(make_folder(architecture))) == expected
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "mixtral"])
+@pytest.mark.parametrize("architecture", ["qwen2", *full("qwen3", "mixtral")])
 def test_two_ranks_that_sum_partial_products_are_within_1e_5_of_one(make_folder, make_llm, ranks, architecture) -> None:
     llm = ranks(make_folder(architecture), deterministic=False)
     found = generate(llm)

@@ -159,7 +159,7 @@ def test_loss_curve_is_that_of_a_plain_loop_over_a_hundred_steps(data: Path, tmp
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("step", [3, 7])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.full), 7])
 def test_killed_run_goes_on_to_the_same_bits(step: int, undisturbed: Path, data: Path, tmp_path: Path) -> None:
     process = begin(tmp_path, recipe(data))
     path, ends = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
