@@ -6,7 +6,8 @@ import pytest
 from pod_runs import PodRun
 
 
-@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.full), "fp8_e4m3"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_rollout_and_trainer_agree_bit_for_bit_over_a_cache_of_8_bits(undisturbed: PodRun, tmp_path: Path, name: str) -> None:
     run = PodRun(tmp_path)
     done = run.train(f"--rollout.engine.kv_cache_dtype={name}", "--run.max_steps=3")

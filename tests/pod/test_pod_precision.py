@@ -31,6 +31,7 @@ def test_rollout_and_trainer_of_16_bits_agree_bit_for_bit(precision: str, undist
     assert rows[0]["actor/grad_norm"] != undisturbed.rows()[0]["actor/grad_norm"]
 
 
+@pytest.mark.full
 def test_rollout_and_trainer_of_16_bit_weights_agree_bit_for_bit_and_half_the_bytes_travel(undisturbed: PodRun, tmp_path: Path) -> None:
     run = PodRun(tmp_path)
     train(run, "--trainer.dtype=bfloat16", "--run.max_steps=2", "--sft.steps=4")
