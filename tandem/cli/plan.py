@@ -20,11 +20,16 @@ from tandem.types import UserError
 
 if TYPE_CHECKING:
     from tandem.estimate.training.layout import Recompute, TrainingLayout
+    from tandem.layout.latent_attention import LatentAttention
     from tandem.layout.shapes import ModelShapes
     from tandem.planner.request import PlanRequest
     from tandem.planner.score import Score
 
-SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn", "sliding_window")
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+SIZES = (
+    "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers",
+    "sliding_window", *LATENT, "q_lora_rank",
+)  # fmt: skip
 AXES = ("tp", "pp", "virtual_pp", "dp", "ep", "cp", "zero")
 PROGRESS_EVERY = 200
 
@@ -43,7 +48,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         ("hidden", "hidden size"), ("layers", "layers"), ("heads", "query heads"), ("kv_heads", "key-value heads (default: as many as query heads)"),
         ("head_dim", "size of a head (default: hidden / heads)"), ("ffn", "inner size of an MLP (default: 4 x hidden)"), ("vocab", "vocabulary"),
         ("experts", "experts of a layer"), ("experts_per_token", "experts that a token visits"), ("expert_ffn", "inner size of an expert (default: --ffn)"),
+        ("shared_ffn", "inner size of the shared experts of a layer together (default: none)"), ("dense_layers", "first layers, which have no experts"),
         ("sliding_window", "window of attention in every layer, in tokens"),
+        ("kv_lora_rank", "latent attention: size of the compressed keys and values"), ("q_lora_rank", "of compressed queries (default: none)"),
+        ("qk_nope_head_dim", "size of a head of queries and keys without rotation"), ("qk_rope_head_dim", "size of its rotated part"),
+        ("v_head_dim", "size of a head of values"),
     ):  # fmt: skip
         sizes.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
     sizes.add_argument("--gated-mlp", choices=("true", "false"), default="true", help="an MLP has gate, up and down, or up and down (default: true)")
@@ -154,23 +163,48 @@ def _shapes(options: argparse.Namespace) -> "ModelShapes":
     for name in SIZES:
         if getattr(options, name) is not None and not 1 <= getattr(options, name) <= 10_000_000:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be from 1 to 10,000,000")
-    hidden, heads = options.hidden, options.heads
-    if options.head_dim is None and hidden % heads:
+    hidden, heads, latent = options.hidden, options.heads, _latent(options)
+    if options.head_dim is None and latent is None and hidden % heads:
         raise UserError(f"--heads is {heads}, which does not divide --hidden {hidden}; change one, or give --head-dim")
     kv_heads = options.kv_heads or heads
     if heads % kv_heads:
         raise UserError(f"--kv-heads is {kv_heads}, which does not divide --heads {heads}")
     inner, experts = options.ffn or 4 * hidden, None
+    for name in ("experts_per_token", "expert_ffn", "shared_ffn", "dense_layers"):
+        if options.experts is None and getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} is given without --experts; give both or neither")
+    if (options.dense_layers or 0) > options.layers:
+        raise UserError(f"--dense-layers is {options.dense_layers}, more than --layers {options.layers}")
     try:
         if options.experts is not None:
-            experts = ExpertShapes(options.experts, options.experts_per_token or 1, options.expert_ffn or inner)
+            experts = ExpertShapes(
+                options.experts, options.experts_per_token or 1, options.expert_ffn or inner, shared_intermediate_size=options.shared_ffn or 0,
+                dense_layers=tuple(range(options.dense_layers or 0)),
+            )  # fmt: skip
+        head_dim = latent.head_dim if latent is not None else options.head_dim or hidden // heads
         return ModelShapes(
-            "model", options.vocab, hidden, options.layers, heads, kv_heads, options.head_dim or hidden // heads, inner, 2**31,
-            options.tied_embeddings == "true", gated_mlp=options.gated_mlp == "true", experts=experts,
+            "model", options.vocab, hidden, options.layers, heads, kv_heads, head_dim, inner, 2**31, options.tied_embeddings == "true",
+            gated_mlp=options.gated_mlp == "true", experts=experts, latent=latent,
             layer_windows=() if options.sliding_window is None else (options.sliding_window,) * options.layers,
         )  # fmt: skip
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def _latent(options: argparse.Namespace) -> "LatentAttention | None":
+    """Returns the latent attention of the flags, ``None`` without any."""
+    from tandem.layout.latent_attention import LatentAttention
+
+    given = [name for name in (*LATENT, "q_lora_rank") if getattr(options, name) is not None]
+    if not given:
+        return None
+    for name in LATENT:
+        if getattr(options, name) is None:
+            raise UserError(f"--{name.replace('_', '-')} is missing; latent attention (--{given[0].replace('_', '-')}) needs it")
+    for name in ("kv_heads", "head_dim"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} has no meaning with latent attention (--kv-lora-rank); leave it out")
+    return LatentAttention(**{name: getattr(options, name) for name in LATENT}, q_lora_rank=options.q_lora_rank or 0)
 
 
 def _layout(options: argparse.Namespace, request: "PlanRequest") -> "TrainingLayout | None":

@@ -86,8 +86,10 @@ class LayerTimes:
     def layer(self, window: int | None, experts: ExpertShapes | None) -> Passes:
         """Returns the passes of a layer with ``window`` (``None``: full attention) and ``experts`` (``None``: a plain MLP)."""
         tensor = self.layout.parallel.tensor
-        hidden, query = self.shapes.hidden_size, self.shapes.query_size
-        shapes = [Shape(self.tokens, _part(self.shapes.qkv_size, tensor), hidden), Shape(self.tokens, hidden, _part(query, tensor))]
+        hidden = self.shapes.hidden_size
+        *into, output = self.shapes.attention_matrices
+        shapes = [Shape(self.tokens, _part(each.outputs, tensor) if each.by_head else each.outputs, each.inputs) for each in into]
+        shapes.append(Shape(self.tokens, hidden, _part(output.inputs, tensor)))
         rows = self.tokens
         if experts is None:
             inner = _part(self.shapes.intermediate_size, tensor)
@@ -97,6 +99,9 @@ class LayerTimes:
             local = max(1, experts.num_experts // self.layout.parallel.expert)
             each = max(1, rows // local)
             shapes += [Shape(self.tokens, experts.num_experts, hidden), Shape(each, 2 * inner, hidden, local), Shape(each, hidden, inner, local)]
+            if experts.shared_intermediate_size:
+                shared = _part(experts.shared_intermediate_size, tensor)
+                shapes += [Shape(self.tokens, 2 * shared, hidden), Shape(self.tokens, hidden, shared)]
         forward, backward = self._products(shapes, self.layout.precision)
         attention = self._attention(window)
         moved = self._memory_bound(rows, inner, shapes, experts)
@@ -138,18 +143,26 @@ class LayerTimes:
         layout, tensor = self.layout, self.layout.parallel.tensor
         heads = _part(self.shapes.num_attention_heads, tensor)
         queries = max(1, layout.sequence // layout.parallel.context)
+        # Of its two products one sums over a head of keys, one returns a head of values.
+        head_dim = (self.shapes.query_size + self.shapes.attended_size) // (2 * self.shapes.num_attention_heads)
         return attention_seconds(
-            self.hardware, layout.precision, layout.micro_batch, queries, layout.sequence, window, heads, self.shapes.head_dim, layout.fused_attention,
-            self.given,
+            self.hardware, layout.precision, layout.micro_batch, queries, layout.sequence, window, heads, head_dim, layout.fused_attention, self.given,
         )  # fmt: skip
 
     def _memory_bound(self, rows: int, inner: int, products: list[Shape], experts: ExpertShapes | None) -> Moved:
         """Returns the seconds of elementwise kernels, forward and backward."""
         hidden, tensor = self.shapes.hidden_size, self.layout.parallel.tensor
-        rotary = (self.shapes.query_size + self.shapes.key_value_size) / tensor
+        latent = self.shapes.latent
+        rotated = self.shapes.query_size + self.shapes.key_value_size
+        if latent is not None:
+            # Rotation of a part of the queries and of one key, and the assembly of the keys of all heads from both their parts.
+            rotated = self.shapes.num_attention_heads * latent.qk_rope_head_dim + self.shapes.key_value_size
+        rotary = rotated / tensor
         gated = self.shapes.gated_mlp or experts is not None
-        moved = layer_bytes(self.tokens, self.tokens / self._token_ranks, hidden, rotary, 0, gated, self.layout.fused_elementwise)
-        of_mlp = layer_bytes(rows, 0, hidden, 0, inner, gated, self.layout.fused_elementwise)
+        norms = (4.0 if self.shapes.post_norms else 2.0) + (0.0 if latent is None else (latent.q_lora_rank + latent.kv_lora_rank) / hidden)
+        moved = layer_bytes(self.tokens, self.tokens / self._token_ranks, hidden, rotary, 0, gated, self.layout.fused_elementwise, norms)
+        activated = rows * inner + (0 if experts is None else self.tokens * experts.shared_intermediate_size / tensor)
+        of_mlp = layer_bytes(1, 0, hidden, 0, activated, gated, self.layout.fused_elementwise)
         routed = 4 * ACTIVATION_BYTES * rows * hidden / self._token_ranks if experts is not None else 0
         cast = QUANTISED * sum(each.batch * each.rows * each.inner for each in products) if self.layout.precision == "fp8" else 0
         memory = self.hardware.memory_bandwidth * self.given.memory

@@ -30,9 +30,16 @@ class Moved(NamedTuple):
     backward: float
 
 
-def layer_bytes(tokens: float, shared_tokens: float, hidden: int, rotary: float, inner: float, gated: bool, fused: bool) -> Moved:
-    """Returns the bytes of a layer on a GPU: ``shared_tokens`` of ``hidden`` elements in norms and residuals, ``rotary`` and ``inner`` elements of
-    ``tokens``."""
+def layer_bytes(
+    tokens: float, shared_tokens: float, hidden: int, rotary: float, inner: float, gated: bool, fused: bool, norms: float = 2.0
+) -> Moved:
+    """Returns the bytes of a layer on a GPU: ``shared_tokens`` of ``hidden`` elements in two residuals and ``norms`` norms, ``rotary`` and ``inner`` elements
+    of ``tokens``."""
     norm, turn = (FUSED_NORM, FUSED_ROTARY) if fused else (EAGER_NORM, EAGER_ROTARY)
     activation = PLAIN if not gated else GATED if fused else EAGER_GATED
-    return Moved(*(2 * (norm[i] + RESIDUAL[i]) * shared_tokens * hidden + turn[i] * tokens * rotary + activation[i] * tokens * inner for i in (0, 1)))
+    return Moved(
+        *(
+            (norms * norm[i] + 2 * RESIDUAL[i]) * shared_tokens * hidden + turn[i] * tokens * rotary + activation[i] * tokens * inner
+            for i in (0, 1)
+        )
+    )
