@@ -75,7 +75,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         layout.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
     layout.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="what data-parallel ranks shard (default: 1)")
     layout.add_argument("--sequence-parallel", choices=("true", "false"), help="tensor-parallel ranks divide the tokens too (default: true but with full)")
-    layout.add_argument("--attention", choices=("auto", "fused", "unfused"), default="auto", help="one kernel, or one that keeps scores (auto: that in fp16)")
+    layout.add_argument(
+        "--attention", choices=("auto", "fused", "flash2", "flash1", "unfused"), default="auto",
+        help="kernel: the GPU's fastest, a generation of FlashAttention, or one that keeps scores (auto: flash2 with --zero 3, unfused in fp16, else fused)",
+    )  # fmt: skip
+    layout.add_argument(
+        "--tensor-overlap", choices=("auto", "none", "backward", "all"), default="auto",
+        help="what hides tensor-parallel communication: nothing, gradients of weights, all products (auto: all, but none with --zero 3)",
+    )  # fmt: skip
     layout.add_argument("--offload", choices=("none", "cpu", "nvme"), default="none", help="where the optimizer's state is (default: none)")
 
 
@@ -227,6 +234,7 @@ def _layout(options: argparse.Namespace, request: "PlanRequest") -> "TrainingLay
     layout = TrainingLayout(
         parallel, request.sequence, request.global_batch, options.micro_batch if options.micro_batch is not None else 1, request.precision, recompute,
         options.offload, reshard_after_forward=pipeline == 1, attention=options.attention,
+        tensor_overlap=options.tensor_overlap,
     )  # fmt: skip
     check_training_layout(request.shapes, layout, request.gpus)
     return replace(layout, parallel=with_stages(parallel, request.shapes.num_hidden_layers))

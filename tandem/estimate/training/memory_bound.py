@@ -19,6 +19,9 @@ LOGITS = 58
 scaled, cast, and read by two products (Megatron-LM's vocabulary-parallel cross-entropy)."""
 FUSED_LOGITS = 20
 """The same in a kernel that makes the gradient where the logit was: 2 of the product, 4 read twice, 4 written, cast, 4 read by two products."""
+ROUTED = 16
+"""For an element of a token on its way to an expert: four kernels read and write it. Tokens are sorted by the rank of their expert, after the exchange by
+expert, after the experts by the rank that they came from, and added up by token (Megatron-Core, ``MoEAlltoAllTokenDispatcher``)."""
 QUANTISED = 4
 """For an element of an operand of an fp8 product: read in 16 bits, its largest value first, written in 8 and transposed."""
 
