@@ -43,12 +43,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     hardware = parser.add_argument_group("GPUs")
     hardware.add_argument("--gpu", default="H100-80GB", help="a kind of GPU, or a YAML file with its figures (default: H100-80GB)")
     hardware.add_argument("--gpus", type=int, help="how many (default: the product of the axes, or a node)")
+    hardware.add_argument("--price", metavar="DOLLARS", help="US dollars of an hour of one GPU (default: the hardware file's price_per_hour)")
+    hardware.add_argument(
+        "--what-if", action="append", default=[], metavar="CHANGES",
+        help="also plan for other GPUs, side by side: gpu=H200, gpus=128, interconnect=400Gb/s, link=450GB/s, price=2.5, or several with commas; repeatable",
+    )  # fmt: skip
     sizes = parser.add_argument_group("sizes of the model")
     for name, text in (
         ("hidden", "hidden size"), ("layers", "layers"), ("heads", "query heads"), ("kv_heads", "key-value heads (default: as many as query heads)"),
         ("head_dim", "size of a head (default: hidden / heads)"), ("ffn", "inner size of an MLP (default: 4 x hidden)"), ("vocab", "vocabulary"),
         ("experts", "experts of a layer"), ("experts_per_token", "experts that a token visits"), ("expert_ffn", "inner size of an expert (default: --ffn)"),
-        ("shared_ffn", "inner size of the shared experts of a layer together (default: none)"), ("dense_layers", "first layers, which have no experts"),
+        ("shared_ffn", "inner size of the shared experts of a layer together"), ("dense_layers", "first layers, which have no experts"),
         ("sliding_window", "window of attention in every layer, in tokens"),
         ("kv_lora_rank", "latent attention: size of the compressed keys and values"), ("q_lora_rank", "of compressed queries (default: none)"),
         ("qk_nope_head_dim", "size of a head of queries and keys without rotation"), ("qk_rope_head_dim", "size of its rotated part"),
@@ -94,13 +99,24 @@ def run(options: argparse.Namespace) -> int:
     from tandem.planner import as_json, as_text, page
     from tandem.planner.plan import make_plan
     from tandem.planner.score import score
+    from tandem.planner.what_if import changed, compare_layout, compare_plans, whole_front
 
+    for words in options.what_if:
+        changed(request, words)
+    progress = _progress if sys.stderr.isatty() else None
     if layout is not None:
         scored = score(request.shapes, layout, request.hardware)
-        text, answer, written = as_text.score_text(scored), as_json.score_json(scored), page.score_page(scored) if options.html else ""
+        compared, front = compare_layout(scored, request, options.what_if), list["tuple[str, Score]"]()
+        beside = as_text.what_if_text(scored, compared, front) if compared else ""
+        text, answer, written = as_text.score_text(scored), as_json.score_json(scored), page.score_page(scored, beside) if options.html else ""
     else:
-        plan = make_plan(request, _progress if sys.stderr.isatty() else None)
-        scored, text, answer, written = plan.chosen, as_text.plan_text(plan), as_json.plan_json(plan), page.plan_page(plan) if options.html else ""
+        plan = make_plan(request, progress)
+        compared = compare_plans(request, options.what_if, progress)
+        scored, front = plan.chosen, list(whole_front(plan, compared)) if compared else []
+        beside = as_text.what_if_text(scored, compared, front) if compared else ""
+        text, answer, written = as_text.plan_text(plan), as_json.plan_json(plan), page.plan_page(plan, beside) if options.html else ""
+    if compared:
+        text, answer = text + "\n" + beside, {**answer, **as_json.what_if_json(scored, compared, front)}
     if options.html:
         Path(options.html).write_text(written, encoding="utf-8")
     print(_emitted(options, scored) if options.emit else json.dumps(answer, indent=2) if options.json else text)
@@ -137,6 +153,7 @@ def _progress(done: int, of: int) -> None:
 def _request(options: argparse.Namespace) -> "PlanRequest":
     from tandem.estimate.hardware.load import load_hardware
     from tandem.planner.request import PlanRequest
+    from tandem.planner.what_if import price
 
     defaults: dict[str, Any] = {}
     if options.model is None:
@@ -149,6 +166,8 @@ def _request(options: argparse.Namespace) -> "PlanRequest":
                 raise UserError(f"--{name.replace('_', '-')} and the model '{options.model}' both give sizes; leave one out")
         shapes, defaults = read_model(options.model, tuple(filter(None, options.ignore_fields.split(","))))
     hardware = load_hardware(options.gpu)
+    if options.price is not None:
+        hardware = replace(hardware, price_per_hour=price(options.price, "--price"), sources={**hardware.sources, "price_per_hour": "--price"})
     axes = [getattr(options, name) for name in ("tp", "pp", "cp", "dp")]
     product = 1
     for size in axes:
