@@ -7,15 +7,19 @@ examples:
   tandem plan MODEL_FOLDER --gpu H100-80GB --gpus 64 --seq 8192 --global-batch 512
   tandem plan --gpu H100-80GB --gpus 768 --hidden 8192 --layers 84 --heads 64 --ffn 32768 --gated-mlp false --vocab 131072 --seq 4096 \\
       --global-batch 384 --tp 8 --pp 2 --dp 48 --zero 1 --recompute selective --json
+  tandem plan RECIPE --gpus 8 --emit slurm --recipe plan.yaml --slurm.partition=gpu --slurm.time=0-08:00:00
 """
 
 import argparse
 import json
+import shlex
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.runtime.process.program import program
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +42,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a Hugging Face folder or config.json, or a recipe; otherwise the sizes below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", metavar="FILE", help="also write a page: memory by stage, the pipeline's timeline, the front of time and memory")
-    parser.add_argument("--emit", choices=("recipe", "slurm", "kubernetes"), help="print a recipe with the layout instead, for this machine or a scheduler")
+    parser.add_argument("--emit", choices=("recipe", "slurm", "kubernetes"), help="print a recipe with the layout instead, or the job of a scheduler with it")
+    parser.add_argument("--recipe", metavar="FILE", help="with --emit: also write the recipe to this file")
     parser.add_argument("--checklist", action="store_true", help="print the production checklist of the recipe instead")
     hardware = parser.add_argument_group("GPUs")
     hardware.add_argument("--gpu", default="H100-80GB", help="a kind of GPU, or a YAML file with its figures (default: H100-80GB)")
@@ -88,10 +93,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-overlap", choices=("auto", "none", "backward", "all"), default="auto",
         help="what hides tensor-parallel communication: nothing, gradients of weights, all products (auto: all, but none with --zero 3)",
     )  # fmt: skip
+    parser.set_defaults(takes_overrides=True)
     layout.add_argument("--offload", choices=("none", "cpu", "nvme"), default="none", help="where the optimizer's state is (default: none)")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.model is not None and options.model.startswith("--"):
+        # argparse takes an unknown option with a space in it for the positional argument.
+        options.model, options.overrides = None, [*options.overrides, options.model]
+    if options.overrides and options.emit not in ("slurm", "kubernetes"):
+        raise UserError(f"unknown argument '{options.overrides[0]}'; keys of the recipe are for '--emit slurm' and '--emit kubernetes' ('tandem plan --help')")
+    if options.recipe is not None and options.emit is None:
+        raise UserError("--recipe is the file of the recipe that --emit prints or places; give --emit recipe, slurm or kubernetes")
     if options.checklist:
         return _print_checklist(options)
     request = _request(options)
@@ -137,12 +150,30 @@ def _print_checklist(options: argparse.Namespace) -> int:
 
 
 def _emitted(options: argparse.Namespace, scored: "Score") -> str:
+    """Returns the recipe with the layout, or the job that a launcher makes of it."""
+    from tandem.cluster.launch.choose import launcher
+    from tandem.cluster.launch.launcher import Launch
     from tandem.config.bundled import recipe_file
     from tandem.planner.emit import emitted
     from tandem.planner.model_input import is_recipe
 
     recipe = str(recipe_file(options.model)) if options.model is not None and is_recipe(options.model) else None
-    return emitted(scored, options.emit, recipe, None if recipe else options.model).rstrip()
+    for key, example in (("model.path", "MODEL_FOLDER"), ("data.train", "'[{path: TOKENIZED_FOLDER}]'")):
+        known = recipe is not None or (key == "model.path" and options.model is not None)
+        if options.emit != "recipe" and not known and not any(each.startswith(f"--{key}=") for each in options.overrides):
+            raise UserError(f"the job has no {key}; give a recipe, or --{key}={example}")
+    written = emitted(scored, options.emit, recipe, None if recipe else options.model)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(options.recipe or Path(folder) / "plan.yaml")
+        file.write_text(written, encoding="utf-8")
+        if options.emit == "recipe":
+            return written.rstrip()
+        job = launcher(options.emit).plan(Launch(str(file), tuple(options.overrides)))
+    # A batch script begins with its shell, and comments may stand before what it asks for.
+    first, *rest = job.splitlines() if options.emit == "slurm" else ["", *job.splitlines()]
+    submit = f"{program()} train {shlex.quote(options.recipe or 'plan.yaml')} --on {options.emit}"
+    note = f"# {submit} makes the run's folder and submits this." + ("" if options.recipe else " --recipe plan.yaml writes its recipe.")
+    return "\n".join([first, written.splitlines()[0], note, *rest] if first else [written.splitlines()[0], note, *rest])
 
 
 def _progress(done: int, of: int) -> None:
