@@ -31,10 +31,10 @@ from tandem.layout.shapes import ExpertShapes, ModelShapes
 
 FOLDER = Path(__file__).parent
 BOUNDS = {
-    "products": (0.75, 1.0), "tile_s": (1e-6, 8e-6), "attention_forward": (0.6, 1.0), "attention_backward": (0.5, 1.0), "memory": (0.65, 0.92),
-    "links": (0.6, 0.92), "tensor_exposed": (0.3, 1.0), "contention": (0.05, 0.4),
+    "products": (0.7, 1.0), "tile_s": (1e-6, 8e-6), "memory": (0.5, 0.92), "links": (0.6, 0.92), "contention": (0.0, 0.5),
 }  # fmt: skip
-"""What is fitted, within what is physically possible."""
+"""What is fitted, within what is physically possible: no kernel is faster than it was measured alone, STREAM reaches 92 % of the bandwidth of memory (McCalpin)
+and large messages of a link that of it (nccl-tests), and collectives that slow kernels by more than half their time would not be overlapped."""
 FOLDS = 5
 SOURCES = {
     "megatron-2021": "Narayanan et al., 2021, arXiv 2104.04473, table 1",
@@ -86,7 +86,7 @@ def _row(row: Mapping[str, str]) -> Row:
     layouts = tuple(
         TrainingLayout(
             parallel, sequence, batch, size, row["precision"], row["recompute"], attention=row.get("attention", "auto"),  # type: ignore[arg-type]
-            fused_elementwise=row["source"] != "torchtitan-llama3", fused_loss=not core,
+            fused_elementwise=row["source"] != "torchtitan-llama3", fused_loss=not core, reshard_after_forward=whole["pp"] == 1,
         )
         for size in _micro_batches(row, batch // whole["dp"])
     )  # fmt: skip

@@ -7,24 +7,33 @@ examples:
   tandem plan MODEL_FOLDER --gpu H100-80GB --gpus 64 --seq 8192 --global-batch 512
   tandem plan --gpu H100-80GB --gpus 768 --hidden 8192 --layers 84 --heads 64 --ffn 32768 --gated-mlp false --vocab 131072 --seq 4096 \\
       --global-batch 384 --tp 8 --pp 2 --dp 48 --zero 1 --recompute selective --json
+  tandem plan RECIPE --gpus 8 --emit slurm --recipe plan.yaml --slurm.partition=gpu --slurm.time=0-08:00:00
 """
 
 import argparse
 import json
+import shlex
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.runtime.process.program import program
 from tandem.types import UserError
 
 if TYPE_CHECKING:
     from tandem.estimate.training.layout import Recompute, TrainingLayout
+    from tandem.layout.latent_attention import LatentAttention
     from tandem.layout.shapes import ModelShapes
     from tandem.planner.request import PlanRequest
     from tandem.planner.score import Score
 
-SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn", "sliding_window")
+LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+SIZES = (
+    "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn", "shared_ffn", "dense_layers",
+    "sliding_window", *LATENT, "q_lora_rank",
+)  # fmt: skip
 AXES = ("tp", "pp", "virtual_pp", "dp", "ep", "cp", "zero")
 PROGRESS_EVERY = 200
 
@@ -33,17 +42,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a Hugging Face folder or config.json, or a recipe; otherwise the sizes below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--html", metavar="FILE", help="also write a page: memory by stage, the pipeline's timeline, the front of time and memory")
-    parser.add_argument("--emit", choices=("recipe", "slurm", "kubernetes"), help="print a recipe with the layout instead, for this machine or a scheduler")
+    parser.add_argument("--emit", choices=("recipe", "slurm", "kubernetes"), help="print a recipe with the layout instead, or the job of a scheduler with it")
+    parser.add_argument("--recipe", metavar="FILE", help="with --emit: also write the recipe to this file")
     parser.add_argument("--checklist", action="store_true", help="print the production checklist of the recipe instead")
     hardware = parser.add_argument_group("GPUs")
     hardware.add_argument("--gpu", default="H100-80GB", help="a kind of GPU, or a YAML file with its figures (default: H100-80GB)")
     hardware.add_argument("--gpus", type=int, help="how many (default: the product of the axes, or a node)")
+    hardware.add_argument("--price", metavar="DOLLARS", help="US dollars of an hour of one GPU (default: the hardware file's price_per_hour)")
+    hardware.add_argument(
+        "--what-if", action="append", default=[], metavar="CHANGES",
+        help="also plan for other GPUs, side by side: gpu=H200, gpus=128, interconnect=400Gb/s, link=450GB/s, price=2.5, or several with commas; repeatable",
+    )  # fmt: skip
     sizes = parser.add_argument_group("sizes of the model")
     for name, text in (
         ("hidden", "hidden size"), ("layers", "layers"), ("heads", "query heads"), ("kv_heads", "key-value heads (default: as many as query heads)"),
         ("head_dim", "size of a head (default: hidden / heads)"), ("ffn", "inner size of an MLP (default: 4 x hidden)"), ("vocab", "vocabulary"),
         ("experts", "experts of a layer"), ("experts_per_token", "experts that a token visits"), ("expert_ffn", "inner size of an expert (default: --ffn)"),
+        ("shared_ffn", "inner size of the shared experts of a layer together"), ("dense_layers", "first layers, which have no experts"),
         ("sliding_window", "window of attention in every layer, in tokens"),
+        ("kv_lora_rank", "latent attention: size of the compressed keys and values"), ("q_lora_rank", "of compressed queries (default: none)"),
+        ("qk_nope_head_dim", "size of a head of queries and keys without rotation"), ("qk_rope_head_dim", "size of its rotated part"),
+        ("v_head_dim", "size of a head of values"),
     ):  # fmt: skip
         sizes.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
     sizes.add_argument("--gated-mlp", choices=("true", "false"), default="true", help="an MLP has gate, up and down, or up and down (default: true)")
@@ -66,11 +85,26 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         layout.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
     layout.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="what data-parallel ranks shard (default: 1)")
     layout.add_argument("--sequence-parallel", choices=("true", "false"), help="tensor-parallel ranks divide the tokens too (default: true but with full)")
-    layout.add_argument("--attention", choices=("auto", "fused", "unfused"), default="auto", help="one kernel, or one that keeps scores (auto: that in fp16)")
+    layout.add_argument(
+        "--attention", choices=("auto", "fused", "flash2", "flash1", "unfused"), default="auto",
+        help="kernel: the GPU's fastest, a generation of FlashAttention, or one that keeps scores (auto: flash2 with --zero 3, unfused in fp16, else fused)",
+    )  # fmt: skip
+    layout.add_argument(
+        "--tensor-overlap", choices=("auto", "none", "backward", "all"), default="auto",
+        help="what hides tensor-parallel communication: nothing, gradients of weights, all products (auto: all, but none with --zero 3)",
+    )  # fmt: skip
+    parser.set_defaults(takes_overrides=True)
     layout.add_argument("--offload", choices=("none", "cpu", "nvme"), default="none", help="where the optimizer's state is (default: none)")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.model is not None and options.model.startswith("--"):
+        # argparse takes an unknown option with a space in it for the positional argument.
+        options.model, options.overrides = None, [*options.overrides, options.model]
+    if options.overrides and options.emit not in ("slurm", "kubernetes"):
+        raise UserError(f"unknown argument '{options.overrides[0]}'; keys of the recipe are for '--emit slurm' and '--emit kubernetes' ('tandem plan --help')")
+    if options.recipe is not None and options.emit is None:
+        raise UserError("--recipe is the file of the recipe that --emit prints or places; give --emit recipe, slurm or kubernetes")
     if options.checklist:
         return _print_checklist(options)
     request = _request(options)
@@ -78,13 +112,24 @@ def run(options: argparse.Namespace) -> int:
     from tandem.planner import as_json, as_text, page
     from tandem.planner.plan import make_plan
     from tandem.planner.score import score
+    from tandem.planner.what_if import changed, compare_layout, compare_plans, whole_front
 
+    for words in options.what_if:
+        changed(request, words)
+    progress = _progress if sys.stderr.isatty() else None
     if layout is not None:
         scored = score(request.shapes, layout, request.hardware)
-        text, answer, written = as_text.score_text(scored), as_json.score_json(scored), page.score_page(scored) if options.html else ""
+        compared, front = compare_layout(scored, request, options.what_if), list["tuple[str, Score]"]()
+        beside = as_text.what_if_text(scored, compared, front) if compared else ""
+        text, answer, written = as_text.score_text(scored), as_json.score_json(scored), page.score_page(scored, beside) if options.html else ""
     else:
-        plan = make_plan(request, _progress if sys.stderr.isatty() else None)
-        scored, text, answer, written = plan.chosen, as_text.plan_text(plan), as_json.plan_json(plan), page.plan_page(plan) if options.html else ""
+        plan = make_plan(request, progress)
+        compared = compare_plans(request, options.what_if, progress)
+        scored, front = plan.chosen, list(whole_front(plan, compared)) if compared else []
+        beside = as_text.what_if_text(scored, compared, front) if compared else ""
+        text, answer, written = as_text.plan_text(plan), as_json.plan_json(plan), page.plan_page(plan, beside) if options.html else ""
+    if compared:
+        text, answer = text + "\n" + beside, {**answer, **as_json.what_if_json(scored, compared, front)}
     if options.html:
         Path(options.html).write_text(written, encoding="utf-8")
     print(_emitted(options, scored) if options.emit else json.dumps(answer, indent=2) if options.json else text)
@@ -105,12 +150,30 @@ def _print_checklist(options: argparse.Namespace) -> int:
 
 
 def _emitted(options: argparse.Namespace, scored: "Score") -> str:
+    """Returns the recipe with the layout, or the job that a launcher makes of it."""
+    from tandem.cluster.launch.choose import launcher
+    from tandem.cluster.launch.launcher import Launch
     from tandem.config.bundled import recipe_file
     from tandem.planner.emit import emitted
     from tandem.planner.model_input import is_recipe
 
     recipe = str(recipe_file(options.model)) if options.model is not None and is_recipe(options.model) else None
-    return emitted(scored, options.emit, recipe, None if recipe else options.model).rstrip()
+    for key, example in (("model.path", "MODEL_FOLDER"), ("data.train", "'[{path: TOKENIZED_FOLDER}]'")):
+        known = recipe is not None or (key == "model.path" and options.model is not None)
+        if options.emit != "recipe" and not known and not any(each.startswith(f"--{key}=") for each in options.overrides):
+            raise UserError(f"the job has no {key}; give a recipe, or --{key}={example}")
+    written = emitted(scored, options.emit, recipe, None if recipe else options.model)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(options.recipe or Path(folder) / "plan.yaml")
+        file.write_text(written, encoding="utf-8")
+        if options.emit == "recipe":
+            return written.rstrip()
+        job = launcher(options.emit).plan(Launch(str(file), tuple(options.overrides)))
+    # A batch script begins with its shell, and comments may stand before what it asks for.
+    first, *rest = job.splitlines() if options.emit == "slurm" else ["", *job.splitlines()]
+    submit = f"{program()} train {shlex.quote(options.recipe or 'plan.yaml')} --on {options.emit}"
+    note = f"# {submit} makes the run's folder and submits this." + ("" if options.recipe else " --recipe plan.yaml writes its recipe.")
+    return "\n".join([first, written.splitlines()[0], note, *rest] if first else [written.splitlines()[0], note, *rest])
 
 
 def _progress(done: int, of: int) -> None:
@@ -121,6 +184,7 @@ def _progress(done: int, of: int) -> None:
 def _request(options: argparse.Namespace) -> "PlanRequest":
     from tandem.estimate.hardware.load import load_hardware
     from tandem.planner.request import PlanRequest
+    from tandem.planner.what_if import price
 
     defaults: dict[str, Any] = {}
     if options.model is None:
@@ -133,6 +197,8 @@ def _request(options: argparse.Namespace) -> "PlanRequest":
                 raise UserError(f"--{name.replace('_', '-')} and the model '{options.model}' both give sizes; leave one out")
         shapes, defaults = read_model(options.model, tuple(filter(None, options.ignore_fields.split(","))))
     hardware = load_hardware(options.gpu)
+    if options.price is not None:
+        hardware = replace(hardware, price_per_hour=price(options.price, "--price"), sources={**hardware.sources, "price_per_hour": "--price"})
     axes = [getattr(options, name) for name in ("tp", "pp", "cp", "dp")]
     product = 1
     for size in axes:
@@ -154,23 +220,48 @@ def _shapes(options: argparse.Namespace) -> "ModelShapes":
     for name in SIZES:
         if getattr(options, name) is not None and not 1 <= getattr(options, name) <= 10_000_000:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be from 1 to 10,000,000")
-    hidden, heads = options.hidden, options.heads
-    if options.head_dim is None and hidden % heads:
+    hidden, heads, latent = options.hidden, options.heads, _latent(options)
+    if options.head_dim is None and latent is None and hidden % heads:
         raise UserError(f"--heads is {heads}, which does not divide --hidden {hidden}; change one, or give --head-dim")
     kv_heads = options.kv_heads or heads
     if heads % kv_heads:
         raise UserError(f"--kv-heads is {kv_heads}, which does not divide --heads {heads}")
     inner, experts = options.ffn or 4 * hidden, None
+    for name in ("experts_per_token", "expert_ffn", "shared_ffn", "dense_layers"):
+        if options.experts is None and getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} is given without --experts; give both or neither")
+    if (options.dense_layers or 0) > options.layers:
+        raise UserError(f"--dense-layers is {options.dense_layers}, more than --layers {options.layers}")
     try:
         if options.experts is not None:
-            experts = ExpertShapes(options.experts, options.experts_per_token or 1, options.expert_ffn or inner)
+            experts = ExpertShapes(
+                options.experts, options.experts_per_token or 1, options.expert_ffn or inner, shared_intermediate_size=options.shared_ffn or 0,
+                dense_layers=tuple(range(options.dense_layers or 0)),
+            )  # fmt: skip
+        head_dim = latent.head_dim if latent is not None else options.head_dim or hidden // heads
         return ModelShapes(
-            "model", options.vocab, hidden, options.layers, heads, kv_heads, options.head_dim or hidden // heads, inner, 2**31,
-            options.tied_embeddings == "true", gated_mlp=options.gated_mlp == "true", experts=experts,
+            "model", options.vocab, hidden, options.layers, heads, kv_heads, head_dim, inner, 2**31, options.tied_embeddings == "true",
+            gated_mlp=options.gated_mlp == "true", experts=experts, latent=latent,
             layer_windows=() if options.sliding_window is None else (options.sliding_window,) * options.layers,
         )  # fmt: skip
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def _latent(options: argparse.Namespace) -> "LatentAttention | None":
+    """Returns the latent attention of the flags, ``None`` without any."""
+    from tandem.layout.latent_attention import LatentAttention
+
+    given = [name for name in (*LATENT, "q_lora_rank") if getattr(options, name) is not None]
+    if not given:
+        return None
+    for name in LATENT:
+        if getattr(options, name) is None:
+            raise UserError(f"--{name.replace('_', '-')} is missing; latent attention (--{given[0].replace('_', '-')}) needs it")
+    for name in ("kv_heads", "head_dim"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} has no meaning with latent attention (--kv-lora-rank); leave it out")
+    return LatentAttention(**{name: getattr(options, name) for name in LATENT}, q_lora_rank=options.q_lora_rank or 0)
 
 
 def _layout(options: argparse.Namespace, request: "PlanRequest") -> "TrainingLayout | None":
@@ -193,6 +284,7 @@ def _layout(options: argparse.Namespace, request: "PlanRequest") -> "TrainingLay
     layout = TrainingLayout(
         parallel, request.sequence, request.global_batch, options.micro_batch if options.micro_batch is not None else 1, request.precision, recompute,
         options.offload, reshard_after_forward=pipeline == 1, attention=options.attention,
+        tensor_overlap=options.tensor_overlap,
     )  # fmt: skip
     check_training_layout(request.shapes, layout, request.gpus)
     return replace(layout, parallel=with_stages(parallel, request.shapes.num_hidden_layers))

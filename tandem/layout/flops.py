@@ -14,12 +14,12 @@ def matrix_parameters(shapes: ModelShapes) -> int:
     embedding."""
     parameters = shapes.head_rows * shapes.hidden_size
     for layer in range(shapes.num_hidden_layers):
-        parameters += shapes.hidden_size * (shapes.qkv_size + shapes.query_size)
+        parameters += shapes.attention_weights
         experts = shapes.experts_of(layer)
         if experts is None:
             parameters += shapes.mlp_matrices * shapes.hidden_size * shapes.intermediate_size
         else:
-            parameters += shapes.hidden_size * (experts.num_experts + 3 * experts.num_experts_per_tok * experts.intermediate_size)
+            parameters += shapes.hidden_size * (experts.num_experts + 3 * experts.visited_size + experts.shared_gate)
     return parameters
 
 
@@ -29,5 +29,6 @@ def step_flops(shapes: ModelShapes, lengths: Iterable[int]) -> int:
     matrices, total = matrix_parameters(shapes), 0
     for length in lengths:
         seen = sum(min(length, shapes.window(layer) or length) for layer in range(shapes.num_hidden_layers))
-        total += length * (6 * matrices + 12 * shapes.query_size * seen)
+        # 12 L H Q T where queries, keys and values have heads of one size.
+        total += length * (6 * matrices + 6 * (shapes.query_size + shapes.attended_size) * seen)
     return total

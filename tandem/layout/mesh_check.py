@@ -17,6 +17,8 @@ def check_layout(shapes: ModelShapes, parallel: ParallelConfig, *, repeats_heads
         counts["intermediate_size"] = shapes.intermediate_size
     if experts is not None:
         counts["experts' intermediate_size"] = experts.intermediate_size
+        if experts.shared_intermediate_size:
+            counts["shared experts' intermediate_size"] = experts.shared_intermediate_size
     if parallel.deterministic:
         counts["hidden_size"] = shapes.hidden_size
     for name, count in counts.items():

@@ -83,8 +83,8 @@ def stage_costs(shapes: ModelShapes) -> tuple[tuple[float, ...], float, float]:
         if experts is None:
             mlp = float(shapes.mlp_matrices * shapes.intermediate_size)
         else:
-            mlp = 3.0 * experts.intermediate_size * experts.num_experts_per_tok + experts.num_experts
-        layers.append(hidden * (shapes.qkv_size + shapes.query_size + mlp))
+            mlp = 3.0 * experts.visited_size + experts.num_experts
+        layers.append(shapes.attention_weights + hidden * mlp)
     return tuple(layers), float(hidden), float(hidden * shapes.head_rows)
 
 

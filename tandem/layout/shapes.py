@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tandem.config.lora import ATTENTION_MODULES, LINEAR_MODULES, MLP_MODULES, LoraConfig
+from tandem.layout.latent_attention import AttentionMatrix, LatentAttention
 from tandem.types.errors import UserError
 
 
@@ -58,7 +59,8 @@ class ExpertShapes:
     """A mixture of ``num_experts`` MLPs of ``intermediate_size``, of which each token is routed to ``num_experts_per_tok``.
 
     ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a plain MLP instead,
-    ascending. ``names``: the family's names of the matrices.
+    ascending. ``names``: the family's names of the matrices. ``shared_intermediate_size``: the inner size of the shared experts together, which every token
+    visits (0: none), with a gate if ``shared_gate``; only estimates know them.
     """
 
     num_experts: int
@@ -67,6 +69,13 @@ class ExpertShapes:
     normalised: bool = True
     dense_layers: tuple[int, ...] = ()
     names: ExpertNames = STANDARD_NAMES
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+
+    @property
+    def visited_size(self) -> int:
+        """The inner size of all experts that a token visits, shared ones among them."""
+        return self.num_experts_per_tok * self.intermediate_size + self.shared_intermediate_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,8 @@ class ModelShapes:
 
     ``architecture``: the ``model_type`` of its family, which only reading and writing a folder depend on. ``layer_windows[i]``: layer i's
     sliding window in tokens (``None``: full attention); empty: full attention in every layer. ``experts``: the mixture of experts, ``None``
-    if every layer has a plain MLP. ``gated_mlp``: an MLP has three matrices (gate, up, down), or two (up, down), which only estimates know.
+    if every layer has a plain MLP. ``gated_mlp``: an MLP has three matrices (gate, up, down), or two (up, down), which only estimates know, as they alone do
+    ``latent`` (multi-head latent attention; ``head_dim`` is that of its queries and keys) and ``post_norms`` (attention and MLP are followed by a norm too).
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -104,6 +114,8 @@ class ModelShapes:
     num_labels: int = 1
     language_head: bool = True
     lora: LoraConfig | None = None
+    latent: LatentAttention | None = None
+    post_norms: bool = False
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -118,6 +130,8 @@ class ModelShapes:
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even number")
+        if self.latent is not None and (self.head_dim, self.num_key_value_heads) != (self.latent.head_dim, self.num_attention_heads):
+            raise ValueError(f"model head_dim {self.head_dim} is not the {self.latent.head_dim} of its latent attention, whose queries each have a key")
         if not self.language_head and self.tie_word_embeddings:
             raise ValueError("model has no language-model head to tie its embedding to")
         if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
@@ -131,6 +145,8 @@ class ModelShapes:
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
             if getattr(experts, name) < 1:
                 raise ValueError(f"model experts' {name} is {getattr(experts, name)}; it must be at least 1")
+        if experts.shared_intermediate_size < 0:
+            raise ValueError(f"model experts' shared_intermediate_size is {experts.shared_intermediate_size}; it must be at least 0")
         if experts.num_experts_per_tok > experts.num_experts:
             raise ValueError(f"model num_experts_per_tok {experts.num_experts_per_tok} is more than its num_experts {experts.num_experts}")
         for name in experts.names[1:]:
@@ -184,8 +200,33 @@ class ModelShapes:
         return self.num_key_value_heads * self.head_dim
 
     @property
+    def value_size(self) -> int:
+        """The numbers of a token's values, of all heads that have their own."""
+        return self.key_value_size if self.latent is None else self.num_attention_heads * self.latent.v_head_dim
+
+    @property
+    def attended_size(self) -> int:
+        """The numbers that attention returns for a token."""
+        return self.query_size if self.latent is None else self.num_attention_heads * self.latent.v_head_dim
+
+    @property
     def qkv_size(self) -> int:
-        return self.query_size + 2 * self.key_value_size
+        return self.query_size + self.key_value_size + self.value_size
+
+    @property
+    def attention_matrices(self) -> tuple[AttentionMatrix, ...]:
+        """The matrices of a layer's attention, in the order in which a token meets them; queries, keys and values are one unless attention is latent."""
+        into = (
+            (AttentionMatrix("qkv_proj", self.qkv_size, self.hidden_size, True),)
+            if self.latent is None
+            else self.latent.matrices(self.hidden_size, self.num_attention_heads)
+        )
+        return (*into, AttentionMatrix("o_proj", self.hidden_size, self.attended_size, False))
+
+    @property
+    def attention_weights(self) -> int:
+        """The weights of a layer's attention that a token is multiplied with."""
+        return sum(each.outputs * each.inputs for each in self.attention_matrices)
 
 
 MOST_TENSORS = 2**20
@@ -222,19 +263,14 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
     yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))
     for layer in range(shapes.num_hidden_layers):
         at = f"model.layers.{layer}."
-        for name, rows, biased in (
-            ("q_proj", shapes.query_size, shapes.attention_bias),
-            ("k_proj", shapes.key_value_size, shapes.attention_bias),
-            ("v_proj", shapes.key_value_size, shapes.attention_bias),
-        ):
-            yield Parameter(f"{at}self_attn.{name}.weight", (rows, hidden))
-            if biased:
-                yield Parameter(f"{at}self_attn.{name}.bias", (rows,))
-            yield from _adapter_parameters(shapes, f"{at}self_attn.{name}", rows, hidden)
-        yield Parameter(f"{at}self_attn.o_proj.weight", (hidden, shapes.query_size))
+        if shapes.latent is None:
+            yield from _projection_parameters(shapes, at, hidden)
+        else:
+            yield from _latent_parameters(shapes, shapes.latent, at, hidden)
+        yield Parameter(f"{at}self_attn.o_proj.weight", (hidden, shapes.attended_size))
         if shapes.output_bias:
             yield Parameter(f"{at}self_attn.o_proj.bias", (hidden,))
-        yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.query_size)
+        yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.attended_size)
         if shapes.qk_norm:
             yield Parameter(f"{at}self_attn.q_norm.weight", (shapes.head_dim,))
             yield Parameter(f"{at}self_attn.k_norm.weight", (shapes.head_dim,))
@@ -250,6 +286,9 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
                 yield from _adapter_parameters(shapes, f"{at}mlp.{name}", rows, columns)
         yield Parameter(f"{at}input_layernorm.weight", (hidden,))
         yield Parameter(f"{at}post_attention_layernorm.weight", (hidden,))
+        if shapes.post_norms:
+            yield Parameter(f"{at}pre_feedforward_layernorm.weight", (hidden,))
+            yield Parameter(f"{at}post_feedforward_layernorm.weight", (hidden,))
     yield Parameter("model.norm.weight", (hidden,))
     if shapes.language_head and not shapes.tie_word_embeddings:
         yield Parameter("lm_head.weight", (shapes.vocab_size, hidden))
@@ -291,12 +330,36 @@ def _adapter_parameters(shapes: ModelShapes, matrix: str, rows: int, columns: in
         yield Parameter(f"{matrix}.lora_B.weight", (rows, rank))
 
 
+def _projection_parameters(shapes: ModelShapes, at: str, hidden: int) -> Iterator[Parameter]:
+    for name, rows in (("q_proj", shapes.query_size), ("k_proj", shapes.key_value_size), ("v_proj", shapes.key_value_size)):
+        yield Parameter(f"{at}self_attn.{name}.weight", (rows, hidden))
+        if shapes.attention_bias:
+            yield Parameter(f"{at}self_attn.{name}.bias", (rows,))
+        yield from _adapter_parameters(shapes, f"{at}self_attn.{name}", rows, hidden)
+
+
+def _latent_parameters(shapes: ModelShapes, latent: LatentAttention, at: str, hidden: int) -> Iterator[Parameter]:
+    for name, rows, columns, by_head in latent.matrices(hidden, shapes.num_attention_heads):
+        yield Parameter(f"{at}self_attn.{name}.weight", (rows, columns))
+        if shapes.attention_bias and not by_head:
+            yield Parameter(f"{at}self_attn.{name}.bias", (rows,))
+    if latent.q_lora_rank:
+        yield Parameter(f"{at}self_attn.q_a_layernorm.weight", (latent.q_lora_rank,))
+    yield Parameter(f"{at}self_attn.kv_a_layernorm.weight", (latent.kv_lora_rank,))
+
+
 def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[Parameter]:
     names, inner = experts.names, experts.intermediate_size
     yield Parameter(f"{at}{names.router}.weight", (experts.num_experts, hidden))
     for expert in range(experts.num_experts):
         for name, shape in ((names.gate, (inner, hidden)), (names.up, (inner, hidden)), (names.down, (hidden, inner))):
             yield Parameter(f"{at}{name.format(expert)}.weight", shape)
+    shared = experts.shared_intermediate_size
+    if shared:
+        for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
+            yield Parameter(f"{at}mlp.shared_experts.{name}_proj.weight", shape)
+    if experts.shared_gate:
+        yield Parameter(f"{at}mlp.shared_expert_gate.weight", (1, hidden))
 
 
 def parameter_count(shapes: ModelShapes) -> int:

@@ -29,10 +29,16 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.(weight|bias)", "column", 0),
     Rule(r"model\.layers\.\d+\.self_attn\.o_proj\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.self_attn\.o_proj\.bias", "replicated", None),
+    Rule(r"model\.layers\.\d+\.self_attn\.(q|kv)_b_proj\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.(weight|bias)", "replicated", None),
+    Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.(gate|up)_proj\.weight", "column", 0),
+    Rule(r"model\.layers\.\d+\.mlp\.shared_experts\.down_proj\.weight", "row", 1),
+    Rule(r"model\.layers\.\d+\.mlp\.shared_expert_gate\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.mlp\.(gate|up)_proj\.(weight|bias)", "column", 0),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", "replicated", None),
-    Rule(r"model\.layers\.\d+\.(self_attn\.[qk]_norm|input_layernorm|post_attention_layernorm)\.weight", "replicated", None),
+    Rule(r"model\.layers\.\d+\.self_attn\.([qk]_norm|(q|kv)_a_layernorm)\.weight", "replicated", None),
+    Rule(r"model\.layers\.\d+\.(input|post_attention|pre_feedforward|post_feedforward)_?layernorm\.weight", "replicated", None),
     Rule(r"model\.layers\.\d+\.(self_attn\.[qkv]|mlp\.(gate|up))_proj\.lora_B\.weight", "column", 0),
     Rule(r"model\.layers\.\d+\.(self_attn\.o|mlp\.down)_proj\.lora_A\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.lora_[AB]\.weight", "replicated", None),
@@ -95,6 +101,7 @@ class ShardSpec:
             counts["hidden_size"] = shapes.hidden_size
         if shapes.experts is not None:
             counts["the experts' intermediate_size"] = shapes.experts.intermediate_size
+            counts["the shared experts' intermediate_size"] = shapes.experts.shared_intermediate_size
         for name, count in counts.items():
             if count % size:
                 raise ValueError(f"the model's {name} {count} is not divisible by {where}")
@@ -125,7 +132,10 @@ def local_shapes(shapes: ModelShapes, shard_spec: ShardSpec) -> ModelShapes:
         num_attention_heads=shapes.num_attention_heads // shard_spec.size,
         num_key_value_heads=max(1, shapes.num_key_value_heads // shard_spec.size),
         intermediate_size=shapes.intermediate_size // shard_spec.size,
-        experts=experts and replace(experts, intermediate_size=experts.intermediate_size // shard_spec.size),
+        experts=experts and replace(
+            experts, intermediate_size=experts.intermediate_size // shard_spec.size,
+            shared_intermediate_size=experts.shared_intermediate_size // shard_spec.size,
+        ),
     )
 
 

@@ -1,5 +1,6 @@
 """A scored layout as JSON. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -7,6 +8,7 @@ from tandem.layout.shapes import parameter_count
 from tandem.planner.plan import Plan
 from tandem.planner.score import Score
 from tandem.planner.warnings import warnings_of
+from tandem.planner.what_if import WhatIf
 
 
 def score_json(score: Score) -> dict[str, Any]:
@@ -71,3 +73,19 @@ def brief_json(score: Score) -> dict[str, Any]:
         "layout": layout_json(score), "step_seconds": score.step_seconds, "mfu_percent": score.mfu_percent, "memory_bytes": score.memory.total,
         "dollars_per_billion_tokens": score.dollars_per_billion_tokens or None, "fits": score.fits,
     }  # fmt: skip
+
+
+def what_if_json(base: Score, compared: Sequence[WhatIf], front: Sequence[tuple[str, Score]]) -> dict[str, Any]:
+    """Returns each change with its best layout and what it is over ``base``, and the front of all layouts of all changes."""
+    return {
+        "what_if": [{"changes": each.words, "considered": each.considered, **_beside(each.score, base)} for each in compared],
+        "front": [{"changes": words, "gpus": each.layout.gpus, "gpu": each.hardware.name, **brief_json(each)} for words, each in front],
+    }
+
+
+def _beside(score: Score | None, base: Score) -> dict[str, Any]:
+    if score is None:
+        return {"fits": False}
+    cost, before = score.dollars_per_billion_tokens, base.dollars_per_billion_tokens
+    ratios = {"step_ratio": score.step_seconds / base.step_seconds, "cost_ratio": cost / before if cost and before else None}
+    return {"gpus": score.layout.gpus, "gpu": score.hardware.name, **brief_json(score), **ratios}

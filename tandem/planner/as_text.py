@@ -7,10 +7,12 @@ from tandem.layout.shapes import parameter_count
 from tandem.planner.plan import Plan, named
 from tandem.planner.score import Score
 from tandem.planner.warnings import warnings_of
+from tandem.planner.what_if import WhatIf
 
 GIB = 2**30
 SHOWN = 5
 """Layouts of a sweep that the table has."""
+MOST_FRONT = 12
 
 
 def score_text(score: Score) -> str:
@@ -24,12 +26,12 @@ def plan_text(plan: Plan) -> str:
 def _score_lines(score: Score) -> Iterator[str]:
     yield f"{parameter_count(score.shapes) / 1e9:.2f}B parameters on {score.layout.gpus} x {score.hardware.name}: {named(score)}"
     yield ""
-    cost, memory = score.dollars_per_billion_tokens, f"{score.memory.total / GIB:.1f} of {score.hardware.memory_bytes / GIB:.1f} GiB"
+    memory = f"{score.memory.total / GIB:.1f} of {score.hardware.memory_bytes / GIB:.1f} GiB"
     yield from _table(
         ("step", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "bubble", "memory", "$/10^9 tokens"),
         [(
             f"{score.step_seconds:.3g} s", f"{score.tokens_per_s_per_gpu:,.0f}", f"{score.model_tflops_per_gpu:.0f}", f"{score.mfu_percent:.1f} %",
-            f"{100 * score.bubble_fraction:.1f} %", memory, f"{cost:,.0f}" if cost else "unknown",
+            f"{100 * score.bubble_fraction:.1f} %", memory, _cost(score),
         )],
     )  # fmt: skip
     yield ""
@@ -37,6 +39,36 @@ def _score_lines(score: Score) -> Iterator[str]:
     yield "seconds of a step: " + _shares(asdict(score.time), 1.0)
     for warning in warnings_of(score):
         yield f"warning: {warning}"
+
+
+def _cost(score: Score) -> str:
+    return f"{score.dollars_per_billion_tokens:,.0f}" if score.dollars_per_billion_tokens else "unknown"
+
+
+def what_if_text(base: Score, compared: Sequence[WhatIf], front: Sequence[tuple[str, Score]]) -> str:
+    """Returns each change beside ``base``, and the front of all layouts."""
+    rows = [("as asked", *_beside(base, base))]
+    rows += [(each.words, *(_beside(each.score, base) if each.score is not None else ("none fits", *[""] * 7))) for each in compared]
+    lines = ["", "what if:", *_table(("", "layout", "GPUs", "step", "", "MFU", "$/10^9 tokens", "", "memory"), rows)]
+    if front:
+        lines += ["", "front of time, cost and memory of all of them:"]
+        lines += _table(
+            ("", "layout", "GPUs", "step", "$/10^9 tokens", "memory"),
+            [
+                (words or "as asked", named(each), f"{each.layout.gpus:,}", f"{each.step_seconds:.3g} s", _cost(each), f"{each.memory.total / GIB:.1f} GiB")
+                for words, each in front[:MOST_FRONT]
+            ],
+        )  # fmt: skip
+        lines += [f"  and {len(front) - MOST_FRONT} more (--json has all)"] if len(front) > MOST_FRONT else []
+    return "\n".join(lines)
+
+
+def _beside(score: Score, base: Score) -> tuple[str, ...]:
+    cost, before = score.dollars_per_billion_tokens, base.dollars_per_billion_tokens
+    return (
+        named(score), f"{score.layout.gpus:,} {score.hardware.name}", f"{score.step_seconds:.3g} s", f"x {score.step_seconds / base.step_seconds:.2f}",
+        f"{score.mfu_percent:.1f} %", _cost(score), f"x {cost / before:.2f}" if cost and before else "", f"{score.memory.total / GIB:.1f} GiB",
+    )  # fmt: skip
 
 
 def _shares(kinds: dict[str, float], unit: float) -> str:
@@ -51,14 +83,14 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield from _score_lines(plan.chosen)
     yield ""
-    yield f"fastest of {plan.sweep.considered:,} layouts, and the front of time and memory (*):"
+    yield f"fastest of {plan.sweep.considered:,} layouts, and the front of time, cost and memory (*):"
     on_front = {each.layout for each in plan.sweep.pareto}
     shown = {each.layout: each for each in (*plan.sweep.scored[:SHOWN], *plan.sweep.pareto[:SHOWN])}
     yield from _table(
-        ("", "layout", "step", "MFU", "memory"),
+        ("", "layout", "step", "MFU", "$/10^9 tokens", "memory"),
         [
             (
-                "*" if each.layout in on_front else "", named(each), f"{each.step_seconds:.3g} s", f"{each.mfu_percent:.1f} %",
+                "*" if each.layout in on_front else "", named(each), f"{each.step_seconds:.3g} s", f"{each.mfu_percent:.1f} %", _cost(each),
                 f"{each.memory.total / GIB:.1f} GiB",
             )
             for each in sorted(shown.values(), key=lambda each: each.step_seconds)

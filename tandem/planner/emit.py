@@ -1,4 +1,4 @@
-"""A plan as a recipe that ``tandem train`` runs, by itself or as a job of Slurm or Kubernetes. Imports no torch."""
+"""A plan as a recipe that ``tandem train`` runs, on this machine or as a job of Slurm or Kubernetes. Imports no torch."""
 
 from typing import Any, Literal
 
@@ -8,6 +8,7 @@ from tandem.config.load import read_yaml
 from tandem.planner.automatic import CHOSEN
 from tandem.planner.plan import named
 from tandem.planner.score import Score
+from tandem.types.errors import UserError
 
 Target = Literal["recipe", "slurm", "kubernetes"]
 RECOMPUTE = {"none": "none", "selective": "selective", "sp_selective": "selective", "full": "full"}
@@ -15,23 +16,25 @@ RECOMPUTE = {"none": "none", "selective": "selective", "sp_selective": "selectiv
 
 
 def emitted(score: Score, target: Target, recipe: str | None, model: str | None) -> str:
-    """Returns the YAML of a recipe with the layout of ``score``: ``recipe`` with its sections changed, or one that pretrains ``model``."""
+    """Returns the YAML of a recipe with the layout of ``score``: ``recipe`` with its sections changed, or one that pretrains ``model``. Raises ``UserError``
+    for a layout whose replicas do not divide over the trainer pods of the nodes."""
     data = read_yaml(recipe) if recipe is not None else _new_recipe(score, model)
     kept = {key: value for key, value in data.get("parallel", {}).items() if key not in ("layout", *CHOSEN)}
-    data["parallel"] = {**kept, **parallel_section(score, target)}
+    data["parallel"] = {**kept, **parallel_section(score)}
+    if target != "recipe" and _nodes(score) > 1:
+        data["pods"] = {**data.get("pods", {}), "trainer_count": _trainer_pods(score)}
     data["trainer"] = {**data.get("trainer", {}), **trainer_section(score)}
     command = f"tandem train FILE{'' if target == 'recipe' else f' --on {target}'}"
     if target == "slurm":
         data["slurm"] = {**data.get("slurm", {}), "nodes": _nodes(score), "gpus_per_node": str(_gpus_of_node(score))}
     if target == "kubernetes":
-        section = {"image": "REGISTRY/tandem:TAG", "claim": "claim-of-the-run", **data.get("kubernetes", {})}
-        data["kubernetes"] = {**section, "nodes": _nodes(score), "gpus": _gpus_of_node(score)}
+        data["kubernetes"] = {**data.get("kubernetes", {}), "nodes": _nodes(score), "gpus": _gpus_of_node(score)}
     predicted = f"{score.step_seconds:.3g} s a step, {score.memory.total / 2**30:.1f} GiB a GPU"
     lines = [f"# {named(score)} on {score.layout.gpus} x {score.hardware.name}: predicted {predicted}.", f"# Run it: {command}"]
     return "\n".join(lines) + "\n" + yaml.safe_dump(data, sort_keys=False)
 
 
-def parallel_section(score: Score, target: Target = "recipe") -> dict[str, Any]:
+def parallel_section(score: Score) -> dict[str, Any]:
     """Returns the section ``parallel`` of a recipe for a layout, without what is at its default."""
     parallel = score.layout.parallel
     section: dict[str, Any] = {"data": parallel.data}
@@ -43,8 +46,6 @@ def parallel_section(score: Score, target: Target = "recipe") -> dict[str, Any]:
     if parallel.tensor > 1 and not parallel.sequence_parallel:
         section["sequence_parallel"] = False
     section["zero"] = parallel.zero
-    if target != "recipe" and _nodes(score) > 1:
-        section["ranks_per_node"] = _gpus_of_node(score)
     return section
 
 
@@ -66,6 +67,16 @@ def _new_recipe(score: Score, model: str | None) -> dict[str, Any]:
         },
         "run": {"max_steps": 1000},
     }  # fmt: skip
+
+
+def _trainer_pods(score: Score) -> int:
+    """Returns the pods that train, one on each node."""
+    parallel, nodes = score.layout.parallel, _nodes(score)
+    if parallel.data % nodes:
+        raise UserError(
+            f"a pod for each of {nodes} nodes trains whole data-parallel replicas, and --dp {parallel.data} does not divide over them; choose a --dp that does"
+        )
+    return nodes
 
 
 def _gpus_of_node(score: Score) -> int:

@@ -37,7 +37,7 @@ def recipe_shapes(model: ModelConfig, ignored: tuple[str, ...] = ()) -> ModelSha
         with folder_without_weights(model.create) as folder:
             return read_shapes(folder)
     assert model.path is not None
-    return read_model_sizes(find_model(model.path, "description"), ignored)
+    return read_model_sizes(find_model(model.path, "description"), ignored, as_trained=True)
 
 
 def _step(recipe: AnyRecipe) -> dict[str, Any]:

@@ -19,8 +19,8 @@ MOST_BARS, MOST_PASSES, MOST_RANKS = 16, 16, 16
 KINDS = tuple(each.name for each in fields(RankMemory))
 
 
-def plan_page(plan: Plan) -> str:
-    """Returns the page of a plan."""
+def plan_page(plan: Plan, compared: str = "") -> str:
+    """Returns the page of a plan. ``compared``: a table of what other GPUs would change."""
     fastest = table(
         ("layout", "step, s", "MFU, %", "memory, GiB"),
         [
@@ -28,13 +28,14 @@ def plan_page(plan: Plan) -> str:
             for each in plan.sweep.scored[:20]
         ],
     )
-    sections = [*_sections(plan.chosen), ("Front of time and memory", _front(plan.sweep.scored, plan.sweep.pareto) + fastest), _words(plan_text(plan))]
+    sections = [*_sections(plan.chosen), ("Front of time and memory", _front(plan.sweep.scored, plan.sweep.pareto) + fastest)]
+    sections.append(_words(plan_text(plan) + compared))
     return _html(named(plan.chosen), f"{plan.advice.reason}. {plan.verdict}.", sections)
 
 
-def score_page(score: Score) -> str:
-    """Returns the page of one layout."""
-    return _html(named(score), f"{score.step_seconds:.3g} s a step", [*_sections(score), _words(score_text(score))])
+def score_page(score: Score, compared: str = "") -> str:
+    """Returns the page of one layout, with what other GPUs would change."""
+    return _html(named(score), f"{score.step_seconds:.3g} s a step", [*_sections(score), _words(score_text(score) + compared)])
 
 
 def _sections(score: Score) -> list[tuple[str, str]]:

@@ -26,7 +26,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """``scored``: layouts that fit safely, fastest first; ``considered``: how many were scored; ``pareto``: those that no other beats in time and memory."""
+    """``scored``: layouts that fit safely, fastest first; ``considered``: how many were scored; ``pareto``: those that no other beats in time, cost and
+    memory."""
 
     scored: tuple[Score, ...]
     considered: int
@@ -53,11 +54,13 @@ def sweep(request: PlanRequest, progress: Progress | None = None) -> Sweep:
 
 
 def pareto_front(scored: Sequence[Score]) -> Iterator[Score]:
-    """Yields, from the fastest on, the scores that need less memory than every faster one."""
-    least = math.inf
-    for each in sorted(scored, key=lambda each: (each.step_seconds, each.memory.total)):
-        if each.memory.total < least:
-            least = each.memory.total
+    """Yields, from the fastest on, the scores that cost less or need less memory than every faster one. On one number of GPUs of one kind the fastest is the
+    cheapest; a GPU without a price costs nothing here."""
+    kept: list[tuple[float, int]] = []
+    for each in sorted(scored, key=lambda each: (each.step_seconds, each.dollars_per_billion_tokens, each.memory.total)):
+        cost, memory = each.dollars_per_billion_tokens, each.memory.total
+        if not any(other_cost <= cost and other_memory <= memory for other_cost, other_memory in kept):
+            kept.append((cost, memory))
             yield each
 
 

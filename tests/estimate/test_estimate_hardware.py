@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tandem.estimate.hardware.load import FIGURES, FOLDER, hardware_of_device, known_hardware, load_hardware, source_of
+from tandem.estimate.hardware.hardware import FIGURES
+from tandem.estimate.hardware.load import FOLDER, hardware_of_device, known_hardware, load_hardware, source_of
 from tandem.types.errors import UserError
 
 GIVEN = yaml.safe_load((FOLDER / "A100-80GB.yaml").read_text(encoding="utf-8"))
@@ -45,6 +46,8 @@ def test_a_user_adds_a_file_and_a_figure_of_it_is_read_back(tmp_path: Path) -> N
         ({"peak_flops": {"bf17": 1.0}}, "'peak_flops.bf17' is not a precision"),
         ({"peak_flops": {"fp32": 1.0}}, "'peak_flops.bf16' is missing"),
         ({"product_flops": {"bf16": 1e15}}, "'product_flops.bf16' is 1e+15, more than"),
+        ({"attention_flops": {"forward": 1e14}}, "'attention_flops.backward' is missing"),
+        ({"attention_flops": {"sideways": 1e14}}, "'attention_flops.sideways' is not a pass"),
         ({"price_per_hour": -1.0}, "'price_per_hour' is -1"),
         ({"sources": {}}, "'sources.peak_flops' is missing"),
         ({"sources": {**GIVEN["sources"], "name": "me"}}, "'sources.name' is the source of no figure"),

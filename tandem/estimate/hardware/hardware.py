@@ -1,21 +1,33 @@
 """A kind of GPU and its network, as the time and memory models need them. Imports no torch."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+from tandem.types.errors import UserError
 
 PRODUCT_SHARE = 0.8
 """The share of the peak rate that the largest products reach on hardware without published products: the mean of the NVIDIA GPUs with a measured
 figure (A100 0.87, H100 0.80, H200 0.79 in bf16, H100 0.71 in fp8)."""
 HOST_BANDWIDTH, DISK_BANDWIDTH = 25e9, 0.8e9
 """Of hardware files without them: copies of pinned memory over PCIe 4 x16, and one of four NVMe disks shared by eight GPUs."""
+FIGURES = (
+    "peak_flops", "product_flops", "attention_flops", "memory_bytes", "memory_bandwidth", "multiprocessors", "link_bandwidth", "network_bandwidth",
+    "host_bandwidth", "disk_bandwidth", "price_per_hour",
+)  # fmt: skip
+"""The fields whose value is published or measured, so that a file that sets one names its source."""
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "int8")
+ATTENTION = ("forward", "backward", "flash2_forward", "flash2_backward")
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One kind of GPU in nodes of ``gpus_per_node``.
+    """One kind of GPU in nodes of ``gpus_per_node``: the content of a hardware file.
 
     ``peak_flops``: dense operations per second by precision (``fp32``, ``bf16``, ``fp16``, ``fp8``, ``int8``). ``product_flops``: the most that a large
-    matrix product was measured to reach, by precision (``product_rate``). ``memory_bytes``: of a GPU.
+    matrix product was measured to reach, by precision (``product_rate``). ``attention_flops``: what fused attention in 16 bits was measured to reach with heads
+    of 128 elements and long causal sequences, ``forward`` and ``backward``, and where FlashAttention-2 is slower ``flash2_forward`` and ``flash2_backward``.
+    ``memory_bytes``: of a GPU.
     ``memory_bandwidth``: bytes per second. ``multiprocessors``: streaming multiprocessors or compute units. ``link_bandwidth``: bytes per second of one
     GPU to the others of its node, in one direction (NVLink, Infinity Fabric, PCIe). ``network_bandwidth``: bytes per second of one GPU to other nodes, in
     one direction. ``host_bandwidth``: bytes per second of one GPU to the memory of its host, in one direction. ``disk_bandwidth``: bytes per second that
@@ -32,11 +44,41 @@ class Hardware:
     network_bandwidth: float
     gpus_per_node: int = 8
     price_per_hour: float = 0.0
-    sources: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
     product_flops: Mapping[str, float] = field(default_factory=dict)
+    attention_flops: Mapping[str, float] = field(default_factory=dict)
     host_bandwidth: float = HOST_BANDWIDTH
     disk_bandwidth: float = DISK_BANDWIDTH
     device_names: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises ``UserError`` for a figure that no machine has, or that has no source."""
+        kinds = {"peak_flops": (PRECISIONS, "a precision"), "product_flops": (PRECISIONS, "a precision"), "attention_flops": (ATTENTION, "a pass")}
+        for each, (names, kind) in kinds.items():
+            for name, rate in getattr(self, each).items():
+                if name not in names:
+                    raise UserError(f"'{each}.{name}' is not {kind}; known here: {', '.join(names)}")
+                _check_positive(f"{each}.{name}", rate)
+        if "bf16" not in self.peak_flops:
+            raise UserError("'peak_flops.bf16' is missing; the products of a training step are counted against it")
+        for precision, rate in self.product_flops.items():
+            peak = self.peak_flops.get(precision, 0.0)
+            if rate > peak:
+                raise UserError(f"'product_flops.{precision}' is {rate:g}, more than peak_flops.{precision} {peak:g}; a product is not faster")
+        for name in ("forward", "backward"):
+            if self.attention_flops and name not in self.attention_flops:
+                raise UserError(f"'attention_flops.{name}' is missing; give both passes or neither")
+        for each in (*FIGURES[3:-1], "gpus_per_node"):
+            _check_positive(each, getattr(self, each))
+        if self.price_per_hour < 0:
+            raise UserError(f"'price_per_hour' is {self.price_per_hour:g}; it must be 0 (unknown) or more")
+        defaults = {each.name: each.default for each in fields(self)}
+        for each in FIGURES:
+            if getattr(self, each) != defaults[each] and getattr(self, each) and each not in self.sources:
+                raise UserError(f"'sources.{each}' is missing; name where the figure is published or how it was measured")
+        for each in self.sources:
+            if each not in FIGURES:
+                raise UserError(f"'sources.{each}' is the source of no figure; known here: {', '.join(FIGURES)}")
 
     def product_rate(self, precision: str) -> float:
         """Returns the operations per second of the largest matrix products in ``precision``: measured, or at the share of their peak that bf16 reaches
@@ -52,3 +94,8 @@ class Hardware:
         if size * stride <= self.gpus_per_node:
             return self.link_bandwidth
         return min(self.link_bandwidth, max(1, min(size, self.gpus_per_node // stride)) * self.network_bandwidth)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0 or math.isinf(value):
+        raise UserError(f"'{name}' is {value:g}; it must be more than 0")

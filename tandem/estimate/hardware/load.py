@@ -2,76 +2,15 @@
 
 import difflib
 import functools
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from tandem.config.load import build
 from tandem.config.yaml_text import read_mapping
-from tandem.estimate.hardware.hardware import DISK_BANDWIDTH, HOST_BANDWIDTH, Hardware
+from tandem.estimate.hardware.hardware import Hardware
 from tandem.types.errors import UserError
 
 FOLDER = Path(__file__).parent
 MOST_BYTES = 2**16
-FIGURES = (
-    "peak_flops", "product_flops", "memory_bytes", "memory_bandwidth", "multiprocessors", "link_bandwidth", "network_bandwidth", "host_bandwidth",
-    "disk_bandwidth", "price_per_hour",
-)  # fmt: skip
-"""The keys whose value is published or measured, so that a file that sets one names its source."""
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "int8")
-
-
-@dataclass(frozen=True, slots=True)
-class HardwareFile:
-    """The content of a hardware file: the fields of ``Hardware``, with ``sources`` by figure."""
-
-    name: str
-    peak_flops: Mapping[str, float]
-    memory_bytes: int
-    memory_bandwidth: float
-    multiprocessors: int
-    link_bandwidth: float
-    network_bandwidth: float
-    sources: Mapping[str, str]
-    gpus_per_node: int = 8
-    price_per_hour: float = 0.0
-    product_flops: Mapping[str, float] = field(default_factory=dict)
-    host_bandwidth: float = HOST_BANDWIDTH
-    disk_bandwidth: float = DISK_BANDWIDTH
-    device_names: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Raises ``UserError`` for a figure that no machine has, or that has no source."""
-        for each in ("peak_flops", "product_flops"):
-            for precision, rate in getattr(self, each).items():
-                if precision not in PRECISIONS:
-                    raise UserError(f"'{each}.{precision}' is not a precision; known here: {', '.join(PRECISIONS)}")
-                _check_positive(f"{each}.{precision}", rate)
-        if "bf16" not in self.peak_flops:
-            raise UserError("'peak_flops.bf16' is missing; the products of a training step are counted against it")
-        for precision, rate in self.product_flops.items():
-            peak = self.peak_flops.get(precision, 0.0)
-            if rate > peak:
-                raise UserError(f"'product_flops.{precision}' is {rate:g}, more than peak_flops.{precision} {peak:g}; a product is not faster")
-        for each in (*FIGURES[2:-1], "gpus_per_node"):
-            _check_positive(each, getattr(self, each))
-        if self.price_per_hour < 0:
-            raise UserError(f"'price_per_hour' is {self.price_per_hour:g}; it must be 0 (unknown) or more")
-        defaults = {each.name: each.default for each in fields(self)}
-        for each in FIGURES:
-            if getattr(self, each) != defaults[each] and getattr(self, each) and each not in self.sources:
-                raise UserError(f"'sources.{each}' is missing; name where the figure is published or how it was measured")
-        for each in self.sources:
-            if each not in FIGURES:
-                raise UserError(f"'sources.{each}' is the source of no figure; known here: {', '.join(FIGURES)}")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0 or math.isinf(value):
-        raise UserError(f"'{name}' is {value:g}; it must be more than 0")
-
-
 def known_hardware() -> dict[str, Path]:
     """Returns the hardware files that come with Tandem, by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
@@ -99,16 +38,14 @@ def _read(path: str) -> Hardware:
         wrong="must be a mapping of figures",
     )  # fmt: skip
     try:
-        file = build(HardwareFile, content)
+        return build(Hardware, content)
     except UserError as error:
         raise UserError(f"hardware file '{path}': {error}") from None
-    values = {each.name: getattr(file, each.name) for each in fields(file) if each.name != "sources"}
-    return Hardware(**values, sources=tuple(f"{figure}: {source}" for figure, source in file.sources.items()))
 
 
 def source_of(hardware: Hardware, figure: str) -> str:
     """Returns where ``figure`` of ``hardware`` is published."""
-    return next(source.removeprefix(f"{figure}: ") for source in hardware.sources if source.startswith(f"{figure}: "))
+    return hardware.sources[figure]
 
 
 def hardware_of_device(device_name: str) -> Hardware | None:

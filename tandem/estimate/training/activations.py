@@ -64,9 +64,11 @@ def whole_layer_bytes(
 ) -> LayerBytes:
     """Returns the bytes of a layer without recomputation. ``score_tokens``: keys whose scores, softmax and mask each query keeps."""
     hidden = shapes.hidden_size
-    # The inputs of both norms, and what they return: the inputs of the first products.
-    replicated = 4.0 * each * hidden + (2 * hidden if dropout else 0)
-    divided = float(each * (shapes.qkv_size + shapes.query_size))
+    # The inputs of the norms, and what they return: the inputs of the first products.
+    replicated = (8.0 if shapes.post_norms else 4.0) * each * hidden + (2 * hidden if dropout else 0)
+    divided = float(each * (shapes.qkv_size + shapes.attended_size))
+    if shapes.latent is not None:
+        replicated += each * shapes.latent.compressed_size
     divided += LOG_SUM_EXP_BYTES * shapes.num_attention_heads if keeps_sums else 0
     divided += shapes.num_attention_heads * score_tokens * (2 * each + 1)
     experts = shapes.experts_of(layer)
@@ -75,7 +77,7 @@ def whole_layer_bytes(
         divided += each * shapes.mlp_matrices * shapes.intermediate_size
     else:
         routed = experts.num_experts_per_tok
-        divided += each * 3 * routed * experts.intermediate_size
+        divided += each * 3 * experts.visited_size
         # Sorted by expert, each token's input and output are there once for each expert that it visits; the router has probabilities in fp32.
         replicated += each * 2 * routed * hidden + 8 * experts.num_experts
     return LayerBytes(replicated, divided)
@@ -83,14 +85,19 @@ def whole_layer_bytes(
 
 def _by_operation(shapes: ModelShapes, layer: int, each: int) -> LayerBytes:
     experts, hidden = shapes.experts_of(layer), shapes.hidden_size
-    inner = [shapes.intermediate_size] * (shapes.mlp_matrices - 1)
-    if experts is not None:
+    if shapes.latent is None:
+        outputs = [(size, True) for size in (shapes.query_size, shapes.key_value_size, shapes.key_value_size)]
+    else:
+        outputs = [(matrix.outputs, matrix.by_head) for matrix in shapes.latent.matrices(hidden, shapes.num_attention_heads)]
+    outputs.append((hidden, False))
+    if experts is None:
+        outputs += [*[(shapes.intermediate_size, True)] * (shapes.mlp_matrices - 1), (hidden, False)]
+    elif experts.shared_intermediate_size:
         # Grouped products are none of the operations that are kept.
-        inner = []
-    into = [shapes.query_size, shapes.key_value_size, shapes.key_value_size]
-    products = [*into, hidden, *inner, hidden] if experts is None else [*into, hidden]
-    divided = each * (sum(size for size in products[::2] if size != hidden) + shapes.query_size) + LOG_SUM_EXP_BYTES * shapes.num_attention_heads
-    return LayerBytes(each * (hidden + sum(size for size in products[::2] if size == hidden)), divided)
+        outputs += [*[(experts.shared_intermediate_size, True)] * 2, (hidden, False)]
+    kept = outputs[::2]
+    divided = each * (sum(size for size, is_divided in kept if is_divided) + shapes.attended_size) + LOG_SUM_EXP_BYTES * shapes.num_attention_heads
+    return LayerBytes(each * (hidden + sum(size for size, is_divided in kept if not is_divided)), divided)
 
 
 def working_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> float:
@@ -98,7 +105,7 @@ def working_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> fl
     layer's widest tensors and, where the tokens are divided, the gathered input of the products."""
     each, hidden = element_bytes(layout), shapes.hidden_size
     experts = shapes.experts_of(layer)
-    inner = shapes.intermediate_size if experts is None else experts.intermediate_size * experts.num_experts_per_tok
+    inner = shapes.intermediate_size if experts is None else experts.visited_size
     gradients = LayerBytes(2 * each * hidden, each * shapes.mlp_matrices * inner).of_rank(layout)
     gathered = 2 * each * hidden if layout.shares_tokens else 0
     if layout.recompute == "full" or is_by_operation(layout):

@@ -1,20 +1,47 @@
 """Seconds of collectives by the topology of a group. Imports no torch.
 
 A ring moves the part (n - 1) / n of the data through every link (Thakur et al., 2005; NCCL's "bus bandwidth"); an all-reduce is a reduce-scatter and an
-all-gather.
+all-gather. Each of its n - 1 steps takes a latency, that of the network from node to node. The figures are those of NCCL's own model, from which it chooses a
+protocol (github.com/NVIDIA/nccl, src/graph/tuning.cc, ``baseLat`` and ``hwLat``).
 """
 
 import math
+from typing import NamedTuple
 
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.training.efficiency import Efficiency
 
 
-def gather_seconds(hardware: Hardware, size: int, stride: int, moved: float, given: Efficiency) -> float:
-    """Returns the seconds of an all-gather (or reduce-scatter) of ``moved`` bytes, all parts together, in a group of ``size`` GPUs, ``stride`` ranks apart."""
+class Protocol(NamedTuple):
+    """Seconds before a ring starts, and of a step over NVLink, over PCIe and over the network; the share of the bandwidth that it leaves for data."""
+
+    base_s: float
+    link_s: float
+    pcie_s: float
+    network_s: float
+    share: float
+
+
+PROTOCOLS = (Protocol(8.4e-6, 3.4e-6, 5.7e-6, 9.6e-6, 1.0), Protocol(10e-6, 1.9e-6, 2.5e-6, 4.0e-6, 120 / 128))
+"""NCCL's Simple and LL128, which carries a flag of 8 bytes beside 120 of data. The faster one is chosen."""
+SLOWEST_NVLINK = 1e11
+"""Bytes per second from which links within a node are NVLink (or Infinity Fabric), not PCIe."""
+
+
+def gather_seconds(hardware: Hardware, size: int, stride: int, moved: float, given: Efficiency, times: int = 1) -> float:
+    """Returns the seconds of an all-gather (or reduce-scatter) of ``moved`` bytes, all parts together, in a group of ``size`` GPUs, ``stride`` ranks apart, in
+    ``times`` collectives one after the other."""
     if size == 1 or moved == 0:
         return 0.0
-    return moved * (size - 1) / size / (hardware.group_bandwidth(size, stride) * given.links) + math.ceil(math.log2(size)) * given.latency_s
+    bandwidth = hardware.group_bandwidth(size, stride) * given.links
+    nodes = -(-size // max(1, hardware.gpus_per_node // stride))
+    sent = moved * (size - 1) / size / bandwidth
+
+    def seconds(protocol: Protocol) -> float:
+        within = protocol.link_s if hardware.link_bandwidth >= SLOWEST_NVLINK else protocol.pcie_s
+        return times * (protocol.base_s + (size - nodes) * within + (nodes - 1) * protocol.network_s) + sent / protocol.share
+
+    return min(map(seconds, PROTOCOLS))
 
 
 def all_to_all_seconds(hardware: Hardware, size: int, stride: int, moved: float, given: Efficiency) -> float:

@@ -17,6 +17,11 @@ ADAM_BYTES = 34
 """Of a parameter: the gradient is read for its norm and for the update; master weight and two moments are read and written; the rounded weight is written."""
 OFFLOADED_BYTES = {"down": 4, "up": 2}
 """Of a parameter, between GPU and host: its gradient down, its rounded weight up."""
+COPIED_IN_BYTES = 6
+"""Of a gradient with ZeRO 3, which is copied into one buffer in fp32 before it is reduced (16 bits read, 32 written), as the parts of a weight are read and
+written once more after they are gathered (PyTorch, ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``)."""
+BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK = 40_000_000, 1_000_000
+"""Parameters of a collective with ZeRO 0 to 2: Megatron-Core's ``bucket_size``, at least a million a rank."""
 STATE_BYTES = 12
 """Of a parameter: master weight and two moments."""
 HOST_MEMORY_BANDWIDTH = 400e9
@@ -33,21 +38,37 @@ class Shared:
     stride: int
 
 
-def exchange_seconds(hardware: Hardware, layout: TrainingLayout, shared: Sequence[Shared], forward_s: float, backward_s: float, given: Efficiency) -> float:
-    """Returns the exposed seconds of a step. ``forward_s`` and ``backward_s``: of one micro-batch through the rank, which hide what is gathered before and
-    summed after."""
+def exchange_seconds(
+    hardware: Hardware, layout: TrainingLayout, shared: Sequence[Shared], layers: int, forward_s: float, backward_s: float, given: Efficiency
+) -> float:
+    """Returns the exposed seconds of a step. ``layers``: of the rank, which ZeRO 3 gathers and reduces one after the other. ``forward_s`` and
+    ``backward_s``: of one micro-batch through the rank, which hide what is gathered before and summed after."""
     weight_bytes = 1 if layout.precision == "fp8" and layout.parallel.zero == 3 else 4 if layout.precision == "fp32" else 2
-    summed = sum(gather_seconds(hardware, each.size, each.stride, GRADIENT_BYTES * each.parameters, given) for each in shared)
-    gathered = sum(gather_seconds(hardware, each.size, each.stride, weight_bytes * each.parameters, given) for each in shared)
+    summed = sum(_collectives(hardware, layout, each, layers, GRADIENT_BYTES, backward_s, given) for each in shared)
+    gathered_before = sum(_collectives(hardware, layout, each, layers, weight_bytes, forward_s, given) for each in shared)
     if layout.parallel.zero == 0:
-        return _exposed(2 * summed, backward_s, given)
+        return 2 * summed
     if layout.parallel.zero == 3 and layout.reshard_after_forward:
-        return layout.micro_batches * (_exposed(gathered, forward_s, given) + _exposed(gathered + summed, backward_s, given))
+        both = sum(_collectives(hardware, layout, each, layers, weight_bytes + GRADIENT_BYTES, backward_s, given) for each in shared)
+        copied = (2 * 2 * weight_bytes + COPIED_IN_BYTES) * sum(each.parameters for each in shared if each.size > 1)
+        return layout.micro_batches * (gathered_before + both + copied / (hardware.memory_bandwidth * given.memory))
     sums = layout.micro_batches if layout.parallel.zero == 2 else 1
-    return sums * _exposed(summed, backward_s, given) + _exposed(gathered, forward_s, given)
+    return sums * summed + gathered_before
 
 
-def _exposed(seconds: float, hidden_by: float, given: Efficiency) -> float:
+def _collectives(
+    hardware: Hardware, layout: TrainingLayout, shared: Shared, layers: int, bytes_each: int, hidden_by: float, given: Efficiency
+) -> float:
+    """Returns the exposed seconds of gathering or summing ``shared`` parameters, part by part: what the first part waits for, or waits for the last, has
+    nothing to hide behind."""
+    parts = layers if layout.parallel.zero == 3 else max(1, round(shared.parameters / max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * shared.size)))
+    seconds = gather_seconds(hardware, shared.size, shared.stride, bytes_each * shared.parameters, given, parts)
+    return seconds / parts + hidden_seconds(seconds * (1 - 1 / parts), hidden_by, given)
+
+
+def hidden_seconds(seconds: float, hidden_by: float, given: Efficiency) -> float:
+    """Returns what communication of ``seconds`` adds to kernels of ``hidden_by`` seconds beside it: what is longer than they are, and a share of the rest, by
+    which it slows them."""
     return max(0.0, seconds - hidden_by) + given.contention * min(seconds, hidden_by)
 
 

@@ -6,9 +6,10 @@ from typing import NamedTuple
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.training.attention import Attention, attention_seconds
 from tandem.estimate.training.collectives import all_to_all_seconds, gather_seconds
+from tandem.estimate.training.data_parallel import hidden_seconds
 from tandem.estimate.training.efficiency import Efficiency
 from tandem.estimate.training.layout import TrainingLayout
-from tandem.estimate.training.memory_bound import FUSED_LOGITS, LOGITS, QUANTISED, Moved, layer_bytes
+from tandem.estimate.training.memory_bound import FUSED_LOGITS, LOGITS, QUANTISED, ROUTED, Moved, layer_bytes
 from tandem.estimate.training.products import product_seconds
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 
@@ -86,8 +87,10 @@ class LayerTimes:
     def layer(self, window: int | None, experts: ExpertShapes | None) -> Passes:
         """Returns the passes of a layer with ``window`` (``None``: full attention) and ``experts`` (``None``: a plain MLP)."""
         tensor = self.layout.parallel.tensor
-        hidden, query = self.shapes.hidden_size, self.shapes.query_size
-        shapes = [Shape(self.tokens, _part(self.shapes.qkv_size, tensor), hidden), Shape(self.tokens, hidden, _part(query, tensor))]
+        hidden = self.shapes.hidden_size
+        *into, output = self.shapes.attention_matrices
+        shapes = [Shape(self.tokens, _part(each.outputs, tensor) if each.by_head else each.outputs, each.inputs) for each in into]
+        shapes.append(Shape(self.tokens, hidden, _part(output.inputs, tensor)))
         rows = self.tokens
         if experts is None:
             inner = _part(self.shapes.intermediate_size, tensor)
@@ -97,16 +100,19 @@ class LayerTimes:
             local = max(1, experts.num_experts // self.layout.parallel.expert)
             each = max(1, rows // local)
             shapes += [Shape(self.tokens, experts.num_experts, hidden), Shape(each, 2 * inner, hidden, local), Shape(each, hidden, inner, local)]
+            if experts.shared_intermediate_size:
+                shared = _part(experts.shared_intermediate_size, tensor)
+                shapes += [Shape(self.tokens, 2 * shared, hidden), Shape(self.tokens, hidden, shared)]
         forward, backward = self._products(shapes, self.layout.precision)
         attention = self._attention(window)
         moved = self._memory_bound(rows, inner, shapes, experts)
-        tensor_s = self._tensor_seconds()
+        tensor_forward, tensor_backward = self._tensor_seconds(forward)
         expert_s = 2 * all_to_all_seconds(
             self.hardware, self.layout.parallel.expert, tensor, ACTIVATION_BYTES * rows * hidden / self._token_ranks, self.given
         ) if experts is not None else 0.0  # fmt: skip
         context_s = self._context_seconds()
-        forward_s = Seconds(forward, attention.forward, moved.forward, tensor_s, expert_s, max(0.0, context_s - attention.forward))
-        backward_s = Seconds(backward, attention.backward, moved.backward, tensor_s, expert_s, max(0.0, 2 * context_s - attention.backward))
+        forward_s = Seconds(forward, attention.forward, moved.forward, tensor_forward, expert_s, max(0.0, context_s - attention.forward))
+        backward_s = Seconds(backward, attention.backward, moved.backward, tensor_backward, expert_s, max(0.0, 2 * context_s - attention.backward))
         return Passes(forward_s, backward_s, self._recomputed(forward_s))
 
     def head(self) -> Passes:
@@ -138,30 +144,51 @@ class LayerTimes:
         layout, tensor = self.layout, self.layout.parallel.tensor
         heads = _part(self.shapes.num_attention_heads, tensor)
         queries = max(1, layout.sequence // layout.parallel.context)
+        # Of its two products one sums over a head of keys, one returns a head of values.
+        head_dim = (self.shapes.query_size + self.shapes.attended_size) // (2 * self.shapes.num_attention_heads)
         return attention_seconds(
-            self.hardware, layout.precision, layout.micro_batch, queries, layout.sequence, window, heads, self.shapes.head_dim, layout.fused_attention,
+            self.hardware, layout.precision, layout.micro_batch, queries, layout.sequence, window, heads, head_dim, layout.attention_kernel,
             self.given,
         )  # fmt: skip
 
     def _memory_bound(self, rows: int, inner: int, products: list[Shape], experts: ExpertShapes | None) -> Moved:
         """Returns the seconds of elementwise kernels, forward and backward."""
         hidden, tensor = self.shapes.hidden_size, self.layout.parallel.tensor
-        rotary = (self.shapes.query_size + self.shapes.key_value_size) / tensor
+        latent = self.shapes.latent
+        rotated = self.shapes.query_size + self.shapes.key_value_size
+        if latent is not None:
+            # Rotation of a part of the queries and of one key, and the assembly of the keys of all heads from both their parts.
+            rotated = self.shapes.num_attention_heads * latent.qk_rope_head_dim + self.shapes.key_value_size
+        rotary = rotated / tensor
         gated = self.shapes.gated_mlp or experts is not None
-        moved = layer_bytes(self.tokens, self.tokens / self._token_ranks, hidden, rotary, 0, gated, self.layout.fused_elementwise)
-        of_mlp = layer_bytes(rows, 0, hidden, 0, inner, gated, self.layout.fused_elementwise)
-        routed = 4 * ACTIVATION_BYTES * rows * hidden / self._token_ranks if experts is not None else 0
+        norms = (4.0 if self.shapes.post_norms else 2.0) + (0.0 if latent is None else (latent.q_lora_rank + latent.kv_lora_rank) / hidden)
+        moved = layer_bytes(self.tokens, self.tokens / self._token_ranks, hidden, rotary, 0, gated, self.layout.fused_elementwise, norms)
+        activated = rows * inner + (0 if experts is None else self.tokens * experts.shared_intermediate_size / tensor)
+        of_mlp = layer_bytes(1, 0, hidden, 0, activated, gated, self.layout.fused_elementwise)
+        routed = ROUTED * rows * hidden / self._token_ranks if experts is not None else 0
         cast = QUANTISED * sum(each.batch * each.rows * each.inner for each in products) if self.layout.precision == "fp8" else 0
         memory = self.hardware.memory_bandwidth * self.given.memory
         launches = (8 if self.layout.fused_elementwise else 30) * self.given.kernel_s
         return Moved(*((moved[i] + of_mlp[i] + routed + cast) / memory + launches for i in (0, 1)))
 
-    def _tensor_seconds(self) -> float:
-        """Returns the exposed seconds of a pass: an all-reduce after attention and one after the MLP, or the all-gather and reduce-scatter that they are
-        made of."""
-        tensor = self.layout.parallel.tensor
-        moved = ACTIVATION_BYTES * self.tokens * self.shapes.hidden_size
-        return 4 * gather_seconds(self.hardware, tensor, 1, moved, self.given) * self.given.tensor_exposed
+    def _tensor_seconds(self, products: float) -> tuple[float, float]:
+        """Returns the exposed seconds of both passes: an all-reduce after attention and one after the MLP, or the all-gather and reduce-scatter that they are
+        made of; with sequence parallelism the backward pass gathers the inputs of two products once more. ``products``: the seconds of the products
+        forward, which those of the gradients of the weights take again."""
+        tensor, hides = self.layout.parallel.tensor, self.layout.hidden_tensor_communication
+        if tensor == 1:
+            return 0.0, 0.0
+        one = gather_seconds(self.hardware, tensor, 1, ACTIVATION_BYTES * self.tokens * self.shapes.hidden_size, self.given)
+        forward, backward = 4 * one, (6 if self.layout.shares_tokens else 4) * one
+        if hides == "none":
+            return forward, backward
+        if hides == "backward":
+            # The all-gather of a gradient before the first product of a pair has nothing to hide behind.
+            exposed = 2 * one if self.layout.shares_tokens else 0.0
+            return forward, exposed + hidden_seconds(backward - exposed, products, self.given)
+        # Of as many parts as ranks, the first waits for its input or the last for its output.
+        first = 1 / tensor
+        return tuple(first * each + hidden_seconds((1 - first) * each, by, self.given) for each, by in ((forward, products), (backward, 2 * products)))  # type: ignore[return-value]
 
     def _context_seconds(self) -> float:
         """Returns the seconds of gathering the keys and values of all context-parallel ranks, which attention to the parts that have arrived hides."""

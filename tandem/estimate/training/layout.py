@@ -17,8 +17,11 @@ class TrainingLayout:
     ``precision``: of the products; with 16 bits and fewer, fp32 weights are held beside the rounded ones. ``offload``: where the optimizer's state is.
     ``reshard_after_forward``: with ZeRO 3, weights are gathered again for the backward pass and gradients are reduced after each; otherwise a rank keeps both
     whole for a step, as FSDP2 does in a pipeline. ``chunked_head``: logits are computed in chunks that are dropped, as Tandem's trainer does.
-    ``attention``: ``fused`` in one kernel that keeps no scores (FlashAttention), or ``unfused``, which writes them to memory; ``auto``: ``fused``, but
-    ``unfused`` in fp16, whose published recipes are older than fused kernels. ``fused_elementwise``: norms, rotary embedding and activations are one kernel
+    ``attention``: ``fused`` in the GPU's fastest kernel that keeps no scores (``flash2``, ``flash1``: in that generation of FlashAttention), or ``unfused``,
+    which writes them to memory; ``auto``: PyTorch's ``flash2`` with ZeRO 3, ``unfused`` in fp16, whose published recipes are older than fused kernels, and
+    ``fused`` otherwise. ``tensor_overlap``: what hides the communication of tensor-parallel ranks: ``none``; ``backward``: the products of the gradients of
+    weights; ``all``: products in parts, one of which is computed while another is sent (Wang et al., 2023); ``auto``: ``none`` with ZeRO 3, as in PyTorch, or
+    without sequence parallelism, ``backward`` in fp16, and ``all`` otherwise. ``fused_elementwise``: norms, rotary embedding and activations are one kernel
     each (a compiler's or a library's), not several; ``fused_loss``: the cross-entropy is."""
 
     parallel: ParallelConfig
@@ -30,13 +33,26 @@ class TrainingLayout:
     offload: Literal["none", "cpu", "nvme"] = "none"
     reshard_after_forward: bool = True
     chunked_head: bool = False
-    attention: Literal["auto", "fused", "unfused"] = "auto"
+    attention: Literal["auto", "fused", "flash2", "flash1", "unfused"] = "auto"
+    tensor_overlap: Literal["auto", "none", "backward", "all"] = "auto"
     fused_elementwise: bool = True
     fused_loss: bool = False
 
     @property
+    def attention_kernel(self) -> Literal["fused", "flash2", "flash1", "unfused"]:
+        if self.attention != "auto":
+            return self.attention
+        return "unfused" if self.precision == "fp16" else "flash2" if self.parallel.zero == 3 else "fused"
+
+    @property
     def fused_attention(self) -> bool:
-        return self.attention == "fused" or (self.attention == "auto" and self.precision != "fp16")
+        return self.attention_kernel != "unfused"
+
+    @property
+    def hidden_tensor_communication(self) -> Literal["none", "backward", "all"]:
+        if self.tensor_overlap != "auto":
+            return self.tensor_overlap
+        return "none" if self.parallel.zero == 3 or not self.shares_tokens else "backward" if self.precision == "fp16" else "all"
 
     @property
     def gpus(self) -> int:

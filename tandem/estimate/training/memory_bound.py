@@ -19,6 +19,9 @@ LOGITS = 58
 scaled, cast, and read by two products (Megatron-LM's vocabulary-parallel cross-entropy)."""
 FUSED_LOGITS = 20
 """The same in a kernel that makes the gradient where the logit was: 2 of the product, 4 read twice, 4 written, cast, 4 read by two products."""
+ROUTED = 16
+"""For an element of a token on its way to an expert: four kernels read and write it. Tokens are sorted by the rank of their expert, after the exchange by
+expert, after the experts by the rank that they came from, and added up by token (Megatron-Core, ``MoEAlltoAllTokenDispatcher``)."""
 QUANTISED = 4
 """For an element of an operand of an fp8 product: read in 16 bits, its largest value first, written in 8 and transposed."""
 
@@ -30,9 +33,16 @@ class Moved(NamedTuple):
     backward: float
 
 
-def layer_bytes(tokens: float, shared_tokens: float, hidden: int, rotary: float, inner: float, gated: bool, fused: bool) -> Moved:
-    """Returns the bytes of a layer on a GPU: ``shared_tokens`` of ``hidden`` elements in norms and residuals, ``rotary`` and ``inner`` elements of
-    ``tokens``."""
+def layer_bytes(
+    tokens: float, shared_tokens: float, hidden: int, rotary: float, inner: float, gated: bool, fused: bool, norms: float = 2.0
+) -> Moved:
+    """Returns the bytes of a layer on a GPU: ``shared_tokens`` of ``hidden`` elements in two residuals and ``norms`` norms, ``rotary`` and ``inner`` elements
+    of ``tokens``."""
     norm, turn = (FUSED_NORM, FUSED_ROTARY) if fused else (EAGER_NORM, EAGER_ROTARY)
     activation = PLAIN if not gated else GATED if fused else EAGER_GATED
-    return Moved(*(2 * (norm[i] + RESIDUAL[i]) * shared_tokens * hidden + turn[i] * tokens * rotary + activation[i] * tokens * inner for i in (0, 1)))
+    return Moved(
+        *(
+            (norms * norm[i] + 2 * RESIDUAL[i]) * shared_tokens * hidden + turn[i] * tokens * rotary + activation[i] * tokens * inner
+            for i in (0, 1)
+        )
+    )

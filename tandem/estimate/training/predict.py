@@ -38,7 +38,7 @@ def predict_step_time(shapes: ModelShapes, layout: TrainingLayout, hardware: Har
         memory_bound=micro_batches * once.memory_bound,
         recomputed=micro_batches * (recomputed.products + recomputed.attention + recomputed.memory_bound),
         tensor_communication=micro_batches * (once.tensor + recomputed.tensor),
-        data_communication=exchange_seconds(hardware, layout, shared, passes.forward.total, backward_s, given),
+        data_communication=exchange_seconds(hardware, layout, shared, sum(each.stop - each.start for each in spans), passes.forward.total, backward_s, given),
         pipeline_communication=micro_batches * parallel.virtual_stages * sent,
         expert_communication=micro_batches * (once.expert + recomputed.expert),
         context_communication=micro_batches * (once.context + recomputed.context),

@@ -32,7 +32,8 @@ def this_machine(machine: MachineConfig) -> Hardware:
     rates = {precision: LARGEST.flops / speed.seconds[LARGEST] for precision, speed in speeds.items()}
     bandwidth = speeds["fp32"].bytes_per_s
     # A copy is read and written: what one rank sends another through memory moves at half the rate.
+    measured = f"measured: a product of {LARGEST.rows} x {LARGEST.inputs} with {LARGEST.inputs} x {LARGEST.outputs}, and a copy"
     return Hardware(
         "this", rates, memory_bytes, bandwidth, units, bandwidth / 2, bandwidth / 2, count, product_flops=rates,
-        sources=(f"measured: a product of {LARGEST.rows} x {LARGEST.inputs} with {LARGEST.inputs} x {LARGEST.outputs}, and a copy",),
+        sources=dict.fromkeys(("peak_flops", "product_flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth"), measured),
     )  # fmt: skip

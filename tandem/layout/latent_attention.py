@@ -1,0 +1,65 @@
+"""Multi-head latent attention, as plain data. Imports no torch.
+
+DeepSeek-AI (2024), "DeepSeek-V2", arXiv 2405.04434, section 2.1 and appendix C: keys and values of all heads are products with one compressed vector of a
+token, which the cache holds in their place; a rotated part of the key is shared by all heads. Only estimates know it.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+
+class AttentionMatrix(NamedTuple):
+    """A matrix of a layer's attention: what it is called in the Hugging Face folder, its outputs and inputs; ``by_head``: outputs are those of heads, which
+    tensor-parallel ranks divide."""
+
+    name: str
+    outputs: int
+    inputs: int
+    by_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """``kv_lora_rank``, ``q_lora_rank``: numbers of the compressed vector of keys and values, and of queries (0: queries are not compressed).
+    ``qk_nope_head_dim``, ``qk_rope_head_dim``: numbers of a head of queries and keys without and with rotation. ``v_head_dim``: of a head of values."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            least = 0 if each.name == "q_lora_rank" else 1
+            if getattr(self, each.name) < least:
+                raise ValueError(f"model {each.name} is {getattr(self, each.name)}; it must be at least {least}")
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def compressed_size(self) -> int:
+        """Numbers of a token's compressed vectors that a forward pass computes: before and after their norms, and the rotated key."""
+        return 2 * (self.q_lora_rank + self.kv_lora_rank) + self.qk_rope_head_dim
+
+    @property
+    def cached_size(self) -> int:
+        """Numbers of a token and layer in the KV cache."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def matrices(self, hidden: int, heads: int) -> tuple[AttentionMatrix, ...]:
+        """Returns the matrices before the attention's output."""
+        queries = heads * self.head_dim
+        of_queries = (
+            (AttentionMatrix("q_a_proj", self.q_lora_rank, hidden, False), AttentionMatrix("q_b_proj", queries, self.q_lora_rank, True))
+            if self.q_lora_rank
+            else (AttentionMatrix("q_proj", queries, hidden, True),)
+        )
+        return (
+            *of_queries,
+            AttentionMatrix("kv_a_proj_with_mqa", self.cached_size, hidden, False),
+            AttentionMatrix("kv_b_proj", heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank, True),
+        )

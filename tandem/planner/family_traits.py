@@ -1,0 +1,52 @@
+"""What the type of a model says beside its sizes, for types that Tandem does not train. Imports no torch.
+
+Each is that of the class of the type in transformers, to whose models tests compare the number of parameters. A type that is not listed has no biases,
+a gated MLP and a norm before attention and before the MLP, which changes less than a hundredth of the parameters.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.model.family import ConfigFlag, Trait
+
+BIASED, MLP_BIASED = ConfigFlag("attention_bias"), ConfigFlag("mlp_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyTraits:
+    """``attention_bias``, ``output_bias``, ``mlp_bias``, ``qk_norm``: as in ``tandem.model.family.Family``. ``gated_mlp``, ``post_norms``: as in
+    ``ModelShapes``. ``ties``: embedding and head are one matrix where ``config.json`` does not say. ``head_dim``: where it has none (0: hidden size over
+    heads). ``shared_gate``: the shared expert has a gate. ``windows``: the layers that have the window, where none are listed."""
+
+    attention_bias: Trait = BIASED
+    output_bias: Trait = BIASED
+    mlp_bias: Trait = MLP_BIASED
+    qk_norm: Trait = False
+    gated_mlp: bool = True
+    post_norms: bool = False
+    ties: bool = False
+    head_dim: int = 0
+    shared_gate: bool = False
+    windows: Literal["all", "but_every_second", "but_every_sixth", "first_odd"] = "all"
+
+
+OTHER = FamilyTraits()
+TWO_MATRICES = FamilyTraits(gated_mlp=False)
+TRAITS = {
+    "qwen2_moe": FamilyTraits(attention_bias=ConfigFlag("qkv_bias", True), output_bias=False, mlp_bias=False, shared_gate=True, windows="first_odd"),
+    "deepseek_v2": OTHER,
+    "deepseek_v3": FamilyTraits(mlp_bias=False),
+    "kimi_k2": FamilyTraits(mlp_bias=False),
+    "glm4_moe": FamilyTraits(output_bias=False, mlp_bias=False, qk_norm=ConfigFlag("use_qk_norm")),
+    "gemma": FamilyTraits(mlp_bias=False, ties=True, head_dim=256),
+    "gemma2": FamilyTraits(mlp_bias=False, ties=True, head_dim=256, post_norms=True, windows="but_every_second"),
+    "gemma3_text": FamilyTraits(mlp_bias=False, ties=True, head_dim=256, post_norms=True, qk_norm=True, windows="but_every_sixth"),
+    "gpt2": FamilyTraits(gated_mlp=False, ties=True),
+    "gpt_bigcode": FamilyTraits(gated_mlp=False, ties=True),
+    "opt": FamilyTraits(gated_mlp=False, ties=True),
+    "bloom": FamilyTraits(gated_mlp=False, ties=True),
+    "falcon": FamilyTraits(gated_mlp=False, ties=True),
+    "mpt": FamilyTraits(gated_mlp=False, ties=True),
+    "starcoder2": FamilyTraits(gated_mlp=False, ties=True),
+    **dict.fromkeys(("gpt_neox", "gptj", "phi", "nemotron"), TWO_MATRICES),
+}
