@@ -30,6 +30,9 @@ class MachineConfig:
     attention: AttentionBackend = "auto"
     """Attention over packed sequences: `auto` is the kernels' own, or in training on data torch's in 16 bits on a GPU; `torch`, `flash3`,
     `flash4` and `xformers` are those packages' kernels, on a GPU with a 16-bit `trainer.precision` or, in a pod, `trainer.dtype`."""
+    fork_workers: bool = True
+    """Ranks and workers are forked from a process that has imported torch once, so that a restart imports nothing. That process uses no GPU, and where it has a
+    second thread or has opened a GPU's device file it forks none, with a warning. `false`: each is started by itself, and imports for itself."""
     call_deadline_s: float = 1800.0
     """Seconds that one phase of a pod's step may take; then the run names the blocked worker and ends."""
 

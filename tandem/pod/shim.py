@@ -66,9 +66,6 @@ class Shim:
 
     def prepare(self) -> None:
         """Begins the imports of the worker's processes, before it is asked to start them."""
-        if not (self.run / "config.yaml").exists():
-            # It only serves and receives weights.
-            return
         with self.lock:
             recipe = build(Recipe, read_yaml(self.run / "config.yaml"))
             count = recipe.rollout.workers if self.role == "rollout" else 1
@@ -168,6 +165,7 @@ class Shim:
             roles=lambda rank: (of_pod(options, f"{self.role}_worker{suffix}" if rank == 0 else f"{self.role}_rank{rank}"),),
             environment=environment | (visible_gpus(number * gpus, gpus) if device == "cuda" and count > 1 else {}),
             python=python,
+            forked=recipe.machine.fork_workers,
         )
 
     def _replace(self, recipe: Recipe, number: int) -> WorkerGroup:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 RAY = Path(sys.executable).with_name("ray")
+SERVE_PACKAGES = ("ray", "fastapi", "uvicorn", "watchfiles", "aiohttp_cors", "grpc_reflection")
+"""Without one of them ``ray[serve]`` is not installed, and ``ray.serve`` cannot be imported."""
 
 
 @dataclass

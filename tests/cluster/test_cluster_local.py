@@ -100,3 +100,13 @@ def test_a_local_run_is_shown_followed_cancelled_and_resumed(tmp_path: Path) -> 
     runs.tandem("resume", "runs/here", f"--run.max_steps={steps}")
     runs.tandem("train", TINY, "--run.name=one", f"--run.max_steps={steps}", "--checkpoint.every_steps=100000")
     assert runs.model("here") == runs.model("one") and json.loads(runs.tandem("status", "runs/here", "--json"))["state"] == "finished"
+
+
+@pytest.mark.full
+def test_ranks_that_are_not_forked_end_with_the_same_weights(tmp_path: Path) -> None:
+    runs = LaunchedRuns(tmp_path)
+    for name, forks in (("forked", "true"), ("alone", "false")):
+        runs.tandem("train", TINY, f"--run.name={name}", "--parallel.data=2", f"--machine.fork_workers={forks}")
+    assert runs.model("forked") == runs.model("alone")
+    # The log of a fork server is there alone where one was started.
+    assert [[path.name for path in (runs.directory(name) / "logs").glob("*-forks.out")] for name in ("forked", "alone")] == [["rank-0-forks.out"], []]

@@ -20,17 +20,15 @@ import httpx
 import pytest
 import yaml
 from http_processes import until
-from ray_cluster import RayCluster
+from ray_cluster import SERVE_PACKAGES, RayCluster
 from tiny_model import make_model, make_tokenizer
 
 from tandem.cluster.ray_serve.policy import QueuePolicy
 from tandem.cluster.ray_serve.section import read_section
 from tandem.types import UserError
 
-_PACKAGES = ("ray", "fastapi", "uvicorn", "watchfiles", "aiohttp_cors", "grpc_reflection")
-"""Without one of them ``ray[serve]`` is not installed, and ``ray.serve`` cannot be imported."""
 has_ray = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in _PACKAGES), reason="'ray[serve]' is not installed, so Ray Serve is NOT tested"
+    any(importlib.util.find_spec(name) is None for name in SERVE_PACKAGES), reason="'ray[serve]' is not installed, so Ray Serve is NOT tested"
 )
 REQUEST = {"model": "tiny", "prompt": "one two", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 IMPORT = "tandem.cluster.ray_serve.application:application"

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from tandem import LLM, SamplingParams
+from tandem.config.load import read_yaml
 from tandem.layout.shard_offsets import ShardOffsets, whole_offsets
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.rpc.credentials import new_credential, write_credential
@@ -170,6 +172,9 @@ def second_pod(folder: Path, credential: str) -> Iterator[RpcClient]:
     """Runs the shim of another pod's rollout sidecar, with a store and shared memory of its own and no worker."""
     (folder / "pod").mkdir(parents=True)
     (folder / "logs").mkdir()
+    recipe = read_yaml(str(Path(__file__).parents[1] / "pod" / "tiny.yaml"))
+    # Its workers are not started.
+    (folder / "config.yaml").write_text(yaml.safe_dump({**recipe, "machine": {"fork_workers": False}}))
     write_credential(folder / "pod" / "credential", credential)
     port = folder / "port"
     settings = {"run": folder, "pod-id": "test" + uuid.uuid4().hex[:8], "credential": folder / "pod" / "credential", "port-file": port, "threads": 1}

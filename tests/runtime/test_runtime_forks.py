@@ -6,13 +6,16 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tandem.layout.mesh import MeshShape
 from tandem.runtime.process.forks import ForkServer
 from tandem.runtime.process.processes import Threads
 from tandem.runtime.process.worker import Worker
+from tandem.runtime.process.worker_group import GroupForks, GroupSettings
 from tandem.runtime.rpc.calls import WorkerDied
 
 HELPERS = {"PYTHONPATH": str(Path(__file__).parent / "helpers")}
@@ -95,3 +98,18 @@ def test_a_process_with_threads_is_not_forked(tmp_path: Path, caplog: pytest.Log
         assert "the worker is not forked: it has 2 threads" in caplog.text
         assert worker.call("describe", deadline_s=30).meta["imported_by"] == worker.pid
         worker.stop()
+
+
+def test_a_process_that_has_opened_the_device_file_of_a_gpu_is_not_forked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(tmp_path, "device_module") as forks:
+        worker = start(forks, tmp_path)
+        assert "the worker is not forked: it has opened the device file /dev/zero, so it may have a context on a GPU" in caplog.text
+        assert worker.call("describe", deadline_s=30).meta["imported_by"] == worker.pid
+        worker.stop()
+
+
+def test_ranks_are_started_by_themselves_where_the_recipe_says_so(tmp_path: Path) -> None:
+    settings = GroupSettings("the group", "forked_worker", tmp_path, tmp_path / "group", 1, environment=HELPERS)
+    with contextlib.closing(GroupForks()) as forks:
+        assert forks.of(replace(settings, forked=False), MeshShape()) is None and not (tmp_path / "logs").exists()
+        assert forks.of(settings, MeshShape()) is not None

@@ -86,24 +86,28 @@ def slurm(topology: InferenceTopology, place: SlurmPlace, folder: Path, jaeger: 
     return {"inference.sbatch": batch, "keep.sh": KEEP, f"{LOGS}/.keep": "", **gateway_files(topology, engines, names, jaeger, folder)}
 
 
-def envoy_lines(file: str, within: str = "") -> list[str]:
-    """Returns the lines of a script that start Envoy where it is installed. ``within``: the beginning of a command that starts it elsewhere."""
+def envoy_lines(file: str, within: str = "", after: str = "") -> list[str]:
+    """Returns the lines of a script that start Envoy where it is installed. ``within``: the beginning of a command that starts it elsewhere; ``after``: what
+    follows the command on its line."""
     return [
-        "if command -v envoy > /dev/null; then", f'    {within}./keep.sh envoy -c "{file}" --use-dynamic-base-id --log-level warn > logs/envoy.out 2>&1 &',
+        "if command -v envoy > /dev/null; then",
+        f'    {within}./keep.sh envoy -c "{file}" --use-dynamic-base-id --log-level warn > logs/envoy.out 2>&1 &{after}',
         "else",
         '    echo "envoy is not on the PATH, so there is no load balancer: clients use the gateways"', "fi",
     ]  # fmt: skip
 
 
 def gateway_files(
-    topology: InferenceTopology, engines: list[str], hosts: list[str], jaeger: str, folder: Path = Path(), *, host: str = "0.0.0.0"
-) -> dict[str, str]:
+    topology: InferenceTopology, engines: list[str], hosts: list[str], jaeger: str, folder: Path = Path(), *, host: str = "0.0.0.0",
+    engine_key: str = ENGINE_KEY,
+) -> dict[str, str]:  # fmt: skip
     """Returns the settings of each gateway, and of Envoy in front of them. ``hosts``: of the gateways, as Envoy reaches them; ``host``: on which they listen.
-    ``folder``: of all files, where the settings are moved to another one."""
+    ``folder``: of all files, where the settings are moved to another one. ``engine_key``: the file with the engines' key; empty: they ask for none."""
     folders = {"targets_folder": str(folder / TARGETS), "log_folder": str(folder / LOGS)}
     settings = [
         gateway_settings(
-            engines, topology.gateway_port(number), _PRIVATE, host=host, jaeger=jaeger, engine_key=str(folder / ENGINE_KEY), folders=folders
+            engines, topology.gateway_port(number), _PRIVATE, host=host, jaeger=jaeger, engine_key=str(folder / engine_key) if engine_key else "",
+            folders=folders,
         )
         for number in range(topology.gateways)
     ]

@@ -34,7 +34,11 @@ name themselves in `targets`.""",
 Prometheus, Jaeger and Loki: `tandem up observability --targets-folder targets --log-folder logs`.""",
     ("inference", "ray"): """\
     ray up cluster.yaml                 on a cluster that exists: leave it out
-    RAY_ADDRESS=HEAD:6379 ./start.sh    on the head node; Ctrl-C ends engines and gateways""",
+    RAY_ADDRESS=HEAD:6379 ./start.sh    on the head node; Ctrl-C ends engines and gateways
+
+Engines are replicas of Ray Serve, which has one configuration for a cluster: other applications of this cluster's Serve would be replaced. Every node has
+`tandem-rl[ray,serve,gateway]` and `ray[serve]` in the Python of its Ray. Prometheus, Jaeger and Loki: `tandem up observability --targets-folder targets
+--log-folder logs`.""",
     ("training", "kubernetes"): """\
 Needs JobSet and Kueue, a class of storage that is ReadWriteMany, and the device plugins of GPUs and RDMA.
 

@@ -47,15 +47,19 @@ def ending(signals: str) -> list[str]:
     return [f"end() {{ trap '' {signals}; kill -TERM $(jobs -p) 2>/dev/null; wait; exit 0; }}", f"trap end {signals}"]
 
 
+def engine_flags(topology: InferenceTopology, jaeger: str) -> dict[str, str | int]:
+    """Returns the flags of ``tandem serve`` for one instance that do not say where it listens."""
+    device: dict[str, str | int] = {"device": "cuda", "dtype": "bfloat16"} if topology.node.gpus else {"threads": topology.cpus}
+    return {"tensor-parallel-size": topology.tensor_parallel, **device, **({"otlp-traces-endpoint": jaeger} if jaeger else {})}
+
+
 def engine_command(topology: InferenceTopology, port: str, *, host: str, jaeger: str) -> list[str]:
     """Returns the words of a command that serves one instance at ``port``, a number or a variable of the shell, on ``host``."""
     model = topology.model
-    device = ["--device=cuda", "--dtype=bfloat16"] if topology.node.gpus else [f"--threads={topology.cpus}"]
     return [
-        *map(shlex.quote, ("tandem", "serve", model.source, f"--host={host}")), f"--port={port}",
-        *map(shlex.quote, (f"--served-model-name={model.name}", f"--tensor-parallel-size={topology.tensor_parallel}", *device)),
-        *([f"--otlp-traces-endpoint={shlex.quote(jaeger)}"] if jaeger else []), f"--targets-folder={TARGETS}", f"--log-folder={LOGS}",
-        f"--api-key=@{ENGINE_KEY}",
+        *map(shlex.quote, ("tandem", "serve", model.source, f"--host={host}")), f"--port={port}", shlex.quote(f"--served-model-name={model.name}"),
+        *(shlex.quote(f"--{name}={value}") for name, value in engine_flags(topology, jaeger).items()),
+        f"--targets-folder={TARGETS}", f"--log-folder={LOGS}", f"--api-key=@{ENGINE_KEY}",
     ]  # fmt: skip
 
 

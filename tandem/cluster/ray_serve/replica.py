@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import ray
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from yarl import URL
 
 from tandem.config.load import build
-from tandem.config.servers import ServersConfig
+from tandem.config.servers import ServersConfig, flag_name
 from tandem.gateway.headers import end_to_end, to_backend
 from tandem.gateway.servers.places import Place
 from tandem.gateway.servers.server import GRACE_S, Server
@@ -37,7 +38,10 @@ class Replica:
         # Ray has chosen the GPUs, and named them in the environment.
         place = Place((), (), available_cores())
         served = config.served_model_name or Path(config.model).name
-        self._server = Server.start("replica", version, config.flags, served, place, folder, folder)
+        # Prometheus reads a server that names itself to it, from another node too.
+        is_read = any(flag_name(key) == "targets_folder" for key in config.flags)
+        host = str(ray.util.get_node_ip_address()) if is_read else "127.0.0.1"
+        self._server = Server.start("replica", version, config.flags, served, place, folder, folder, host)
         self._stack.callback(self._server.kill)
         # As long as it takes: clients and proxies have limits of their own.
         self._session = await self._stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False))

@@ -51,9 +51,11 @@ class Server:
     _log_begin: int = 0
 
     @classmethod
-    def start(cls, name: str, version: ModelVersion, flags: Mapping[str, Any], served_name: str, place: Place, folder: Path, logs: Path) -> "Server":
-        """Starts one that serves ``version`` with ``flags`` under ``served_name`` on a free port. It ends with this process, whatever ends that; Ctrl-C of the
-        terminal reaches the gateway alone, which ends it last. ``folder``: for its keys and flags, which only this user can read."""
+    def start(
+        cls, name: str, version: ModelVersion, flags: Mapping[str, Any], served_name: str, place: Place, folder: Path, logs: Path, host: str = "127.0.0.1"
+    ) -> "Server":
+        """Starts one that serves ``version`` with ``flags`` under ``served_name`` on a free port of ``host``. It ends with this process, whatever ends that;
+        Ctrl-C of the terminal reaches the gateway alone, which ends it last. ``folder``: for its keys and flags, which only this user can read."""
         file_name = name.replace("/", "_")
         settings, log = folder / f"{file_name}.json", logs / f"{file_name}.log"
         # A flag of the gateway's file wins over the place's.
@@ -61,7 +63,7 @@ class Server:
         keys = {option: secrets.token_urlsafe(32) for option in ("api-key", "control-key")}
         given = [word for option, key in keys.items() for word in (f"--{option}", f"@{write_key(folder / f'{file_name}.{option}', key)}")]
         quiet = ["--disable-uvicorn-access-log", "--disable-log-stats"]
-        placed = ["--host", "127.0.0.1", "--port", "0", "--served-model-name", served_name, "--weight-version", version.weights_text]
+        placed = ["--host", host, "--port", "0", "--served-model-name", served_name, "--weight-version", version.weights_text]
         arguments = ["serve", version.path, "--config", str(settings), *placed, *given, *quiet]
         begin = log.stat().st_size if log.exists() else 0
         process = spawn("tandem", arguments, threads=Threads(place.threads), output=log, new_session=True, environment=place.environment)

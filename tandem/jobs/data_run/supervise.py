@@ -99,7 +99,7 @@ def group_settings(
     threads = max(1, (machine.threads or available_cores()) // shape.world)
     return GroupSettings(
         "the run", "tandem.jobs.data_run.data_rank", directory, folder, threads, chosen_device(machine, shape.world), str(faults or ""),
-        parallel.collective_timeout_s, parallel.heartbeat_timeout_s,
+        parallel.collective_timeout_s, parallel.heartbeat_timeout_s, forked=machine.fork_workers,
     )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ from tandem.runtime.process.child import die_with_parent, prepare
 
 MAX_REQUEST_BYTES = 1 << 17
 MAX_DESCRIPTORS = 16
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
+"""Beginnings of the device files that a process has opened when it has begun to use a GPU, by whatever library."""
 ROOM_BYTES = 4096
 """Bytes of the command line that a child's own may take."""
 
@@ -148,6 +150,10 @@ def why_not_to_fork() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and (torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork()):
         return "it has begun to use a GPU"
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # The one of this loop.
+            if (opened := str(entry.readlink())).startswith(DEVICES):
+                return f"it has opened the device file {opened}, so it may have a context on a GPU, which a fork would break"
     return ""
 
 

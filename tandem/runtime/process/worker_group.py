@@ -77,6 +77,7 @@ class GroupSettings:
         environment: further variables of every rank's environment.
         python: the interpreter of another environment than this one (see ``spawn``).
         share: the ranks of this machine, where others start the rest (``None``: all are here).
+        forked: its ranks are forked from a process with their modules, where that is possible (see ``GroupForks``).
     """
 
     name: str
@@ -93,6 +94,7 @@ class GroupSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
     python: Path | None = None
     share: Share | None = None
+    forked: bool = True
 
 
 def environment_of_ranks(shape: MeshShape) -> dict[str, str]:
@@ -110,7 +112,7 @@ class GroupForks:
 
     def of(self, settings: GroupSettings, shape: MeshShape) -> ForkServer | None:
         """Returns the server for a group, begun if there is none: its imports go on meanwhile. ``None`` where ranks are started otherwise."""
-        if settings.python is not None or sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        if not settings.forked or settings.python is not None or sys.platform != "linux" or not hasattr(os, "pidfd_open"):
             return None
         environment = environment_of_ranks(shape)
         wanted = (settings.target, settings.threads, *environment.items())

@@ -27,7 +27,7 @@ class RayAt:
 
     def ask(self, task: str, **request: Any) -> Mapping[str, Any]:
         """Returns the answer of Ray to ``task`` (see ``tandem.cluster.launch.ray.driver``). Raises ``UserError`` if it is refused."""
-        _check_answers(self.address)
+        check_answers(self.address, "start it ('ray start --head'), or leave ray.address out")
         warnings, environment = UnnamedFile("tandem-ray"), ray_environment(self.token)
         with contextlib.closing(warnings):
             process = spawn(
@@ -49,13 +49,14 @@ class RayAt:
         return answer
 
 
-def _check_answers(address: str) -> None:
+def check_answers(address: str, fix: str) -> None:
+    """Raises ``UserError``, which ends with ``fix``, if nothing listens at ``address``, HOST:PORT."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
             pass
     except OSError as error:
-        raise UserError(f"no Ray answers at '{address}' ({error.strerror or error}); start it ('ray start --head'), or leave ray.address out") from None
+        raise UserError(f"no Ray answers at '{address}' ({error.strerror or error}); {fix}") from None
 
 
 def check_installed() -> None:
