@@ -1,4 +1,4 @@
-"""Write the report of a run again from its journal and metrics, or one page that compares several runs.
+"""Write the page of a run as it is now, the dashboard's own in one file, or one page that compares several runs.
 
 examples:
   tandem report runs/sort
@@ -19,8 +19,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from tandem.report.compare import compare_runs
-    from tandem.report.run_report import report_run
+    from tandem.dashboard.report import write_report
+    from tandem.report.run_facts import REPORT
 
     directories = [Path(directory) for directory in options.run_directory]
     output = None if options.output is None else Path(options.output)
@@ -29,5 +29,5 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--output is '{output}', which is no regular file; name a file to write")
     if output is not None and not output.parent.is_dir():
         raise UserError(f"--output is '{output}', and '{output.parent}' is not a folder; make it, or name another file")
-    print(report_run(directories[0], output) if len(directories) == 1 else compare_runs(directories, output or Path(COMPARISON)))
+    print(write_report(directories, output or (directories[0] / REPORT if len(directories) == 1 else Path(COMPARISON))))
     return 0

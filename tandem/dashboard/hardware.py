@@ -32,9 +32,9 @@ class Panel:
 
 PANELS = (
     Panel("Cores in use on the machine", 'sum by (node, mode) (rate(tandem_node_cpu_seconds_total{mode!="idle"}[$range]))', ("node", "mode"), "cores"),
-    Panel("Cores in use by process", "rate(tandem_process_cpu_seconds_total[$range])", ("process", "pid"), "cores"),
+    Panel("Cores in use by process", "rate(tandem_process_cpu_seconds_total[$range])", ("process", "pid", "node"), "cores"),
     Panel("Memory of the machine in use", "tandem_node_memory_bytes - tandem_node_memory_available_bytes", ("node",), "bytes"),
-    Panel("Memory by process", "tandem_process_resident_memory_bytes", ("process", "pid"), "bytes"),
+    Panel("Memory by process", "tandem_process_resident_memory_bytes", ("process", "pid", "node"), "bytes"),
     Panel("Disks", "rate(tandem_node_disk_bytes_total[$range])", ("node", "direction"), "bytes"),
     Panel("Network", "rate(tandem_node_network_bytes_total[$range])", ("node", "direction"), "bytes"),
     Panel("Disk of the run that is free", "tandem_run_disk_free_bytes", ("run",), "bytes"),

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tandem.report.tables import without_secrets
+from tandem.report.hidden import without_secrets
 from tandem.runtime.records.logs import readable
 from tandem.types import UserError
 

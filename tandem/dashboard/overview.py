@@ -1,17 +1,19 @@
 """What the page of a run says above its curves and in its tables, as plain data."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from tandem.dashboard.open_run import OpenRun
+from tandem.report.alerts import ALERTS, alert_lines, marks
 from tandem.report.cards import cards, memory_of_phases, status, totals_of_columns
 from tandem.report.charts import TRAINED, Curve, defined_curves, first_chart
 from tandem.report.columns import Columns
-from tandem.report.compare import differing
+from tandem.report.differences import differing
+from tandem.report.hidden import shown_values, without_secrets
 from tandem.report.run_facts import RunFacts
 from tandem.report.series import Chart
-from tandem.report.tables import ALERTS, alert_lines, marks, shown_values, without_secrets
 from tandem.runtime.records.replays import read_replays
 from tandem.runtime.records.run_lock import lock_holder
 from tandem.runtime.records.tracing import traced_steps
@@ -20,10 +22,10 @@ from tandem.types import RunError
 PHASE_SECONDS = "timing_s/"
 MOST_EVENTS = 2000
 MOST_REPLAYS = 50
-_STEP_SECONDS = "timing_s/step"
+_STEP_SECONDS, _MOVED = "timing_s/step", "memory/moved/"
 _NOTHING: Mapping[str, Any] = {
     "status": ["not known", "quiet"], "headline": "", "alerts": [], "cards": [], "memory": [], "marks": [], "events": [], "commands": [], "recipe": None,
-    "machine": {}, "replays": [], "examples": [], "samples": None,
+    "machine": {}, "replays": [], "examples": [], "samples": None, "moves": [],
 }  # fmt: skip
 """Of a run whose journal cannot be read."""
 
@@ -34,12 +36,14 @@ def overview(run: OpenRun) -> dict[str, Any]:
     with run.columns() as columns:
         shown: dict[str, Any] = {
             "name": run.name, "path": str(run.directory), "live": lock_holder(run.directory), "rows": len(columns), "problem": problem,
-            "sections": sections([facts] if facts else [], [columns]), "phases": phase_keys(columns), "traced": traced_steps(run.directory / "traces"),
+            "sections": sections([facts] if facts else [], [columns]), "phases": phase_keys(columns), "phase_times": phase_times(columns),
+            "traced": traced_steps(run.directory / "traces"),
         }  # fmt: skip
         if facts is None:
             return {**_NOTHING, **shown}
         measured = [(key, columns.extremes(key)[1]) for key in columns.keys if key.startswith("memory/")]
         shown["cards"] = [asdict(card) for card in cards(facts, totals_of_columns(columns))]
+        shown["moves"] = moves(columns)
         shown["memory"] = [asdict(each) for each in memory_of_phases(measured, facts.predicted_memory)]
     machine, last_samples = _machine(run)
     return {
@@ -87,6 +91,25 @@ def phase_keys(columns: Columns) -> list[dict[str, str]]:
     keys = [key for key in columns.keys if key.startswith(PHASE_SECONDS) and key != _STEP_SECONDS]
     seconds = {key: sum(columns.finite(key)) for key in keys}
     return [{"key": key, "name": key.removeprefix(PHASE_SECONDS).replace("_", " ")} for key in sorted(keys, key=lambda key: -seconds[key])]
+
+
+def phase_times(columns: Columns) -> list[tuple[str, float, float, float]]:
+    """Returns of each phase its name and the seconds of all steps, of the median and of the longest, the longest phase first."""
+    found = []
+    for each in phase_keys(columns):
+        ordered = sorted(columns.finite(each["key"]))
+        found.append((each["name"], math.fsum(ordered), ordered[len(ordered) // 2], ordered[-1]))
+    return found
+
+
+def moves(columns: Columns) -> list[dict[str, Any]]:
+    """Returns the moves of a pod's residents, over all steps in which each was made."""
+    found = []
+    for key in sorted(key for key in columns.keys if key.startswith(_MOVED) and key.endswith("/bytes")):
+        name, move, _ = key.removeprefix(_MOVED).split("/")
+        sizes, seconds = columns.finite(key), columns.finite(f"{_MOVED}{name}/{move}/seconds")
+        found.append({"resident": name, "move": move, "steps": len(sizes), "bytes": math.fsum(sizes), "seconds": math.fsum(seconds)})
+    return found
 
 
 def events(facts: RunFacts) -> list[dict[str, Any]]:
@@ -151,10 +174,11 @@ def comparison(runs: Sequence[OpenRun]) -> dict[str, Any]:
     for run, found, problem in known:
         with run.columns() as columns:
             all_columns.append(columns)
-            totals = totals_of_columns(columns)
+            totals, times = totals_of_columns(columns), phase_times(columns)
         results.append({
             "name": run.name, "steps": totals.steps, "seconds": totals.seconds, "speed": totals.speed, "headline": found.headline if found else "",
             "status": list(status(found)) if found else ["not known", "quiet"], "problem": problem, "live": lock_holder(run.directory) is not None,
+            "phase_times": {name: median for name, _, median, _ in times},
         })  # fmt: skip
     whole = len(facts) == len(runs)
     return {"results": results, "sections": sections(facts if whole else [], all_columns), "differences": differing(facts) if whole else []}

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tandem.dashboard.open_run import OpenRun
-from tandem.report.tables import without_secrets
+from tandem.report.hidden import without_secrets
 from tandem.report.timeline import traced_step
 from tandem.runtime.records.run_lock import lock_holder
 from tandem.runtime.records.tracing import read_trace
@@ -47,4 +47,5 @@ def trace_window(run: OpenRun, step: int) -> dict[str, Any]:
             lanes[rank].append([start, round(start + seconds, 6), group["name"], step, 0, 0, detail])
     shown = [{"name": f"rank {rank}", "bars": sorted(bars)} for rank, bars in lanes.items()]
     end = max(found.bars["seconds"], 1e-6)
-    return {"lanes": shown, "from": 0.0, "to": end, "end": end, "began_s": 0.0, "steps": [step, step], "count": 0, "left_out": found.left_out}
+    left_out = {"left_out": found.left_out, "said": found.said}
+    return {"lanes": shown, "from": 0.0, "to": end, "end": end, "began_s": 0.0, "steps": [step, step], "count": 0, **left_out}

@@ -87,6 +87,10 @@ class Phases:
         ends = [end if end == end else self._start[place] for place, end in enumerate(self._end[start:stop], start)]
         return self._start[start], max(ends)
 
+    def newest_from(self, count: int) -> float:
+        """Returns when the first of the newest ``count`` phases began."""
+        return self._start[max(0, len(self) - count)] if len(self) else 0.0
+
     def newest(self) -> list[tuple[str, str, int, float, float | None]]:
         """Returns the newest phase of each sidecar: sidecar, state, step, start and end (``None`` while it lasts)."""
         found: dict[str, tuple[str, str, int, float, float | None]] = {}
@@ -95,11 +99,12 @@ class Phases:
             found.setdefault(sidecar, (sidecar, state, self._steps[place], self._start[place], None if end != end else end))
         return [found[sidecar] for sidecar in sorted(found)]
 
-    def window(self, low: float, high: float, now_s: float | None) -> dict[str, Any]:
-        """Returns the bars from ``low`` to ``high``. ``now_s``: the end of a phase that still lasts, ``None`` where the run does not."""
+    def window(self, low: float, high: float, now_s: float | None, *, most_bars: int = MOST_BARS) -> dict[str, Any]:
+        """Returns the bars from ``low`` to ``high``. ``now_s``: the end of a phase that still lasts, ``None`` where the run does not. ``most_bars``: of a lane;
+        phases that are narrower than such a bar are one with their neighbours."""
         start = bisect_left(self._start, low - self._longest)
         stop = bisect_right(self._start, high)
-        least = (high - low) / MOST_BARS
+        least = (high - low) / most_bars
         lanes: dict[str, list[list[Any]]] = {}
         for place in range(start, stop):
             sidecar, state = self._names[place]

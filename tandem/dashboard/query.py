@@ -1,20 +1,21 @@
 """What a request asks for, checked."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import cast
-
-from starlette.requests import Request
 
 from tandem.report.columns import Axis
 from tandem.types import UserError
 
+Query = Mapping[str, Sequence[str]]
+"""The parameters of a request, each with its values."""
 _LONGEST = 1000
 _LARGEST = 2**53
 
 
-def text(request: Request, name: str, default: str | None = None) -> str:
+def text(query: Query, name: str, default: str | None = None) -> str:
     """Returns a parameter. Raises ``UserError`` where it is missing and has no ``default``, or is too long."""
-    value = request.query_params.get(name, default)
+    value = query.get(name, [default])[-1]
     if value is None:
         raise UserError(f"the parameter '{name}' is missing")
     if len(value) > _LONGEST:
@@ -22,9 +23,9 @@ def text(request: Request, name: str, default: str | None = None) -> str:
     return value
 
 
-def number(request: Request, name: str) -> float | None:
+def number(query: Query, name: str) -> float | None:
     """Returns a parameter that is a finite number, ``None`` without it. Raises ``UserError``."""
-    value = request.query_params.get(name)
+    value = query.get(name, [None])[-1]
     if value is None or value == "":
         return None
     try:
@@ -36,9 +37,9 @@ def number(request: Request, name: str) -> float | None:
     return found
 
 
-def integer(request: Request, name: str) -> int | None:
+def integer(query: Query, name: str) -> int | None:
     """Returns a parameter that is a whole number of at least 0, ``None`` without it. Raises ``UserError``."""
-    found = number(request, name)
+    found = number(query, name)
     if found is None:
         return None
     if found != int(found) or not 0 <= found <= _LARGEST:
@@ -46,9 +47,9 @@ def integer(request: Request, name: str) -> int | None:
     return int(found)
 
 
-def axis(request: Request) -> Axis:
+def axis(query: Query) -> Axis:
     """Returns the horizontal axis. Raises ``UserError``."""
-    value = text(request, "axis", "step")
+    value = text(query, "axis", "step")
     if value not in ("step", "time"):
         raise UserError(f"the parameter 'axis' is '{value[:50]}'; it is 'step' or 'time'")
     return cast(Axis, value)

@@ -44,7 +44,7 @@ class Runs:
         """Returns the folders of the runs by name: the path below the folder, or the folder's own name where it is a run."""
         if _is_run(self.folder):
             name = self.folder.resolve().name
-            return {name: self.folder, **{f"{name}/{stage}": path for stage, path in _stages(self.folder).items()}}
+            return {name: self.folder, **{f"{name}/{stage}": path for stage, path in stages(self.folder).items()}}
         found: dict[str, Path] = {}
         self._search(self.folder, "", DEPTH, found, iter(range(MOST_FOLDERS)))
         return dict(sorted(found.items()))
@@ -61,7 +61,7 @@ class Runs:
                 return
             if _is_run(path):
                 found[prefix + path.name] = path
-                found.update({f"{prefix}{path.name}/{stage}": inside for stage, inside in _stages(path).items()})
+                found.update({f"{prefix}{path.name}/{stage}": inside for stage, inside in stages(path).items()})
             elif depth > 1:
                 self._search(path, f"{prefix}{path.name}/", depth - 1, found, left)
 
@@ -88,7 +88,7 @@ class Runs:
         listed: dict[str, _Listed] = {}
         for name, path in self.find().items():
             stamp, known = stamp_of(path), self._listed.get(name)
-            listed[name] = known if known is not None and known.stamp == stamp else _Listed(stamp, _entry(name, path, stamp))
+            listed[name] = known if known is not None and known.stamp == stamp else _Listed(stamp, listed_run(name, path))
         self._listed = listed
         return [each.entry for each in listed.values()]
 
@@ -97,12 +97,14 @@ def _is_run(folder: Path) -> bool:
     return (folder / JOURNAL).is_file() or (folder / METRICS).is_file()
 
 
-def _stages(run: Path) -> dict[str, Path]:
+def stages(run: Path) -> dict[str, Path]:
     """Returns the stage before reinforcement learning, which is a run of its own in the folder of the run."""
     return {"sft": run / "sft"} if _is_run(run / "sft") else {}
 
 
-def _entry(name: str, path: Path, stamp: Stamp) -> dict[str, Any]:
+def listed_run(name: str, path: Path) -> dict[str, Any]:
+    """Returns what the list says of the run in ``path``."""
+    stamp = stamp_of(path)
     last = last_row(path / METRICS)
     entry: dict[str, Any] = {
         "name": name, "live": lock_holder(path) is not None, "steps": None if last is None else last["step"] + 1, "state": "", "problem": "",

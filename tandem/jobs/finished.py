@@ -16,8 +16,7 @@ from tandem.config.yaml_text import parse_yaml
 from tandem.jobs.result import RunResult
 from tandem.jobs.verify.verify_config import KEY as CONFIG_KEY
 from tandem.jobs.verify.verify_records import steps_on_disk
-from tandem.report.run_facts import RESULT_KEY
-from tandem.report.run_report import REPORT
+from tandem.report.run_facts import REPORT, RESULT_KEY
 from tandem.runtime.records.journal import Journal
 from tandem.trainer.lr_schedule import learning_rate
 from tandem.types import UserError

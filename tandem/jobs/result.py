@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.dashboard.report import write_report
 from tandem.jobs.metrics_table import MetricsTable
-from tandem.report.run_facts import RESULT_KEY
-from tandem.report.run_report import REPORT, report_run
+from tandem.report.run_facts import REPORT, RESULT_KEY
 from tandem.runtime.records.elastic import describe_fewer_ranks, fewer_ranks
 from tandem.runtime.records.journal import Journal
 
@@ -96,7 +96,7 @@ def finish_run(
     result = RunResult(directory, steps, figures, model, directory / REPORT, tuple(commands), reached, note)
     journal.set("commands", list(commands))
     journal.set(RESULT_KEY, result.to_json())
-    report_run(directory)
+    write_report([directory], directory / REPORT)
     return result
 
 

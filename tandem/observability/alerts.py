@@ -85,7 +85,8 @@ ALERTS = (
     ),
     Alert(
         "TandemMemoryGrowth", "tandem_process_memory_leak == 1", "warning",
-        "the memory of {{ $labels.process }} on {{ $labels.node }} grows without end", "The run ends when it is full. Stop and resume it in time.", "2m",
+        "the memory of {{ $labels.process }} ({{ $labels.pid }}) on {{ $labels.node }} grows without end",
+        "The run ends when it is full. Stop and resume it in time.", "2m",
     ),
     Alert(
         "TandemNodeSlow", "tandem_node_loop_lag_seconds > 5", "warning",

@@ -3,14 +3,13 @@
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
+from importlib.resources import files
 
 from tandem.estimate.training.rank_memory import RankMemory, memory_by_stage
 from tandem.layout.schedules import PipelineShape, schedule, simulate
 from tandem.planner.as_text import plan_text, score_text
 from tandem.planner.plan import Plan, named
 from tandem.planner.score import Score
-from tandem.report.page import asset
-from tandem.report.tables import table
 
 GIB = 2**30
 WIDTH, BAR = 960, 22
@@ -21,7 +20,7 @@ KINDS = tuple(each.name for each in fields(RankMemory))
 
 def plan_page(plan: Plan, compared: str = "") -> str:
     """Returns the page of a plan. ``compared``: a table of what other GPUs would change."""
-    fastest = table(
+    fastest = _table(
         ("layout", "step, s", "MFU, %", "memory, GiB"),
         [
             (html.escape(named(each)), f"{each.step_seconds:.3g}", f"{each.mfu_percent:.1f}", f"{each.memory.total / GIB:.1f}")
@@ -142,13 +141,22 @@ def _svg(height: float, drawn: Sequence[str]) -> str:
     return f"<svg viewBox='0 0 {WIDTH} {height:.0f}' width='100%' role='img' font-size='12' fill='currentColor'>{''.join(drawn)}</svg>"
 
 
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table of HTML cells in a panel, all columns but the first aligned to the right."""
+    side = lambda place: " class='number'" if place else ""
+    top = "".join(f"<th{side(place)}>{html.escape(name)}</th>" for place, name in enumerate(head))
+    body = "".join("<tr>" + "".join(f"<td{side(place)}>{cell}</td>" for place, cell in enumerate(row)) + "</tr>" for row in rows)
+    return f"<div class='panel'><table><tr>{top}</tr>{body}</table></div>"
+
+
 def _html(title: str, header: str, sections: Sequence[tuple[str, str]]) -> str:
     return "".join(_parts(title, header, sections))
 
 
 def _parts(title: str, header: str, sections: Sequence[tuple[str, str]]) -> Iterator[str]:
     yield "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
-    yield f"<meta name='color-scheme' content='light dark'><title>{html.escape(title)} · Tandem</title><style>{asset('report.css')}"
+    yield f"<meta name='color-scheme' content='light dark'><title>{html.escape(title)} · Tandem</title><style>"
+    yield files("tandem.planner").joinpath("assets", "plan.css").read_text(encoding="utf-8")
     yield ".legend span{margin-right:1rem;font-size:.82rem}.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.35em;border-radius:.2em}"
     yield "pre{overflow-x:auto}</style></head><body><header><div>"
     yield f"<h1><small>plan</small>{html.escape(title)}</h1><p class='headline'>{html.escape(header)}</p></div></header><main>"

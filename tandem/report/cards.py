@@ -1,11 +1,10 @@
-"""The figures at the top of a run's page, and its memory by phase, from all rows of its metrics or from their columns."""
+"""The figures at the top of a run's page, and its memory by phase."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tandem.report.columns import STEP_SECONDS, Columns
+from tandem.report.columns import Columns
 from tandem.report.run_facts import RunFacts
-from tandem.report.series import Row, column, finite
 
 MEMORY, MEASURED = "memory/", "/measured"
 
@@ -39,12 +38,6 @@ class PhaseMemory:
     phase: str
     predicted: float | None
     measured: float | None
-
-
-def totals_of_rows(rows: Sequence[Row]) -> Totals:
-    seconds = sum(value for value in column(rows, STEP_SECONDS) if value is not None)
-    mismatch = [abs(value) for value in column(rows, "mismatch_kl") if value is not None]
-    return Totals(rows[-1]["step"] + 1 if rows else 0, seconds, median(column(rows, "perf/tokens_per_s")), max(mismatch, default=None))
 
 
 def totals_of_columns(columns: Columns) -> Totals:
@@ -102,8 +95,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def median(values: Iterable[float | None]) -> float | None:
-    ordered = sorted(value for value in map(finite, values) if value is not None)
-    return ordered[len(ordered) // 2] if ordered else None

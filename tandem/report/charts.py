@@ -1,7 +1,7 @@
 """Which curves a page has: of one run, or of several with the same curve of each in one chart."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tandem.report.run_facts import RunFacts
 from tandem.report.series import Chart, Series, column, finite, has_values
@@ -39,6 +39,7 @@ REINFORCEMENT: Mapping[str, tuple[Curve, ...]] = {
     "Policy": (
         Curve("KL divergence", (("kl", "from the reference model"), ("actor/ppo_kl", "from the policy before the update")), "nats", rare=True),
         _curve("Entropy", "actor/entropy", "nats"),
+        _curve("Difference of rollout and trainer", "mismatch_kl", "nats", rare=True),
         _curve("Policy loss", "actor/pg_loss"),
         _curve("Clipped tokens", "actor/pg_clipfrac", "share", 0, rare=True),
         _curve("Importance weight", "actor/importance_weight"),
@@ -71,7 +72,7 @@ EVERY_JOB: Mapping[str, tuple[Curve, ...]] = {
     ),
 }
 _ELSEWHERE = (
-    "step", "weight_version", "accuracy", "evaluation/accuracy", "train/loss", "perf/time_per_step", "rollout/staleness", "mismatch_kl",
+    "step", "weight_version", "accuracy", "evaluation/accuracy", "train/loss", "perf/time_per_step", "rollout/staleness",
     "mismatch_max_abs", "train/backed_off_steps", "train/tokens", "train/examples", "train/step_tokens", "train/learned_tokens",
 )  # fmt: skip
 """Metrics that other parts of the page show, or that a curve says nothing of."""
@@ -98,36 +99,6 @@ def defined_curves(keys: Collection[str], *, is_data: bool) -> dict[str, list[Cu
 def first_chart(runs: Sequence[RunFacts], *, is_data: bool) -> Chart:
     """Returns the chart of accuracy, or of a run on data the one of the loss."""
     return _loss(runs) if is_data else _accuracy(runs)
-
-
-def sections(runs: Sequence[RunFacts]) -> dict[str, list[Chart]]:
-    """Returns the charts of ``runs`` by their section; those without any value are left out."""
-    is_data = all(run.is_data for run in runs)
-    keys = {key for run in runs for row in run.rows for key, value in row.items() if isinstance(value, int | float)}
-    by_section = {TRAINED[is_data][0]: [chart for chart in (first_chart(runs, is_data=is_data),) if chart.series]}
-    for section, defined in defined_curves(keys, is_data=is_data).items():
-        by_section.setdefault(section, []).extend(chart for chart in (_chart(runs, curve) for curve in defined) if chart.series)
-    if len(runs) > 1:
-        by_section = {section: [part for chart in charts for part in _split(chart)] for section, charts in by_section.items()}
-    return {section: charts for section, charts in by_section.items() if charts}
-
-
-def _split(chart: Chart) -> list[Chart]:
-    """Returns a chart for each curve of ``chart``, so that only runs share one."""
-    names = list(dict.fromkeys(series.name for series in chart.series))
-    parts = {name: [replace(series, name="") for series in chart.series if series.name == name] for name in names}
-    return [replace(chart, title=f"{chart.title}, {name}" if len(names) > 1 else chart.title, series=series) for name, series in parts.items()]
-
-
-def _chart(runs: Sequence[RunFacts], curve: Curve) -> Chart:
-    names = [(key, name) for key, name in curve.keys if any(has_values(column(run.rows, key)) for run in runs)]
-    series = []
-    for number, run in enumerate(runs):
-        for key, name in names:
-            values = column(run.rows, key)
-            if has_values(values) and (not curve.rare or any(values)):
-                series.append(Series(name if len(names) > 1 or len(runs) == 1 else "", values, run=number))
-    return Chart(curve.title, series, curve.unit, floor=curve.floor, ceiling=curve.ceiling)
 
 
 def _training(run: RunFacts, number: int, name: str, key: str) -> Iterator[Series]:
@@ -173,26 +144,3 @@ def _reward_times(keys: Collection[str]) -> list[Curve]:
     names = sorted({key.split("/", 1)[1].rpartition("/")[0] for key in keys if key.startswith("reward_s/")})
     parts = lambda name: tuple((f"reward_s/{name}/{part}", part) for part in ("hidden", "tail"))
     return [Curve(f"Time of reward function {name}", parts(name), "seconds", 0) for name in names]
-
-
-def stage_charts(run: RunFacts) -> list[Chart]:
-    """Returns the curves of the stage of supervised fine-tuning before reinforcement learning. They have steps of their own."""
-    rows = run.stage_rows
-    defined = (_curve("Loss", "train/loss", "nats per token"), _curve("Gradient norm", "actor/grad_norm", "", 0), _curve("Learning rate", "actor/lr", "", 0))
-    charts = [_chart([replace(run, rows=rows)], curve) for curve in defined]
-    steps = [int(row["step"]) for row in rows]
-    return [replace(chart, series=[replace(series, x=steps) for series in chart.series]) for chart in charts if chart.series]
-
-
-def time_chart(run: RunFacts) -> Chart:
-    """Returns the seconds of each phase as areas, the longest phase at the bottom."""
-    seconds = phase_seconds(run.rows)
-    series = [Series(name.replace("_", " "), values) for name, values in seconds.items() if any(values)]
-    return Chart("Time of each phase", series, "seconds", kind="stack", floor=0)
-
-
-def phase_seconds(rows: Sequence[Mapping[str, object]]) -> dict[str, list[float | None]]:
-    """Returns the seconds of each phase in each row, the longest phase first."""
-    keys = {key for row in rows for key in row if key.startswith("timing_s/")} - {"timing_s/step"}
-    seconds = {key.removeprefix("timing_s/"): [value or 0.0 for value in column(rows, key)] for key in keys}
-    return dict(sorted(seconds.items(), key=lambda item: (-sum(item[1]), item[0])))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Reads what a page shows from the files of a run: ``metrics.jsonl``, the journal, the recipe and traces."""
+"""Reads what a page shows from the journal and the recipe of a run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,13 @@ from tandem.config.leaves import default_values, leaves
 from tandem.config.load import to_mapping
 from tandem.config.parallel import ScheduleName
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
-from tandem.report.samples import StepSamples, chosen_samples
 from tandem.runtime.records.elastic import describe_fewer_ranks, fewer_ranks
 from tandem.runtime.records.journal import Journal
-from tandem.runtime.records.metrics import read_rows
-from tandem.runtime.records.tracing import Span, read_trace, traced_steps
 from tandem.types import UserError
 
 Row = Mapping[str, Any]
+REPORT = "report.html"
+"""The name of the page of a run in the run's folder."""
 RESULT_KEY = "result"
 """The journal's key of the result of a run that has finished."""
 
@@ -31,9 +30,8 @@ class RunFacts:
     """The content of a page.
 
     Args:
-        stage_rows: the rows of the stage of supervised fine-tuning, if the run began with one.
         examples_before, examples_after: lists of {prompt, completion, correct}.
-        traces: the spans of all ranks by traced step; ``order``: the pipeline's schedule.
+        order: the pipeline's schedule.
         note: how the run differs from its recipe.
         recipe: the resolved recipe by dotted key, ``None`` where it cannot be read; ``defaults``: the default of each key that has one.
         ended: optimizer steps after which the run has finished, ``None`` while it has not.
@@ -49,11 +47,8 @@ class RunFacts:
     examples_after: Sequence[Mapping[str, Any]]
     commands: Sequence[str]
     headline: str
-    traces: Mapping[int, Sequence[Span]] = field(default_factory=dict)
     order: ScheduleName = "1f1b"
     note: str = ""
-    stage_rows: Sequence[Row] = ()
-    samples: Sequence[StepSamples] = ()
     recipe: Mapping[str, Any] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ended: int | None = None
@@ -66,21 +61,8 @@ class RunFacts:
         return any("train/loss" in row for row in self.rows)
 
 
-def read_facts(directory: Path, *, with_samples: bool = True) -> RunFacts:
-    """Returns the content of the page from the files of the run in ``directory``. Raises ``UserError`` if it is not a run."""
-    if not (directory / "journal.sqlite").is_file():
-        raise UserError(f"'{directory}' is not a run: it has no journal.sqlite; name a folder under runs/")
-    rows = read_rows(directory / "metrics.jsonl")
-    with Journal(directory / "journal.sqlite", read_only=True) as journal:
-        facts = facts_of(directory, journal, rows)
-        samples = chosen_samples(journal, directory, len(rows)) if with_samples else []
-    traces = {step: read_trace(directory / "traces", step) for step in traced_steps(directory / "traces")}
-    return replace(facts, samples=samples, traces=traces, stage_rows=read_rows(directory / "sft" / "metrics.jsonl"))
-
-
 def facts_of(directory: Path, journal: Journal, rows: Sequence[Row]) -> RunFacts:
-    """Returns what the journal and the recipe of a run say, without its traces, its samples and the stage before reinforcement learning. ``rows``: of its
-    metrics all, or the last."""
+    """Returns what the journal and the recipe of a run say. ``rows``: of its metrics all, or the last."""
     evaluations = [{"step": step, "kind": kind, **result} for step, kind, result in journal.evaluations()]
     recorded = journal.events()
     events = [{"kind": event.kind, "detail": event.detail, "time_s": event.time_s} for event in recorded]

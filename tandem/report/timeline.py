@@ -1,6 +1,5 @@
 """The traced steps of a run as timelines: one row per rank, one bar per span, and the measured pipeline bubble beside the predicted one."""
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -64,7 +63,7 @@ def _operation(span: Span) -> Operation:
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A traced step as a part of the page: ``bars`` are the data of its chart, ``said`` is HTML on its bubble, and ``left_out`` the number of its
+    """A traced step: ``bars`` are the data of its chart, ``said`` is a sentence on its bubble, empty without a pipeline, and ``left_out`` the number of its
     shortest spans that have no bar."""
 
     step: int
@@ -79,9 +78,9 @@ def traced_step(step: int, spans: Sequence[Span], order: ScheduleName, most_bars
     if idle is not None:
         shape = idle.shape
         said = (
-            f"<p>Bubble of {shape.ranks} ranks, {shape.micro_batches} micro-batches and {shape.virtual_stages} stages per rank, {html.escape(order)}: "
+            f"Bubble of {shape.ranks} ranks, {shape.micro_batches} micro-batches and {shape.virtual_stages} stages per rank, {order}: "
             f"measured {idle.measured:.1%}, predicted {idle.published:.1%} for equal stages and {idle.simulated:.1%} from the measured "
-            "time of each stage, if every rank has a core of its own.</p>"
+            "time of each stage, if every rank has a core of its own."
         )
     # Calls enclose the parts of the step, and collectives are inside them.
     spans = [span for span in spans if not span.category]

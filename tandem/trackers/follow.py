@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tandem.config.load import read_yaml
 from tandem.config.recipe import Recipe, load_config
-from tandem.report.run_report import REPORT
+from tandem.report.run_facts import REPORT
 from tandem.report.samples import samples_of_step
 from tandem.runtime.records.journal import Journal
 from tandem.trackers.follower import Follower

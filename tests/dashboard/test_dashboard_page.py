@@ -15,6 +15,7 @@ from browser import Tab, browser, tab
 from http_processes import LoggedProcess, serving_command, until
 from recorded_runs import HOSTILE, make_run, row, write_rows, write_step
 
+from tandem.dashboard.report import write_report
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_lock import RunLock
 
@@ -90,6 +91,22 @@ def test_a_hostile_run_is_text_and_nothing_else(chromium: Any, served: LoggedPro
             go(page, served, f"run/hostile/{part}")
             assert expected in page.page.locator("#view").inner_text()
         assert page.page.evaluate("() => [window.hacked, document.querySelectorAll('#view img, #view b[id]').length]") == [None, 0]
+
+
+def test_the_report_in_a_file_without_a_network_has_the_figures_of_the_live_page(chromium: Any, served: LoggedProcess, runs: Path, tmp_path: Path) -> None:
+    page = write_report([runs / "first"], tmp_path / "report.html")
+    shown = "() => [...document.querySelectorAll('.cards > div, .chart .plot')].map((each) => each.getAttribute('aria-label') ?? each.innerText)"
+    drawn = "() => [...document.querySelectorAll('.chart .plot')].slice(0, 2).every((each) => each.querySelector('canvas'))"
+    size = {"width": 1280, "height": 900}
+    with opened(chromium, served, viewport=size) as live, tab(chromium, offline=True, viewport=size) as frozen:
+        go(live, served, "run/first/curves")
+        frozen.page.goto(page.as_uri())
+        for each in (live, frozen):
+            each.page.wait_for_function(drawn)
+        told = frozen.page.evaluate(shown)
+        assert told == live.page.evaluate(shown) and len(told) > 8 and any("held out, sampled: first 0.25, last 0.65" in each for each in told)
+        assert "Written at" in frozen.page.locator("#view .notice").first.inner_text() and frozen.problems == []
+        assert [address for address in frozen.addresses if not address.startswith((page.as_uri(), "data:"))] == [], "nothing else is loaded"
 
 
 @pytest.mark.full

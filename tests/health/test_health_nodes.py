@@ -1,5 +1,7 @@
 """What is watched of a node while a run works: GPU errors, the memory of processes, and whether processes get their turn."""
 
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -126,7 +128,7 @@ def test_faults_become_events_lines_and_metrics_once_and_are_over_once() -> None
     health = RunHealth(MeshShape(), HealthConfig(), lambda kind, detail: events.append((kind, detail)), told, lambda *each: unfit.append(each))
     gpu = {"bus": "0:18", "name": "H100", "temperature_c": 91, "power_w": 700.5, "utilization_percent": 50, "uncorrected": 3}
     bad = {"gpus": [gpu], "faults": {"GPU 0:18 (H100)": "throttled: hardware thermal slowdown"}, "fatal": ["XID 79 of GPU 0:18"], "xids": {"79": 1},
-           "processes": {"worker (7)": (2**31, 2**20)}, "leaks": ["worker (7)"], "lag_s": 6.5}  # fmt: skip
+           "processes": {"worker (7)": (2**31, 2**20)}, "leaks": ["worker (7)"], "lag_s": 6.5, "ranks": {"worker (7)": 3}}  # fmt: skip
     for at_s in (1.0, 1.0, 2.0):
         health.reading(NodeReading("n2", at_s, **bad))
         health.look(4, [])
@@ -140,14 +142,28 @@ def test_faults_become_events_lines_and_metrics_once_and_are_over_once() -> None
         'tandem_gpu_temperature_celsius{gpu="0:18",job="grpo",node="n2",run="r"} 91.0', 'tandem_gpu_power_watts{gpu="0:18",job="grpo",node="n2",run="r"} 700.5',
         'tandem_gpu_utilization_ratio{gpu="0:18",job="grpo",node="n2",run="r"} 0.5', 'tandem_gpu_xid_errors{job="grpo",node="n2",run="r",xid="79"} 1.0',
         'tandem_gpu_uncorrected_ecc_errors{gpu="0:18",job="grpo",node="n2",run="r"} 3.0', 'tandem_node_loop_lag_seconds{job="grpo",node="n2",run="r"} 6.5',
-        'tandem_process_memory_leak{job="grpo",node="n2",process="worker (7)",run="r"} 1.0',
-        'tandem_process_memory_growth{job="grpo",node="n2",process="worker (7)",run="r"} 1.048576e+06',
+        'tandem_process_memory_leak{job="grpo",node="n2",pid="7",process="worker",rank="3",run="r"} 1.0',
+        'tandem_process_memory_growth{job="grpo",node="n2",pid="7",process="worker",rank="3",run="r"} 1.048576e+06',
+        'tandem_process_resident_memory_bytes{job="grpo",node="n2",pid="7",process="worker",rank="3",run="r"} 2.147483648e+09',
     ):  # fmt: skip
         assert line in text.splitlines() or _same_labels(line, text), line
     for at_s in (3.0, 4.0, 5.0):
         health.reading(NodeReading("n2", at_s, gpus=[gpu], processes=bad["processes"]))
         health.look(5, [])
     assert sorted(kind for kind, _ in events[3:]) == ["gpu_fault_over", "memory_growth_over"]
+
+
+def test_the_memory_of_a_process_is_one_series_whoever_tells_of_it() -> None:
+    told, own = Told(), f"python ({os.getpid()})"
+    health = RunHealth(MeshShape(), HealthConfig(), lambda kind, detail: None, told)
+    for node in (socket.gethostname(), "n2"):
+        health.reading(NodeReading(node, 1.0, processes={own: (1, 0.0)}))
+    health.look(0, [])
+    series = [line for line in told.metrics.text().decode().splitlines() if line.startswith("tandem_process_resident_memory_bytes{")]
+    mine = [line for line in series if f'pid="{os.getpid()}"' in line]
+    assert len(mine) == 2 and all('rank=""' in line for line in mine)
+    here, there = sorted(mine, key=lambda line: 'node="n2"' in line)
+    assert float(here.split()[-1]) > 1e7 and there.endswith(" 1.0"), "of this machine the value of now, of another what its watch told"
 
 
 def _same_labels(line: str, text: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from pretrain_recipe import write_recipe
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.jobs.exposed.rank_states import newest_ranks
+from tandem.runtime.process.heartbeat_table import newest_ranks
 from tandem.runtime.records.journal import Event, Journal
 
 _LIMIT_S = 240.0

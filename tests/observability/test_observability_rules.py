@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
     "TandemSlowLink": ({f'tandem_link_slow{{{RUN}, link="n1 - n2"}}': "0+0x4 1+0x8 0+0x20"}, "3m", "5m"),
     "TandemNodeUnfit": ({f'tandem_node_unfit{{{RUN}, node="n2"}}': "0+0x4 1+0x8 0+0x20"}, "3m", "5m"),
     "TandemGpuFault": ({f'tandem_gpu_fault{{{RUN}, node="n2", gpu="0:18"}}': "0+0x4 1+0x16 0+0x20"}, "4m", "7m"),
-    "TandemMemoryGrowth": ({f'tandem_process_memory_leak{{{RUN}, node="n2", process="p (7)"}}': "0+0x4 1+0x16 0+0x20"}, "4m", "7m"),
+    "TandemMemoryGrowth": ({f'tandem_process_memory_leak{{{RUN}, node="n2", process="p", pid="7"}}': "0+0x4 1+0x16 0+0x20"}, "4m", "7m"),
     "TandemNodeSlow": ({f'tandem_node_loop_lag_seconds{{{RUN}, node="n2"}}': "0+0x4 9+0x4 0+0x20"}, "2m", "4m"),
     "TandemDamage": ({f'tandem_events_total{{{RUN}, kind="checkpoint_damaged"}}': "0+0x8 1+0x90"}, "3m", "20m"),
     "TandemControllerSlow": ({f"tandem_controller_loop_lag_s{{{RUN}}}": "0+0x4 9+0x4 0+0x20"}, "2m", "4m"),

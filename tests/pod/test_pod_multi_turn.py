@@ -133,7 +133,7 @@ def test_episodes_are_replayed_and_verified(undisturbed: PodRun) -> None:
     verified = finish(undisturbed.begin("verify", str(undisturbed.directory)))
     assert verified.returncode == 0, verified.stdout + verified.stderr
     report = (undisturbed.directory / "report.html").read_text()
-    assert "[calculator(expression=" in report and "&lt;tool&gt;" in report
+    assert "[calculator(expression=" in report and "\\u003ctool>" in report
 
 
 @pytest.mark.full

@@ -58,7 +58,7 @@ def test_a_model_that_repeats_itself_is_ended_early_counted_and_the_same_after_a
             repeated += len(ended)
     assert repeated > STEPS, "hardly a sample repeats itself, so that this test says nothing"
     report = (quiet.directory / "report.html").read_text()
-    assert "repetition" in report
+    assert '"finish":"repetition"' in report
     done = run.train("--fault", "rollout_worker:after:rollout:1,pod:after:commit_samples:2")
     assert done.returncode == -9, done.stdout + done.stderr
     done = run.resume()

@@ -64,7 +64,7 @@ def test_the_figures_own_order_changes_no_bit_and_the_journal_has_every_move(und
     row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[2])
     assert row["memory/moved/optimizer/reload/bytes"] == 2 * weights and row["memory/moved/optimizer/reload/seconds"] > 0
     report = (run.directory / "report.html").read_text(encoding="utf-8")
-    assert "<td>optimizer</td><td class='number'>reload</td><td class='number'>2</td>" in report, "in every step but the first"
+    assert '{"resident":"optimizer","move":"reload","steps":2,' in report, "in every step but the first"
 
 
 @pytest.mark.full

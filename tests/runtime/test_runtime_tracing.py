@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tandem.config.recipe import load_config
+from tandem.dashboard.open_run import OpenRun
 from tandem.jobs.run_files import write_recipe
 from tandem.layout.schedules import PipelineShape
-from tandem.report.run_facts import read_facts
 from tandem.report.timeline import bubble
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.tracing import NO_TRACE, Span, Tracer, read_trace, traced_steps
@@ -115,4 +115,5 @@ def test_the_bubble_of_a_pod_is_simulated_with_the_schedule_of_its_recipe(tmp_pa
     tracer.begin(0)
     with tracer.span("forward"):
         pass
-    assert read_facts(tmp_path).order == "interleaved"
+    facts, _ = OpenRun("run", tmp_path).facts()
+    assert facts is not None and facts.order == "interleaved"

@@ -21,10 +21,13 @@ export async function compareView(page, names, signal) {
       run.speed === null ? "–" : figure(run.speed), run.problem || run.headline];
   });
   const differences = compared.differences.map(([key, values]) => [make("code", {}, key), ...values.map((value) => make("code", {}, value))]);
+  const phases = [...new Set(compared.results.flatMap((run) => Object.keys(run.phase_times)))];
   page.show(
     section("Results", table("Results", [["Run"], ["State"], ["Steps", "number"], ["Time", "number"], ["Tokens/s", "number"], ["Evaluation", "wide"]], results, "")),
     section("Differences of the recipes", make("details", { open: differences.length <= MOST_OPEN }, make("summary", {}, `${differences.length} keys differ`),
       table("Differences", [["Key"], ...names.map((name) => [name])], differences, "The recipes are the same, or cannot be read."))),
+    section("Median time of each phase", table("Median time of each phase", [["Phase"], ...names.map((name) => [name, "number"])],
+      phases.map((phase) => [phase, ...compared.results.map((run) => seconds(run.phase_times[phase]))]), "No step was completed.")),
     boardTools(board), ...grids(board, compared.sections));
   follow(names, () => board.refresh(), signal);
 }

@@ -4,7 +4,7 @@ import { announce, applyTheme, byId } from "./dom.js";
 import { compareView } from "./compare.js";
 import { listView } from "./list.js";
 import { runView } from "./run.js";
-import { ServerError, keepToken, takeToken } from "./server.js";
+import { ServerError, firstView, keepToken, takeToken } from "./server.js";
 
 const THEME = "tandem.dashboard.theme";
 let leave = new AbortController();
@@ -39,7 +39,7 @@ const page = {
 async function open() {
   leave.abort();
   leave = new AbortController();
-  const [kind, ...rest] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [kind, ...rest] = (location.hash || firstView()).replace(/^#\/?/, "").split("/").map(decodeURIComponent);
   page.worked();
   page.summary("");
   page.tabs();

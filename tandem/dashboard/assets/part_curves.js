@@ -2,7 +2,7 @@
 
 import { make } from "./dom.js";
 import { Board, boardTools } from "./board.js";
-import { section, table } from "./words.js";
+import { seconds, section, table } from "./words.js";
 
 export function card({ name, value, before, limit, state }) {
   return make("div", {}, make("b", {}, before ? make("s", {}, `${before} → `) : null, make("span", { className: state }, value), limit ? make("s", {}, ` of ${limit}`) : null),
@@ -19,12 +19,14 @@ export function curvesPart({ page, name, run, place, signal }) {
   const figures = make("div", { className: "cards" });
   const headline = make("p", { className: "quiet" });
   const curves = make("div", {});
+  const times = make("div", {});
   let shape = "";
 
   function draw(now) {
     board.marks = now.marks;
     figures.replaceChildren(...now.cards.map(card));
     headline.textContent = now.headline;
+    times.replaceChildren(phaseTimes(now));
     const phases = { title: "Time of each phase", unit: "seconds", floor: 0, ceiling: null, series: now.phases.slice(0, 12), points: [], lines: [] };
     const sections = [...now.sections, ...(now.phases.length ? [{ title: "Phases", charts: [phases] }] : [])];
     const names = JSON.stringify(sections.map(({ title, charts }) => [title, charts.map((chart) => [chart.title, chart.series])]));
@@ -41,7 +43,7 @@ export function curvesPart({ page, name, run, place, signal }) {
   }
 
   draw(run);
-  place.replaceChildren(headline, figures, boardTools(board), curves, examples(run));
+  place.replaceChildren(headline, figures, boardTools(board), curves, times, examples(run));
   // A row more hardly changes a curve whose points are many rows: it is drawn again as rarely as what stands above it.
   return {
     overview(now) {
@@ -50,6 +52,12 @@ export function curvesPart({ page, name, run, place, signal }) {
     },
     changed() { if (!board.isThinned) board.refresh(); },
   };
+}
+
+function phaseTimes(run) {
+  if (!run.phase_times.length) return make("div", {});
+  const rows = run.phase_times.map(([name, total, median, longest]) => [name, seconds(total), seconds(median), seconds(longest)]);
+  return section("Seconds of each phase", table("Seconds of each phase", [["Phase"], ["All steps", "number"], ["Median", "number"], ["Longest", "number"]], rows, ""));
 }
 
 function examples(run) {

@@ -2,7 +2,7 @@
 
 import { make } from "./dom.js";
 import { Board, boardTools } from "./board.js";
-import { bytes, section, table } from "./words.js";
+import { bytes, count, seconds, section, table } from "./words.js";
 
 const MACHINE = [
   ["Memory of the controller", "bytes", [["controller/rss_bytes", "resident"]]], ["Lag of the controller's loop", "seconds", [["controller/loop_lag_s", "lag"]]],
@@ -21,6 +21,13 @@ function bars(memory) {
     each.predicted && each.measured ? (each.measured / each.predicted).toFixed(2) : "–", make("span", { className: "amounts" }, bar(each.predicted, "predicted"), bar(each.measured, "measured"))]);
 }
 
+/** Returns what was moved between device, memory and disk, over all steps. */
+function moved(moves) {
+  if (!moves.length) return make("div", {});
+  const rows = moves.map((each) => [each.resident, each.move, count(each.steps), bytes(each.bytes), seconds(each.seconds)]);
+  return section("Moves of residents", table("Moves of residents", [["Resident"], ["Move"], ["Steps", "number"], ["In all", "number"], ["Time in all", "number"]], rows, ""));
+}
+
 export function memoryPart({ page, name, run, place, signal }) {
   const board = new Board([name], page, signal);
   const chart = (title, unit, series) => ({ title, unit, floor: 0, ceiling: null, series: series.map(([key, label]) => ({ key, name: label })), points: [], lines: [] });
@@ -32,6 +39,7 @@ export function memoryPart({ page, name, run, place, signal }) {
   const machine = Object.entries(run.machine).map(([key, value]) => [key, value]);
   place.replaceChildren(section("Memory of each phase", memory), boardTools(board),
     make("div", { className: "charts" }, ...phases.map((each) => board.add(each))),
+    moved(run.moves),
     section("Machine", table("Machine", [["Of the machine"], ["Value", "wide"]], machine, "The journal says nothing of the machine."),
       make("div", { className: "charts" }, ...MACHINE.map((each) => board.add(chart(...each))))));
   return { overview: draw, changed: () => board.refresh() };

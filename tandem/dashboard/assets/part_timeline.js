@@ -32,6 +32,7 @@ export async function timelinePart({ page, name, run, place, signal }) {
   const keys = make("div", { className: "keys" });
   const detail = make("div", { className: "phase", attributes: { "aria-live": "polite" } }, make("p", { className: "quiet" }, "Choose a phase to see what the journal says of it."));
   const totals = make("div", {});
+  const said = make("p", {});
   const step = make("input", { type: "number", min: 0, aria: { label: "Step" }, placeholder: "step" });
   const source = make("select", { aria: { label: "What is shown" } }, make("option", { value: "" }, "phases"),
     ...run.traced.map((each) => make("option", { value: each }, `step ${each}, traced`)));
@@ -49,6 +50,7 @@ export async function timelinePart({ page, name, run, place, signal }) {
     signal.addEventListener("abort", () => stop.abort());
     data = source.value === "" ? await ask("phases", { run: name, ...parameters }, asked.signal) : await ask("trace", { run: name, step: source.value }, asked.signal);
     if (!parameters.from && parameters.from !== 0) view = [data.from, data.to];
+    said.textContent = [data.said, data.left_out ? `${count(data.left_out)} of the shortest spans are left out.` : ""].filter(Boolean).join(" ");
     page.worked();
     draw();
   }
@@ -248,7 +250,7 @@ export async function timelinePart({ page, name, run, place, signal }) {
     make("div", { className: "toolbar" }, source, make("label", {}, "go to step ", step), button("Newest", () => { follows = true; source.value = ""; load({}).catch(failed); }),
       button("All", all), button("+", () => zoom(0.5), { aria: { label: "Enlarge" } }), button("−", () => zoom(2), { aria: { label: "Shrink" } }),
       make("span", { className: "quiet hint" }, "Drag to move, double-click or Ctrl and wheel to enlarge.")),
-    keys, frame, detail, totals);
+    said, keys, frame, detail, totals);
   await load({});
   return { changed: () => { if (follows) load({}).catch(failed); } };
 }

@@ -42,10 +42,11 @@ export async function runView(page, name, wanted, signal) {
 
   head();
   const alerts = make("div", {});
+  const frozen = run.frozen ? make("p", { className: "notice" }, run.frozen) : "";
   const place = make("div", {});
   const warn = () => alerts.replaceChildren(...[...(run.problem ? [run.problem] : []), ...run.alerts].map((line) => make("p", { className: "notice bad" }, line)));
   warn();
-  page.show(alerts, place);
+  page.show(frozen, alerts, place);
   const part = await PARTS[tab][1]({ page, name, run, place, signal });
 
   let asked = Date.now();

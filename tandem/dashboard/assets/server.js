@@ -19,6 +19,9 @@ export class ServerError extends Error {
 /** The token is kept as long as the tab. */
 export const keepToken = (token) => sessionStorage.setItem(KEPT, token);
 
+/** The view of an address that names none: the list of runs. */
+export const firstView = () => "#/";
+
 /** Takes a token out of the address, so that it is in no history and no screenshot. */
 export function takeToken() {
   const found = /^#token=(.+)$/.exec(location.hash);

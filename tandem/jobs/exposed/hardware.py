@@ -1,13 +1,16 @@
-"""The hardware of a run's node for Prometheus: processor, memory, disks and network of the machine, and each process of the run. GPUs are those of
-``tandem.runtime.health.gauges``, of every node."""
+"""The hardware of a run's node for Prometheus: processor, memory, disks and network of the machine, and each process of the run. GPUs, and the
+memory of processes on other nodes, are those of ``tandem.runtime.health.gauges``."""
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tandem.runtime.machine.usage import NodeUsage, node_usage, processes_below
+from tandem.runtime.health.gauges import BY_NAME, RESIDENT_MEMORY
+from tandem.runtime.health.run_processes import PROCESS_LABELS, named, process_labels, ranks_by_pid, run_processes
+from tandem.runtime.machine.usage import NodeUsage, node_usage
 
 
 class Hardware:
@@ -16,9 +19,11 @@ class Hardware:
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = {**labels, "node": socket.gethostname()}
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self, directory: Path | None = None, elsewhere: Sequence[tuple[Mapping[str, str], float]] = ()) -> Iterator[Metric]:
+        """Yields the series. ``directory``: of the run, once it is known. ``elsewhere``: labels and resident bytes of processes, as the watches of all nodes
+        tell them; those that this process sees itself are left out."""
         yield from self._node(node_usage())
-        yield from self._processes()
+        yield from self._processes(directory, elsewhere)
 
     def _node(self, usage: NodeUsage) -> Iterator[Metric]:
         yield self._counter("tandem_node_cpu_seconds", "Seconds of all cores of the machine.", "mode", usage.cpu_s)
@@ -33,16 +38,21 @@ class Hardware:
             family.add_metric(tuple(self._labels.values()), float(value))
             yield family
 
-    def _processes(self) -> Iterator[Metric]:
-        labels = (*self._labels, "process", "pid")
+    def _processes(self, directory: Path | None, elsewhere: Sequence[tuple[Mapping[str, str], float]]) -> Iterator[Metric]:
+        labels = (*self._labels, *PROCESS_LABELS)
         cpu = CounterMetricFamily("tandem_process_cpu_seconds", "Processor time of each process of the run on this machine.", labels=labels)
-        memory = GaugeMetricFamily("tandem_process_resident_memory_bytes", "Its resident memory.", labels=labels)
+        memory = GaugeMetricFamily(RESIDENT_MEMORY, BY_NAME[RESIDENT_MEMORY].text, labels=labels)
         threads = GaugeMetricFamily("tandem_process_threads", "Its threads.", labels=labels)
-        for each in processes_below(os.getpid()):
-            values = (*self._labels.values(), each.name, str(each.pid))
+        ranks, seen = ranks_by_pid(directory), set[tuple[str, str]]()
+        for each in run_processes(os.getpid(), directory, "tandem"):
+            values = (*self._labels.values(), *process_labels(named(each), ranks.get(each.pid)).values())
+            seen.add((self._labels["node"], str(each.pid)))
             cpu.add_metric(values, each.cpu_s)
             memory.add_metric(values, each.resident_bytes)
             threads.add_metric(values, each.threads)
+        for given, value in elsewhere:
+            if (given["node"], given["pid"]) not in seen:
+                memory.add_metric(tuple({**self._labels, **given}[label] for label in labels), value)
         yield from (cpu, memory, threads)
 
     def _counter(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

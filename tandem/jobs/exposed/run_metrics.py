@@ -16,14 +16,14 @@ from prometheus_client.registry import Collector
 
 import tandem
 from tandem.jobs.exposed.hardware import Hardware
-from tandem.jobs.exposed.rank_states import newest_ranks
 from tandem.jobs.run_files import SFT_FOLDER
 from tandem.runtime.callback import Callback
 from tandem.runtime.exposition.names import metric_name
 from tandem.runtime.exposition.sent_spans import SentSpans
 from tandem.runtime.exposition.text import exposition
-from tandem.runtime.health.gauges import BY_NAME
+from tandem.runtime.health.gauges import BY_NAME, RESIDENT_MEMORY
 from tandem.runtime.health.run_health import EVENTS as HEALTH_EVENTS
+from tandem.runtime.process.heartbeat_table import newest_ranks
 from tandem.runtime.records.journal_counts import JournalCounts
 
 EVENTS = (
@@ -117,9 +117,9 @@ class RunMetrics(Callback, Collector):
             own = list(self._own())
             row, directory, journal, readings = dict(self._row), self._directory, self._journal, self._health
         yield from own
-        yield from self._of_health(readings)
+        yield from self._of_health([each for each in readings if each[0] != RESIDENT_MEMORY])
         yield from SentSpans({"run": self._run, "job": self._job}).collect()
-        yield from self._hardware.collect()
+        yield from self._hardware.collect(directory, [(labels, value) for name, labels, value in readings if name == RESIDENT_MEMORY])
         if directory is None or journal is None:
             yield from self._newest(row)
             return

@@ -13,6 +13,7 @@ CLUSTER = Dashboard(
             panel("Alerts", 'ALERTS{alertstate="firing"} or on () vector(0)', legend="{{alertname}} {{run}} {{instance}}"),
             panel("Cores in use", f"rate(process_cpu_seconds_total{_JOB}[$__rate_interval])", legend="{{job}} {{run}} {{instance}}"),
             panel("Memory (gateways and controllers of runs)", f"process_resident_memory_bytes{_JOB}", legend="{{job}} {{run}} {{instance}}", unit="bytes"),
+            panel("Memory of each process of a run", f"tandem_process_resident_memory_bytes{_JOB}", legend="{{node}} {{process}} {{pid}}", unit="bytes"),
             panel("Open files", f"process_open_fds{_JOB}", legend="{{job}} {{run}} {{instance}}"),
         ),
         "Runs": (

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.runtime.health.node_watch import NodeReading
+from tandem.runtime.health.run_processes import PROCESS_LABELS, process_labels
 from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.health.stragglers import Late
 
@@ -19,6 +20,8 @@ class HealthMetric:
     labels: tuple[str, ...]
 
 
+RESIDENT_MEMORY = "tandem_process_resident_memory_bytes"
+"""The suffix is that of Prometheus' clients (https://prometheus.io/docs/instrumenting/writing_clientlibs/#process-metrics)."""
 METRICS = (
     HealthMetric("tandem_rank_own_seconds", "counter", "Seconds of the rank's own work, by phase: without its waits for others.", ("rank", "node", "phase")),
     HealthMetric("tandem_rank_late_seconds", "gauge", "By how much of a step the rank is later than those with equal work (median).", ("rank", "node")),
@@ -33,9 +36,9 @@ METRICS = (
     HealthMetric("tandem_gpu_xid_errors", "gauge", "Xid errors in the node's kernel log since the run began there.", ("node", "xid")),
     HealthMetric("tandem_node_unfit", "gauge", "1 once a fatal error of the node's GPUs was found.", ("node",)),
     HealthMetric("tandem_node_loop_lag_seconds", "gauge", "Longest time that the watch of the node had to wait for its turn.", ("node",)),
-    HealthMetric("tandem_process_memory_bytes", "gauge", "Resident bytes of a process of the run.", ("node", "process")),
-    HealthMetric("tandem_process_memory_growth", "gauge", "Growth of its resident bytes in bytes a second, over the last looks.", ("node", "process")),
-    HealthMetric("tandem_process_memory_leak", "gauge", "1 while the memory of the process is named as growing without end.", ("node", "process")),
+    HealthMetric(RESIDENT_MEMORY, "gauge", "Resident memory of a process of the run.", ("node", *PROCESS_LABELS)),
+    HealthMetric("tandem_process_memory_growth", "gauge", "Growth of its resident bytes in bytes a second, over the last looks.", ("node", *PROCESS_LABELS)),
+    HealthMetric("tandem_process_memory_leak", "gauge", "1 while the memory of the process is named as growing without end.", ("node", *PROCESS_LABELS)),
 )  # fmt: skip
 BY_NAME: Mapping[str, HealthMetric] = {metric.name: metric for metric in METRICS}
 
@@ -82,8 +85,8 @@ def of_node(reading: NodeReading) -> list[Reading]:
         found.append(("tandem_gpu_fault", {**node, "gpu": "all"}, float(bool(reading.faults))))
     found += [("tandem_gpu_xid_errors", {**node, "xid": number}, float(count)) for number, count in reading.xids.items()]
     for name, (size, grows) in reading.processes.items():
-        labels = {**node, "process": name}
-        found.append(("tandem_process_memory_bytes", labels, float(size)))
+        labels = {**node, **process_labels(name, reading.ranks.get(name))}
+        found.append((RESIDENT_MEMORY, labels, float(size)))
         found.append(("tandem_process_memory_growth", labels, grows))
         found.append(("tandem_process_memory_leak", labels, float(name in reading.leaks)))
     return found

@@ -1,6 +1,5 @@
 """Watches the machine that it runs on while a run works: GPUs, memory of the run's processes, and whether this process gets its turn. Imports no torch."""
 
-import contextlib
 import logging
 import os
 import threading
@@ -14,8 +13,7 @@ from typing import Any
 from tandem.config.health import HealthConfig
 from tandem.runtime.health.gpu_faults import GpuFaults, GpuLook, may_have_gpus
 from tandem.runtime.health.memory_growth import Growth, MemoryGrowth
-from tandem.runtime.process.processes import memory_of, process_tree
-from tandem.runtime.process.stacks import process_name
+from tandem.runtime.health.run_processes import named, ranks_by_pid, run_processes
 
 logger = logging.getLogger(__name__)
 HEALTH = "health/"
@@ -34,6 +32,7 @@ class NodeReading:
         fatal: after which the node must not be used, one line each.
         xids: since the run began on this node, by number.
         processes: resident bytes of each process of the run and their growth in bytes a second, by name and id; ``leaks``: those that grow without end.
+        ranks: the trainer rank of each process that is one.
         lag_s: the longest time that this process had to wait for its turn since the last reading.
     """
 
@@ -46,6 +45,7 @@ class NodeReading:
     processes: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     leaks: Sequence[str] = ()
     lag_s: float = 0.0
+    ranks: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,11 +91,8 @@ class NodeWatch:
         """Returns what is found now. What was fatal once stays so, for a reader that has missed a reading."""
         looked = GpuLook() if self._gpus is None else self._gpus()
         self._fatal += [each for each in looked.fatal if each not in self._fatal]
-        sizes = {}
-        for pid in process_tree(self._root):
-            with contextlib.suppress(ProcessLookupError):
-                sizes[f"{process_name(pid, self._logs_of, self._own)} ({pid})"] = memory_of(pid).rss_bytes
-        grown: dict[str, Growth] = self._growth.look(time.monotonic(), sizes)
+        processes, ranks = {named(each): each for each in run_processes(self._root, self._logs_of, self._own)}, ranks_by_pid(self._logs_of)
+        grown: dict[str, Growth] = self._growth.look(time.monotonic(), {name: each.resident_bytes for name, each in processes.items()})
         lag_s, self._lag_s = self._lag_s, 0.0
         shown = [
             {"bus": gpu.bus, "name": gpu.name, "temperature_c": gpu.temperature_c, "power_w": gpu.power_w, "utilization_percent": gpu.utilization_percent,
@@ -104,6 +101,7 @@ class NodeWatch:
         return NodeReading(
             self._node, time.time(), shown, dict(looked.faults), list(self._fatal), {str(number): count for number, count in looked.xids.items()},
             {name: (each.rss_bytes, each.bytes_per_s) for name, each in grown.items()}, [name for name, each in grown.items() if each.is_leak], lag_s,
+            {name: ranks[each.pid] for name, each in processes.items() if each.pid in ranks},
         )  # fmt: skip
 
     def _watch(self) -> None:

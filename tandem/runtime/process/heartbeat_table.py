@@ -153,3 +153,17 @@ class Heartbeat:
                 self._memory, self._at, time.monotonic(), self._since, os.getpid(), self.step, self.collectives, self.sent_bytes,
                 self.waited_s, self.phase.encode()[:47], self._group.encode()[:15], self._collective.encode()[:63],
             )  # fmt: skip
+
+
+def newest_ranks(directory: Path) -> list[RankState]:
+    """Returns what the trainer's ranks of the run in ``directory`` do now, for readers in another process. Empty where no rank has begun: a run on data in one
+    process has none."""
+    tables = [*directory.glob("ranks/*/heartbeats"), *directory.glob("pod/trainer-*/heartbeats")]
+    return [state for state in read_states(max(tables, key=_made)) if state.pid] if tables else []
+
+
+def _made(path: Path) -> float:
+    try:
+        return path.parent.stat().st_mtime
+    except OSError:
+        return 0.0

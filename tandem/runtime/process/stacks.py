@@ -71,15 +71,19 @@ def named_stacks(folder: Path, logs_of: Path, own: str) -> dict[str, str]:
     return {f"{process_name(pid, logs_of, own)} (process {pid})": text or _why_silent(pid) for pid, text in stacks_of(folder, pids).items()}
 
 
+UNNAMED = "a process"
+"""The name of a process that writes to no log of the run."""
+
+
 def process_name(pid: int, logs_of: Path, own: str) -> str:
-    """Returns the name of a process: that of its log file below the folder ``logs_of``, and ``own`` for this one."""
+    """Returns the name of a process: that of its log file below the folder ``logs_of``, ``own`` for this one, ``UNNAMED`` where there is none."""
     if pid == os.getpid():
         return own
     try:
         output = Path(f"/proc/{pid}/fd/2").readlink()
         return str(output.relative_to(logs_of.resolve()).with_suffix("")).replace("logs/", "")
     except (OSError, ValueError):
-        return "a process"
+        return UNNAMED
 
 
 def _why_silent(pid: int) -> str:
