@@ -32,12 +32,15 @@ def keeper_of(recipe: Recipe, directory: Path, credential: str) -> KeeperProcess
     host = pods.host if pods.may_join else LOOPBACK
     return KeeperProcess(socket.gethostname(), directory, credential, host=host, tls=tls_arguments(pods)[1:])
 
+_PATIENCE = 3
+"""Checkpoints that one node alone keeps before it is said, where pods may join."""
+
 
 @dataclass
 class NearTiers:
     """``own``: the keeper of this machine (``None``: no checkpoint is kept in memory). ``ranks``: how many the trainer has. ``local``: the folder on a local
     disk; ``copies``: where copies of the run's checkpoints are (``checkpoint.upload``). ``open_store``: opens the store of the run, where pods may join;
-    ``joined``: the names of those that take part now. ``say`` is told, once, that one node alone keeps the checkpoints in memory."""
+    ``joined``: the names of those that take part now. ``say`` is told when one node alone keeps the checkpoints in memory."""
 
     own: KeeperProcess | None = None
     ranks: int = 1
@@ -48,7 +51,7 @@ class NearTiers:
     joined: Callable[[], Collection[str]] = tuple
     say: Callable[[str], None] = lambda line: None
     _store: Store | None = field(default=None, init=False)
-    _has_told: bool = field(default=False, init=False)
+    _alone: int = field(default=0, init=False)
 
     def describe(self) -> dict[str, Any]:
         """Returns what the trainer's ranks are told: the keepers in ``memory``, as of ``Keepers.of``, and the ``local`` folder."""
@@ -60,9 +63,9 @@ class NearTiers:
         return {"memory": memory, "local": None if self.local is None else str(self.local)}
 
     def tell_of_nodes(self, nodes: int) -> None:
-        """Says that a checkpoint was kept by one node alone, where it was."""
-        if nodes == 1 and not self._has_told:
-            self._has_told = True
+        """Says that checkpoints are kept by one node alone, where they have come to be: of pods that may join the first may be on their way."""
+        self._alone = 0 if nodes > 1 else self._alone + 1
+        if self._alone == (1 if self.open_store is None else _PATIENCE):
             self.say(
                 "checkpoint.memory_every_steps: the checkpoints in memory are kept by one node alone, and do not survive its loss; let a pod of another "
                 "machine join (pods.max_count), or set checkpoint.upload"

@@ -21,6 +21,7 @@ from tandem.report.tables import (
     memory_table,
     moves_table,
     samples,
+    tiers_table,
     time_table,
 )
 from tandem.report.timeline import traced_step
@@ -62,6 +63,7 @@ def run_page(run: RunFacts) -> str:
         page.add("Agreement of rollout and trainer", agreement(run.rows), _mismatch(page, run))
     page.add("Supervised fine-tuning before reinforcement learning", page.grid(stage, own_steps=True))
     page.add("Other metrics", page.grid(others))
+    page.add("Tiers of checkpoints", tiers_table(run))
     page.add("Recoveries and faults", events_table(run.events))
     page.add("Configuration", configuration(run))
     page.add("Try the model", "<div class='panel'><pre>" + escaped("\n".join(run.commands)) + "</pre></div>" if run.commands else "")

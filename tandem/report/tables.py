@@ -13,6 +13,7 @@ from tandem.report.charts import phase_seconds
 from tandem.report.run_facts import RunFacts
 from tandem.report.samples import ShownSample, StepSamples
 from tandem.report.series import Row, column
+from tandem.runtime.records.checkpoint_tiers import EVENT_LOADED
 
 ALERTS = ("damage", "mismatch", "weights_damaged", "checkpoint_damaged", "journal_lost")
 """Events after which results may not be what they should be."""
@@ -80,6 +81,22 @@ def moves_table(rows: Sequence[Row]) -> str:
         size, seconds = (sum(column) for column in zip(*steps, strict=True))
         body.append([escaped(name), escaped(move), str(len(steps)), _mebibytes(size), f"{seconds:.3f}"])
     return table(("resident", "move", "steps", "MiB in all", "seconds in all"), body) if body else ""
+
+
+def tiers_table(run: RunFacts) -> str:
+    """Returns what was written to each tier of checkpoints and what was loaded from it; empty for a run without."""
+    loads = [event["detail"] for event in run.events if event["kind"] == EVENT_LOADED]
+    body = []
+    for state in run.tiers:
+        mine = [each for each in loads if each["tier"] == state.tier]
+        kept = "; ".join(f"{node}: rank {', '.join(map(str, ranks))}" if ranks else node for node, ranks in sorted(state.where.items()))
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.time_s)) if state.step >= 0 else "-"
+        rate = state.all_bytes / 1e6 / state.all_seconds if state.all_seconds else 0.0
+        loaded = f"{len(mine)} in {sum(each['seconds'] for each in mine):.2f} s" if mine else "-"
+        cells = (str(state.step) if state.step >= 0 else "-", when, kept or "-", str(state.copies), f"{state.all_bytes / 1e6:,.1f}", f"{rate:,.0f}")
+        body.append([escaped(cell) for cell in (state.tier, *cells, loaded, state.left_out or "-")])
+    head = ("tier", "newest step", "complete at", "kept by", "written", "MB in all", "MB/s", "loaded", "left out because")
+    return table(head, body) if body else ""
 
 
 def _mebibytes(value: float | None) -> str:

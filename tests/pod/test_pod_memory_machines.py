@@ -15,6 +15,9 @@ from joined_machines import Machines, needs_etcd
 from pod_runs import PodRun, difference, finish
 from random_faults import check_undisturbed
 
+from tandem.runtime.records.checkpoint_tiers import read_tiers
+from tandem.runtime.records.journal import Journal
+
 pytestmark = pytest.mark.full
 STEPS = 8
 # One checkpoint in the folder of the start, and one at the end.
@@ -37,9 +40,6 @@ def wait_until_kept(four: FourPods, step: int) -> dict[str, list[int]]:
     """Waits until a checkpoint of ``step`` or later is kept by two nodes. Returns the ranks whose files each keeps."""
     ends = time.monotonic() + 200
     while True:
-        from tandem.runtime.records.checkpoint_tiers import read_tiers
-        from tandem.runtime.records.journal import Journal
-
         if (path := four.run.directory / "journal.sqlite").exists():
             with Journal(path, read_only=True) as journal:
                 states = {state.tier: state for state in read_tiers(journal)}
@@ -76,7 +76,11 @@ def test_under_tls_the_pods_that_draw_keep_the_checkpoints_of_the_trainer(etcd_s
     for name in ("run", "a"):
         certificate(tmp_path, name, authority)
     machines = Machines(tmp_path, etcd_server, (MEMORY, "--checkpoint.keep=2"))
-    files = lambda name: [f"--pods.tls_{what}_file={tmp_path / file}" for what, file in (("cert", f"{name}.crt"), ("key", f"{name}.key"), ("ca", "authority.crt"))]
+
+    def files(name: str) -> list[str]:
+        each = (("cert", f"{name}.crt"), ("key", f"{name}.key"), ("ca", "authority.crt"))
+        return [f"--pods.tls_{what}_file={tmp_path / file}" for what, file in each]
+
     try:
         pod = machines.pod("a", "--pods.host=127.0.0.2", *files("a"))
         done = finish(machines.train("--pods.min_count=2", *files("run"), "--fault", "trainer_worker:before:train:5"))

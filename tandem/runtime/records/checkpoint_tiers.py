@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tandem.runtime.records.journal import Journal
@@ -80,6 +81,15 @@ def states_of(recorded: Mapping[str, Any]) -> list[TierState]:
 def read_tiers(journal: Journal) -> list[TierState]:
     """Returns the state of each tier that was written to, the nearest first."""
     return states_of(journal.get(KEY, {}))
+
+
+def tiers_of(directory: Path) -> list[TierState]:
+    """Returns ``read_tiers`` of the run in ``directory``, also while it works; none without a journal."""
+    path = directory / "journal.sqlite"
+    if not path.is_file():
+        return []
+    with Journal(path, read_only=True) as journal:
+        return read_tiers(journal)
 
 
 def record_written(
