@@ -98,7 +98,7 @@ def is_in_memory(run: Path, after: int) -> bool:
     """Returns whether two checkpoints of steps above ``after`` were begun in memory. The first one has ended when the second one begins."""
     path = run / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines()[after:] if path.exists() else []
-    return sum("timing_s/memory_checkpoint_stall" in line for line in lines) >= 2
+    return sum("timing_s/checkpoint_copy_stall" in line for line in lines) >= 2
 
 
 def train_and_kill(folder: Path, environment: Mapping[str, str], repeats: int) -> None:

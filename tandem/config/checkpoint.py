@@ -20,8 +20,13 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Write checkpoints while training continues."""
     memory_every_steps: int = 0
-    """Optimizer steps between two checkpoints in the memory of the nodes, each rank's with its own node and the next one, from which lost ranks are
-    restarted. Each of the two holds up to three checkpoints of these ranks. 0: none."""
+    """Optimizer steps between two checkpoints in the memory of the nodes, each rank's with its own node and another one, from which lost ranks are
+    restarted. Each of the two holds up to three checkpoints of these ranks. Those of the run's folder are kept there too. 0: none."""
+    local_directory: str = ""
+    """Folder on a disk of this machine itself (NVMe), as an absolute path. Each checkpoint is written there too, in the background, and loaded from there
+    before the run's folder, which may be on a storage node. Empty: none."""
+    local_every_steps: int = 0
+    """Optimizer steps between two further checkpoints in `local_directory`, which are none of the run's folder. 0: none."""
     upload: str = ""
     """Folder or URL to copy each checkpoint to. Empty: none."""
 
@@ -30,5 +35,11 @@ class CheckpointConfig:
         check_at_least_one("checkpoint", self, "every_steps", "keep")
         if self.memory_every_steps < 0:
             raise UserError(f"'checkpoint.memory_every_steps' is {self.memory_every_steps}; it must be 0 (none) or more")
+        if self.local_every_steps < 0:
+            raise UserError(f"'checkpoint.local_every_steps' is {self.local_every_steps}; it must be 0 (none) or more")
+        if self.local_directory and not self.local_directory.startswith("/"):
+            raise UserError(f"'checkpoint.local_directory' is '{self.local_directory}'; give an absolute path, which is the same for all processes of the run")
+        if self.local_every_steps and not self.local_directory:
+            raise UserError(f"'checkpoint.local_every_steps' is {self.local_every_steps} and checkpoint.local_directory is not given; name a folder, or set 0")
         if not 0 <= self.every_minutes < float("inf"):
             raise UserError(f"'checkpoint.every_minutes' is {self.every_minutes}; it must be 0 (off) or more, and finite")

@@ -77,7 +77,6 @@ class Recipe:
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.elastic": "the trainer of a pod is always restarted with all of its ranks",
-        "checkpoint.memory_every_steps": "a pod repeats lost steps from its journal and its newest checkpoint in the run's folder",
         "rollout.sleep_mode": "it is residents.plan now, where 'keep' and 'terminate' are two of five plans",
         "pods.deadline_factor": "it is watchdog.deadline_factor now, which holds for every wait",
         "pods.min_deadline_s": "it is watchdog.min_deadline_s now, which holds for every wait",
@@ -143,8 +142,25 @@ class Recipe:
         self.trainer.check_offload_folder(self.residents.offloads)
         check_mesh(self.parallel, self.trainer)
         check_backends(self)
+        self._check_tiers()
         self.trainer.check_share_prompts(self.parallel.context)
         self._check_lora()
+
+    def _check_tiers(self) -> None:
+        """Checks that the ranks reach what the tiers of checkpoints before the run's folder are written to."""
+        for key in ("memory_every_steps", "local_directory"):
+            value = getattr(self.checkpoint, key)
+            if value and self.trainer.backend != "tandem":
+                raise UserError(
+                    f"'checkpoint.{key}' is {value!r} with trainer.backend {self.trainer.backend}, whose checkpoints are in the run's folder alone in this "
+                    "version; leave it out"
+                )
+        if self.checkpoint.local_directory and self.pods.trainer_count > self.pods.count:
+            raise UserError(
+                f"'checkpoint.local_directory' is '{self.checkpoint.local_directory}' and pods.trainer_count {self.pods.trainer_count} with pods.count "
+                f"{self.pods.count}: ranks on other machines do not reach this disk, and a checkpoint needs the files of all; set "
+                "checkpoint.memory_every_steps in its place, which other machines keep"
+            )
 
     def _check_lora(self) -> None:
         if self.trainer.lora is None:

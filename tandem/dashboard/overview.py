@@ -14,6 +14,7 @@ from tandem.report.differences import differing
 from tandem.report.hidden import shown_values, without_secrets
 from tandem.report.run_facts import RunFacts
 from tandem.report.series import Chart
+from tandem.runtime.records.checkpoint_tiers import EVENT_LOADED
 from tandem.runtime.records.replays import read_replays
 from tandem.runtime.records.run_lock import lock_holder
 from tandem.runtime.records.tracing import traced_steps
@@ -25,7 +26,7 @@ MOST_REPLAYS = 50
 _STEP_SECONDS, _MOVED = "timing_s/step", "memory/moved/"
 _NOTHING: Mapping[str, Any] = {
     "status": ["not known", "quiet"], "headline": "", "alerts": [], "cards": [], "memory": [], "marks": [], "events": [], "commands": [], "recipe": None,
-    "machine": {}, "replays": [], "examples": [], "samples": None, "moves": [],
+    "machine": {}, "replays": [], "examples": [], "samples": None, "moves": [], "tiers": [],
 }  # fmt: skip
 """Of a run whose journal cannot be read."""
 
@@ -49,7 +50,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
     return {
         **shown, "status": list(status(facts)), "headline": facts.headline, "alerts": alert_lines(facts), "marks": marks(facts),
         "commands": list(facts.commands), "events": events(facts), "recipe": _recipe(facts), "machine": machine, "replays": replays(run),
-        "examples": _examples(facts), "samples": last_samples,
+        "examples": _examples(facts), "samples": last_samples, "tiers": tiers(facts),
     }  # fmt: skip
 
 
@@ -118,6 +119,18 @@ def events(facts: RunFacts) -> list[dict[str, Any]]:
         {"time_s": event.get("time_s"), "kind": event["kind"], "detail": without_secrets("", event["detail"]), "bad": event["kind"] in ALERTS}
         for event in reversed(facts.events[-MOST_EVENTS:])
     ]
+
+
+def tiers(facts: RunFacts) -> list[dict[str, Any]]:
+    """Returns what was written to each tier of checkpoints and what was loaded from it, the nearest tier first."""
+    loads = [event["detail"] for event in facts.events if event["kind"] == EVENT_LOADED]
+    return [
+        {
+            **asdict(state), "loads": sum(each["tier"] == state.tier for each in loads),
+            "load_seconds": sum(each["seconds"] for each in loads if each["tier"] == state.tier),
+        }
+        for state in facts.tiers
+    ]  # fmt: skip
 
 
 def replays(run: OpenRun) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from tandem.jobs.verify.verify_records import steps_on_disk
 from tandem.runtime.callback import Callback
 from tandem.runtime.records.agreements import CORDON, CORRUPTION, last_agreement, trusted_step
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.local_checkpoints import forget_local
 from tandem.storage.files import open_storage
 from tandem.trainer.corruption.finding import CorruptionFinding
 from tandem.types import RunError
@@ -40,6 +41,7 @@ def distrust(
             ranks = [rank for rank, its in zip(finding.ranks, finding.hosts, strict=True) if its == host]
             journal.record_event(CORDON, {**cordoned, "node": host, "host": host, "ranks": ranks})
         journal.distrust_after(step)
+        forget_local(checkpoint.local_directory, journal)
     where = f"the checkpoint of step {step}" if step else "the start"
     back = f"the steps since the last agreement ({'none yet' if agreed is None else f'step {agreed}'}) are repeated from {where}"
     if is_replaced:

@@ -10,9 +10,10 @@ def pretrain(run: DataRun) -> int:
     with run.batches() as loader:
         for step, sequences in loader:
             due = run.checkpoints.due(step)
-            run.checkpoints.copy_to_memory(step)
             if due != "nothing" or step == last:
                 run.checkpoint(step)
+            else:
+                run.checkpoints.copy(step)
             if due == "stop" and step < last:
                 run.checkpoints.finish()
                 run.stop(step)

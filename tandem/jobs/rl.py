@@ -31,6 +31,8 @@ def reinforce(pod: Pod, run: RLRun) -> int:
                 due = run.trigger.due(step)
                 if due != "nothing":
                     run.checkpoint(pod, step)
+                else:
+                    run.copy_checkpoint(pod, step)
                 if due == "stop":
                     run.finish_checkpoints(pod)
                     run.stop(step)

@@ -42,18 +42,22 @@ from tandem.layout.placement import mesh_of
 from tandem.layout.shapes import adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
+from tandem.pod.channel import Channel
 from tandem.pod.failures import SidecarDied
 from tandem.pod.leadership import leading
+from tandem.pod.near_tiers import NearTiers, keeper_of
 from tandem.pod.nodes import Nodes
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
+from tandem.pod.rollout_pods import RolloutPods
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import begin_again, nodes_of, open_channels, rank_threads, shared_store
 from tandem.rl.agents.agent_worker import agent_files
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
 from tandem.runtime.callback import Callback
+from tandem.runtime.coordination.open import open_store
 from tandem.runtime.health.node_watch import NodeWatch
 from tandem.runtime.health.run_health import RunHealth
 from tandem.runtime.machine.gpus import check_pod_device
@@ -66,8 +70,10 @@ from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.watchdog import Watchdog
 from tandem.runtime.records.agreements import trusted_step
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.local_checkpoints import local_folder
 from tandem.runtime.records.logs import setup
 from tandem.runtime.records.run_records import Records
+from tandem.runtime.rpc.credentials import new_credential, read_credential
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.trainer.corruption.finding import SilentCorruption
 from tandem.types import RunError, UserError
@@ -148,11 +154,12 @@ def _execute(
             trusted = trusted_step(journal, steps_on_disk(directory))
             return kept if trusted is None else kept | {trusted}
 
+        near = stack.enter_context(contextlib.closing(_near_tiers(recipe, directory, journal, rollout_channel, callback)))
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype), journal,
             partial(recorded_batch, recipe, journal), records,
             recipe.run.max_restarts, planned.residency, planned.prefetch, recipe.has_inference,
-            on_committed=committed, in_use=in_use,
+            on_committed=committed, in_use=in_use, near=near,
             check_inputs=check_inputs, fence=fence, shared_store=shared_store(recipe, directory),
             verify_every=recipe.rollout.verify_weights_every_steps, pods=recipe.pods,
         )
@@ -176,6 +183,19 @@ def _execute(
             raise
         records.sync()
         return _finish(pod, run, steps)
+
+
+def _near_tiers(recipe: Recipe, directory: Path, journal: Journal, rollout: Channel, callback: Callback) -> NearTiers:
+    """Returns the tiers of checkpoints before the run's folder. Their keepers show the secret of the pods."""
+    shared = directory / "pod" / "credential"
+    credential = read_credential(shared) if shared.exists() else new_credential()
+    joining = rollout.joining if isinstance(rollout, RolloutPods) else None
+    address = shared_store(recipe, directory)
+    return NearTiers(
+        keeper_of(recipe, directory, credential), recipe.parallel.world, credential, local_folder(recipe.checkpoint.local_directory, directory, journal),
+        recipe.checkpoint.upload, None if joining is None else lambda: open_store(address),
+        tuple if joining is None else lambda: [pod.name for pod in joining.all_lives() if pod.channel.is_running], callback.message,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.recipe import Recipe, load_config
 from tandem.jobs.run_files import INPUTS_FOLDER, PRIVATE, rl_start_folder
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.local_checkpoints import KEY as LOCAL_KEY
 from tandem.runtime.records.sqlite_file import snapshot
 from tandem.storage.files import open_storage
 from tandem.types import UserError
@@ -92,5 +93,7 @@ def restore(run_directory: str | Path, url: str) -> None:
             journal.record_event("restore", {"from": url, "numerics": journal.get("numerics")})
             # Another machine may give other bits, and a run that lost its folder continues there all the same.
             journal.set("numerics", None)
+            # Checkpoints on a disk there may be newer than the rows of this copy.
+            journal.set(LOCAL_KEY, None)
     # The recipe comes last: without it the folder is no run.
     unread.replace(directory / CONFIG)

@@ -40,7 +40,8 @@ class Joining:
     """``config``: the recipe for them, in YAML. ``most``: how many may take part at once. ``first``: the number of the first one. ``leadership``: returns
     the revision at which this controller leads. ``deadline_s``: of calls. ``folder``: that of the run, in which ``FOLDER_PROOF`` has the text ``proof``.
     ``functions``: those that episodes run. ``sends_weights``: an update holds an adapter alone, so engines read the other weights from the model's folder.
-    ``tls``: the certificates that calls show. ``nodes``: what becomes of the machines of the pods.
+    ``tls``: the certificates that calls show. ``keeps_checkpoints``: they keep checkpoints of the trainer in memory. ``nodes``: what becomes of the machines
+    of the pods.
     ``goes_on``: the run begins again after this, with pods that join again.
 
     ``lives``: of the pods that are prepared or take part, by name; ``numbers``: of all so far, by name; ``news``: what has happened since it was last
@@ -59,6 +60,7 @@ class Joining:
     functions: SentFunctions = field(default_factory=SentFunctions)
     sends_weights: bool = False
     tls: PodTls | None = None
+    keeps_checkpoints: bool = False
     nodes: Nodes = field(default_factory=Nodes)
     goes_on: bool = False
     lives: dict[str, RolloutPod] = field(default_factory=dict)
@@ -182,7 +184,7 @@ class Joining:
                 given, missing = ("the run", "it") if self.tls is not None else ("it", "the run")
                 raise RunError(f"{given} has pods.tls_cert_file and {missing} has not; give all machines of the run certificates, or none")
             meta = {"config": self.config, "number": pod.number, "deadline_s": self.deadline_s, "folder": self.folder, "proof": self.proof}
-            meta["functions"] = dict(self.functions.paths)
+            meta["functions"], meta["keeps_checkpoints"] = dict(self.functions.paths), self.keeps_checkpoints
             reply = pod.ask("setup", meta, self.functions.files, deadline_s=self.heartbeat_timeout_s).meta
             pod.is_set_up, pod.reaches_folder = True, bool(reply.get("reaches_folder"))
 

@@ -26,6 +26,7 @@ from tandem.config.health import HealthConfig
 from tandem.config.yaml_text import parse_yaml
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.failures import Role
+from tandem.pod.joined_keeper import JoinedKeeper
 from tandem.pod.joining import FOLDER_PROOF
 from tandem.pod.sent_functions import take_functions
 from tandem.pod.sent_weights import KeptWeights
@@ -74,6 +75,7 @@ class JoiningShim:
         self.shims: dict[Role, Shim] = {}
         self.is_leaving = self.is_released = False
         self.ended = threading.Event()
+        self.keeper: JoinedKeeper | None = None
         self.status, self.lock = RELEASED, threading.Lock()
         self.weights = KeptWeights(self.folder / "base")
         self.health = HealthConfig(**json.loads(options.health))
@@ -152,6 +154,8 @@ class JoiningShim:
             os._exit(AGAIN)
 
     def close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()
         for shim in self.shims.values():
             shim.close()
         if self.session is not None:
@@ -197,6 +201,10 @@ class JoiningShim:
             )  # fmt: skip
             self.shims[role] = Shim(options)
             self.shims[role].prepare()
+        if meta.get("keeps_checkpoints"):
+            assert self.session is not None
+            tls = self.options.tls or ()
+            self.keeper = JoinedKeeper(self.name, self.folder, read_credential(Path(self.options.credential)), self.options.host, tls, self.session)
         self._say(f"draws samples as pod {meta['number']}")
         return {"reaches_folder": has_proof(str(meta.get("folder", "")), str(meta.get("proof", "")))}, {}
 

@@ -6,7 +6,7 @@ algorithm and no task. Every transition is checked, timed, journalled and announ
 
 import contextlib
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -18,6 +18,7 @@ from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.pod.calls import InferencePart
 from tandem.pod.failures import SidecarDied
 from tandem.pod.leadership import Fence
+from tandem.pod.near_tiers import NearTiers
 from tandem.pod.residents.moves import ResidentMoves, engine_moves
 from tandem.pod.restarts import Restarts
 from tandem.pod.rollout_ahead import Drawn, RolloutAhead
@@ -27,6 +28,7 @@ from tandem.pod.transitions import Transitions
 from tandem.runtime.health.run_health import RunHealth
 from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.records.agreements import record_agreement
+from tandem.runtime.records.checkpoint_tiers import Loaded, describe_fetched, record_loaded, record_written
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.rpc.calls import Progress
@@ -49,6 +51,7 @@ class Pod:
     ``loaded``: (step, digest) of the checkpoint that the trainer loaded; ``boundaries``: by step, the newest transition before each
     checkpoint that is under way. ``on_committed`` is told of each checkpoint that was journalled; those of steps ``in_use`` are not removed.
     ``trained_on``: what the journal has that a step was trained on.
+    ``near``: the tiers of checkpoints before the run's folder; ``copied_step``: of the newest checkpoint there alone.
     ``fence``: gives the guard of the weights that are published. ``shared_store``: the address of the store in which other pods find them; empty: there
     are none. ``pods``: how they are served to them. ``verify_every``: the steps between two comparisons of the engines' memory
     with what they were given; 0: none. ``health``: records what holds up the ranks, and what is wrong with nodes.
@@ -96,6 +99,8 @@ class Pod:
     on_committed: Callable[[int, str], None] = lambda step, digest: None
     in_use: Callable[[], Collection[int]] = tuple
     check_inputs: Callable[[], None] = lambda: None
+    near: NearTiers = field(default_factory=NearTiers)
+    copied_step: int = -1
     fence: Fence = lambda: None
     shared_store: str = ""
     verify_every: int = 0
@@ -124,12 +129,16 @@ class Pod:
             self.check_inputs()
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
-            loaded = self.trainer.load(self.start, step, self.residency, self.prefetch)
+            may_fetch = bool(self.near.copies) and bool(self.journal.checkpoints())
+            loaded = self.trainer.load(self.start, step, self.residency, self.prefetch, self.near.describe(), may_fetch=may_fetch)
             if self.kernels not in ("", loaded["kernels"]):
                 was, now = self.kernels, loaded["kernels"]
                 raise RunError(f"the trainer computed with kernels {was} and now with {now}, so its bits would differ; repair the compiler, then resume")
             self.trainer_step, self.kernels, self.online = int(loaded["step"]), str(loaded["kernels"]), True
-            self.loaded = (self.trainer_step, str(loaded["digest"])) if loaded["digest"] is not None else None
+            # Only those of the run's folder count as its checkpoints.
+            is_of_folder = loaded["digest"] is not None and loaded["tier"]["tier"] in ("folder", "upload")
+            self.loaded = (self.trainer_step, str(loaded["digest"])) if is_of_folder else None
+            self.copied_step = self.trainer_step if loaded["digest"] is not None and not is_of_folder else -1
             self.all_damaged, self.boundaries = bool(loaded["damaged"]), {}
             self.buffers = self.trainer.channel.allocate(self.segment_bytes)
             if self.shared_store and self.pods.are_several:
@@ -139,12 +148,16 @@ class Pod:
         for why in loaded["passed_over"]:
             self.journal.record_event("checkpoint_damaged", {"reason": why})
             self.records.callback.message(why)
+        if loaded["fetched"] is not None:
+            self.records.callback.message(describe_fetched(loaded["fetched"], self.near.copies))
+        if step is None and loaded["tier"] and (said := record_loaded(self.journal, Loaded(**loaded["tier"]))):
+            self.records.callback.message(said)
         return self.trainer_step
 
     def journal_loaded(self) -> None:
         """Journal the checkpoint that was loaded, if the death came before that; after the journal is cut to it."""
         if self.loaded is not None and all(self.loaded[0] != saved.step for saved in self.journal.checkpoints()):
-            self._commit([self.loaded])
+            self._commit({"committed": [self.loaded], "written": []})
 
     def start_engine(self, step: int) -> None:
         """Bring up the rollout sidecar: with dummy weights, or with those that an adapter is trained for."""
@@ -430,7 +443,7 @@ class Pod:
             self.health.look(step, times)
         self._measure("train", self.trainer.memory())
         self.device_metrics = trained["device"]
-        self._commit([tuple(each) for each in trained["committed"]])
+        self._commit(trained)
         metrics: dict[str, float] = trained["metrics"]
         if trained["verdict"] == "skipped":
             what = f"step {step}: the gradient norm is {metrics['actor/grad_norm']}: the update is left out"
@@ -450,16 +463,34 @@ class Pod:
         self.hand_over(step, Phase.TRAIN)
         with self.transitions.trainer_does(TrainerState.CHECKPOINT, step):
             self.boundaries[step] = self.journal.last_transition()
-            committed = self.trainer.save(step, self.in_use())
-        self._commit(committed)
+            saved = self.trainer.save(step, self.in_use(), self.near.describe())
+        self._commit(saved)
+
+    def copy_checkpoint(self, step: int, tiers: Collection[str]) -> None:
+        """Begin the checkpoint of the state after ``step`` optimizer steps in ``tiers``, before the run's folder, once."""
+        if step == self.copied_step:
+            return
+        self.hand_over(step, Phase.TRAIN)
+        with self.transitions.trainer_does(TrainerState.CHECKPOINT, step) as detail:
+            copied = self.trainer.copy_checkpoint(step, tiers, self.near.describe())
+            detail["tiers"] = sorted(tiers) if copied["begun"] else []
+        if copied["begun"]:
+            self.copied_step = step
+        self._commit(copied)
 
     def finish_checkpoints(self) -> None:
         """Wait for the checkpoint that is under way, if one is."""
         if self.boundaries:
             self._commit(self.trainer.finish_save())
 
-    def _commit(self, committed: Sequence[tuple[int, str]]) -> None:
-        for step, digest in committed:
+    def _commit(self, reply: Mapping[str, Any]) -> None:
+        """Journals the checkpoints that a ``reply`` of the trainer says were committed, and what was written to tiers."""
+        for tier, step, size_bytes, seconds, where, trouble in reply["written"]:
+            if record_written(self.journal, tier, step, size_bytes, seconds, where, trouble):
+                self.records.callback.message(f"tier {tier} takes no more checkpoints: {trouble}")
+            elif tier == "memory":
+                self.near.tell_of_nodes(len(where))
+        for step, digest in reply["committed"]:
             self.journal.commit_checkpoint(step, digest, self.boundaries.pop(step, None))
             self.on_committed(step, digest)
 

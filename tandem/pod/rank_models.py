@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -130,6 +130,21 @@ class RankModels:
             self.residue, self.has_staged_moments = ResidueCheck(), self.steps > 0
         span = self.actor.tracer.span("checkpoint write", step=self.steps)
         self.actor.checkpoints.save(self.steps, {"steps": self.steps}, span, self.rank.beat)
+
+    def copy_checkpoint(self, tiers: Collection[str]) -> bool:
+        """Begins the checkpoint of the state after ``steps`` steps in ``tiers``, before the run's folder. Returns whether it does: not while another one is
+        being written by some rank, because training does not wait for it."""
+        checkpoints = self.actor.checkpoints
+        if any(busy for (busy,) in self.rank.ranks.all_values([float(checkpoints.is_busy)], "whether a checkpoint is being written")):
+            return False
+        if not self.has_staged_moments:
+            self.residue, self.has_staged_moments = ResidueCheck(), self.steps > 0
+        checkpoints.copy(self.steps, {"steps": self.steps}, tiers, self.rank.beat)
+        return True
+
+    def take_written(self) -> list[list[object]]:
+        """Returns what was written to tiers of checkpoints since this was asked, as of ``Written``."""
+        return [list(each) for each in self.actor.checkpoints.take_written()]
 
     def take_committed(self) -> list[list[int | str]]:
         """Returns (step, digest) of the checkpoint that was committed since this was asked, in a list of at most one."""

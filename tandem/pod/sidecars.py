@@ -12,10 +12,12 @@ from tandem.layout.residents import Phase, Residency
 from tandem.pod.calls import InferencePart
 from tandem.pod.channel import Channel
 from tandem.runtime.coordination.store import Guard
-from tandem.runtime.rpc.calls import Progress
+from tandem.runtime.rpc.calls import Meta, Progress
 from tandem.types import Prompt, Sample, Score, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts, encode_samples, encode_scores, samples_from_text
 
+NO_TIERS: Meta = {"memory": None, "local": None}
+"""No tier before the run's folder."""
 OnSamples = Callable[[Sequence[Sample]], None]
 
 
@@ -29,11 +31,15 @@ class TrainerSidecar:
         """Make the model that the recipe describes as ``folder``, once."""
         self.channel.call("create_model", {"folder": str(folder)})
 
-    def load(self, start: Path, step: int | None, residency: Residency, prefetch: Collection[Phase]) -> dict[str, Any]:
+    def load(
+        self, start: Path, step: int | None, residency: Residency, prefetch: Collection[Phase], tiers: Meta = NO_TIERS, *, may_fetch: bool = False
+    ) -> dict[str, Any]:
         """Load checkpoint ``step`` or the newest before it (``None``: the newest that is whole), or the folder ``start`` if there is none. The
         reference model is ``start``; residents are moved as ``residency`` says, and read ahead at the end of the phases ``prefetch``. Returns the
-        ``step`` and ``digest`` of what was loaded, why others were passed over, and the name of the ``kernels``."""
-        return self.channel.call("load", {**asdict(residency), "start": str(start), "step": step, "prefetch": sorted(prefetch)}).meta
+        ``step`` and ``digest`` of what was loaded, why others were passed over, and the name of the ``kernels``. ``tiers``: those before the run's folder,
+        as of ``NearTiers.describe``; ``may_fetch``: whether a copy is fetched where there is no other; ``tier`` of the reply says what was read."""
+        meta = {**asdict(residency), "start": str(start), "step": step, "prefetch": sorted(prefetch), "tiers": dict(tiers), "may_fetch": may_fetch}
+        return self.channel.call("load", meta).meta
 
     def inference(self, step: int, samples: Sequence[Sample], *, part: InferencePart = "all", returns_reference: bool = False) -> dict[str, Any]:
         """The ``part`` for the update: the reference model's log-probabilities of ``samples`` and the critic's values, kept by the worker for ``train``. The
@@ -91,14 +97,19 @@ class TrainerSidecar:
         to write the version to ``weights_url``. Returns its ``bytes`` (0: there is none), the ``stored_bytes``, the ``seconds`` and the ``trouble``, if any."""
         return self.channel.call("write_delta", {"store": store, "full_every": full_every, "weights_url": weights_url}).meta
 
-    def save(self, step: int, in_use: Collection[int]) -> list[tuple[int, str]]:
-        """Begin the checkpoint of ``step``; those of steps ``in_use`` are not removed for it. Returns (step, digest) of those that were committed
-        meanwhile."""
-        return [tuple(each) for each in self.channel.call("save", {"step": step, "in_use": sorted(in_use)}).meta["committed"]]
+    def save(self, step: int, in_use: Collection[int], tiers: Meta = NO_TIERS) -> dict[str, Any]:
+        """Begin the checkpoint of ``step``, in ``tiers`` too; those of steps ``in_use`` are not removed for it. Returns (step, digest) of those that were
+        ``committed`` meanwhile, and what was ``written`` to tiers."""
+        return self.channel.call("save", {"step": step, "in_use": sorted(in_use), "tiers": dict(tiers)}).meta
 
-    def finish_save(self) -> list[tuple[int, str]]:
-        """Wait for the checkpoint that is under way; (step, digest) of those that were committed meanwhile."""
-        return [tuple(each) for each in self.channel.call("finish_save").meta["committed"]]
+    def copy_checkpoint(self, step: int, only: Collection[str], tiers: Meta) -> dict[str, Any]:
+        """Begin the checkpoint of ``step`` in the tiers ``only`` and not in the run's folder, unless one is being written. Returns what ``save`` does, and
+        whether it was ``begun``."""
+        return self.channel.call("copy_checkpoint", {"step": step, "only": sorted(only), "tiers": dict(tiers)}).meta
+
+    def finish_save(self) -> dict[str, Any]:
+        """Wait for the checkpoint that is under way. Returns what ``save`` does."""
+        return self.channel.call("finish_save").meta
 
     def export(self, folder: Path, critic: Path) -> None:
         """Write the actor as a Hugging Face folder, once, and a critic of its own as ``critic``."""

@@ -172,7 +172,7 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
         text = yaml.safe_dump(to_mapping(own), sort_keys=False, allow_unicode=True)
         joining = Joining(text, first.credential, rollout.workers, pods.max_count - pods.count, pods.count, leadership, deadline_s, pods.heartbeat_timeout_s,
                           functions=sent_functions(recipe), sends_weights=recipe.trainer.lora is not None,
-                          tls=tls_of(pods), nodes=_nodes(recipe, directory))  # fmt: skip
+                          tls=tls_of(pods), keeps_checkpoints=bool(recipe.checkpoint.memory_every_steps), nodes=_nodes(recipe, directory))  # fmt: skip
         WAITS.stacks_elsewhere = joining.stacks
     # A pod that was started elsewhere does it at its own address.
     sends_on = {"host": pods.host, "port": 0, "advertised": ""} if pods.peer_to_peer else {}

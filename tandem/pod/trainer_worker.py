@@ -6,6 +6,8 @@ strings and returns the same, so that it can cross a process boundary or not, an
 
 from collections.abc import Mapping
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -24,13 +26,17 @@ from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.inference import Inferred, infer, reward_scores
 from tandem.pod.policy_step import mismatch_metrics, policy_step
 from tandem.pod.rank_models import RankModels, hold
-from tandem.runtime.collectives.agreement import check_same_kernels
+from tandem.runtime.collectives.agreement import check_same_kernels, gather_values
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.store import Guard
 from tandem.runtime.process.faults import FaultPoint
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.records.tracing import CALL, NO_TRACE
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.runtime.rpc.pod_tls import PodTls, tls_of
+from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
+from tandem.trainer.checkpoint.tiers.upload_tier import fetch_copy
 from tandem.trainer.corruption.check import CorruptionCheck, corruption_check
 from tandem.trainer.corruption.finding import SilentCorruption
 from tandem.trainer.corruption.injected_flips import inject_flips
@@ -69,6 +75,7 @@ class TrainerWorker:
         self.inferred: Inferred | None = None
         self.in_use: frozenset[int] = frozenset()
         self.check: CorruptionCheck | None = None
+        self.tls: PodTls | None = None
         self.record = tensor_record(rank.directory, rank.ranks.mesh.rank)
 
     def methods(self) -> dict[str, Method]:
@@ -130,9 +137,10 @@ class TrainerWorker:
     # -- the state ---------------------------------------------------------------------------------------------------
 
     def load(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Loads checkpoint ``step`` or the newest before it (``None``: the newest), or the model ``start`` if there is none that is whole.
+        """Loads checkpoint ``step`` of the run's folder or the newest before it (``None``: the newest of the nearest of ``tiers`` that has it whole), or the
+        model ``start`` if there is none that is whole. ``may_fetch``: one that is fetched from the copies in ``checkpoint.upload`` if there is no other.
         The reply names the ``step``, its ``digest``, the ``kernels`` and why checkpoints were passed over (``damaged``), and has ``notes`` on the
-        device for the user."""
+        device for the user. ``tier``: what was loaded and read, as of ``Loaded``; ``fetched``: the step of a copy."""
         recipe, residency = self.recipe, Residency(meta["plan"], meta["to"])
         if self.models is not None:
             self.models.close()
@@ -144,8 +152,17 @@ class TrainerWorker:
                 self.record.watch(actor.replica.model, "actor")
             if actor.critic is not None:
                 self.record.watch(actor.critic.replica.model, "critic")
-        loaded, damaged = actor.checkpoints.load(meta["step"]), actor.checkpoints.damaged
+        began = perf_counter()
+        self._use_tiers(actor.checkpoints, meta["tiers"])
+        loaded, damaged, fetched = actor.checkpoints.load(meta["step"]), list(actor.checkpoints.damaged), None
+        read_bytes = dict(actor.checkpoints.read_bytes)
+        if loaded is None and meta["step"] is None and meta["may_fetch"]:
+            fetched = self._fetch_copy(actor.checkpoints.folder)
+            if fetched is not None:
+                loaded = actor.checkpoints.load()
+                damaged += actor.checkpoints.damaged
         step = 0 if loaded is None else loaded.step
+        tier = {} if loaded is None else self._of_tier(actor.checkpoints, perf_counter() - began, read_bytes, fetched)
         self.check = None
         if isinstance(actor.replica, Replica):
             # Those who repeat recorded steps compare with the record.
@@ -159,7 +176,37 @@ class TrainerWorker:
         return {
             "step": step, "notes": notes, "digest": None if loaded is None else loaded.digest, "kernels": self.kernels.name,
             "damaged": list(damaged) if loaded is None else [], "passed_over": list(damaged),
+            "tier": tier, "fetched": fetched,
         }, {}  # fmt: skip
+
+    def _use_tiers(self, checkpoints: ReplicaCheckpoints, tiers: Mapping[str, Any]) -> None:
+        """Lets ``checkpoints`` use the keepers and the local folder of ``tiers``, as of ``NearTiers.describe``."""
+        memory, local = tiers["memory"], tiers["local"]
+        checkpoints.local = None if local is None else Path(local)
+        if memory is None:
+            checkpoints.memory = None
+            return
+        if self.tls is None and any(keeper["is_encrypted"] for keeper in memory["keepers"]):
+            self.tls = tls_of(self.recipe.pods)
+        checkpoints.memory = Keepers.of(memory, self.rank.ranks.world.rank, self.tls)
+
+    def _fetch_copy(self, folder: Path) -> int | None:
+        """Fetches the newest whole copy of ``checkpoint.upload``. Returns its step, on every rank."""
+        fetched = fetch_copy(self.recipe.checkpoint.upload, folder, self.rank.beat) if self.rank.ranks.is_first else None
+        step, *_ = gather_values(self.rank.ranks.world, fetched, "the copy that is fetched")
+        return None if step is None else int(step)
+
+    def _of_tier(self, checkpoints: ReplicaCheckpoints, seconds: float, read_bytes: dict[str, int], fetched: int | None) -> dict[str, Any]:
+        """Returns the fields of ``Loaded`` for the checkpoint that was loaded."""
+        opened = checkpoints.opened
+        assert opened is not None
+        if fetched is not None:
+            read_bytes = {**read_bytes, "upload": opened.size_bytes}
+        tier = opened.tier if fetched is None else "upload"
+        return {
+            "step": opened.checkpoint.step, "tier": tier, "size_bytes": opened.size_bytes, "seconds": seconds, "read_bytes": read_bytes,
+            "where": dict(opened.where),
+        }  # fmt: skip
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Begins the checkpoint of ``step``, for which those of steps ``in_use`` are not removed; the reply has those that were ``committed``
@@ -169,14 +216,26 @@ class TrainerWorker:
         models.enter(Phase.TRAIN).checkpoints.wait(self.rank.beat)
         self.in_use = frozenset(meta["in_use"])
         before = models.take_committed()
+        self._use_tiers(models.actor.checkpoints, meta["tiers"])
         models.save()
-        return {"committed": before + models.take_committed()}, {}
+        return {"committed": before + models.take_committed(), "written": models.take_written()}, {}
+
+    def copy_checkpoint(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Begins the checkpoint of ``step`` in the tiers ``only``, before the run's folder, unless another one is being written. The reply says whether it
+        ``begun``, and has the checkpoints that were ``committed`` and ``written`` meanwhile."""
+        models = self._held()
+        models.expect(int(meta["step"]))
+        checkpoints = models.enter(Phase.TRAIN).checkpoints
+        committed = models.take_committed()
+        self._use_tiers(checkpoints, meta["tiers"])
+        begun = models.copy_checkpoint(meta["only"])
+        return {"begun": begun, "committed": committed, "written": models.take_written()}, {}
 
     def finish_save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Waits for the checkpoint that is under way; the reply has those that were ``committed``."""
         models = self._held()
         models.actor.checkpoints.wait(self.rank.beat)
-        return {"committed": models.take_committed()}, {}
+        return {"committed": models.take_committed(), "written": models.take_written()}, {}
 
     # -- the cycle ---------------------------------------------------------------------------------------------------
 
@@ -262,7 +321,7 @@ class TrainerWorker:
             return {"corruption": corruption.finding.to_json()}, {}
         self.inferred = None
         committed, moves, residue = models.take_committed(), models.take_moves(), models.find_residue(Phase.TRAIN)
-        return {**learned, "committed": committed, "moves": moves, "residue": residue}, {}
+        return {**learned, "committed": committed, "written": models.take_written(), "moves": moves, "residue": residue}, {}
 
 
 def _counts(progress: Progress) -> Counts:

@@ -10,6 +10,7 @@ from tandem.config.leaves import default_values, leaves
 from tandem.config.load import to_mapping
 from tandem.config.parallel import ScheduleName
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
+from tandem.runtime.records.checkpoint_tiers import TierState, read_tiers
 from tandem.runtime.records.elastic import describe_fewer_ranks, fewer_ranks
 from tandem.runtime.records.journal import Journal
 from tandem.types import UserError
@@ -36,6 +37,7 @@ class RunFacts:
         recipe: the resolved recipe by dotted key, ``None`` where it cannot be read; ``defaults``: the default of each key that has one.
         ended: optimizer steps after which the run has finished, ``None`` while it has not.
         target: the held-out accuracy that the run trains to; ``reached``: whether the finished run reached it.
+        tiers: of checkpoints, the nearest first.
     """
 
     name: str
@@ -54,6 +56,7 @@ class RunFacts:
     ended: int | None = None
     target: float | None = None
     reached: bool | None = None
+    tiers: Sequence[TierState] = ()
 
     @property
     def is_data(self) -> bool:
@@ -86,6 +89,7 @@ def facts_of(directory: Path, journal: Journal, rows: Sequence[Row]) -> RunFacts
         ended=result.get("steps") if rows and result.get("steps") == rows[-1]["step"] + 1 else None,
         target=recipe.evaluation.target_accuracy if isinstance(recipe, Recipe) else None,
         reached=result.get("reached"),
+        tiers=read_tiers(journal),
     )
 
 

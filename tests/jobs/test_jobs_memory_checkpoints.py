@@ -51,8 +51,8 @@ def node_of(child: int) -> int | None:
     line = Path(f"/proc/{child}/cmdline").read_bytes().decode()
     if "memory.keeper" in line:
         return int(line.split("memory.keeper\0")[1].split("\0")[0])
-    found = re.search(r'"rank": (\d+)', line)
-    return None if found is None else int(found[1]) // EACH
+    rank = re.search(r'"rank": (\d+)', line)
+    return None if rank is None else int(rank[1]) // EACH
 
 
 def kill_node(command_pid: int, node: int) -> int:
@@ -82,6 +82,13 @@ def wait_for_rows(folder: Path, count: int) -> None:
         time.sleep(0.02)
 
 
+def wait_for_checkpoint(folder: Path, step: int) -> None:
+    ends = time.monotonic() + 200
+    while not (folder / "run" / "checkpoints" / f"step-{step}").exists():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
 def loaded(folder: Path) -> list[dict[str, Any]]:
     with Journal(folder / "run" / "journal.sqlite", read_only=True) as journal:
         return [event.detail for event in journal.events() if event.kind == "checkpoint_loaded"]
@@ -103,8 +110,10 @@ def test_a_node_that_is_killed_is_replaced_from_the_memory_of_its_peer_with_no_c
         assert kill_node(process.pid, node) == 1 + EACH
         output, _ = process.communicate(timeout=400)
     assert process.returncode == 0 and "is loaded from the memory of the nodes" in output, output
-    [found] = loaded(tmp_path)
-    assert found["tier"] == "memory" and found["step"] >= 5 and found["bytes"] > 0 and set(found["where"].values()) == {1 - node}
+    [event] = loaded(tmp_path)
+    assert event["tier"] == "memory" and event["step"] >= 5 and set(event["where"].values()) == {str(1 - node)}
+    assert event["read_bytes"] == {"memory": event["bytes"], "folder": 0} and event["bytes"] > 0
+    assert "are on one machine" in output, "it says what the memory does not survive"
     assert_as(tmp_path, undisturbed)
 
 
@@ -112,11 +121,13 @@ def test_without_any_memory_left_the_newest_checkpoint_of_the_folder_is_taken(da
     write(tmp_path, data, memory_every_steps=1, every_steps=5)
     with begun(tmp_path) as process:
         wait_for_rows(tmp_path, 12)
+        # It is written while training goes on.
+        wait_for_checkpoint(tmp_path, 10)
         assert kill_node(process.pid, 0) == kill_node(process.pid, 1) == 1 + EACH
         output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
-    [found] = loaded(tmp_path)
-    assert found["tier"] == "folder" and found["step"] % 5 == 0 and found["step"] >= 10
+    [event] = loaded(tmp_path)
+    assert event["tier"] == "folder" and event["step"] % 5 == 0 and event["step"] >= 10
     assert_as(tmp_path, undisturbed)
 
 
@@ -133,3 +144,18 @@ def test_without_a_whole_checkpoint_in_the_folder_the_copy_in_storage_is_taken(d
     assert "no checkpoint in the run's folder is whole; that of step 6 is fetched from" in said
     assert loaded(tmp_path)[-1]["tier"] == "upload"
     assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == model and json.dumps(rows(tmp_path / "run"))
+
+
+def test_a_run_whose_processes_are_all_killed_goes_on_from_its_local_disk_with_the_same_bits(data: Path, undisturbed: Path, tmp_path: Path) -> None:
+    write(tmp_path, data, memory_every_steps=1, local_directory=str(tmp_path / "nvme"), local_every_steps=2)
+    with begun(tmp_path) as process:
+        wait_for_rows(tmp_path, 12)
+        every = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        for pid in every:
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+    said = command("resume", "run", folder=tmp_path)
+    assert "is loaded from the local disk" in said
+    [event] = loaded(tmp_path)
+    assert event["tier"] == "local" and event["step"] >= 8 and event["read_bytes"] == {"memory": 0, "local": event["bytes"], "folder": 0}
+    assert_as(tmp_path, undisturbed)

@@ -4,7 +4,7 @@ next copy, the next checkpoint and the folder, in this order."""
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,6 +34,12 @@ class Nodes(NamedTuple):
     reached: Keepers
 
 
+def keepers_at(servers: list[RpcServer], credential: str) -> dict[str, Any]:
+    """Describes the keepers of ``servers`` on nodes of their own, for a rank on each."""
+    keepers = [{"name": str(n), "node": str(n), "host": "127.0.0.1", "port": server.port, "is_encrypted": False} for n, server in enumerate(servers)]
+    return {"keepers": keepers, "credential": credential, "nodes": [keeper["node"] for keeper in keepers]}
+
+
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     credential, keepers = new_credential(), [Keeper(), Keeper()]
@@ -41,7 +47,7 @@ def nodes() -> Iterator[Nodes]:
         servers = [stack.enter_context(closing(RpcServer(keeper.methods(), credential, name="memory"))) for keeper in keepers]
         for server in servers:
             server.start()
-        yield Nodes(keepers, servers, Keepers.of({"ports": [server.port for server in servers], "credential": credential}, 1, 0))
+        yield Nodes(keepers, servers, Keepers.of(keepers_at(servers, credential), 0))
 
 
 class Run:
@@ -76,8 +82,13 @@ def run(make_model: Callable[..., Decoder], tmp_path: Path, nodes: Nodes) -> Run
     run = Run(make_model, tmp_path, nodes.reached)
     run.checkpoints.save(1, run.take(1))
     for step in (2, 3, 4):
-        run.checkpoints.copy_to_memory(step, run.take(step))
+        run.checkpoints.copy(step, run.take(step), {"memory"})
     return run
+
+
+def tier(run: Run) -> str:
+    assert run.checkpoints.opened is not None
+    return run.checkpoints.opened.tier
 
 
 def damage(nodes: Nodes, node: int, step: int, name: str = DATA) -> None:
@@ -86,7 +97,7 @@ def damage(nodes: Nodes, node: int, step: int, name: str = DATA) -> None:
 
 def test_the_newest_checkpoint_in_memory_is_loaded_from_the_own_node_and_no_more_than_two_are_kept_on_each(run: Run, nodes: Nodes) -> None:
     assert run.load() == 4 and run.checkpoints.damaged == []
-    assert run.checkpoints.loaded_in is not None and run.checkpoints.loaded_in.source.where[DATA] == 0
+    assert run.checkpoints.opened is not None and run.checkpoints.opened.where[DATA] == "0"
     assert all(keeper.committed == [3, 4] and len(keeper.committed) == KEPT for keeper in nodes.keepers)
     assert run.checkpoints.last == 1, "it is none of the folder's"
 
@@ -95,7 +106,7 @@ def test_the_newest_checkpoint_in_memory_is_loaded_from_the_own_node_and_no_more
 def test_a_damaged_copy_is_passed_over_for_that_of_the_peer_and_named(name: str, run: Run, nodes: Nodes) -> None:
     damage(nodes, 0, 4, name)
     assert run.load() == 4
-    assert run.checkpoints.loaded_in is not None and run.checkpoints.loaded_in.source.where[DATA] == 1
+    assert run.checkpoints.opened is not None and run.checkpoints.opened.where[DATA] == "1"
     [why] = run.checkpoints.damaged
     assert name in why and "memory of node 0" in why
 
@@ -116,7 +127,7 @@ def test_without_a_whole_one_in_memory_that_of_the_folder_is_loaded(lost: str, r
                 del keeper.files[step][MARKER]
         if lost == "nodes are gone":
             nodes.servers[node].close()
-    assert run.load() == 1 and run.checkpoints.loaded_in is None and run.checkpoints.last == 1
+    assert run.load() == 1 and tier(run) == "folder" and run.checkpoints.last == 1
 
 
 def test_a_manifest_that_its_marker_does_not_name_is_none(run: Run, nodes: Nodes) -> None:
@@ -125,14 +136,17 @@ def test_a_manifest_that_its_marker_does_not_name_is_none(run: Run, nodes: Nodes
     assert run.load() == 3
 
 
-def test_a_newer_checkpoint_of_the_folder_is_loaded_and_not_an_older_one_in_memory(run: Run) -> None:
+def test_a_checkpoint_of_the_folder_is_in_memory_too_and_newer_than_all_there_where_no_memory_took_it(run: Run, nodes: Nodes) -> None:
     run.checkpoints.save(5, run.take(5))
-    assert run.load() == 5 and run.checkpoints.loaded_in is None
+    assert run.load() == 5 and tier(run) == "memory"
+    for keeper in nodes.keepers:
+        del keeper.files[5]
+    assert run.load() == 5 and tier(run) == "folder"
 
 
 def test_with_the_memory_of_one_node_a_checkpoint_is_saved_and_loaded_from_the_other(run: Run, nodes: Nodes) -> None:
     nodes.servers[0].close()
-    run.checkpoints.copy_to_memory(6, run.take(6))
+    run.checkpoints.copy(6, run.take(6), {"memory"})
     assert run.load() == 6 and nodes.keepers[1].committed == [4, 6] and nodes.keepers[0].committed == [3, 4]
 
 

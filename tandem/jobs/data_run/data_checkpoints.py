@@ -2,11 +2,9 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -16,15 +14,15 @@ from tandem.jobs.uploads import make_uploader
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.records.agreements import trusted_step
+from tandem.runtime.records.checkpoint_tiers import Loaded, describe_fetched, record_loaded, record_written
+from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
-from tandem.storage.files import open_storage
-from tandem.trainer.checkpoint.checkpointer import wait_for
 from tandem.trainer.checkpoint.find import VerifiedCheckpoint, committed_steps
 from tandem.trainer.checkpoint.memory.keepers import Keepers
-from tandem.trainer.checkpoint.remote import fetch_newest
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.checkpoint.replica_state import ReplicaState
-from tandem.trainer.checkpoint.trigger import CheckpointTrigger, Due
+from tandem.trainer.checkpoint.tiers.upload_tier import fetch_copy
+from tandem.trainer.checkpoint.trigger import CheckpointTrigger, Due, copies_due
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.replica import Replica
 from tandem.types import RunError, UserError
@@ -40,13 +38,14 @@ class DataCheckpoints:
         batch_sequences: sequences of a global batch.
         start: the folder of the model that the run starts from.
         ranks: a communicator of all ranks that nothing else uses.
-        memory: holds further checkpoints (``None``: there is none).
+        memory, local: hold further checkpoints, in the memory of nodes and on a disk of this one (``None``: there is none).
         registered: enters committed checkpoints in the model registry (the first rank only).
     """
 
     def __init__(
         self, checkpoint: CheckpointConfig, batch_sequences: int, directory: Path, start: Path, replica: Replica, guard: GradScaler,
         ranks: Communicator, records: Records, registered: Registered | None, memory: Keepers | None = None,
+        local: Path | None = None,
     ) -> None:  # fmt: skip
         self._config, self._batch_sequences, self._directory = checkpoint, batch_sequences, directory
         self._records, self._registered = records, registered
@@ -58,13 +57,13 @@ class DataCheckpoints:
         def agree(wanted: Sequence[bool]) -> list[bool]:
             return [bool(flag) for flag in world.all_gather(torch.tensor(wanted), "whether to save").any(dim=0).tolist()]
 
-        self._agree, self._memory = agree, memory
+        self._agree = agree
         self._trigger = CheckpointTrigger(checkpoint, self.requests, is_first=world.rank == 0, agree=agree)
         self._uploader = make_uploader(checkpoint, directory, records.callback.message) if records.journal is not None else None
         self.replica = ReplicaCheckpoints(
             directory / "checkpoints", checkpoint.keep, start, ReplicaState(replica), guard, ranks, asynchronous=checkpoint.asynchronous,
             on_committed=self._uploader.add if self._uploader else None, in_use=self._in_use,
-            fault_point=records.fault_point, memory=memory,
+            fault_point=records.fault_point, memory=memory, local=local,
         )  # fmt: skip
         self._metrics: dict[str, float] = {}
         self._loaded: VerifiedCheckpoint | None = None
@@ -81,9 +80,9 @@ class DataCheckpoints:
         began = perf_counter()
         self._loaded = self.replica.load(at_most, self._check_cursor)
         damaged = list(self.replica.damaged)
-        tier = "folder" if self.replica.loaded_in is None else "memory"
+        read_bytes, is_fetched = dict(self.replica.read_bytes), False
         if self._loaded is None and at_most is None and self._fetch_copy(bool(damaged)):
-            self._loaded, tier = self.replica.load(at_most, self._check_cursor), "upload"
+            self._loaded, is_fetched = self.replica.load(at_most, self._check_cursor), True
             damaged += self.replica.damaged
         if self._loaded is None and damaged and at_most is None:
             raise RunError(
@@ -98,42 +97,39 @@ class DataCheckpoints:
                 "'tandem resume NEW_FOLDER --from URL', or start a new run"
             )
         if self._loaded is not None and at_most is None and journal is not None:
-            journal.record_event("checkpoint_loaded", self._placement(self._loaded, tier, perf_counter() - began))
+            self._record_loaded(journal, perf_counter() - began, read_bytes, is_fetched)
         for why in damaged:
             if self._records.journal is not None:
                 self._records.journal.record_event("checkpoint_damaged", {"reason": why})
             self._records.callback.message(why)
         return 0 if self._loaded is None else self._loaded.step
 
-    def _placement(self, loaded: VerifiedCheckpoint, tier: str, seconds: float) -> dict[str, Any]:
-        """Returns what the journal says of a loaded checkpoint: from which ``tier``, how many ``bytes`` in how many ``seconds``, and in ``where`` the node of
-        each file in memory."""
-        detail: dict[str, Any] = {"step": loaded.step, "tier": tier, "seconds": round(seconds, 3)}
-        if tier == "memory" and (found := self.replica.loaded_in) is not None:
-            detail |= {"bytes": found.size_bytes, "where": dict(found.source.where)}
-            self._records.callback.message(f"the checkpoint of step {loaded.step} is loaded from the memory of the nodes in {seconds:.2f} s")
-        else:
-            detail["bytes"] = sum(path.stat().st_size for path in loaded.folder.glob("*.safetensors"))
-        return detail
+    def _record_loaded(self, journal: Journal, seconds: float, read_bytes: dict[str, int], is_fetched: bool) -> None:
+        """Records the loaded checkpoint, which ``is_fetched`` from the copies; see ``record_loaded``."""
+        opened = self.replica.opened
+        assert opened is not None
+        if is_fetched:
+            # It was sent to the folder, and read there.
+            read_bytes = {**read_bytes, "upload": opened.size_bytes}
+        tier = "upload" if is_fetched else opened.tier
+        loaded = Loaded(opened.checkpoint.step, tier, opened.size_bytes, seconds, read_bytes, opened.where)
+        if said := record_loaded(journal, loaded):
+            self._records.callback.message(said)
 
     def _fetch_copy(self, has_damaged: bool) -> bool:
         """Fetches the newest whole copy of ``checkpoint.upload`` where the folder has lost its checkpoints. Returns whether there is one, on every rank."""
         journal, fetched = self._records.journal, None
         if journal is not None and self._config.upload and (has_damaged or journal.checkpoints()):
-            storage = open_storage(self._config.upload)
-            with ThreadPoolExecutor(1) as thread:
-                pending = thread.submit(fetch_newest, storage, self._directory / "checkpoints")
-                wait_for(pending, self._beat)
-                fetched = pending.result()
+            fetched = fetch_copy(self._config.upload, self._directory / "checkpoints", self._beat)
             if fetched is not None:
-                self._records.callback.message(f"no checkpoint in the run's folder is whole; that of step {fetched} is fetched from '{self._config.upload}'")
+                self._records.callback.message(describe_fetched(fetched, self._config.upload))
         return self._agree([fetched is not None])[0]
 
     def journal_loaded(self) -> None:
         """Journals the loaded checkpoint if the run died between its commit and its row in the journal. Called after the journal is cut to
         its step."""
         loaded, journal = self._loaded, self._records.journal
-        if self.replica.loaded_in is not None:
+        if self.is_near:
             # The folder alone has checkpoints that count; the run goes on from this one all the same.
             return
         if loaded is not None and journal is not None and loaded.step not in {saved.step for saved in journal.checkpoints()}:
@@ -158,16 +154,25 @@ class DataCheckpoints:
         self._trigger.saved()
         return stall
 
-    def copy_to_memory(self, step: int) -> None:
-        """Begins the checkpoint of ``step`` in memory, if it is due. One is left out where the writing of a checkpoint is still in progress on some rank,
-        because training does not wait for it."""
-        every = self._config.memory_every_steps
-        if self._memory is None or not every or step == 0 or step % every or self._agree([self.replica.is_busy])[0]:
+    @property
+    def is_near(self) -> bool:
+        """Whether the loaded checkpoint is of a tier before the run's folder, and so none of the run's checkpoints."""
+        return self.replica.opened is not None and self.replica.opened.tier != "folder"
+
+    def copy(self, step: int) -> None:
+        """Begins the checkpoint of ``step`` in memory and on the local disk, where it is due. One is left out where the writing of a checkpoint is still in
+        progress on some rank, because training does not wait for it."""
+        tiers = copies_due(self._config, step)
+        if not tiers or self._agree([self.replica.is_busy])[0]:
             return
         self.replica.wait(self._beat)
         self._collect()
-        stall = self.replica.copy_to_memory(step, {"steps": step, "sequences": step * self._batch_sequences}, self._beat)
-        self._records.timings["memory_checkpoint_stall"] = stall
+        if "local" in tiers:
+            # A resume may begin there, and writes no earlier row again.
+            self._records.sync()
+        self._records.timings["checkpoint_copy_stall"] = self.replica.copy(
+            step, {"steps": step, "sequences": step * self._batch_sequences}, tiers, self._beat
+        )
 
     def finish(self) -> None:
         """Waits for the checkpoint and the uploads in progress. Raises ``RunError`` where one fails."""
@@ -199,6 +204,10 @@ class DataCheckpoints:
 
     def _collect(self) -> None:
         done, journal = self.replica.take_committed(), self._records.journal
+        copied = [] if self._uploader is None else self._uploader.take_written()
+        for each in [*self.replica.take_written(), *copied]:
+            if journal is not None and record_written(journal, *each):
+                self._records.callback.message(f"tier {each.tier} takes no more checkpoints: {each.trouble}")
         if done is not None and journal is not None:
             journal.commit_checkpoint(done.step, done.digest, self._boundary)
             self._records.timings["checkpoint_write"] = done.write_s

@@ -28,9 +28,7 @@ class DataRank:
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Trains from the newest whole checkpoint to the end. Rank 0 replies with the ``result``; a run that was asked to stop with ``stopped``,
         and one whose ranks computed different bits with ``corruption``."""
-        each, memory = self.recipe.parallel.ranks_per_node or self.rank.ranks.world.size, None
-        if meta.get("memory") is not None:
-            memory = Keepers.of(meta["memory"], each, self.rank.ranks.world.rank)
+        memory = Keepers.of(meta["memory"], self.rank.ranks.world.rank) if meta.get("memory") is not None else None
         try:
             result = train_on(self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]), memory=memory)
         except KeyboardInterrupt:

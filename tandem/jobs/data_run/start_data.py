@@ -32,7 +32,7 @@ from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_folder import make_value_folder
 from tandem.runtime.callback import Callback
-from tandem.runtime.collectives.agreement import check_same_kernels
+from tandem.runtime.collectives.agreement import check_same_kernels, gather_values
 from tandem.runtime.health.node_watch import NodeWatch
 from tandem.runtime.health.run_health import RunHealth
 from tandem.runtime.machine.available_memory import available_bytes
@@ -42,6 +42,7 @@ from tandem.runtime.machine.numerics import numerics_record
 from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.local_checkpoints import local_folder
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.records.tracing import Tracer
@@ -133,8 +134,11 @@ def opened_run(
         guard, registered = GradScaler(recipe.trainer), None
         if journal is not None:
             registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
+        own = "" if journal is None else str(local_folder(recipe.checkpoint.local_directory, directory, journal) or "")
+        [told, *_] = gather_values(ranks.world, own, "the folder of local checkpoints")
+        local = Path(told) if told else None
         checkpoints = DataCheckpoints(
-            recipe.checkpoint, recipe.data.global_batch_size, directory, start, replica, guard, rank.saving, records, registered, memory
+            recipe.checkpoint, recipe.data.global_batch_size, directory, start, replica, guard, rank.saving, records, registered, memory, local
         )
         stack.callback(checkpoints.close)
         # A checkpoint holds the state of the random numbers, which must not depend on whether the model was made in this process.
@@ -143,8 +147,8 @@ def opened_run(
         if keeps_freed and not is_alone:
             stack.enter_context(freed_memory_kept())
         if journal is not None and metrics is not None:
-            if step and at_most is None and checkpoints.replica.loaded_in is None:
-                _tell_of_gaps(journal, metrics, step, callback)
+            if step and at_most is None:
+                _tell_of_gaps(journal, metrics, step, callback, is_journalled=not checkpoints.is_near)
             continue_from(
                 step, journal, metrics, callback, numerics=numerics_record(torch.get_num_threads(), kernels.name), shape=ranks.mesh.shape,
                 device=ranks.device.type, journal_loaded=checkpoints.journal_loaded, resumed=resumed,
@@ -199,9 +203,10 @@ def _check_start(start: Path, directory: Path, journal: Journal, callback: Callb
         callback.message(f"{what}; the run continues from its checkpoint, which does not depend on it")
 
 
-def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, callback: Callback) -> None:
-    """Reports what the run's files lack of the steps before its checkpoint; the checkpoint itself is whole."""
-    if not journal.checkpoints():
+def _tell_of_gaps(journal: Journal, metrics: MetricsFile, step: int, callback: Callback, *, is_journalled: bool) -> None:
+    """Reports what the run's files lack of the steps before its checkpoint; the checkpoint itself is whole. ``is_journalled``: the journal has those of its
+    tier."""
+    if is_journalled and not journal.checkpoints():
         lost = f"the journal has no record of the {step} steps before this checkpoint: their evaluations and events are lost"
         journal.record_event("journal_lost", {"step": step, "reason": lost})
         callback.message(lost)

@@ -28,13 +28,18 @@ from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.process.worker_group import GroupForks, GroupSettings, RanksLost, WorkerGroup
 from tandem.runtime.records.elastic import FEWER_RANKS
 from tandem.runtime.records.journal import Journal
-from tandem.trainer.checkpoint.memory.keepers import KeeperProcesses
+from tandem.trainer.checkpoint.memory.keeper_process import KeeperProcesses
 from tandem.trainer.corruption.finding import CorruptionFinding, SilentCorruption
 from tandem.types import RunError
 
 logger = logging.getLogger(__name__)
 RANKS_FOLDER = "ranks"
 """The folder, in that of the run, by which its ranks meet. Only the holder of the run's lock uses it."""
+
+ALL_HERE = (
+    "checkpoint.memory_every_steps: all ranks of this run, and the memory that keeps their checkpoints, are on one machine: a loss of processes needs no disk, "
+    "a loss of the machine needs checkpoint.upload or a run's folder elsewhere"
+)
 
 
 def supervise(
@@ -55,7 +60,9 @@ def supervise(
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         memory = None
         if recipe.checkpoint.memory_every_steps:
-            memory = stack.enter_context(closing(KeeperProcesses(max(recipe.parallel.nodes()) + 1, directory)))
+            ranks, each = mesh_of(recipe.parallel).world, recipe.parallel.ranks_per_node
+            memory = stack.enter_context(closing(KeeperProcesses(ranks, each or ranks, directory)))
+            callback.message(ALL_HERE)
         requests = stack.enter_context(SignalRequests(callback.message, callback.wants_stop))
         forks = stack.enter_context(closing(GroupForks()))
         shape, before, restarts, backoff = mesh_of(recipe.parallel), None, 0, Backoff()

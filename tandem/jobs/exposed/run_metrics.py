@@ -24,6 +24,7 @@ from tandem.runtime.exposition.text import exposition
 from tandem.runtime.health.gauges import BY_NAME, RESIDENT_MEMORY
 from tandem.runtime.health.run_health import EVENTS as HEALTH_EVENTS
 from tandem.runtime.process.heartbeat_table import newest_ranks
+from tandem.runtime.records.checkpoint_tiers import TierState
 from tandem.runtime.records.journal_counts import JournalCounts
 
 EVENTS = (
@@ -123,7 +124,8 @@ class RunMetrics(Callback, Collector):
         if directory is None or journal is None:
             yield from self._newest(row)
             return
-        events, evaluations = journal.read()
+        events, evaluations, tiers = journal.read()
+        yield from self._of_tiers(tiers)
         yield self._counter("tandem_events", "Events in the run's journal, earlier processes included.", dict.fromkeys(EVENTS, 0) | events, "kind")
         measured = {f"evaluation/{kind}/{name}": value for kind, result in evaluations.items() for name, value in result.items()}
         row |= {key: float(value) for key, value in measured.items() if type(value) in (int, float)}
@@ -175,6 +177,29 @@ class RunMetrics(Callback, Collector):
             waited.add_metric(values, state.waited_s)
             sent.add_metric(values, state.sent_bytes)
         yield from (step, silent, waited, sent)
+
+    def _of_tiers(self, tiers: Sequence[TierState]) -> Iterator[Metric]:
+        """Yields what was written to each tier of checkpoints, and how old its newest whole copy is. Counters have the checkpoints of earlier processes."""
+        written = {state.tier: state for state in tiers}
+        each = lambda value: {tier: float(value(state)) for tier, state in written.items()}
+        yield self._counter("tandem_checkpoint_copies", "Checkpoints that were written, by tier.", each(lambda state: state.copies), "tier")
+        yield self._counter("tandem_checkpoint_written_bytes", "Their bytes.", each(lambda state: state.all_bytes), "tier")
+        yield self._counter("tandem_checkpoint_write_seconds", "Seconds of their writing, in the background.", each(lambda state: state.all_seconds), "tier")
+        labels = ("run", "job", "tier")
+        step = GaugeMetricFamily("tandem_checkpoint_step", "The step of the newest whole copy in the tier.", labels=labels)
+        age = GaugeMetricFamily("tandem_checkpoint_age_seconds", "Seconds since the newest whole copy in the tier was complete.", labels=labels)
+        out = GaugeMetricFamily("tandem_checkpoint_tier_left_out", "1 where the tier takes no checkpoint any more.", labels=labels)
+        kept = GaugeMetricFamily("tandem_checkpoint_kept_ranks", "Ranks whose part of the newest copy the node keeps.", labels=(*labels, "node"))
+        now_s = time.time()
+        for tier, state in written.items():
+            values = (self._run, self._job, tier)
+            out.add_metric(values, float(bool(state.left_out)))
+            if (seconds := state.age_s(now_s)) is not None:
+                step.add_metric(values, state.step)
+                age.add_metric(values, seconds)
+            for node, ranks in state.where.items():
+                kept.add_metric((*values, node), len(ranks))
+        yield from (step, age, out, kept)
 
     def _of_health(self, readings: Sequence[Sequence[Any]]) -> Iterator[Metric]:
         """Yields what was told last of ranks, links and nodes."""

@@ -16,10 +16,11 @@ from tandem.rl.rollout.past_lengths import PastLengths
 from tandem.rl.rollout.round_prompts import RoundPrompts
 from tandem.rl.rollout.staleness import weights_of
 from tandem.runtime.process.watchdog import Watchdog
+from tandem.runtime.records.checkpoint_tiers import record_written
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.traces.spans import OpenSpan
 from tandem.runtime.traces.steps import step_span
-from tandem.trainer.checkpoint.trigger import CheckpointTrigger
+from tandem.trainer.checkpoint.trigger import CheckpointTrigger, copies_due
 from tandem.types import Round
 
 if TYPE_CHECKING:
@@ -74,8 +75,24 @@ class RLRun(Run):
         pod.checkpoint(step)
         self.trigger.saved()
 
+    def copy_checkpoint(self, pod: Pod, step: int) -> None:
+        """Begins the checkpoint of the state after ``step`` steps in the tiers before the run's folder, where it is due."""
+        tiers = copies_due(self.recipe.checkpoint, step)
+        if tiers:
+            if "local" in tiers:
+                # A resume may begin there.
+                self.records.sync()
+            pod.copy_checkpoint(step, tiers)
+        self.record_copies()
+
+    def record_copies(self) -> None:
+        """Journals the checkpoints that were copied to ``checkpoint.upload`` meanwhile."""
+        for each in [] if self.uploader is None else self.uploader.take_written():
+            record_written(self.journal, *each)
+
     def finish_checkpoints(self, pod: Pod) -> None:
         """Waits for the checkpoint that is under way and for its copy. Raises ``RunError`` if the newest could not be copied."""
         pod.finish_checkpoints()
         if self.uploader is not None:
             self.uploader.finish()
+            self.record_copies()

@@ -7,6 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tandem.runtime.records.checkpoint_tiers import KEY as TIERS
+from tandem.runtime.records.checkpoint_tiers import TierState, states_of
+
 
 class JournalCounts:
     """Reads the journal at ``path``, which need not exist yet, beside the process that writes it. A journal that cannot be read now has what it had before.
@@ -19,15 +22,18 @@ class JournalCounts:
         self._lock = threading.Lock()
         self._events: dict[str, int] = {}
         self._evaluations: dict[str, dict[str, Any]] = {}
+        self._tiers: list[TierState] = []
 
-    def read(self) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
-        """Returns the number of events by kind, and the newest evaluation of each kind."""
+    def read(self) -> tuple[dict[str, int], dict[str, dict[str, Any]], list[TierState]]:
+        """Returns the number of events by kind, the newest evaluation of each kind, and the tiers of checkpoints."""
         with self._lock, contextlib.suppress(sqlite3.Error, ValueError), contextlib.closing(self._connect()) as connection:
             connection.execute("PRAGMA query_only=ON")
             self._events = dict(connection.execute("SELECT kind, COUNT(*) FROM events GROUP BY kind"))
             newest = connection.execute("SELECT kind, result, MAX(step) FROM evaluations GROUP BY kind")
             self._evaluations = {kind: json.loads(result) for kind, result, _ in newest}
-        return self._events, self._evaluations
+            tiers = connection.execute("SELECT value FROM run WHERE key = ?", (TIERS,)).fetchone()
+            self._tiers = [] if tiers is None else states_of(json.loads(tiers[0]))
+        return self._events, self._evaluations, self._tiers
 
     def _connect(self) -> sqlite3.Connection:
         return sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=rw", uri=True, timeout=1.0)

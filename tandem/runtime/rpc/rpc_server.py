@@ -10,6 +10,8 @@ import logging
 import selectors
 import socket
 import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.process.waits import WAITS
@@ -19,6 +21,10 @@ from tandem.runtime.rpc.channel import BrokenFrame, Channel
 from tandem.types.errors import RunError
 from tandem.types.wire import Frame
 
+if TYPE_CHECKING:
+    # Its modules are read where there are certificates alone.
+    from tandem.runtime.rpc.pod_tls import PodTls
+
 logger = logging.getLogger(__name__)
 
 _HELLO_BYTES = 4096
@@ -26,7 +32,12 @@ _HELLO_BYTES = 4096
 
 
 class RpcServer(CallServer):
-    """Answers calls over TCP. A connection beyond ``max_connections`` is closed. See ``CallServer`` for the arguments."""
+    """Answers calls over TCP. A connection beyond ``max_connections`` is closed. ``tls``: callers show a certificate of a pod first, and what is sent is
+    encrypted. See ``CallServer`` for the other arguments."""
+
+    def __init__(self, methods: Mapping[str, Method], credential: str, *, name: str, tls: "PodTls | None" = None, **options: Any) -> None:
+        self._tls = tls
+        super().__init__(methods, credential, name=name, **options)
 
     def _open(self) -> None:
         self._connections = threading.BoundedSemaphore(self.max_connections)
@@ -73,7 +84,7 @@ class RpcServer(CallServer):
 
     def _secured(self, connection: socket.socket) -> socket.socket:
         """Returns what carries the conversation over ``connection``. Raises ``RunError`` for a caller that is not one."""
-        return connection
+        return connection if self._tls is None else self._tls.accept(connection, Deadline(self.request_s))
 
     def _converse(self, channel: Channel, connection: socket.socket) -> None:
         deadline = Deadline(self.request_s)

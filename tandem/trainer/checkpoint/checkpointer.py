@@ -4,6 +4,7 @@ The thread computes digests, writes and verifies in calls that release the GIL, 
 communicator, so that its collectives never interleave with those of training.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -18,10 +19,10 @@ from tandem.runtime.process.deadline import LOOK_S, Deadline
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.trainer.checkpoint.find import prune
 from tandem.trainer.checkpoint.format.shard import Key, Piece, Shard, divide, piece_of
-from tandem.trainer.checkpoint.memory.keepers import Keepers
-from tandem.trainer.checkpoint.memory.write import write_to_memory
 from tandem.trainer.checkpoint.staging import Staging
+from tandem.trainer.checkpoint.tiers.tier import CopyTier, Written
 from tandem.trainer.checkpoint.write import Committed, Work, write_checkpoint
+from tandem.types import CollectiveError, RunError
 
 BEAT_S = LOOK_S
 SLOW_DISK_S = 3600.0
@@ -55,8 +56,8 @@ class Checkpointer:
         self._held: tuple[Piece, ...] = ()
         self._chosen: set[tuple[Key, ShardOffsets]] = set()
         self._staging: Staging | None = None
-        self.memory_s = 0.0
-        """Seconds that the last checkpoint in memory took, in the background."""
+        self._written: deque[Written] = deque()
+        self._left_out: set[str] = set()
 
     def prepare(self, shards: Sequence[Shard]) -> None:
         """Agrees which rank writes which of ``shards`` and allocates the staging memory before the first save. Every rank calls it."""
@@ -66,9 +67,10 @@ class Checkpointer:
 
     def save(
         self, step: int, shards: Sequence[Shard], state: Mapping[str, Any], own: Mapping[str, Any] | None = None,
-        companions: Sequence[Path] = (), span: AbstractContextManager[None] | None = None, memory: Keepers | None = None,
+        companions: Sequence[Path] = (), span: AbstractContextManager[None] | None = None, copies: Sequence[CopyTier] = (), in_folder: bool = True,
     ) -> float:
-        """Starts the checkpoint of ``step`` and returns the seconds for which training was blocked. ``memory``: where it goes in place of the folder.
+        """Starts the checkpoint of ``step`` and returns the seconds for which training was blocked. ``copies``: the tiers that it is written to first;
+        ``in_folder``: it is one of the folder too.
 
         Waits for the previous save first. Every rank calls it in the same step. ``span`` is entered around the write, in the writing
         thread. Raises ``RunError`` if this checkpoint or the previous one fails."""
@@ -82,7 +84,7 @@ class Checkpointer:
         staging.fill([shard for shard in shards if (shard.key, shard.offsets) in self._chosen])
         self._fault_point(f"after:checkpoint_stage:{step}")
         work = Work(step, staging, state, own or {}, companions)
-        self._under_way = self._thread.submit(self._write, work, span or nullcontext(), memory)
+        self._under_way = self._thread.submit(self._write, work, span or nullcontext(), copies, in_folder)
         if not self.asynchronous:
             self.wait()
         return perf_counter() - began
@@ -93,6 +95,11 @@ class Checkpointer:
             return None
         done, self._under_way = self._under_way, None
         return done.result()
+
+    def take_written(self) -> list[Written]:
+        """Returns what was written since the last call, and to which tiers it was not."""
+        # The writing thread may add to it meanwhile.
+        return [self._written.popleft() for _ in range(len(self._written))]
 
     @property
     def is_busy(self) -> bool:
@@ -110,21 +117,34 @@ class Checkpointer:
         """Stops the thread after its current work."""
         self._thread.shutdown()
 
-    def _write(self, work: Work, span: AbstractContextManager[None], memory: Keepers | None) -> Committed | None:
-        if memory is not None:
-            with span:
-                self.memory_s = write_to_memory(memory, self.ranks, self.mesh, work)
-            work.staged.release_pages()
-            return None
+    def _write(self, work: Work, span: AbstractContextManager[None], copies: Sequence[CopyTier], in_folder: bool) -> Committed | None:
         with span:
-            done = write_checkpoint(self.checkpoints, self.ranks, self.mesh, work, self._fault_point)
+            for tier in copies:
+                self._copy(tier, work)
+            done = write_checkpoint(self.checkpoints, self.ranks, self.mesh, work, self._fault_point) if in_folder else None
         work.staged.release_pages()
+        if done is None:
+            return None
+        every = gather_values(self.ranks, len(work.staged.content), "the bytes of the checkpoint")
+        self._written.append(Written("folder", work.step, sum(every), done.write_s))
         if self.ranks.rank == 0:
             if self._on_committed is not None:
                 self._on_committed(work.step)
             prune(self.checkpoints, self.keep, self._in_use())
         self._fault_point(f"after:checkpoint_prune:{work.step}")
         return done
+
+    def _copy(self, tier: CopyTier, work: Work) -> None:
+        """Writes ``work`` to ``tier``. One that cannot take it is left out from then on, on all ranks: the others, and the run, go on."""
+        if tier.name in self._left_out:
+            return
+        try:
+            self._written.append(tier.write(self.ranks, self.mesh, work))
+        except CollectiveError:
+            raise
+        except RunError as error:
+            self._left_out.add(tier.name)
+            self._written.append(Written(tier.name, work.step, trouble=str(error)))
 
     def _plan(self, shards: Sequence[Shard]) -> None:
         """Assigns parts to ranks. Recomputed only if some rank's parts changed, as when the first moments appear."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tandem.runtime.collectives.agreement import gather_values
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.checkpoint.format.commit import discard, sweep
-from tandem.trainer.checkpoint.format.manifest import Damaged, Manifest, read_manifest, verify
+from tandem.trainer.checkpoint.format.manifest import MANIFEST, Damaged, Manifest, read_manifest, verify
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +41,31 @@ def newest_whole(
     for step in reversed(steps):
         if at_most is not None and step > at_most:
             continue
-        folder = checkpoints / f"step-{step}"
-        verified, trouble = None, None
-        try:
-            verified = verify(folder, ranks.rank, ranks.size)
-        except Damaged as error:
-            trouble = str(error)
-        troubles = gather_values(ranks, trouble, f"the checkpoint of step {step}")
-        if verified is not None and not any(troubles):
-            return VerifiedCheckpoint(step, folder, verified[1], verified[0])
-        why = f"checkpoint '{folder}' is skipped: {next(text for text in troubles if text)}"
-        if ranks.rank == 0:
-            logger.warning("%s", why)
-        if passed_over is not None:
-            passed_over(why)
+        checkpoint = whole_checkpoint(checkpoints / f"step-{step}", step, ranks, passed_over)
+        if checkpoint is not None:
+            return checkpoint
+    return None
+
+
+def whole_checkpoint(
+    folder: Path, step: int, ranks: Communicator, passed_over: Callable[[str], None] | None = None
+) -> VerifiedCheckpoint | None:
+    """Returns the checkpoint in ``folder`` if every byte of it is as written, else ``None``, as ``newest_whole`` does."""
+    verified, trouble = None, None
+    try:
+        verified = verify(folder, ranks.rank, ranks.size)
+        if verified[0].step != step:
+            trouble = f"its {MANIFEST} is that of step {verified[0].step}"
+    except Damaged as error:
+        trouble = str(error)
+    troubles = gather_values(ranks, trouble, f"the checkpoint of step {step}")
+    if verified is not None and not any(troubles):
+        return VerifiedCheckpoint(step, folder, verified[1], verified[0])
+    why = f"checkpoint '{folder}' is skipped: {next(text for text in troubles if text)}"
+    if ranks.rank == 0:
+        logger.warning("%s", why)
+    if passed_over is not None:
+        passed_over(why)
     return None
 
 

@@ -40,6 +40,10 @@ class Source(Protocol):
 
     def pread(self, name: str, size: int, offset: int) -> memoryview: ...
 
+    def forget(self) -> None:
+        """Frees what was read: everything is loaded."""
+        ...
+
 
 class Contents:
     """The content of the checkpoint ``folder``, or of ``source``: of the model that is trained, or of the one ``of`` this prefix (one of ``BESIDE``), under

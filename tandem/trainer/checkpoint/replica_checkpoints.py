@@ -21,16 +21,18 @@ from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.text.tokenizer import TOKENIZER_FILES
 from tandem.trainer.backend import TrainedReplica, TrainedState
 from tandem.trainer.checkpoint.checkpointer import Checkpointer
-from tandem.trainer.checkpoint.find import VerifiedCheckpoint, committed_steps, newest_whole, prune
+from tandem.trainer.checkpoint.find import VerifiedCheckpoint, prune
 from tandem.trainer.checkpoint.format.manifest import read_manifest
 from tandem.trainer.checkpoint.format.shard import CRITIC, REFERENCE, Key, Shard
 from tandem.trainer.checkpoint.frozen_state import FrozenState
 from tandem.trainer.checkpoint.memory.keepers import Keepers
-from tandem.trainer.checkpoint.memory.source import InMemory, newest_in_memory
 from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.checkpoint.tiers.folder_tier import FolderTier, LocalTier
+from tandem.trainer.checkpoint.tiers.memory_tier import MemoryTier
+from tandem.trainer.checkpoint.tiers.tier import CopyTier, Opened, TierList, Written
 from tandem.trainer.checkpoint.write import Committed
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.offload.tensor_file import file_tensor
@@ -58,17 +60,21 @@ class ReplicaCheckpoints:
     of the newest checkpoint started or loaded. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica
     that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too.
     On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
-    steps ``in_use`` are not removed. ``memory``: holds newer checkpoints, which ``copy_to_memory`` saves and ``load`` prefers; ``loaded_in``: the one of them
-    that was loaded."""
+    steps ``in_use`` are not removed. ``memory`` and ``local``, a folder on a disk of this node, have the newest ``keep`` at most of all checkpoints, and those
+    of ``copy`` besides; ``load`` prefers them to the run's folder. ``opened``: what was loaded, and from which tier."""
 
     def __init__(
         self, folder: Path, keep: int, start: Path, state: TrainedState, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
         on_committed: Callable[[int], None] | None = None, in_use: Callable[[], Collection[int]] = tuple, fault_point: FaultPoint = no_fault,
         critic: SavedCritic | None = None, reference: FrozenReplica | None = None, memory: Keepers | None = None,
+        local: Path | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.state, self._start, self._guard, self._ranks = folder, state, start, guard, ranks
-        self._keep, self._in_use, self._memory = keep, in_use, memory
-        self.loaded_in: InMemory | None = None
+        self._keep, self._in_use = keep, in_use
+        self.memory, self.local = memory, local
+        self.opened: Opened | None = None
+        self.read_bytes: dict[str, int] = {}
+        """Bytes that ``load`` has read on all ranks, by tier: what it verified, whether it was whole or not."""
         self.last: int | None = None
         self.damaged: list[str] = []
         self._critic = None if critic is None else (critic, ReplicaState(critic.replica))
@@ -81,18 +87,15 @@ class ReplicaCheckpoints:
     def load(self, at_most: int | None = None, check: Callable[[VerifiedCheckpoint], None] = lambda checkpoint: None) -> VerifiedCheckpoint | None:
         """Loads the newest undamaged checkpoint at or before step ``at_most`` after calling ``check`` on it, and returns it; ``None`` if
         there is none. ``damaged`` says why others were skipped."""
-        self.damaged, self.loaded_in = [], None
-        source = None
-        if self._memory is not None and at_most is None:
-            [on_disk, *_] = gather_values(self._ranks, max(committed_steps(self.folder), default=0), "the newest checkpoint of the folder")
-            self.loaded_in = newest_in_memory(self._memory, self._ranks, on_disk, self.damaged.append)
-        if self.loaded_in is not None:
-            found, source = self.loaded_in, self.loaded_in.source
-            checkpoint: VerifiedCheckpoint | None = VerifiedCheckpoint(found.step, self.folder, found.digest, found.manifest)
-        else:
-            checkpoint = newest_whole(self.folder, self._ranks, at_most, self.damaged.append)
-        if checkpoint is None:
+        self.damaged = []
+        # Recorded steps are repeated from what the run's folder has.
+        tiers = TierList([*(self._copies() if at_most is None else ()), FolderTier("folder", self.folder)])
+        self.opened = tiers.nearest(self._ranks, at_most, self.damaged.append)
+        every = gather_values(self._ranks, tiers.read_bytes, "the bytes that were read")
+        self.read_bytes = {name: sum(each[name] for each in every) for name in tiers.read_bytes}
+        if self.opened is None:
             return None
+        checkpoint, source = self.opened.checkpoint, self.opened.source
         check(checkpoint)
         state = checkpoint.manifest.state
         contents = Contents(checkpoint.folder, checkpoint.manifest, source=source)
@@ -109,9 +112,10 @@ class ReplicaCheckpoints:
         own = contents.own(self._ranks.rank, self._ranks.size)
         if own is not None:
             restore_random_states(own["random"])
-        if self.loaded_in is not None:
-            # One in memory is none of the folder's.
-            self.loaded_in.source.read.clear()
+        if source is not None:
+            source.forget()
+        if self.opened.tier != "folder":
+            # It is none of the folder's.
             return checkpoint
         self.last = checkpoint.step
         if at_most is None and self._ranks.rank == 0:
@@ -131,9 +135,22 @@ class ReplicaCheckpoints:
         self.last = step
         return stall
 
-    def copy_to_memory(self, step: int, cursor: Mapping[str, int], beat: Callable[[], None] | None = None) -> float:
-        """Does ``save`` to the memory of the nodes: the state is no checkpoint of the folder."""
-        return self._save(step, cursor, (), None, beat, self._memory)
+    def copy(self, step: int, cursor: Mapping[str, int], tiers: Collection[str], beat: Callable[[], None] | None = None) -> float:
+        """Does ``save`` to those of ``tiers`` that there are: the state is no checkpoint of the folder."""
+        return self._save(step, cursor, (), None, beat, tiers)
+
+    def _copies(self) -> list[CopyTier]:
+        """Returns the tiers before the run's folder, the nearest first."""
+        copies: list[CopyTier] = []
+        if self.memory is not None:
+            copies.append(MemoryTier(self.memory, self.folder))
+        if self.local is not None:
+            copies.append(LocalTier(self.local, self._keep))
+        return copies
+
+    def take_written(self) -> list[Written]:
+        """Returns what was written since the last call, and to which tiers it was not."""
+        return self._writer.take_written()
 
     @property
     def is_busy(self) -> bool:
@@ -142,10 +159,12 @@ class ReplicaCheckpoints:
 
     def _save(
         self, step: int, cursor: Mapping[str, int], companions: Sequence[Path], span: AbstractContextManager[None] | None,
-        beat: Callable[[], None] | None, memory: Keepers | None = None,
+        beat: Callable[[], None] | None, only: Collection[str] | None = None,
     ) -> float:  # fmt: skip
+        """``only``: the tiers that it is written to; ``None``: all, and the folder."""
         self._writer.wait(beat)
         state: dict[str, Any] = {**self._counters(self.state.replica, self._guard), "cursor": dict(cursor)}
+        copies = [tier for tier in self._copies() if only is None or tier.name in only]
         shards = self.state.shards()
         if self._critic is not None:
             (replica, guard, _), own = self._critic
@@ -153,7 +172,7 @@ class ReplicaCheckpoints:
             shards = shards + list(_of(CRITIC, own.shards()))
         if self._reference is not None:
             shards = shards + list(_of(REFERENCE, self._reference.shards()))
-        return self._writer.save(step, shards, state, {"random": random_states()}, companions, span, memory)
+        return self._writer.save(step, shards, state, {"random": random_states()}, companions, span, copies, only is None)
 
     def _counters(self, replica: TrainedReplica, guard: GradScaler) -> dict[str, Any]:
         """Returns what a checkpoint holds of ``replica`` besides tensors, over all ranks."""

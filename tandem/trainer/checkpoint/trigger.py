@@ -10,6 +10,12 @@ from tandem.runtime.process.stop_signals import SignalRequests
 Due = Literal["nothing", "save", "stop"]
 
 
+def copies_due(config: CheckpointConfig, step: int) -> frozenset[str]:
+    """Returns the tiers before the run's folder that take a checkpoint of their own after ``step`` steps; none at the start, which the model's folder has."""
+    every = {"memory": config.memory_every_steps, "local": config.local_every_steps}
+    return frozenset(tier for tier, steps in every.items() if steps and step and step % steps == 0)
+
+
 class CheckpointTrigger:
     """Decides when to save, with the agreement of all ranks in every step.
 

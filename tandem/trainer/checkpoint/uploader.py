@@ -1,14 +1,17 @@
 """Copies checkpoints to object storage in the background."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
+from time import perf_counter
 
 from tandem.storage.files import Storage
 from tandem.trainer.checkpoint.checkpointer import wait_for
 from tandem.trainer.checkpoint.remote import prune_uploads, upload, uploaded_steps
+from tandem.trainer.checkpoint.tiers.tier import Written
 from tandem.types import RunError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ class Uploader:
         self._wanted: int | None = None
         self._at_work: int | None = None
         self._last: Future[None] | None = None
+        self._written: deque[Written] = deque()
 
     def add(self, step: int) -> None:
         """Queues the committed ``step``; it replaces a step that is still queued."""
@@ -43,6 +47,10 @@ class Uploader:
         """Returns the steps whose folders must be kept until they are copied."""
         with self._lock:
             return {step for step in (self._wanted, self._at_work) if step is not None}
+
+    def take_written(self) -> list[Written]:
+        """Returns what was copied since the last call."""
+        return [self._written.popleft() for _ in range(len(self._written))]
 
     def finish(self, beat: Callable[[], None] | None = None) -> None:
         """Waits for the copies and calls ``beat`` every second. Raises ``RunError`` if the newest checkpoint could not be copied."""
@@ -64,14 +72,15 @@ class Uploader:
                 self._at_work = None
 
     def _copy(self, step: int) -> None:
-        folder = self._checkpoints / f"step-{step}"
+        folder, began = self._checkpoints / f"step-{step}", perf_counter()
         try:
             if step not in uploaded_steps(self._storage):
                 for name, path in {**self._once, **self._companions()}.items():
                     if path.is_file():
                         self._storage.copy(name, path)
                 self._once = {}
-                upload(self._storage, folder)
+                sent = upload(self._storage, folder)
+                self._written.append(Written("upload", step, sent, perf_counter() - began))
             prune_uploads(self._storage, self._keep)
         except (RunError, OSError) as error:
             line = f"the checkpoint of step {step} is complete in '{folder}' but not uploaded: {error}"

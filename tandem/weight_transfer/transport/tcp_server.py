@@ -50,10 +50,10 @@ class WeightServer(RpcServer):
     ) -> None:  # fmt: skip
         self._segments = {segment.name: segment for segment in segments}
         self._secret, self._silent_s, self._released, self._what = credential, silent_s, released, what
-        self._tls, self._announced = tls, AnnouncedParts()
+        self._announced = AnnouncedParts()
         self._readers: Counter[str] = Counter()
         self._changed = threading.Condition()
-        super().__init__({}, credential, name=name, host=host, port=port)
+        super().__init__({}, credential, name=name, host=host, port=port, tls=tls)
 
     def serve_too(self, segment: Segment) -> None:
         """Serves one more segment from now on, which must stay open as long as this server, or until ``withdraw``."""
@@ -71,9 +71,6 @@ class WeightServer(RpcServer):
         with self._changed:
             self._changed.wait_for(lambda: not self._readers[segment.name])
             del self._readers[segment.name]
-
-    def _secured(self, connection: socket.socket) -> socket.socket:
-        return connection if self._tls is None else self._tls.accept(connection, Deadline(self.request_s))
 
     def _converse(self, channel: Channel, connection: socket.socket) -> None:
         limit_sends(connection)

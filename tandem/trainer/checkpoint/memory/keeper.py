@@ -1,7 +1,8 @@
 """Keeps the newest checkpoints of a run in memory, in a process that outlives the ranks: ``python -m tandem.trainer.checkpoint.memory.keeper NODE``.
 
 Every node has one. It has the files of its own ranks and of those of the node before it, so that no loss of one node loses a file. A file arrives in pieces
-over TCP; a checkpoint counts when its marker is there. Readers compare every chunk with its digest. Imports no torch.
+over TCP, under TLS between machines that have certificates; a checkpoint counts when its marker is there. Readers compare every chunk with its digest.
+Imports no torch.
 """
 
 import logging
@@ -14,6 +15,7 @@ from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.worker import serve
 from tandem.runtime.records.logs import log_uncaught
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.runtime.rpc.pod_tls import PodTls, tls_files
 from tandem.runtime.rpc.rpc_server import RpcServer
 from tandem.trainer.checkpoint.format.commit import MARKER
 from tandem.types import RunError
@@ -89,8 +91,12 @@ def main(node: str, channel: int) -> None:
     servers: list[RpcServer] = []
 
     def begin(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Answers ranks that show the ``credential``, at the ``port`` of the reply."""
-        server = RpcServer(keeper.methods(), str(meta["credential"]), name=f"the checkpoint memory of node {node}", max_connections=1024)
+        """Answers ranks that show the ``credential``, on ``host`` at the ``port`` of the reply. ``tls``: the files of this machine's certificate, empty
+        without one."""
+        tls = PodTls(tls_files(*meta["tls"])) if meta["tls"] else None
+        server = RpcServer(
+            keeper.methods(), str(meta["credential"]), name=f"the checkpoint memory of node {node}", host=str(meta["host"]), max_connections=1024, tls=tls
+        )
         server.start()
         servers.append(server)
         return {"port": server.port}, {}

@@ -1,12 +1,11 @@
-"""Finds the newest whole checkpoint in the memory of the nodes, and reads it."""
+"""Verifies and reads the files of a checkpoint in the memory of nodes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from tandem.runtime.collectives.agreement import gather_values
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.runtime.rpc.calls import CallError
 from tandem.storage.digests import bytes_digest, chunk_digest
@@ -14,13 +13,13 @@ from tandem.trainer.checkpoint.format.commit import MARKER
 from tandem.trainer.checkpoint.format.manifest import MANIFEST, Damaged, Manifest, marker_of, parse_entry, parse_manifest
 from tandem.trainer.checkpoint.format.rank_file import RankIndex
 from tandem.trainer.checkpoint.memory.keepers import AT_ONCE, PIECE_BYTES, Keepers
-from tandem.types import UserError
+from tandem.types import RunError, UserError
 from tandem.types.wire import Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySource:
-    """The files of the checkpoint of ``step``, each in the memory of the node in ``where``. ``read``: the pieces that this rank has read, by file and offset,
+    """The files of the checkpoint of ``step``, each with the keeper in ``where``. ``read``: the pieces that this rank has read, by file and offset,
     so that they are sent once; ``verified``: the chunks of them that have their digests."""
 
     keepers: Keepers
@@ -41,26 +40,18 @@ class MemorySource:
             piece = self.read[name, first] = memoryview(self._read(name, first, PIECE_BYTES))
         return piece[offset - first : offset - first + size]
 
+    def forget(self) -> None:
+        self.read.clear()
+
     def _read(self, name: str, offset: int = 0, size: int | None = None) -> Buffer:
         try:
             return self.keepers.read(self.where[name], self.step, name, offset, size)
-        except (CallError, UserError) as error:
-            raise Damaged(f"'{name}' cannot be read from the memory of node {self.where[name]}: {error}") from None
+        except (CallError, UserError, RunError) as error:
+            raise Damaged(f"'{name}' cannot be read from the memory of node {self.keepers.names[self.where[name]]}: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class InMemory:
-    """A checkpoint in which every byte is as written. ``digest``: of its manifest."""
-
-    step: int
-    manifest: Manifest
-    digest: str
-    source: MemorySource
-    size_bytes: int
-
-
-class _Verified(NamedTuple):
-    """The files that a rank has verified: the node of each, their bytes and the pieces that were ``read``; the manifest and its digest."""
+class Verified(NamedTuple):
+    """The files that a rank has verified: the keeper of each, their bytes and the pieces that were ``read``; the manifest and its digest."""
 
     where: dict[str, int]
     size_bytes: int
@@ -70,38 +61,9 @@ class _Verified(NamedTuple):
     verified: set[tuple[str, int]]
 
 
-def newest_in_memory(
-    keepers: Keepers, ranks: Communicator, at_least: int, passed_over: Callable[[str], None] = lambda why: None
-) -> InMemory | None:
-    """Returns the newest whole checkpoint, of step ``at_least`` or later, that all files of are in the memory of some node; ``None`` if there is none.
-
-    The ranks share the reading and return the same checkpoint. A damaged copy of a file is passed over for the one of the next node, and a checkpoint without
-    a whole copy of some file for an older one; ``passed_over`` is called with the reason on every rank."""
-    [held, *_] = gather_values(ranks, [[step, list(nodes.items())] for step, nodes in sorted(keepers.held().items())], "checkpoints in memory")
-    for step, nodes in reversed(held):
-        if step < at_least:
-            return None
-        found, trouble, passed = None, None, list[str]()
-        try:
-            found = _verified(keepers, ranks, step, {int(node): set(names) for node, names in nodes}, passed)
-        except Damaged as error:
-            trouble = str(error)
-        every = gather_values(ranks, [trouble, passed, found and [found.where, found.size_bytes]], f"the checkpoint of step {step} in memory")
-        for reason in [reason for _, reasons, _ in every for reason in reasons]:
-            passed_over(f"a copy of the checkpoint of step {step} is passed over: {reason}")
-        troubles = [reason for reason, _, _ in every if reason]
-        if found is None or troubles:
-            passed_over(f"the checkpoint of step {step} in memory is skipped: {troubles[0]}")
-            continue
-        where = {name: node for _, _, (own, _) in every for name, node in own.items()}
-        source = MemorySource(keepers, step, where, found.read, found.verified)
-        return InMemory(step, found.manifest, found.digest, source, sum(size for _, _, (_, size) in every))
-    return None
-
-
-def _verified(
+def verified_files(
     keepers: Keepers, ranks: Communicator, step: int, nodes: Mapping[int, set[str]], passed: list[str]
-) -> _Verified:
+) -> Verified:
     """Verifies the files that this rank reads: every ``ranks.size``-th."""
     manifest_node = keepers.nearest_first([node for node, names in nodes.items() if {MANIFEST, MARKER} <= names])
     if not manifest_node:
@@ -129,11 +91,11 @@ def _verified(
                 verified |= {(index.file, place) for place in range(len(index.chunks))}
                 break
             except Damaged as error:
-                passed.append(f"{error} (memory of node {node})")
+                passed.append(f"{error} (memory of node {keepers.names[node]})")
                 index = None
         if index is None:
             raise Damaged(f"no node has a whole copy of '{entry.name}' and its data")
-    return _Verified(where, size, manifest, bytes_digest(data), read, verified)
+    return Verified(where, size, manifest, bytes_digest(data), read, verified)
 
 
 def _verify_piece(source: MemorySource, index: RankIndex, offset: int) -> None:

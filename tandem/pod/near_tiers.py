@@ -1,0 +1,91 @@
+"""The tiers of checkpoints before a run's folder, as the controller of a pod gives them to the trainer's ranks: which keepers there are, found in the store of
+the run, and the folder on a local disk. Imports no torch.
+
+The keeper of this machine is a process of the controller, which outlives the trainer's shim and ranks. Every pod that joined from another machine has one for
+its life, if it was told to, and publishes it in the store on the lease of that life. Keepers at one address are on one node.
+"""
+
+import json
+import logging
+import socket
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tandem.config.recipe import Recipe
+from tandem.pod.weights_between_pods import tls_arguments
+from tandem.runtime.coordination.store import Store
+from tandem.trainer.checkpoint.memory.keeper_process import LOOPBACK, KeeperProcess
+from tandem.types import RunError, UserError
+
+logger = logging.getLogger(__name__)
+KEEPERS = "checkpoint_memory/"
+"""Beginning of the keys of the keepers of pods that joined, by name."""
+
+
+def keeper_of(recipe: Recipe, directory: Path, credential: str) -> KeeperProcess | None:
+    """Returns the keeper of the controller's machine for the run in ``directory``, which does not run yet; ``None`` without checkpoints in memory."""
+    if not recipe.checkpoint.memory_every_steps:
+        return None
+    pods = recipe.pods
+    host = pods.host if pods.may_join else LOOPBACK
+    return KeeperProcess(socket.gethostname(), directory, credential, host=host, tls=tls_arguments(pods)[1:])
+
+_PATIENCE = 3
+"""Checkpoints that one node alone keeps before it is said, where pods may join."""
+
+
+@dataclass
+class NearTiers:
+    """``own``: the keeper of this machine (``None``: no checkpoint is kept in memory). ``ranks``: how many the trainer has. ``local``: the folder on a local
+    disk; ``copies``: where copies of the run's checkpoints are (``checkpoint.upload``). ``open_store``: opens the store of the run, where pods may join;
+    ``joined``: the names of those that take part now. ``say`` is told when one node alone keeps the checkpoints in memory."""
+
+    own: KeeperProcess | None = None
+    ranks: int = 1
+    credential: str = ""
+    local: Path | None = None
+    copies: str = ""
+    open_store: Callable[[], Store] | None = None
+    joined: Callable[[], Collection[str]] = tuple
+    say: Callable[[str], None] = lambda line: None
+    _store: Store | None = field(default=None, init=False)
+    _alone: int = field(default=0, init=False)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what the trainer's ranks are told: the keepers in ``memory``, as of ``Keepers.of``, and the ``local`` folder."""
+        memory = None
+        if self.own is not None:
+            here = {**self.own.start(), "node": self.own.host}
+            keepers = [here, *self._joined()]
+            memory = {"keepers": keepers, "credential": self.credential, "nodes": [here["node"]] * self.ranks}
+        return {"memory": memory, "local": None if self.local is None else str(self.local)}
+
+    def tell_of_nodes(self, nodes: int) -> None:
+        """Says that checkpoints are kept by one node alone, where they have come to be: of pods that may join the first may be on their way."""
+        self._alone = 0 if nodes > 1 else self._alone + 1
+        if self._alone == (1 if self.open_store is None else _PATIENCE):
+            self.say(
+                "checkpoint.memory_every_steps: the checkpoints in memory are kept by one node alone, and do not survive its loss; let a pod of another "
+                "machine join (pods.max_count), or set checkpoint.upload"
+            )
+
+    def _joined(self) -> list[Mapping[str, Any]]:
+        """Returns the keepers of pods that joined, by name. The store may be away for a while: those of this machine remain."""
+        if self.open_store is None:
+            return []
+        names = set(self.joined())
+        try:
+            self._store = self._store or self.open_store()
+            entries = self._store.list(KEEPERS)
+        except (RunError, UserError) as error:
+            logger.warning("the keepers of other machines were not read from the store: %s", error)
+            return []
+        return [json.loads(entry.value) for entry in entries if entry.key.removeprefix(KEEPERS) in names]
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        if self.own is not None:
+            self.own.close()

@@ -1,0 +1,95 @@
+"""The keepers of a run, as its controller finds them: that of a pod that joined is in the store on its lease, takes checkpoints under TLS, and is on
+another node only if its address is another."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from certificates import certificate
+
+from tandem.pod.joined_keeper import JoinedKeeper
+from tandem.pod.near_tiers import KEEPERS, NearTiers
+from tandem.runtime.coordination.open import open_store
+from tandem.runtime.coordination.session import Session
+from tandem.runtime.rpc.credentials import new_credential
+from tandem.runtime.rpc.pod_tls import PodTls, tls_files
+from tandem.trainer.checkpoint.memory.keeper_process import KeeperProcess
+from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.types import RunError
+
+SECRET = new_credential()
+
+
+def files_of(folder: Path, name: str, authority: str = "authority") -> tuple[str, ...]:
+    return tuple(str(folder / file) for file in (f"{name}.crt", f"{name}.key", f"{authority}.crt"))
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Iterator[NearTiers]:
+    """The controller's keeper at 127.0.0.1, and that of pod ``a`` at 127.0.0.2, on a session's lease."""
+    authority = certificate(tmp_path, "authority")
+    for name in ("run", "a"):
+        certificate(tmp_path, name, authority)
+    address = str(tmp_path / "store.sqlite")
+    store = open_store(address)
+    session = Session(store, 5.0)
+    joined = JoinedKeeper("a", tmp_path / "a", SECRET, "127.0.0.2", files_of(tmp_path, "a"), session)
+    made = NearTiers(
+        KeeperProcess("home", tmp_path, SECRET, tls=files_of(tmp_path, "run")), 1, SECRET, open_store=lambda: open_store(address), joined=lambda: ["a"]
+    )
+    ends = time.monotonic() + 60
+    while store.get(KEEPERS + "a") is None:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    yield made
+    made.close()
+    joined.close()
+    session.close()
+
+
+def test_the_keeper_of_another_machine_is_found_and_takes_the_copy_under_tls(near: NearTiers, tmp_path: Path) -> None:
+    told = near.describe()["memory"]
+    assert [(keeper["name"], keeper["node"], keeper["is_encrypted"]) for keeper in told["keepers"]] == [
+        ("home", "127.0.0.1", True), ("a", "127.0.0.2", True),
+    ]  # fmt: skip
+    keepers = Keepers.of(told, 0, PodTls(tls_files(*files_of(tmp_path, "run"))))
+    assert keepers.places == (0, 1) and keepers.survives_node
+    content = bytes(range(256)) * 1000
+    assert keepers.put(3, {"part": content}) == [0, 1]
+    keepers.commit(3, {"COMMIT": b"whole"})
+    assert keepers.held() == {3: {0: ["COMMIT", "part"], 1: ["COMMIT", "part"]}}
+    assert bytes(keepers.read(1, 3, "part", 5, 1000)) == content[5:1005]
+    # Without a certificate it takes nothing, and says nothing of what it has.
+    for client in Keepers.of({**told, "keepers": [{**keeper, "is_encrypted": False} for keeper in told["keepers"]]}, 0).clients:
+        with pytest.raises(Exception, match=r"did not answer|refused"):
+            client.call("held", deadline_s=20)
+    # A pod that takes part no more keeps nothing, although its lease lasts.
+    near.joined = list
+    assert [keeper["name"] for keeper in near.describe()["memory"]["keepers"]] == ["home"]
+
+
+def test_no_second_copy_is_on_the_node_whose_state_it_is() -> None:
+    keeper = {"host": "127.0.0.1", "port": 1, "is_encrypted": False}
+    of = lambda own, *nodes: Keepers.of(
+        {"credential": SECRET, "nodes": [own], "keepers": [{**keeper, "name": str(n), "node": node} for n, node in enumerate(nodes)]}, 0
+    )  # fmt: skip
+    assert of("a", "a").places == (0,) and not of("a", "a").survives_node
+    assert of("a", "a", "a").places == (0,), "two pods of one machine share its fate"
+    assert of("a", "a", "a", "b", "c").places == (0, 2) and of("b", "a", "a", "b", "c").places == (2, 3) and of("c", "a", "b", "c").places == (2, 0)
+    assert of("d", "a", "b").places == (0,), "a node without a keeper has one copy elsewhere"
+    with pytest.raises(RunError, match="no memory takes the checkpoint of step 1"):
+        of("a").put(1, {"part": b"x"})
+
+
+def test_a_run_that_one_node_keeps_says_so_once_and_again_when_it_comes_to_be_so() -> None:
+    said: list[str] = []
+    alone, joining = NearTiers(say=said.append), NearTiers(say=said.append, open_store=lambda: open_store(""))
+    for _ in range(5):
+        alone.tell_of_nodes(1)
+    assert len(said) == 1 and "kept by one node alone" in said[0]
+    for nodes in (1, 1, 2, 1, 1):
+        joining.tell_of_nodes(nodes)
+    assert len(said) == 1, "others may be on their way"
+    joining.tell_of_nodes(1)
+    assert len(said) == 2
