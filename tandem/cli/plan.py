@@ -7,6 +7,7 @@ examples:
   tandem plan MODEL_FOLDER --gpu H100-80GB --gpus 64 --seq 8192 --global-batch 512
   tandem plan --gpu H100-80GB --gpus 768 --hidden 8192 --layers 84 --heads 64 --ffn 32768 --gated-mlp false --vocab 131072 --seq 4096 \\
       --global-batch 384 --tp 8 --pp 2 --dp 48 --zero 1 --recompute selective --json
+  tandem plan serving --help                                the engines that serve a load: a command of its own
 """
 
 import argparse
@@ -38,6 +39,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     hardware = parser.add_argument_group("GPUs")
     hardware.add_argument("--gpu", default="H100-80GB", help="a kind of GPU, or a YAML file with its figures (default: H100-80GB)")
     hardware.add_argument("--gpus", type=int, help="how many (default: the product of the axes, or a node)")
+    size_arguments(parser)
+    _step_arguments(parser)
+
+
+def size_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that describe a model."""
     sizes = parser.add_argument_group("sizes of the model")
     for name, text in (
         ("hidden", "hidden size"), ("layers", "layers"), ("heads", "query heads"), ("kv_heads", "key-value heads (default: as many as query heads)"),
@@ -49,6 +56,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--gated-mlp", choices=("true", "false"), default="true", help="an MLP has gate, up and down, or up and down (default: true)")
     sizes.add_argument("--tied-embeddings", choices=("true", "false"), default="false", help="embedding and head are one matrix (default: false)")
     sizes.add_argument("--ignore-fields", default="", metavar="NAMES", help="keys of config.json, separated by commas, that change no size")
+
+
+def _step_arguments(parser: argparse.ArgumentParser) -> None:
     batch = parser.add_argument_group("the step")
     batch.add_argument("--seq", type=int, help="tokens of a sequence (default: 4096, or the recipe's)")
     batch.add_argument("--global-batch", type=int, help="sequences of a step (default: 4 for each GPU, or the recipe's)")
@@ -122,16 +132,7 @@ def _request(options: argparse.Namespace) -> "PlanRequest":
     from tandem.estimate.hardware.load import load_hardware
     from tandem.planner.request import PlanRequest
 
-    defaults: dict[str, Any] = {}
-    if options.model is None:
-        shapes = _shapes(options)
-    else:
-        from tandem.planner.model_input import read_model
-
-        for name in SIZES:
-            if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')} and the model '{options.model}' both give sizes; leave one out")
-        shapes, defaults = read_model(options.model, tuple(filter(None, options.ignore_fields.split(","))))
+    shapes, defaults = model_of(options)
     hardware = load_hardware(options.gpu)
     axes = [getattr(options, name) for name in ("tp", "pp", "cp", "dp")]
     product = 1
@@ -143,6 +144,18 @@ def _request(options: argparse.Namespace) -> "PlanRequest":
     request = PlanRequest(shapes, hardware, gpus, sequence, batch, options.precision, options.recompute, options.micro_batch)
     request.check()
     return request
+
+
+def model_of(options: argparse.Namespace) -> "tuple[ModelShapes, dict[str, Any]]":
+    """Returns the sizes of the model that ``options`` describe, and what a recipe says of the step."""
+    if options.model is None:
+        return _shapes(options), {}
+    from tandem.planner.model_input import read_model
+
+    for name in SIZES:
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} and the model '{options.model}' both give sizes; leave one out")
+    return read_model(options.model, tuple(filter(None, options.ignore_fields.split(","))))
 
 
 def _shapes(options: argparse.Namespace) -> "ModelShapes":

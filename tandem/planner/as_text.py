@@ -25,7 +25,7 @@ def _score_lines(score: Score) -> Iterator[str]:
     yield f"{parameter_count(score.shapes) / 1e9:.2f}B parameters on {score.layout.gpus} x {score.hardware.name}: {named(score)}"
     yield ""
     cost, memory = score.dollars_per_billion_tokens, f"{score.memory.total / GIB:.1f} of {score.hardware.memory_bytes / GIB:.1f} GiB"
-    yield from _table(
+    yield from table(
         ("step", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "bubble", "memory", "$/10^9 tokens"),
         [(
             f"{score.step_seconds:.3g} s", f"{score.tokens_per_s_per_gpu:,.0f}", f"{score.model_tflops_per_gpu:.0f}", f"{score.mfu_percent:.1f} %",
@@ -54,7 +54,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield f"fastest of {plan.sweep.considered:,} layouts, and the front of time and memory (*):"
     on_front = {each.layout for each in plan.sweep.pareto}
     shown = {each.layout: each for each in (*plan.sweep.scored[:SHOWN], *plan.sweep.pareto[:SHOWN])}
-    yield from _table(
+    yield from table(
         ("", "layout", "step", "MFU", "memory"),
         [
             (
@@ -67,7 +67,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield ""
     fastest = "none fits, so that the model itself must be divided" if plan.memory.fastest is None else f"{plan.memory.fastest.name} is the fastest that fits"
     yield f"memory: {plan.memory.reason}: {plan.memory.strategy}; of data parallelism alone, {fastest}"
-    yield from _table(
+    yield from table(
         ("strategy", "memory", "saved", "computed again", "sent in a step", "step"),
         [
             (
@@ -80,7 +80,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     if plan.axes:
         yield ""
         yield "each kind of parallelism alone, on the GPUs of a node:"
-        yield from _table(
+        yield from table(
             ("", "GPUs", "efficiency", "communication", "latency", "memory", "best when"),
             [
                 (
@@ -92,7 +92,8 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         )  # fmt: skip
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields the lines of a table."""
     widths = [max(len(row[at]) for row in (titles, *rows)) for at in range(len(titles))]
     for row in (titles, *rows):
         yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
