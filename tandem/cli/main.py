@@ -107,8 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not given:
             raise UserError(f"no command; give one of {', '.join(COMMANDS)}, or see 'tandem --help'")
         _check_command(given[0])
-        if given[1:] and given[1] in FORMS.get(given[0], ()):
-            given[:2] = [" ".join(given[:2])]
+        given = with_form(given)
         main_parser = parser()
         if given[0] in ENGINE_COMMANDS:
             command = main_parser.commands[given[0]]
@@ -135,6 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{where}{error.strerror or error}", 1)
     except MemoryError:
         return _fail("out of memory; give the command smaller values or more memory", 1)
+
+
+def with_form(given: list[str]) -> list[str]:
+    """Returns the words of a command line, of which the first two are one where they name a command together."""
+    return [" ".join(given[:2]), *given[2:]] if given[1:] and given[1] in FORMS.get(given[0], ()) else given
 
 
 def _fail(message: str, exit_code: int) -> int:

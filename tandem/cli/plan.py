@@ -7,6 +7,7 @@ examples:
   tandem plan MODEL_FOLDER --gpu H100-80GB --gpus 64 --seq 8192 --global-batch 512
   tandem plan --gpu H100-80GB --gpus 768 --hidden 8192 --layers 84 --heads 64 --ffn 32768 --gated-mlp false --vocab 131072 --seq 4096 \\
       --global-batch 384 --tp 8 --pp 2 --dp 48 --zero 1 --recompute selective --json
+  tandem plan arithmetic --gpus 8 --response-tokens 20      also a step of reinforcement learning
   tandem plan serving --help                                the engines that serve a load: a command of its own
 """
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tandem.estimate.training.layout import Recompute, TrainingLayout
     from tandem.layout.shapes import ModelShapes
     from tandem.planner.request import PlanRequest
+    from tandem.planner.rl_plan import RLPlan
     from tandem.planner.score import Score
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn", "sliding_window")
@@ -68,6 +70,10 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute", choices=("none", "selective", "sp_selective", "full"),
         help="what the backward pass computes again (default: chosen; none with a layout)",
     )  # fmt: skip
+    rl = parser.add_argument_group("a step of reinforcement learning, of its recipe")
+    rl.add_argument("--prompt-tokens", type=int, help="mean tokens of a prompt (default: 512, or half of what the context leaves)")
+    rl.add_argument("--response-tokens", type=int, help="mean tokens of a completion (default: half of rollout.max_tokens)")
+    rl.add_argument("--response-p95", type=int, help="tokens that 95 %% of the completions do not exceed (default: twice the mean)")
     layout = parser.add_argument_group("a layout to score")
     for name, text in (
         ("tp", "tensor-parallel ranks"), ("pp", "pipeline-parallel ranks"), ("virtual_pp", "stages on each of them"), ("dp", "data-parallel ranks"),
@@ -95,10 +101,33 @@ def run(options: argparse.Namespace) -> int:
     else:
         plan = make_plan(request, _progress if sys.stderr.isatty() else None)
         scored, text, answer, written = plan.chosen, as_text.plan_text(plan), as_json.plan_json(plan), page.plan_page(plan) if options.html else ""
+    step = _rl_step(options, scored)
+    if step is not None:
+        from tandem.planner.rl_plan import rl_json, rl_text
+
+        text, answer = f"{text}\n\n{rl_text(step)}", {**answer, "rl_step": rl_json(step)}
     if options.html:
         Path(options.html).write_text(written, encoding="utf-8")
     print(_emitted(options, scored) if options.emit else json.dumps(answer, indent=2) if options.json else text)
     return 0
+
+
+def _rl_step(options: argparse.Namespace, scored: "Score") -> "RLPlan | None":
+    """Returns the step of a recipe of reinforcement learning, ``None`` for anything else."""
+    from tandem.config.recipe import Recipe, load_config
+    from tandem.planner.model_input import is_recipe
+    from tandem.planner.rl_plan import plan_rl_step
+
+    recipe = load_config(options.model) if options.model is not None and is_recipe(options.model) else None
+    lengths = ("prompt_tokens", "response_tokens", "response_p95")
+    if not isinstance(recipe, Recipe):
+        for name in lengths:
+            if getattr(options, name) is not None:
+                raise UserError(
+                    f"--{name.replace('_', '-')} is of a step of reinforcement learning; name its recipe, for example 'tandem plan sort', or leave it out"
+                )
+        return None
+    return plan_rl_step(recipe, scored, *(getattr(options, name) for name in lengths))
 
 
 def _print_checklist(options: argparse.Namespace) -> int:
