@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tandem.estimate.training.layout import Recompute, TrainingLayout
     from tandem.layout.shapes import ModelShapes
     from tandem.planner.request import PlanRequest
-    from tandem.planner.rl_plan import RLPlan
     from tandem.planner.score import Score
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn", "sliding_window")
@@ -103,20 +102,18 @@ def run(options: argparse.Namespace) -> int:
         scored, text, answer, written = plan.chosen, as_text.plan_text(plan), as_json.plan_json(plan), page.plan_page(plan) if options.html else ""
     step = _rl_step(options, scored)
     if step is not None:
-        from tandem.planner.rl_plan import rl_json, rl_text
-
-        text, answer = f"{text}\n\n{rl_text(step)}", {**answer, "rl_step": rl_json(step)}
+        text, answer = f"{text}\n\n{step[0]}", {**answer, "rl_step": step[1]}
     if options.html:
         Path(options.html).write_text(written, encoding="utf-8")
     print(_emitted(options, scored) if options.emit else json.dumps(answer, indent=2) if options.json else text)
     return 0
 
 
-def _rl_step(options: argparse.Namespace, scored: "Score") -> "RLPlan | None":
-    """Returns the step of a recipe of reinforcement learning, ``None`` for anything else."""
+def _rl_step(options: argparse.Namespace, scored: "Score") -> tuple[str, dict[str, Any]] | None:
+    """Returns the step of a recipe of reinforcement learning as text and as an object, ``None`` for anything else."""
     from tandem.config.recipe import Recipe, load_config
     from tandem.planner.model_input import is_recipe
-    from tandem.planner.rl_plan import plan_rl_step
+    from tandem.planner.rl_plan import described_rl_step
 
     recipe = load_config(options.model) if options.model is not None and is_recipe(options.model) else None
     lengths = ("prompt_tokens", "response_tokens", "response_p95")
@@ -127,7 +124,7 @@ def _rl_step(options: argparse.Namespace, scored: "Score") -> "RLPlan | None":
                     f"--{name.replace('_', '-')} is of a step of reinforcement learning; name its recipe, for example 'tandem plan sort', or leave it out"
                 )
         return None
-    return plan_rl_step(recipe, scored, *(getattr(options, name) for name in lengths))
+    return described_rl_step(recipe, scored, *(getattr(options, name) for name in lengths))
 
 
 def _print_checklist(options: argparse.Namespace) -> int:

@@ -26,10 +26,24 @@ class RLPlan:
     assumed: str
 
 
-def plan_rl_step(recipe: Recipe, scored: Score, prompt_tokens: int | None, response_tokens: int | None, response_p95: int | None) -> RLPlan:
-    """Returns the predicted step of ``recipe`` with the layout of ``scored``, on whose GPUs the engines are as well. Lengths that are ``None`` are assumed.
-    Raises ``UserError`` for lengths that no sequence has, and for an engine that does not fit."""
-    rollout, algorithm, shapes = recipe.rollout, recipe.algorithm, scored.shapes
+def described_rl_step(
+    recipe: Recipe, scored: Score, prompt_tokens: int | None, response_tokens: int | None, response_p95: int | None
+) -> tuple[str, dict[str, Any]]:
+    """Returns the predicted step of ``recipe`` with the layout of ``scored``, on whose GPUs the engines are as well, as text and as an object; of an engine
+    that does not fit, the reason. Lengths that are ``None`` are assumed. Raises ``UserError`` for lengths that no sequence has."""
+    lengths = _lengths(recipe, scored.shapes, prompt_tokens, response_tokens, response_p95)
+    try:
+        plan = plan_rl_step(recipe, scored, *lengths)
+    except UserError as error:
+        return f"step of reinforcement learning: not predicted, {error}", {"refused": str(error)}
+    return rl_text(plan), rl_json(plan)
+
+
+def _lengths(
+    recipe: Recipe, shapes: ModelShapes, prompt_tokens: int | None, response_tokens: int | None, response_p95: int | None
+) -> tuple[Lengths, Lengths, str]:
+    """Returns the lengths of prompts and completions, and which of them are assumed."""
+    rollout = recipe.rollout
     most, context = rollout.max_tokens, shapes.max_position_embeddings
     prompt = prompt_tokens if prompt_tokens is not None else min(USUAL_PROMPT, max(1, (context - most) // 2))
     response = response_tokens if response_tokens is not None else max(1, most // 2)
@@ -38,6 +52,16 @@ def plan_rl_step(recipe: Recipe, scored: Score, prompt_tokens: int | None, respo
             raise UserError(f"--{name} is {value}; it must be from 1 to {limit:,}, which the recipe allows")
     prompts = Lengths.around(prompt, most=context)
     outputs = Lengths.around(response, most=most) if response_p95 is None else Lengths.with_p95(response, response_p95, most)
+    given = [
+        f"prompts of {prompt:,} tokens on average" if prompt_tokens is None else "", f"completions of {response:,}" if response_tokens is None else "",
+        "lognormal lengths" if response_p95 is None else "",
+    ]  # fmt: skip
+    return prompts, outputs, ", ".join(filter(None, given))
+
+
+def plan_rl_step(recipe: Recipe, scored: Score, prompts: Lengths, outputs: Lengths, assumed: str = "") -> RLPlan:
+    """Returns the predicted step of ``recipe``, with these lengths. Raises ``UserError`` for an engine that does not fit."""
+    rollout, algorithm, shapes = recipe.rollout, recipe.algorithm, scored.shapes
     has_critic = algorithm.name == "ppo" and not recipe.has_shared_critic
     has_reward_model = bool(recipe.reward_model.path)
     step = RLStep(
@@ -48,11 +72,6 @@ def plan_rl_step(recipe: Recipe, scored: Score, prompt_tokens: int | None, respo
         minibatches=algorithm.minibatches, epochs=algorithm.epochs, micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         held_bytes=_held(scored), is_ahead=rollout.max_staleness > 0,
     )  # fmt: skip
-    given = [
-        f"prompts of {prompt:,} tokens on average" if prompt_tokens is None else "", f"completions of {response:,}" if response_tokens is None else "",
-        "lognormal lengths" if response_p95 is None else "",
-    ]  # fmt: skip
-    assumed = ", ".join(filter(None, given))
     return RLPlan(step, predict_rl_step(shapes, scored.hardware, step), assumed)
 
 

@@ -184,3 +184,21 @@ def test_a_recipe_of_reinforcement_learning_has_its_step_in_text_and_json(capsys
     assert "--response-tokens is 9999; it must be from 1 to 32, which the recipe allows" in capsys.readouterr().err
     assert main(["plan", *SIZES, "--gpus", "8", "--dp", "8", "--response-tokens", "9"]) != 0
     assert "is of a step of reinforcement learning; name its recipe" in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_fit_leaves_the_layout_scored() -> None:
+    from dataclasses import replace
+
+    from tandem.config.recipe import Recipe, load_config
+    from tandem.estimate.hardware.load import load_hardware
+    from tandem.estimate.training.layout import TrainingLayout
+    from tandem.layout.shapes import ModelShapes
+    from tandem.planner.rl_plan import described_rl_step
+    from tandem.planner.score import score
+
+    recipe = load_config("sort")
+    assert isinstance(recipe, Recipe)
+    large = ModelShapes("llama", 128256, 16384, 126, 128, 8, 128, 53248, 8192, False)
+    layout = TrainingLayout(replace(recipe.parallel, data=8), 4096, 8)
+    text, answer = described_rl_step(recipe, score(large, layout, load_hardware("H100-80GB")), None, None, None)
+    assert text == f"step of reinforcement learning: not predicted, {answer['refused']}" and "use more GPUs, fewer bits" in text

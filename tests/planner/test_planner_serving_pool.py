@@ -1,5 +1,6 @@
 """The size of a serving pool and the rules of serving: against sums, the load itself, and the parser of the server."""
 
+import argparse
 import json
 import math
 import shlex
@@ -118,8 +119,9 @@ def test_the_options_of_the_rules_and_the_command_are_those_of_the_server() -> N
 
     rules = [rule.options for rule in (*BATCHINGS, *KV_CACHES) if rule.options.startswith("--")]
     commands = [serve_command(make_pool_plan(request(quantization=form)), "models/llama").split(" && ")[-1] for form in ("fp8", "awq", "bf16")]
+    taken = parser()
     for command in (*(f"tandem serve MODEL {options}" for options in rules), *commands):
-        parsed, unknown = parser().parse_known_args(shlex.split(command)[1:])
+        parsed, unknown = taken.parse_known_args(shlex.split(command)[1:])
         assert not unknown, unknown
         engine_args(parsed).check()
     assert "tandem quantize models/llama models/llama-awq --method awq" in serve_command(make_pool_plan(request(quantization="awq")), "models/llama")
@@ -203,9 +205,11 @@ def test_the_text_has_the_answer_its_reason_and_the_tables_and_a_simulation_agre
         (["--requests-per-s", "1", "--max-num-batched-tokens", "8"], "it must be at least --max-num-seqs (256), a token for each"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from tandem.cli.main import main
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    from tandem.cli import plan_serving
 
-    assert main(["plan", "serving", *SIZES, *arguments]) != 0
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    parser = argparse.ArgumentParser()
+    plan_serving.arguments(parser)
+    with pytest.raises(UserError) as error:
+        plan_serving.run(parser.parse_args([*SIZES, *arguments]))
+    assert message in str(error.value) and "\n" not in str(error.value)
