@@ -71,17 +71,18 @@ def run(options: argparse.Namespace) -> int:
 
 def words_of_commands() -> dict[str, list[str]]:
     """Returns what may follow each command: its options, and its positional arguments that have choices. Keys of recipes end with ``=``."""
-    from tandem.cli.main import parser
+    from tandem.cli.main import FORMS, parser
 
     (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
-    words = {}
+    words = dict[str, list[str]]()
     for name, command in commands.choices.items():
         options = [text for action in command._actions if action.help != argparse.SUPPRESS for text in action.option_strings if text.startswith("--")]
         choices = [str(choice) for action in command._actions if not action.option_strings for choice in action.choices or ()]
         if name in ("train", "recipes"):
             choices += bundled_recipes()
         keys = sorted(_keys()) if command.get_default("takes_overrides") else []
-        words[name] = [*choices, *options, *keys]
+        first, _, second = name.partition(" ")
+        words[first] = list(dict.fromkeys([*words.get(first, ()), *choices, *([] if second else FORMS.get(first, ())), *options, *keys]))
     return words
 
 

@@ -50,6 +50,8 @@ COMMANDS = {
     "completion": "print the completion script of a shell",
 }
 
+FORMS = {"plan": ("serving",)}
+"""The commands whose first word may be followed by one that makes another command of them, in a module of both names."""
 ENGINE_COMMANDS = ("serve", "generate")
 """The commands with the options of ``EngineArgs``, which take vLLM's flags."""
 LONGEST_LINE = 1500
@@ -87,6 +89,11 @@ def parser() -> Parser:
         )
         module.arguments(command)
         main_parser.commands[name] = command
+        for second in FORMS.get(name, ()):
+            module = importlib.import_module(f"tandem.cli.{name}_{second}")
+            command = commands.add_parser(f"{name} {second}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+            module.arguments(command)
+            main_parser.commands[f"{name} {second}"] = command
     return main_parser
 
 
@@ -100,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not given:
             raise UserError(f"no command; give one of {', '.join(COMMANDS)}, or see 'tandem --help'")
         _check_command(given[0])
+        given = with_form(given)
         main_parser = parser()
         if given[0] in ENGINE_COMMANDS:
             command = main_parser.commands[given[0]]
@@ -113,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown or (overrides and not getattr(options, "takes_overrides", False)):
             raise UserError(_unknown_argument((unknown or overrides)[0], options, main_parser))
         options.overrides = overrides
-        return int(importlib.import_module(f"tandem.cli.{options.command}").run(options))
+        return int(importlib.import_module(f"tandem.cli.{options.command.replace(' ', '_')}").run(options))
     except UserError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -126,6 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{where}{error.strerror or error}", 1)
     except MemoryError:
         return _fail("out of memory; give the command smaller values or more memory", 1)
+
+
+def with_form(given: list[str]) -> list[str]:
+    """Returns the words of a command line, of which the first two are one where they name a command together."""
+    return [" ".join(given[:2]), *given[2:]] if given[1:] and given[1] in FORMS.get(given[0], ()) else given
 
 
 def _fail(message: str, exit_code: int) -> int:

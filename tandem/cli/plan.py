@@ -8,6 +8,8 @@ examples:
   tandem plan --gpu H100-80GB --gpus 768 --hidden 8192 --layers 84 --heads 64 --ffn 32768 --gated-mlp false --vocab 131072 --seq 4096 \\
       --global-batch 384 --tp 8 --pp 2 --dp 48 --zero 1 --recompute selective --json
   tandem plan RECIPE --gpus 8 --emit slurm --recipe plan.yaml --slurm.partition=gpu --slurm.time=0-08:00:00
+  tandem plan arithmetic --gpus 8 --response-tokens 20      also a step of reinforcement learning
+  tandem plan serving --help                                the engines that serve a load: a command of its own
 """
 
 import argparse
@@ -53,6 +55,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--what-if", action="append", default=[], metavar="CHANGES",
         help="also plan for other GPUs, side by side: gpu=H200, gpus=128, interconnect=400Gb/s, link=450GB/s, price=2.5, or several with commas; repeatable",
     )  # fmt: skip
+    size_arguments(parser)
+    _step_arguments(parser)
+
+
+def size_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that describe a model."""
     sizes = parser.add_argument_group("sizes of the model")
     for name, text in (
         ("hidden", "hidden size"), ("layers", "layers"), ("heads", "query heads"), ("kv_heads", "key-value heads (default: as many as query heads)"),
@@ -68,6 +76,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--gated-mlp", choices=("true", "false"), default="true", help="an MLP has gate, up and down, or up and down (default: true)")
     sizes.add_argument("--tied-embeddings", choices=("true", "false"), default="false", help="embedding and head are one matrix (default: false)")
     sizes.add_argument("--ignore-fields", default="", metavar="NAMES", help="keys of config.json, separated by commas, that change no size")
+
+
+def _step_arguments(parser: argparse.ArgumentParser) -> None:
     batch = parser.add_argument_group("the step")
     batch.add_argument("--seq", type=int, help="tokens of a sequence (default: 4096, or the recipe's)")
     batch.add_argument("--global-batch", type=int, help="sequences of a step (default: 4 for each GPU, or the recipe's)")
@@ -77,6 +88,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute", choices=("none", "selective", "sp_selective", "full"),
         help="what the backward pass computes again (default: chosen; none with a layout)",
     )  # fmt: skip
+    rl = parser.add_argument_group("a step of reinforcement learning, of its recipe")
+    rl.add_argument("--prompt-tokens", type=int, help="mean tokens of a prompt (default: 512, or half of what the context leaves)")
+    rl.add_argument("--response-tokens", type=int, help="mean tokens of a completion (default: half of rollout.max_tokens)")
+    rl.add_argument("--response-p95", type=int, help="tokens that 95 %% of the completions do not exceed (default: twice the mean)")
     layout = parser.add_argument_group("a layout to score")
     for name, text in (
         ("tp", "tensor-parallel ranks"), ("pp", "pipeline-parallel ranks"), ("virtual_pp", "stages on each of them"), ("dp", "data-parallel ranks"),
@@ -130,10 +145,31 @@ def run(options: argparse.Namespace) -> int:
         text, answer, written = as_text.plan_text(plan), as_json.plan_json(plan), page.plan_page(plan, beside) if options.html else ""
     if compared:
         text, answer = text + "\n" + beside, {**answer, **as_json.what_if_json(scored, compared, front)}
+    step = _rl_step(options, scored)
+    if step is not None:
+        text, answer = f"{text}\n\n{step[0]}", {**answer, "rl_step": step[1]}
     if options.html:
         Path(options.html).write_text(written, encoding="utf-8")
     print(_emitted(options, scored) if options.emit else json.dumps(answer, indent=2) if options.json else text)
     return 0
+
+
+def _rl_step(options: argparse.Namespace, scored: "Score") -> tuple[str, dict[str, Any]] | None:
+    """Returns the step of a recipe of reinforcement learning as text and as an object, ``None`` for anything else."""
+    from tandem.config.recipe import Recipe, load_config
+    from tandem.planner.model_input import is_recipe
+    from tandem.planner.rl_plan import described_rl_step
+
+    recipe = load_config(options.model) if options.model is not None and is_recipe(options.model) else None
+    lengths = ("prompt_tokens", "response_tokens", "response_p95")
+    if not isinstance(recipe, Recipe):
+        for name in lengths:
+            if getattr(options, name) is not None:
+                raise UserError(
+                    f"--{name.replace('_', '-')} is of a step of reinforcement learning; name its recipe, for example 'tandem plan sort', or leave it out"
+                )
+        return None
+    return described_rl_step(recipe, scored, *(getattr(options, name) for name in lengths))
 
 
 def _print_checklist(options: argparse.Namespace) -> int:
@@ -186,16 +222,7 @@ def _request(options: argparse.Namespace) -> "PlanRequest":
     from tandem.planner.request import PlanRequest
     from tandem.planner.what_if import price
 
-    defaults: dict[str, Any] = {}
-    if options.model is None:
-        shapes = _shapes(options)
-    else:
-        from tandem.planner.model_input import read_model
-
-        for name in SIZES:
-            if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')} and the model '{options.model}' both give sizes; leave one out")
-        shapes, defaults = read_model(options.model, tuple(filter(None, options.ignore_fields.split(","))))
+    shapes, defaults = model_of(options)
     hardware = load_hardware(options.gpu)
     if options.price is not None:
         hardware = replace(hardware, price_per_hour=price(options.price, "--price"), sources={**hardware.sources, "price_per_hour": "--price"})
@@ -209,6 +236,18 @@ def _request(options: argparse.Namespace) -> "PlanRequest":
     request = PlanRequest(shapes, hardware, gpus, sequence, batch, options.precision, options.recompute, options.micro_batch)
     request.check()
     return request
+
+
+def model_of(options: argparse.Namespace) -> "tuple[ModelShapes, dict[str, Any]]":
+    """Returns the sizes of the model that ``options`` describe, and what a recipe says of the step."""
+    if options.model is None:
+        return _shapes(options), {}
+    from tandem.planner.model_input import read_model
+
+    for name in SIZES:
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} and the model '{options.model}' both give sizes; leave one out")
+    return read_model(options.model, tuple(filter(None, options.ignore_fields.split(","))))
 
 
 def _shapes(options: argparse.Namespace) -> "ModelShapes":

@@ -27,7 +27,7 @@ def _score_lines(score: Score) -> Iterator[str]:
     yield f"{parameter_count(score.shapes) / 1e9:.2f}B parameters on {score.layout.gpus} x {score.hardware.name}: {named(score)}"
     yield ""
     memory = f"{score.memory.total / GIB:.1f} of {score.hardware.memory_bytes / GIB:.1f} GiB"
-    yield from _table(
+    yield from table(
         ("step", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "bubble", "memory", "$/10^9 tokens"),
         [(
             f"{score.step_seconds:.3g} s", f"{score.tokens_per_s_per_gpu:,.0f}", f"{score.model_tflops_per_gpu:.0f}", f"{score.mfu_percent:.1f} %",
@@ -49,10 +49,10 @@ def what_if_text(base: Score, compared: Sequence[WhatIf], front: Sequence[tuple[
     """Returns each change beside ``base``, and the front of all layouts."""
     rows = [("as asked", *_beside(base, base))]
     rows += [(each.words, *(_beside(each.score, base) if each.score is not None else ("none fits", *[""] * 7))) for each in compared]
-    lines = ["", "what if:", *_table(("", "layout", "GPUs", "step", "", "MFU", "$/10^9 tokens", "", "memory"), rows)]
+    lines = ["", "what if:", *table(("", "layout", "GPUs", "step", "", "MFU", "$/10^9 tokens", "", "memory"), rows)]
     if front:
         lines += ["", "front of time, cost and memory of all of them:"]
-        lines += _table(
+        lines += table(
             ("", "layout", "GPUs", "step", "$/10^9 tokens", "memory"),
             [
                 (words or "as asked", named(each), f"{each.layout.gpus:,}", f"{each.step_seconds:.3g} s", _cost(each), f"{each.memory.total / GIB:.1f} GiB")
@@ -86,7 +86,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield f"fastest of {plan.sweep.considered:,} layouts, and the front of time, cost and memory (*):"
     on_front = {each.layout for each in plan.sweep.pareto}
     shown = {each.layout: each for each in (*plan.sweep.scored[:SHOWN], *plan.sweep.pareto[:SHOWN])}
-    yield from _table(
+    yield from table(
         ("", "layout", "step", "MFU", "$/10^9 tokens", "memory"),
         [
             (
@@ -99,7 +99,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield ""
     fastest = "none fits, so that the model itself must be divided" if plan.memory.fastest is None else f"{plan.memory.fastest.name} is the fastest that fits"
     yield f"memory: {plan.memory.reason}: {plan.memory.strategy}; of data parallelism alone, {fastest}"
-    yield from _table(
+    yield from table(
         ("strategy", "memory", "saved", "computed again", "sent in a step", "step"),
         [
             (
@@ -112,7 +112,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     if plan.axes:
         yield ""
         yield "each kind of parallelism alone, on the GPUs of a node:"
-        yield from _table(
+        yield from table(
             ("", "GPUs", "efficiency", "communication", "latency", "memory", "best when"),
             [
                 (
@@ -124,7 +124,8 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         )  # fmt: skip
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields the lines of a table."""
     widths = [max(len(row[at]) for row in (titles, *rows)) for at in range(len(titles))]
     for row in (titles, *rows):
         yield "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -12,7 +12,7 @@ import walk
 import yaml
 from code_blocks import PLAIN, SHELL, Block, code_blocks
 
-from tandem.cli.main import parser
+from tandem.cli.main import parser, with_form
 from tandem.config.load import read_yaml
 from tandem.config.recipe import load_config, recipe_of
 
@@ -45,7 +45,7 @@ def test_a_block_is_of_a_known_kind_and_one_that_is_not_run_says_why(block: Bloc
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language in SHELL], ids=str)
 def test_commands_are_accepted(block: Block) -> None:
     for words in commands(block):
-        options, overrides = parser().parse_known_args(list(takewhile(lambda word: word not in ("&", ">", "|"), words)))
+        options, overrides = parser().parse_known_args(with_form(list(takewhile(lambda word: word not in ("&", ">", "|"), words))))
         assert not overrides or (options.takes_overrides and all(text.startswith("--") and "=" in text for text in overrides)), overrides
         if options.command == "train" and options.recipe not in WRITTEN:
             load_config(ROOT / options.recipe if options.recipe.endswith(".yaml") else options.recipe, overrides)

@@ -35,7 +35,7 @@ from tandem.model.create_model import create_model
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
     "tutorial", "how-to/from-vllm", "inference", "recipes", "serving", "pretraining", "training", "rl", "hybrid", "cluster", "cluster/topologies", "planner",
-    "health", "reliability", "observability", "dashboard", "trackers",
+    "planner/serving", "health", "reliability", "observability", "dashboard", "trackers",
 )  # fmt: skip
 """Of ``docs``, those with blocks that are run, in an order in which each finds what it names."""
 MODELS = ("Qwen/Qwen3-0.6B",)

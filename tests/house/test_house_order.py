@@ -26,6 +26,7 @@ def test_no_package_imports_from_one_above_it() -> None:
         "tandem.rl.rewards.worker", "tandem.jobs.start", "tandem.dashboard.report", "tandem.model.family", "tandem.model.new_model",
         "tandem.jobs.verify.verify_run", "tandem.gateway.server", "tandem.jobs.exposed.run_metrics", "tandem.observability.programs",
         "tandem.dashboard.server", "tandem.dashboard.top", "tandem.trackers.follow", "tandem.estimate.serving.throughput", "tandem.planner.serving.simulator",
+        "tandem.cli.plan_serving",
     ],
 )
 def test_what_must_start_without_torch_does(module: str) -> None:

@@ -164,3 +164,39 @@ def test_the_checklist_has_fourteen_items_and_follows_the_recipe(capsys: pytest.
     (tmp_path / "better.yaml").write_text(recipe)
     assert main(["plan", str(tmp_path / "better.yaml"), "--checklist", "--json"]) == 1
     assert {each["name"] for each in json.loads(capsys.readouterr().out) if not each["is_met"]} == missing - {"products in 16 bits"}
+
+
+def test_a_recipe_of_reinforcement_learning_has_its_step_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    words = ["plan", "sort_partial", "--gpus", "2", "--dp", "2", "--response-tokens", "20"]
+    assert main([*words, "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["rl_step"]
+    phases = sum(step[f"{name}_seconds"] for name in ("rollout", "weight_update", "switch", "inference", "training"))
+    assert step["step_seconds"] == pytest.approx(phases) and step["rollout_seconds"] > 0 and step["training_seconds"] > 0
+    assert step["longest_tokens"] == step["budget_tokens"] > 0
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "step of reinforcement learning: " in text and "assumed, since the recipe does not say: prompts of" in text
+    assert main(["plan", "sort", "--gpus", "2", "--dp", "2", "--response-tokens", "9999"]) != 0
+    assert "--response-tokens is 9999; it must be from 1 to 32, which the recipe allows" in capsys.readouterr().err
+    assert main(["plan", *SIZES, "--gpus", "8", "--dp", "8", "--response-tokens", "9"]) != 0
+    assert "is of a step of reinforcement learning; name its recipe" in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_fit_leaves_the_layout_scored() -> None:
+    from dataclasses import replace
+
+    from tandem.config.recipe import Recipe, load_config
+    from tandem.estimate.hardware.load import load_hardware
+    from tandem.estimate.training.layout import TrainingLayout
+    from tandem.layout.shapes import ModelShapes
+    from tandem.planner.rl_plan import described_rl_step
+    from tandem.planner.score import score
+
+    recipe = load_config("sort")
+    assert isinstance(recipe, Recipe)
+    large = ModelShapes("llama", 128256, 16384, 126, 128, 8, 128, 53248, 8192, False)
+    layout = TrainingLayout(replace(recipe.parallel, data=8), 4096, 8)
+    text, answer = described_rl_step(recipe, score(large, layout, load_hardware("H100-80GB")), None, None, None)
+    assert text == f"step of reinforcement learning: not predicted, {answer['refused']}" and "use more GPUs, fewer bits" in text

@@ -26,7 +26,7 @@ def decision(output: SchedulerOutput) -> Decision:
     return len(output.decode_rows), chunks, output.preempted
 
 
-@pytest.mark.parametrize("admission", ["static", "dynamic", "continuous", "chunked"])
+@pytest.mark.parametrize("admission", ["chunked", *(pytest.param(name, marks=pytest.mark.full) for name in ("static", "dynamic", "continuous"))])
 def test_the_simulator_decides_every_step_as_the_engine_does(monkeypatch: pytest.MonkeyPatch, admission: str) -> None:
     options = SimulatedEngine(num_blocks=24, max_num_seqs=6, max_num_batched_tokens=96, admission=admission)
     arrivals = [each._replace(at_s=0.0) for each in draw_arrivals("long_prompts", 24, 1.0, 30, 24, seed=3, longest=96)]

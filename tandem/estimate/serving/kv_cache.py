@@ -22,12 +22,14 @@ def token_bytes(shapes: ModelShapes, layout: ServingLayout) -> int:
 def held_tokens(shapes: ModelShapes, tokens: float) -> float:
     """Returns the tokens of cache that a sequence of ``tokens`` holds, half a block of which is empty on average. Blocks outside the attention window of
     every layer are freed, as ``KVCacheManager.remove_skipped_blocks`` does."""
-    windows = [shapes.window(layer) for layer in range(shapes.num_hidden_layers)]
-    widest = None if None in windows else max(window or 0 for window in windows)
+    windows = shapes.layer_windows
+    widest = None if not windows or None in windows else max(window or 0 for window in windows)
     return min(tokens, tokens if widest is None else widest + BLOCK_TOKENS) + BLOCK_TOKENS / 2
 
 
 def read_bytes(shapes: ModelShapes, layout: ServingLayout, tokens: float) -> float:
     """Returns the bytes of the cache that one GPU reads for a query after ``tokens`` tokens; of a layer with a window those inside it."""
+    if not shapes.layer_windows:
+        return token_bytes(shapes, layout) / layout.tensor * tokens
     layer = token_bytes(shapes, layout) / layout.tensor / shapes.num_hidden_layers
     return sum(layer * min(tokens, shapes.window(index) or tokens) for index in range(shapes.num_hidden_layers))

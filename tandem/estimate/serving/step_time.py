@@ -125,7 +125,7 @@ def _matrices(shapes: ModelShapes, ranks: int, rows: float) -> list[tuple[float,
     heads = shapes.query_size / ranks + 2 * max(1.0, shapes.num_key_value_heads / ranks) * shapes.head_dim
     found.append((heads, hidden, layers, rows, 1.0))
     found.append((hidden, max(1, shapes.query_size // ranks), layers, rows, 1.0))
-    dense = sum(shapes.experts_of(layer) is None for layer in range(layers))
+    dense = layers if shapes.experts is None else sum(shapes.experts_of(layer) is None for layer in range(layers))
     if dense:
         inner = shapes.intermediate_size / ranks
         found.append(((shapes.mlp_matrices - 1) * inner, hidden, dense, rows, 1.0))
@@ -149,7 +149,9 @@ def _head(shapes: ModelShapes, ranks: int, hardware: Hardware, drawn: float, ban
 
 def _attention(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, step: EngineStep, bandwidth: float) -> float:
     decoding = step.decoding * read_bytes(shapes, layout, step.context) / bandwidth
-    attended = sum(min(step.prompt_context, shapes.window(layer) or step.prompt_context) for layer in range(shapes.num_hidden_layers))
+    attended = shapes.num_hidden_layers * step.prompt_context
+    if shapes.layer_windows:
+        attended = sum(min(step.prompt_context, window or step.prompt_context) for window in shapes.layer_windows)
     operations = 4 * step.prompt_tokens * attended * shapes.query_size / layout.tensor
     return decoding + operations / (ATTENTION_SHARE * hardware.product_rate("bf16"))
 

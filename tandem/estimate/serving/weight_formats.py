@@ -15,7 +15,8 @@ Quantization = Literal["bf16", "fp16", "fp8", "int8", "int4", "gptq", "awq"]
 class WeightFormat:
     """How the matrices of layers are stored. ``bits``: of a weight. ``group``: columns that share a scale (0: a whole output channel). ``group_bytes``: of
     the scale and the zero point of a group; ``column_bytes``: of an index for each column. ``multiplies_in``: the precision of products, which decides
-    their rate. ``quality``: what is published; ``source``: where."""
+    their rate. ``quality``: what is published; ``source``: where. ``loss``: the place in the order of quality, 0 for none; formats of one place are not told
+    apart by what is published."""
 
     name: str
     bits: int
@@ -25,6 +26,7 @@ class WeightFormat:
     column_bytes: int = 0
     quality: str = ""
     source: str = ""
+    loss: int = 0
 
     def matrix_bytes(self, numbers: float, columns: int) -> float:
         """Returns the bytes of ``numbers`` weights in rows of ``columns``."""
@@ -40,16 +42,17 @@ FORMATS: Mapping[str, WeightFormat] = {
     for each in (
         WeightFormat("bf16", 16, "bf16", quality="the reference"),
         WeightFormat("fp16", 16, "fp16", quality="the reference"),
-        WeightFormat("fp8", 8, "fp8", group_bytes=4, quality="lossless in the benchmarks of the source", source=_BF16_PAPER),
-        WeightFormat("int8", 8, "int8", group_bytes=4, quality="1-3 % lower accuracy, if it is well tuned", source=_BF16_PAPER),
+        WeightFormat("fp8", 8, "fp8", group_bytes=4, quality="lossless in the benchmarks of the source", source=_BF16_PAPER, loss=1),
+        WeightFormat("int8", 8, "int8", group_bytes=4, quality="1-3 % lower accuracy, if it is well tuned", source=_BF16_PAPER, loss=2),
         WeightFormat(
-            "int4", 4, "fp16", group=128, group_bytes=8, quality="perplexity 5.73 for 5.47 (7B), 3.46 for 3.32 (70B), rounded to nearest", source=_AWQ_TABLE
+            "int4", 4, "fp16", group=128, group_bytes=8, quality="perplexity 5.73 for 5.47 (7B), 3.46 for 3.32 (70B), rounded to nearest", source=_AWQ_TABLE,
+            loss=4,
         ),
         WeightFormat(
             "gptq", 4, "fp16", group=128, group_bytes=2.5, column_bytes=4,
-            quality="perplexity 5.69 for 5.47 (7B), 3.42 for 3.32 (70B)", source=_AWQ_TABLE,
+            quality="perplexity 5.69 for 5.47 (7B), 3.42 for 3.32 (70B)", source=_AWQ_TABLE, loss=3,
         ),
-        WeightFormat("awq", 4, "fp16", group=128, group_bytes=2.5, quality="perplexity 5.60 for 5.47 (7B), 3.41 for 3.32 (70B)", source=_AWQ_TABLE),
+        WeightFormat("awq", 4, "fp16", group=128, group_bytes=2.5, quality="perplexity 5.60 for 5.47 (7B), 3.41 for 3.32 (70B)", source=_AWQ_TABLE, loss=2),
     )
 }  # fmt: skip
 """The scales of ``int4`` are Tandem's: an fp32 scale and an fp32 zero point. GPTQ's and AWQ's files have an fp16 scale and a zero point of 4 bits, and

@@ -4,6 +4,7 @@ import math
 import random
 from typing import Literal, NamedTuple
 
+from tandem.estimate.lengths import USUAL_SPREAD, Lengths
 from tandem.types.errors import UserError
 
 Pattern = Literal["steady", "bursty", "long_prompts"]
@@ -12,8 +13,6 @@ BURST = 8
 """Requests that arrive together in the pattern ``bursty``."""
 LONG_SHARE, LONG_TIMES = 0.2, 4
 """The share of requests with long prompts in the pattern ``long_prompts``, and how many times as long they are as the others."""
-SPREAD = 0.5
-"""The standard deviation of the logarithm of lengths."""
 
 
 class Arrival(NamedTuple):
@@ -49,5 +48,17 @@ def draw_arrivals(
     return arrivals
 
 
+def draw_arrivals_of(
+    requests_per_s: float, prompts: Lengths, outputs: Lengths, count: int, *, shared_tokens: int = 0, seed: int = 0
+) -> list[Arrival]:
+    """Returns ``count`` Poisson arrivals with these lengths, all prompts of which begin with ``shared_tokens`` tokens in common."""
+    rng, now, arrivals = random.Random(seed), 0.0, list[Arrival]()
+    for _ in range(count):
+        now += rng.expovariate(requests_per_s)
+        prompt, output = (max(1, round(lengths.quantile(min(1 - 1e-9, max(1e-9, rng.random()))))) for lengths in (prompts, outputs))
+        arrivals.append(Arrival(now, max(prompt, shared_tokens + 1), output, shared_tokens))
+    return arrivals
+
+
 def _length(rng: random.Random, mean: float) -> int:
-    return max(1, round(rng.lognormvariate(math.log(mean) - SPREAD**2 / 2, SPREAD)))
+    return max(1, round(rng.lognormvariate(math.log(mean) - USUAL_SPREAD**2 / 2, USUAL_SPREAD)))

@@ -1,0 +1,132 @@
+"""The step of a recipe of reinforcement learning on GPUs, with a layout of its trainer. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tandem.config.recipe import Recipe
+from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.lengths import Lengths
+from tandem.estimate.rl_step import RLStep, RLStepTime, predict_rl_step
+from tandem.estimate.serving.layout import ServingLayout
+from tandem.layout.shapes import ModelShapes
+from tandem.planner.score import Score
+from tandem.types.errors import UserError
+
+USUAL_PROMPT = 512
+PHASES = ("rollout", "weight_update", "switch", "inference", "training")
+
+
+@dataclass(frozen=True, slots=True)
+class RLPlan:
+    """``step``: what was predicted; ``time``: its phases. ``assumed``: what the recipe does not say, in a sentence."""
+
+    step: RLStep
+    time: RLStepTime
+    assumed: str
+
+
+def described_rl_step(
+    recipe: Recipe, scored: Score, prompt_tokens: int | None, response_tokens: int | None, response_p95: int | None
+) -> tuple[str, dict[str, Any]]:
+    """Returns the predicted step of ``recipe`` with the layout of ``scored``, on whose GPUs the engines are as well, as text and as an object; of an engine
+    that does not fit, the reason. Lengths that are ``None`` are assumed. Raises ``UserError`` for lengths that no sequence has."""
+    lengths = _lengths(recipe, scored.shapes, prompt_tokens, response_tokens, response_p95)
+    try:
+        plan = plan_rl_step(recipe, scored, *lengths)
+    except UserError as error:
+        return f"step of reinforcement learning: not predicted, {error}", {"refused": str(error)}
+    return rl_text(plan), rl_json(plan)
+
+
+def _lengths(
+    recipe: Recipe, shapes: ModelShapes, prompt_tokens: int | None, response_tokens: int | None, response_p95: int | None
+) -> tuple[Lengths, Lengths, str]:
+    """Returns the lengths of prompts and completions, and which of them are assumed."""
+    rollout = recipe.rollout
+    most, context = rollout.max_tokens, shapes.max_position_embeddings
+    prompt = prompt_tokens if prompt_tokens is not None else min(USUAL_PROMPT, max(1, (context - most) // 2))
+    response = response_tokens if response_tokens is not None else max(1, most // 2)
+    for name, value, limit in (("prompt-tokens", prompt, context - 1), ("response-tokens", response, most), ("response-p95", response_p95, 2**31)):
+        if value is not None and not 1 <= value <= max(1, limit):
+            raise UserError(f"--{name} is {value}; it must be from 1 to {limit:,}, which the recipe allows")
+    prompts = Lengths.around(prompt, most=context)
+    outputs = Lengths.around(response, most=most) if response_p95 is None else Lengths.with_p95(response, response_p95, most)
+    given = [
+        f"prompts of {prompt:,} tokens on average" if prompt_tokens is None else "", f"completions of {response:,}" if response_tokens is None else "",
+        "lognormal lengths" if response_p95 is None else "",
+    ]  # fmt: skip
+    return prompts, outputs, ", ".join(filter(None, given))
+
+
+def plan_rl_step(recipe: Recipe, scored: Score, prompts: Lengths, outputs: Lengths, assumed: str = "") -> RLPlan:
+    """Returns the predicted step of ``recipe``, with these lengths. Raises ``UserError`` for an engine that does not fit."""
+    rollout, algorithm, shapes = recipe.rollout, recipe.algorithm, scored.shapes
+    has_critic = algorithm.name == "ppo" and not recipe.has_shared_critic
+    has_reward_model = bool(recipe.reward_model.path)
+    step = RLStep(
+        prompts=rollout.prompts_per_step, group=algorithm.group_size, prompt_lengths=prompts, output_lengths=outputs, training=scored.layout,
+        engine=_engine(recipe, shapes, scored.hardware, scored.layout.gpus), engines=_engines(recipe, scored.layout.gpus), budget_tokens=rollout.budget_tokens,
+        rounds=algorithm.rounds, passes=float(algorithm.old_logprobs == "recompute") + algorithm.needs_reference + has_critic + has_reward_model,
+        trained=1 + has_critic,
+        minibatches=algorithm.minibatches, epochs=algorithm.epochs, micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+        held_bytes=_held(scored), is_ahead=rollout.max_staleness > 0,
+    )  # fmt: skip
+    return RLPlan(step, predict_rl_step(shapes, scored.hardware, step), assumed)
+
+
+def rl_text(plan: RLPlan) -> str:
+    return "\n".join(_lines(plan))
+
+
+def rl_json(plan: RLPlan) -> dict[str, Any]:
+    """Returns a step as an object, in seconds."""
+    time, step = plan.time, plan.step
+    return {
+        "step_seconds": time.seconds, **{f"{name}_seconds": getattr(time, name) for name in (*PHASES, "tail")}, "rollout_beside_training": time.is_ahead,
+        "longest_tokens": time.longest_tokens, "tokens": time.tokens, "completions": step.prompts * step.group, "engines": step.engines,
+        "tensor_parallel_size": step.engine.tensor, "max_num_seqs": step.engine.max_num_seqs, "assumed": plan.assumed,
+        "prompt_tokens": step.prompt_lengths.mean, "response_tokens": {"mean": step.output_lengths.mean, "p95": step.output_lengths.quantile(0.95)},
+        "budget_tokens": step.budget_tokens, "held_bytes_per_gpu": step.held_bytes, "engine": asdict(step.engine),
+    }  # fmt: skip
+
+
+def _lines(plan: RLPlan) -> Iterator[str]:
+    time, step = plan.time, plan.step
+    shares = ", ".join(f"{name.replace('_', ' ')} {getattr(time, name):.3g}" for name in PHASES if getattr(time, name))
+    yield f"step of reinforcement learning: {time.seconds:.3g} s ({shares}{'; rollout runs beside training' if time.is_ahead else ''})"
+    yield (
+        f"  {step.prompts:,} prompts x {step.group}; engines: {step.engines} with {step.engine.tensor} GPUs each; the longest completion has "
+        f"{time.longest_tokens:,.0f} tokens, and {time.tail:.3g} s of the rollout are the tail after 9 in 10 have ended"
+    )
+    if plan.assumed:
+        yield f"  assumed, since the recipe does not say: {plan.assumed}"
+    if not step.budget_tokens and time.tail > time.rollout / 4:
+        yield "  the tail is more than a quarter of the rollout: partial rollouts (rollout.budget_tokens) or rollout.max_staleness 1 would hide it"
+    yield "  rewards, agents and tools are not in it: their time is that of the user's functions"
+
+
+def _engines(recipe: Recipe, gpus: int) -> int:
+    return max(1, gpus // recipe.rollout.engine.tensor_parallel_size)
+
+
+def _engine(recipe: Recipe, shapes: ModelShapes, hardware: Hardware, gpus: int) -> ServingLayout:
+    """Returns the engine of the recipe: in 16 bits on GPUs, unless it quantizes."""
+    options = recipe.rollout.engine
+    if options.tensor_parallel_size > gpus:
+        raise UserError(f"'rollout.engine.tensor_parallel_size' is {options.tensor_parallel_size}, more than the {gpus} GPUs of the plan; give more --gpus")
+    layout = ServingLayout(
+        options.tensor_parallel_size, "bf16", options.kv_cache_dtype, options.max_num_seqs, options.max_num_batched_tokens,
+        max_model_len=min(shapes.max_position_embeddings, options.max_model_len or shapes.max_position_embeddings),
+    )  # fmt: skip
+    quantization = (options.quantization or "").removesuffix("+head")
+    if quantization in ("fp8", "int8", "int4", "fp16"):
+        layout = replace(layout, quantization=quantization)  # type: ignore[arg-type]
+    layout.check(shapes, hardware)
+    return layout
+
+
+def _held(scored: Score) -> int:
+    """Returns what the trainer holds on a GPU from one step to the next: weights and the optimizer's state, of the actor."""
+    memory = scored.memory
+    return memory.parameters + memory.optimizer + memory.master_weights
