@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import struct
 import zlib
@@ -208,6 +209,7 @@ def command_lines(model: str, data: str) -> dict[str, tuple[str, ...]]:
         "keys create": ("keys", "create", "--file", "keys.json", "--tenant", "a"),
         "keys list": ("keys", "list", "--file", "keys.json"),
         "up": ("up", "observability", "--emit"),
+        "plan": tuple(shlex.split("plan --hidden 64 --layers 2 --heads 2 --vocab 256 --experts 2 --gpus 2 --dp 2 --seq 64 --global-batch 8")),
         "weights check": ("weights", "check", "--inline", "--threads", "1", "--model", model),
     }
 

@@ -8,7 +8,7 @@ from tandem.types.errors import UserError
 
 PRODUCT_SHARE = 0.8
 """The share of the peak rate that the largest products reach on hardware without published products: the mean of the NVIDIA GPUs with a measured
-figure (A100 0.87, H100 0.80, H200 0.79 in bf16, H100 0.71 in fp8)."""
+figure (A100 0.87, H100 and H200 0.80, B200 0.78 in bf16)."""
 HOST_BANDWIDTH, DISK_BANDWIDTH = 25e9, 0.8e9
 """Of hardware files without them: copies of pinned memory over PCIe 4 x16, and one of four NVMe disks shared by eight GPUs."""
 FIGURES = (
