@@ -1,5 +1,6 @@
 """What is wrong on the nodes of a real Slurm is found by the job before the run begins, in one line, and leaves nothing there."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ pytestmark = pytest.mark.full
 @pytest.mark.parametrize(
     ("patch", "line"),
     [
-        ("import tandem; tandem.__version__ = '0.0.9'", f"node n2 has Tandem 0.0.9 and n1 has {__version__}; install the same version on all nodes"),
-        ("import time; now = time.time; time.time = lambda: now() + 60", "the clock of node n2 is 60.0 s ahead of that of n1, more than "),
+        ("import tandem; tandem.__version__ = '0.0.9'", rf"node n2 has Tandem 0\.0\.9 and n1 has {__version__}; install the same version on all nodes"),
+        ("import time; now = time.time; time.time = lambda: now() + 60",
+         r"the clock of node n2 is [56]\d\.\d s ahead of that of n1, more than cluster\.max_clock_offset_s"),
     ],
     ids=["version", "clock"],
 )
@@ -27,7 +29,7 @@ def test_a_node_with_another_version_or_a_clock_apart_is_named_before_the_run_be
     runs = LaunchedRuns(tmp_path, {**slurm.environment, "PYTHONPATH": str(site)})
     runs.tandem("train", RECIPE, "--on", "slurm", "--run.name=apart", "--slurm.nodes=2", "--cluster.min_speed=0")
     status = runs.wait_for_state("apart", "finished", "failed", "stopped")
-    assert status["state"] == "failed" and line in status["reason"], (status, runs.output("apart"))
+    assert status["state"] == "failed" and re.search(line, status["reason"]), (status, runs.output("apart"))
     assert not (runs.directory("apart") / "journal.sqlite").exists() and left_behind(tmp_path) == []
 
 
