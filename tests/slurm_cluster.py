@@ -29,12 +29,14 @@ def _here(*command: str) -> Sequence[str]:
 @dataclass
 class SlurmCluster:
     """Nodes ``n1``, ``n2``, ... in partition ``main``, each with ``cores``. ``small`` has the first node alone. ``addresses``: of each, and ``inside`` the
-    functions that return the command that runs another one there; empty for this machine. ``address``: of this machine, which they reach."""
+    functions that return the command that runs another one there; empty for this machine. ``address``: of this machine, which they reach. ``gpus``: of each
+    node, which Slurm counts and which are not there; empty: none."""
 
     folder: Path
     nodes: int = 2
     cores: int = 2
     address: str = "127.0.0.1"
+    gpus: Sequence[int] = ()
     addresses: Sequence[str] = ()
     inside: "Sequence[Callable[..., Sequence[str]]]" = ()
     processes: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
@@ -107,10 +109,16 @@ class SlurmCluster:
         for name in ("state", *(f"spool-{node}" for node in self.names)):
             (folder / name).mkdir(exist_ok=True)
         addresses = self.addresses or ["127.0.0.1"] * self.nodes
+        gpus = [f" Gres=gpu:{count}" if count else "" for count in self.gpus or [0] * self.nodes]
         nodes = [
-            f"NodeName={name} NodeAddr={address} NodeHostname={host} Port={port} CPUs={self.cores} RealMemory=1000"
-            for name, address, port in zip(self.names, addresses, ports[1:], strict=True)
+            f"NodeName={name} NodeAddr={address} NodeHostname={host} Port={port} CPUs={self.cores} RealMemory=1000{gres}"
+            for name, address, port, gres in zip(self.names, addresses, ports[1:], gpus, strict=True)
         ]
+        devices = {name: [folder / f"gpu-{name}-{number}" for number in range(count)] for name, count in zip(self.names, self.gpus, strict=False)}
+        counted = [f"NodeName={name} Name=gpu File={path}" for name, paths in devices.items() for path in paths]
+        for path in (each for paths in devices.values() for each in paths):
+            path.touch()
+        (folder / "gres.conf").write_text("\n".join([*counted, ""]))
         (folder / "slurm.conf").write_text("\n".join([
             "ClusterName=test", f"SlurmctldHost={host}({self.address})", "SlurmUser=root", "SlurmdUser=root",
             # A job that is queued again may start when its credential has expired.
@@ -122,6 +130,7 @@ class SlurmCluster:
             "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none", "JobAcctGatherType=jobacct_gather/none", "SwitchType=switch/none", "MpiDefault=none",
             "SlurmdTimeout=15", "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "SlurmdParameters=config_overrides", "ReturnToService=2",
             "SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval=1,bf_interval=1",
+            *(["GresTypes=gpu"] if counted else []),
             "MailProg=/bin/true", "KillWait=5", "AccountingStorageType=accounting_storage/none", "JobCompType=jobcomp/none",
             *nodes,
             f"PartitionName=main Nodes={','.join(self.names)} Default=YES MaxTime=60 State=UP",

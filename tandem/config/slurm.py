@@ -1,9 +1,10 @@
 """Section ``slurm``: what a run asks Slurm for."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 
 from tandem.config.limits import check_at_least_one
+from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
 _TEXTS = ("partition", "account", "qos", "time", "gpus_per_node", "mem", "constraint", "nodelist", "exclude", "reservation")
@@ -12,6 +13,29 @@ _OWN = (
     "cpus-per-task", "parsable", "wait", "export", *(name.replace("_", "-") for name in _TEXTS),
 )  # fmt: skip
 """Options of sbatch that the launcher or another key sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmRolloutConfig:
+    """Nodes of another kind than those of `slurm.nodes`, whose pods draw samples and do not train: with them the run is a heterogeneous job of two parts
+    (`#SBATCH hetjob`). Time limit, account, quality of service and reservation are those of section `slurm`."""
+
+    nodes: int = 0
+    """Nodes of this kind, beside `slurm.nodes`. 0: none, and the job has one part."""
+    partition: str = ""
+    """Partition. Empty: that of section `slurm`."""
+    cpus_per_task: int = 0
+    """Cores of each node. 0: whole nodes (`--exclusive`)."""
+    gpus_per_node: str = ""
+    """GPUs of each node, as `8` or `l40s:8`. Empty: none."""
+    mem: str = ""
+    """Memory of each node, as `64G`. Empty: the cluster's default."""
+    constraint: str = ""
+    """Features that these nodes must have."""
+    nodelist: str = ""
+    """Names of nodes that are asked for."""
+    exclude: str = ""
+    """Names of nodes that are not taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +70,41 @@ class SlurmConfig:
     """The job is queued again after a failed node, a preemption or its time limit, and continues from the newest checkpoint."""
     signal_s: int = 120
     """Seconds before the time limit at which the run finishes its step, saves it and stops, as `--signal=B:USR1@120`. Slurm may be a minute early."""
+    rollout: SlurmRolloutConfig = field(default_factory=SlurmRolloutConfig)
+    """Nodes of another kind, which draw samples alone."""
     setup: tuple[str, ...] = ()
     """Lines of shell before the run, on its first node, such as `module load gcc`."""
     options: tuple[str, ...] = ()
     """Further options of `sbatch`, such as `--mail-type=END`."""
 
+    @property
+    def all_nodes(self) -> int:
+        """Returns how many nodes the job has in all of its parts."""
+        return self.nodes + self.rollout.nodes
+
+    @property
+    def parts(self) -> tuple["SlurmConfig", ...]:
+        """Returns what each part of the job asks for: one, or with ``rollout.nodes`` two, a heterogeneous job."""
+        first = replace(self, rollout=SlurmRolloutConfig())
+        if not self.rollout.nodes:
+            return (first,)
+        own = {each.name: getattr(self.rollout, each.name) for each in fields(SlurmRolloutConfig)}
+        return first, replace(first, **{**own, "partition": self.rollout.partition or self.partition})
+
     def check(self) -> None:
         """Raises ``UserError`` for what could not be a line of a batch script, and for options that the launcher sets."""
         check_at_least_one("slurm", self, "nodes", "signal_s")
-        if self.cpus_per_task < 0:
-            raise UserError(f"'slurm.cpus_per_task' is {self.cpus_per_task}; give a number of cores, or 0 for whole nodes")
-        for name in _TEXTS:
-            if not _is_word(text := getattr(self, name)) and text:
-                raise UserError(f"'slurm.{name}' is {text!r}; it must be one word without spaces, as sbatch takes it")
+        if self.rollout.nodes < 0:
+            raise UserError(f"'slurm.rollout.nodes' is {self.rollout.nodes}; give a number of nodes, or 0 for none of another kind")
+        if not self.rollout.nodes:
+            others = (each.name for each in fields(SlurmRolloutConfig) if each.name != "nodes")
+            refuse_unread("slurm.rollout", self.rollout, "slurm.rollout.nodes is 0", *others, fix="set slurm.rollout.nodes")
+        for key, part in (("slurm", self), ("slurm.rollout", self.rollout)):
+            if part.cpus_per_task < 0:
+                raise UserError(f"'{key}.cpus_per_task' is {part.cpus_per_task}; give a number of cores, or 0 for whole nodes")
+            for name in _TEXTS:
+                if not _is_word(text := getattr(part, name, "")) and text:
+                    raise UserError(f"'{key}.{name}' is {text!r}; it must be one word without spaces, as sbatch takes it")
         if self.time.isdigit():
             raise UserError(
                 f"'slurm.time' is '{self.time}', which may be minutes, or what YAML makes of HH:MM:SS; write the days first: 0-01:30:00 is an hour and a half"

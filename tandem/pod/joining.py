@@ -83,10 +83,12 @@ class Joining:
         self.nodes.note(present, tuple(self.lives))
 
     def able_to_train(self, store: Store, present: Collection[Member]) -> list[RolloutPod]:
-        """Sets up those of ``present`` that are new. Returns the pods that have the run's folder, by number."""
+        """Sets up those of ``present`` that are new and may train. Returns the pods that have the run's folder, by number."""
         found = []
         self.nodes.look(store)
         for member in present:
+            if not member.facts.get("trains", True):
+                continue
             pod = self._life(store, member)
             if pod is None:
                 continue

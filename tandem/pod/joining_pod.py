@@ -30,18 +30,19 @@ logger = logging.getLogger(__name__)
 
 def serve_run(
     run: str, coordination: CoordinationConfig, pods: PodsConfig, *, name: str, folder: Path, threads: int, faults: str = "",
-    health: HealthConfig | None = None, report: NodeReport | None = None,
+    health: HealthConfig | None = None, report: NodeReport | None = None, trains: bool = True,
 ) -> int:  # fmt: skip
     """Joins the run ``run`` as the member ``name``, whose files and logs are in ``folder``, and draws its samples with ``threads`` until it ends or this
     process receives SIGTERM or SIGINT. ``health``: what is watched of this machine; ``report``: what the preflight has measured of it, for the run to judge
-    (``None``: it was not, or is judged elsewhere). Returns the exit status. Raises ``UserError`` for what is wrong before it has joined."""
+    (``None``: it was not, or is judged elsewhere). ``trains``: it may have ranks of the trainer. Returns the exit status. Raises ``UserError``
+    for what is wrong before it has joined."""
     read_credential(Path(pods.credential_file))
     tls_of(pods)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     arguments = {
         "run": folder, "of-run": run, "member": name, "agent": f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
         "join": store_address(coordination, Path(run)), "host": pods.host, "credential": Path(pods.credential_file).absolute(), "port": pods.port,
-        "threads": threads, "lease": coordination.lease_s, "join-timeout": pods.join_timeout_s, "faults": faults,
+        "threads": threads, "lease": coordination.lease_s, "join-timeout": pods.join_timeout_s, "faults": faults, "trains": int(trains),
         "health": json.dumps(asdict(health or HealthConfig())),
     }  # fmt: skip
     if report is not None:

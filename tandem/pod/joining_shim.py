@@ -86,7 +86,7 @@ class JoiningShim:
         """Becomes a member that answers at ``port``. Raises ``UserError`` if there is another one of this name, or the store does not let it in."""
         facts = {
             "host": self.options.host, "port": port, "pid": os.getpid(), "machine": socket.gethostname(), "agent": self.options.agent, "version": __version__,
-            "tls": self.options.tls is not None,
+            "tls": self.options.tls is not None, "trains": bool(self.options.trains),
         }  # fmt: skip
         before = find_member(self.store, self.name)
         if before is not None and before.facts.get("agent") == self.options.agent:
@@ -300,6 +300,7 @@ def main() -> None:
         parser.add_argument(name, type=int, required=True)
     for name in ("--lease", "--join-timeout"):
         parser.add_argument(name, type=float, required=True)
+    parser.add_argument("--trains", type=int, default=1)
     parser.add_argument("--faults", default="")
     parser.add_argument("--health", default="{}")
     add_tls(parser)

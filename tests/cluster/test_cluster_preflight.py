@@ -73,6 +73,21 @@ def test_two_nodes_have_no_median_and_a_share_of_0_compares_nothing() -> None:
     assert len(texts(fleet(3, n2=slow))) == 1
 
 
+def test_nodes_of_two_kinds_are_compared_with_those_of_their_own() -> None:
+    others = {f"n{number}": replace(fleet()[0], node=f"n{number}", devices=("L40S",), speeds={"disk": 1e8}) for number in (4, 5, 6)}
+    links = {f"n{number}": 1e9 if number > 3 else 10e9 for number in range(1, 7)}
+    reports = [
+        replace(report, links={other: min(links[report.node], rate) for other, rate in links.items() if other != report.node})
+        for report in fleet(6, **others)
+    ]
+    kinds = {f"n{number}": "0" if number <= 3 else "1" for number in range(1, 7)}
+    assert findings(reports, {}, ClusterConfig(), kinds=kinds) == [] and findings(reports, {}, ClusterConfig()) != []
+    # One of three is slow for its kind, in what it computes and in its links.
+    reports[5] = replace(reports[5], speeds={"disk": 1e7}, links={**reports[5].links, "n4": 1e8, "n5": 1e8})
+    slow = findings(reports, {}, ClusterConfig(), kinds=kinds)
+    assert [each.node for each in slow] == ["n6", "n6"] and "10% of the median of 3 nodes" in slow[0].text and "slow with n4 (0.1 GB/s), n5" in slow[1].text
+
+
 def test_bad_links_name_the_fewest_nodes_that_explain_them() -> None:
     names = ["n1", "n2", "n3", "n4"]
 

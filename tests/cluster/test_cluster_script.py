@@ -12,7 +12,7 @@ from tandem.cluster.launch.record import Record, write_record
 from tandem.cluster.launch.slurm.commands import Job, check_gpus
 from tandem.cluster.launch.slurm.launcher import SlurmLauncher
 from tandem.cluster.launch.slurm.script import batch_script
-from tandem.config.slurm import SlurmConfig
+from tandem.config.slurm import SlurmConfig, SlurmRolloutConfig
 from tandem.types import UserError
 
 Here = Callable[..., str]
@@ -30,9 +30,9 @@ def test_the_script_asks_for_what_the_recipe_says_and_ends_with_one_command() ->
         "#SBATCH --chdir=/shared",
         "#SBATCH --output=/shared/runs/sort/logs/slurm-%j.out",
         "#SBATCH --open-mode=append",
+        "#SBATCH --signal=B:USR1@300",
         "#SBATCH --nodes=4",
         "#SBATCH --ntasks-per-node=1",
-        "#SBATCH --signal=B:USR1@300",
         "#SBATCH --partition=gpu",
         "#SBATCH --time=0-08:00:00",
         "#SBATCH --account=lab",
@@ -55,9 +55,30 @@ def test_a_run_asks_for_whole_nodes_and_to_be_queued_again_unless_it_says_otherw
     assert "#SBATCH --requeue" in lines and "#SBATCH --exclusive" in lines and not [line for line in lines if "partition" in line or "time" in line]
 
 
+def test_nodes_of_another_kind_are_a_second_part_with_its_own_resources_and_the_time_of_the_first() -> None:
+    rollout = SlurmRolloutConfig(nodes=6, partition="l40s", gpus_per_node="l40s:4", cpus_per_task=8, mem="64G")
+    config = SlurmConfig(partition="h100", nodes=2, time="0-08:00:00", gpus_per_node="h100:8", account="lab", mem="900G", rollout=rollout)
+    lines = batch_script(config, Path("/shared/runs/sort"), Path("/shared")).splitlines()
+    first, second = lines[: lines.index("#SBATCH hetjob")], lines[lines.index("#SBATCH hetjob") + 1 :]
+    assert first[-9:] == [
+        "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --partition=h100", "#SBATCH --time=0-08:00:00", "#SBATCH --account=lab",
+        "#SBATCH --gpus-per-node=h100:8", "#SBATCH --mem=900G", "#SBATCH --requeue", "#SBATCH --exclusive",
+    ]  # fmt: skip
+    assert second[: second.index("")] == [
+        "#SBATCH --nodes=6", "#SBATCH --ntasks-per-node=1", "#SBATCH --partition=l40s", "#SBATCH --time=0-08:00:00", "#SBATCH --account=lab",
+        "#SBATCH --cpus-per-task=8", "#SBATCH --gpus-per-node=l40s:4", "#SBATCH --mem=64G", "#SBATCH --requeue",
+    ]  # fmt: skip
+    assert lines.count("#SBATCH hetjob") == 1 and lines[-1].startswith("exec ")
+
+
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
+        ("rollout.nodes=-1", "'slurm.rollout.nodes' is -1; give a number of nodes, or 0"),
+        ("rollout={mem: 64G}", "'slurm.rollout.mem' is '64G', which is not read: slurm.rollout.nodes is 0; set slurm.rollout.nodes"),
+        ("rollout={nodes: 1, mem: 6 G}", "'slurm.rollout.mem' is '6 G'; it must be one word"),
+        ("rollout={nodes: 1, cpus_per_task: -1}", "'slurm.rollout.cpus_per_task' is -1; give a number of cores"),
+        ("rollout.nodes=1", "'slurm.nodes + slurm.rollout.nodes' is 2, and a run on data trains on one machine"),
         ("nodes=0", "'slurm.nodes' is 0; it must be at least 1"),
         ("time=8:00:00", "'slurm.time' is '28800', which may be minutes, or what YAML makes of HH:MM:SS; write the days first"),
         ("time=90", "'slurm.time' is '90', which may be minutes"),

@@ -26,7 +26,7 @@ def ray_inference(topology: InferenceTopology, jaeger: str, folder: Path) -> dic
         gateways, *envoy_lines("envoy.yaml", after=' fronts+=("$!")'), 'wait "$serve"', 'end "$?"',
     )  # fmt: skip
     nodes = tuple(f"gpu{number + 1}" for number in range(topology.nodes))
-    # Who is let in by Serve's proxy, which asks no key, is on the head node.
+    # Serve's proxy asks for no key, so it listens for this node alone.
     proxy = f"http://127.0.0.1:{topology.engine_port(0)}"
     return {
         "cluster.yaml": ray_cluster("tandem-inference", "head", nodes), "serve.yaml": _serve_file(topology, jaeger, folder), "start.sh": start,

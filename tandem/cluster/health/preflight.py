@@ -7,7 +7,7 @@ Keys under ``preflight/`` of the run: ``reports/NODE``, ``pings/NODE`` and ``pon
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -63,8 +63,11 @@ def run_on_node(store: Store, node: str, host: str, machine: MachineConfig, time
             store.put(_LINKS + node, json.dumps(measure_links(store, node, nodes, host, device, lambda: ends - time.monotonic())).encode())
 
 
-def preflight(store: Store, nodes: Sequence[str], config: ClusterConfig, is_over: Callable[[], bool] = lambda: False) -> Outcome:
-    """The part of the first node: answers the others, waits for them, and compares. ``is_over``: whether to wait no longer."""
+def preflight(
+    store: Store, nodes: Sequence[str], config: ClusterConfig, is_over: Callable[[], bool] = lambda: False, kinds: Mapping[str, str] | None = None
+) -> Outcome:
+    """The part of the first node: answers the others, waits for them, and compares. ``is_over``: whether to wait no longer. ``kinds``: of the nodes, whose
+    devices and speeds are compared with those of their kind; ``None``: all are of one."""
     check_nodes(nodes)
     began, answered = time.monotonic(), set[str]()
 
@@ -99,7 +102,7 @@ def preflight(store: Store, nodes: Sequence[str], config: ClusterConfig, is_over
     waited_s = (1 - _LINKS_SHARE) * config.preflight_timeout_s
     is_ended = time.monotonic() - began < waited_s
     silent = "could not be measured; see the output above" if is_ended else f"did not answer within {waited_s:g} s, half of cluster.preflight_timeout_s"
-    found = findings(reports, {node: silent for node in nodes if node not in told}, config)
+    found = findings(reports, {node: silent for node in nodes if node not in told}, config, kinds=kinds)
     unfit = {each.node for each in found}
     return Outcome(reports, found, [node for node in nodes if node not in unfit])
 

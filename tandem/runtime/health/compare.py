@@ -25,10 +25,12 @@ class Finding:
 
 
 def findings(
-    reports: Sequence[NodeReport], missing: Mapping[str, str], config: ClusterConfig, controller: NodeReport | None = None
-) -> Sequence[Finding]:
+    reports: Sequence[NodeReport], missing: Mapping[str, str], config: ClusterConfig, controller: NodeReport | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> Sequence[Finding]:  # fmt: skip
     """Returns what is wrong, the nodes in order. ``reports``: of the nodes that answered, that of the run's controller first unless it is given as
-    ``controller``, with its versions alone. ``missing``: why the others did not."""
+    ``controller``, with its versions alone. ``missing``: why the others did not. ``kinds``: of the nodes, where they are not alike: devices, speeds
+    and links are compared within a kind."""
     found = [Finding(node, f"node {node} {why}") for node, why in missing.items()]
     if not reports:
         return found
@@ -37,7 +39,11 @@ def findings(
         found += _space(report, config)
         found += _clock(report, reports[0].node, config)
         found += _versions(report, controller or reports[0])
-    found += [*_devices(reports), *_slow(reports, config.min_speed), *_links(reports, config.min_speed)]
+    kind_of = {report.node: (kinds or {}).get(report.node, "") for report in reports}
+    for kind in dict.fromkeys(kind_of.values()):
+        alike = [report for report in reports if kind_of[report.node] == kind]
+        found += [*_devices(alike), *_slow(alike, config.min_speed)]
+    found += _links(reports, config.min_speed, kind_of)
     order = {node: number for number, node in enumerate([*(report.node for report in reports), *missing])}
     return sorted(found, key=lambda each: order[each.node])
 
@@ -95,18 +101,26 @@ def _slow(reports: Sequence[NodeReport], share: float) -> Iterator[Finding]:
                 yield Finding(node, f"node {node} is slow: {what} {value / unit:.3g} {word}, {of_median}")
 
 
-def _links(reports: Sequence[NodeReport], share: float) -> Iterator[Finding]:
-    """Yields the fewest nodes without which every pair that was measured is connected, and fast: again and again the node with the most bad links, of several
-    the last one, because the first is the controller's."""
+def _links(reports: Sequence[NodeReport], share: float, kind_of: Mapping[str, str]) -> Iterator[Finding]:
+    """Yields the fewest nodes without which every pair that was measured is connected, and within a kind fast: again and again the node with the most bad
+    links, of several the last one, because the first is the controller's."""
     rates: dict[frozenset[str], float] = {}
     for report in reports:
         for other, rate in report.links.items():
             pair = frozenset((report.node, other))
             rates[pair] = min(rate, rates.get(pair, rate))
-    # A bad node spoils two of the three links of three nodes, but not the fastest link of the others.
-    fastest = [max(rate for pair, rate in rates.items() if report.node in pair) for report in reports if report.links]
-    median = statistics.median(fastest) if fastest else 0.0
-    bad = {pair: rate for pair, rate in rates.items() if not rate or (len(reports) >= FEWEST and rate < share * median)}
+    medians: dict[str, float] = {}
+    for kind in set(kind_of.values()):
+        alike = {node for node, each in kind_of.items() if each == kind}
+        # A bad node spoils two of the three links of three nodes, but not the fastest link of the others.
+        fastest = [max(own) for node in alike if (own := [rate for pair, rate in rates.items() if node in pair and pair <= alike])]
+        if len(alike) >= FEWEST and fastest:
+            medians[kind] = statistics.median(fastest)
+    bad: dict[frozenset[str], float] = {}
+    for pair, rate in rates.items():
+        kinds = sorted({kind_of.get(node, "") for node in pair})
+        if not rate or (len(kinds) == 1 and rate < share * medians.get(kinds[0], 0.0)):
+            bad[pair] = rate
     while bad:
         counts = Counter(node for pair in bad for node in pair)
         worst = max(reversed([report.node for report in reports]), key=lambda node: counts[node])
@@ -115,7 +129,7 @@ def _links(reports: Sequence[NodeReport], share: float) -> Iterator[Finding]:
         slow = sorted(f"{node} ({rate / 1e9:.3g} GB/s)" for node, rate in others.items() if rate)
         text = " and ".join([
             *([f"could not reduce with {', '.join(failed)}"] if failed else []),
-            *([f"is slow with {', '.join(slow)}, where the median of the nodes' fastest links is {median / 1e9:.3g} GB/s"] if slow else []),
+            *([f"is slow with {', '.join(slow)}, where the median of the nodes' fastest links is {medians[kind_of[worst]] / 1e9:.3g} GB/s"] if slow else []),
         ])  # fmt: skip
         yield Finding(worst, f"node {worst} {text}; look at its network")
         bad = {pair: rate for pair, rate in bad.items() if worst not in pair}

@@ -71,7 +71,7 @@ def submit_array(launch: Launch) -> Placed:
         for recipe, starts_etcd in recipes:
             directory = stack.enter_context(prepared(recipe, launch))
             (directory / "logs").mkdir(exist_ok=True)
-            if recipe.slurm.nodes > 1:
+            if recipe.slurm.all_nodes > 1:
                 write_secrets(directory)
             placed.append((directory, Record("slurm", starts_etcd=starts_etcd, folder=str(Path.cwd()))))
             # The job reads it, and may begin before this process goes on.

@@ -56,55 +56,57 @@ def ask(*command: str, stdin: str | None = None) -> str:
     return done.stdout
 
 
-def check_place(partition: str, nodes: int) -> None:
-    """Raises ``UserError`` for a partition that does not exist or is not up, or that has fewer ``nodes``. ``partition``: empty for the default one."""
+def check_place(partition: str, nodes: int, key: str = "slurm", what: str = "") -> None:
+    """Raises ``UserError`` for a partition that does not exist or is not up, or that has fewer ``nodes``. ``partition``: empty for the default one. ``key``:
+    the section that asks; ``what``: what asks for so many nodes, if that is not its key ``nodes``."""
     found = _partitions()
     default = next((name for name in found if name.endswith("*")), "")
     there = {name.removesuffix("*"): facts for name, facts in found.items()}
     name = partition or default.removesuffix("*")
     if not name:
-        raise UserError(f"this cluster has no default partition; set slurm.partition to one of {', '.join(sorted(there))}")
+        raise UserError(f"this cluster has no default partition; set {key}.partition to one of {', '.join(sorted(there))}")
     for each in name.split(","):
         if each not in there:
             near = difflib.get_close_matches(each, there, n=1, cutoff=0.6)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(sorted(there)[:20])}"
-            raise UserError(f"'slurm.partition' is '{each}', which this cluster does not have; {hint}")
+            raise UserError(f"'{key}.partition' is '{each}', which this cluster does not have; {hint}")
     if not any(there[each][0] == "up" for each in name.split(",")):
-        raise UserError(f"partition '{name}' is {there[name.split(',')[0]][0]}; choose another slurm.partition, or wait until it is up ('sinfo')")
+        raise UserError(f"partition '{name}' is {there[name.split(',')[0]][0]}; choose another {key}.partition, or wait until it is up ('sinfo')")
     most = max(there[each][1] for each in name.split(","))
     if nodes > most:
-        raise UserError(f"'slurm.nodes' is {nodes}, and partition '{name}' has {most}; lower it, or choose another slurm.partition")
+        asked = what or f"'{key}.nodes' is {nodes}"
+        raise UserError(f"{asked}, and partition '{name}' has {most}; lower it, or choose another {key}.partition")
 
 
-def check_nodelist(listed: str, nodes: int) -> None:
+def check_nodelist(listed: str, nodes: int, key: str = "slurm") -> None:
     """Raises ``UserError`` for a list of nodes that names one twice, names one that is not there, or has fewer than ``nodes``."""
     if not listed:
         return
     names = node_names(listed)
     if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
-        raise UserError(f"'slurm.nodelist' is '{listed}', which names '{twice}' twice; name each node once")
+        raise UserError(f"'{key}.nodelist' is '{listed}', which names '{twice}' twice; name each node once")
     there = set(ask("sinfo", "--noheader", "--Node", "--format=%N").split())
     if (unknown := next((name for name in names if name not in there), None)) is not None:
-        raise UserError(f"'slurm.nodelist' has '{unknown}', which this cluster does not have; 'sinfo --Node' lists its nodes")
+        raise UserError(f"'{key}.nodelist' has '{unknown}', which this cluster does not have; 'sinfo --Node' lists its nodes")
     if len(names) > nodes:
         # sbatch would raise the number of nodes.
-        raise UserError(f"'slurm.nodelist' has {len(names)} nodes, and 'slurm.nodes' is {nodes}; name as many, or raise slurm.nodes")
+        raise UserError(f"'{key}.nodelist' has {len(names)} nodes, and '{key}.nodes' is {nodes}; name as many, or raise {key}.nodes")
 
 
-def check_gpus(partition: str, gpus_per_node: str, nodes: int) -> None:
+def check_gpus(partition: str, gpus_per_node: str, nodes: int, key: str = "slurm") -> None:
     """Raises ``UserError`` where fewer than ``nodes`` nodes have as many GPUs as ``gpus_per_node`` asks for, such as ``8`` or ``h100:8``."""
     if not gpus_per_node:
         return
     kind, _, number = gpus_per_node.rpartition(":")
     if not number.isdigit():
-        raise UserError(f"'slurm.gpus_per_node' is '{gpus_per_node}'; write a number, or a type and a number, as h100:8")
+        raise UserError(f"'{key}.gpus_per_node' is '{gpus_per_node}'; write a number, or a type and a number, as h100:8")
     places = ["--partition", partition] if partition else []
     has = [_gpus(line, kind) for line in ask("sinfo", "--noheader", "--Node", *places, "--format=%N|%G").splitlines()]
     if (fit := sum(count >= int(number) for count in has)) < nodes:
         where, wanted = f"partition '{partition}'" if partition else "this cluster", f"{number} GPUs" + (f" of type '{kind}'" if kind else "")
         raise UserError(
-            f"'slurm.gpus_per_node' is '{gpus_per_node}', and {fit} nodes of {where} have {wanted} (the most is {max(has, default=0)}), where "
-            f"{nodes} are asked for; lower it, or choose another slurm.partition ('sinfo --format=%N,%G')"
+            f"'{key}.gpus_per_node' is '{gpus_per_node}', and {fit} nodes of {where} have {wanted} (the most is {max(has, default=0)}), where "
+            f"{nodes} are asked for; lower it, or choose another {key}.partition ('sinfo --format=%N,%G')"
         )
 
 
@@ -141,8 +143,10 @@ def find_job(job: str) -> Job | None:
         if "Invalid job id" in str(error):
             return None
         raise
-    facts = dict(re.findall(r"(\w+)=(\S*)", text))
-    nodes = facts.get("NodeList", "").replace("(null)", "")
+    # Of a heterogeneous job one line for each part; the first is the one with the batch script.
+    parts = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines() if line.strip()]
+    facts = next((each for each in parts if each.get("JobId") == job.partition("_")[0]), parts[0] if parts else {})
+    nodes = ",".join(listed for each in parts if (listed := each.get("NodeList", "").replace("(null)", "")))
     return Job(
         facts.get("JobState", ""), nodes, facts.get("RunTime", ""), facts.get("TimeLimit", ""), facts.get("Reason", ""),
         int(facts.get("ExitCode", "0:0").partition(":")[0]),

@@ -11,7 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -20,7 +21,8 @@ from tandem.cluster.launch.addresses import own_address
 from tandem.cluster.launch.job import SAVED, RunProcess, exit_status, read_job, store_of_run
 from tandem.cluster.launch.record import FOLDER, Record
 from tandem.cluster.launch.slurm.addresses import address_of
-from tandem.cluster.launch.slurm.commands import ask, node_address, node_names
+from tandem.cluster.launch.slurm.commands import ask, node_address
+from tandem.cluster.launch.slurm.parts import Part, end_earlier_steps, parts_of_job
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.processes import Threads, spawn, terminate, wait
@@ -38,6 +40,7 @@ class Job:
     def __init__(self, directory: Path) -> None:
         self.directory, self.is_over_time = directory, False
         self._process = RunProcess(directory)
+        self._parts: tuple[Part, ...] = ()
         # From the first moment on: Slurm sends them when it wants, and they end a process that does not expect them.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
@@ -45,8 +48,11 @@ class Job:
     def run(self) -> int:
         """Returns the exit status of the job."""
         record, recipe = read_job(self.directory)
-        nodes = node_names(os.environ["SLURM_JOB_NODELIST"])
+        self._parts = parts_of_job()
+        nodes = [node for part in self._parts for node in part.nodes]
         logger.info("job %s on %s", os.environ["SLURM_JOB_ID"], ", ".join(nodes))
+        if ended := end_earlier_steps(self._parts):
+            logger.info("ended %d steps of the job's earlier life", ended)
         with self._beside(record, recipe, nodes) as overrides:
             status = self._process.run(recipe, [*record.overrides, *overrides])
         if status == SAVED and self.is_over_time and recipe.slurm.requeue:
@@ -69,7 +75,8 @@ class Job:
             if recipe.cluster.preflight and len(nodes) > 1:
                 nodes = self._fit(recipe, nodes, host, [*record.overrides, *shared])
             if others := nodes[1:]:
-                stack.callback(_end, self._start_pods(others, host, shared))
+                pods = self._start_pods(others, host, shared)
+                stack.callback(_end, pods)
             yield [*shared, f"--pods.host={host}"]
 
     def _fit(self, recipe: Recipe, nodes: list[str], host: str, overrides: list[str]) -> list[str]:
@@ -78,9 +85,14 @@ class Job:
         with_store = load_config(self.directory / "config.yaml", overrides)
         assert isinstance(with_store, Recipe)
         store = open_store(store_address(with_store.coordination, self.directory))
-        measuring = self._start("tandem.cluster.health.on_node", nodes, host, overrides)
+        measuring = self._start("tandem.cluster.health.on_node", nodes, host, lambda part: overrides)
+
+        def is_over() -> bool:
+            return self._process.stops > 0 or all(each.poll() is not None for each in measuring)
+
         try:
-            outcome = preflight(store, nodes, recipe.cluster, lambda: self._process.stops > 0 or measuring.poll() is not None)
+            kinds = {node: str(part.group) for part in self._parts for node in part.nodes}
+            outcome = preflight(store, nodes, recipe.cluster, is_over, kinds)
         finally:
             _end(measuring)
             store.close()
@@ -92,16 +104,22 @@ class Job:
         logger.info("preflight: %s are fit", ", ".join(outcome.fit))
         return list(outcome.fit)
 
-    def _start_pods(self, nodes: list[str], host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
-        """Returns the ``srun`` of a pod on each of the ``nodes``. The first node of the run is reached at ``host``."""
-        # They have passed it, all at the same time.
-        return self._start("tandem.cluster.launch.slurm.pod", nodes, host, [*overrides, "--cluster.preflight=false"])
+    def _start_pods(self, nodes: list[str], host: str, overrides: list[str]) -> "list[subprocess.Popen[bytes]]":
+        """Returns the ``srun`` of the pods on those ``nodes`` of each part. The first node of the run is reached at ``host``."""
+        # They have passed the preflight, all at the same time.
+        given = [*overrides, "--cluster.preflight=false"]
+        return self._start("tandem.cluster.launch.slurm.pod", nodes, host, lambda part: given if part.trains else [*given, "--rollout-only"])
 
-    def _start(self, module: str, nodes: list[str], host: str, overrides: list[str]) -> "subprocess.Popen[bytes]":
-        count = len(nodes)
-        step = [f"--nodelist={','.join(nodes)}", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
-        command = [sys.executable, "-m", module, str(self.directory), host, *overrides]
-        return spawn(None, [*step, "--label", "--quiet", *command], program="srun", threads=Threads(1), new_session=True)
+    def _start(self, module: str, nodes: list[str], host: str, words: Callable[[Part], list[str]]) -> "list[subprocess.Popen[bytes]]":
+        """Returns the ``srun`` of ``module`` on those ``nodes`` of each part of the job, with the ``words`` for it."""
+        steps = []
+        for part in self._parts:
+            if not (own := [node for node in nodes if node in part.nodes]):
+                continue
+            options = [*part.step(own), "--cpu-bind=none", "--kill-on-bad-exit=0", "--label", "--quiet"]
+            command = [sys.executable, "-m", module, str(self.directory), host, *words(part)]
+            steps.append(spawn(None, [*options, *command], program="srun", threads=Threads(1), new_session=True))
+        return steps
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1 and self.is_over_time:
@@ -110,10 +128,13 @@ class Job:
         self._process.stop()
 
 
-def _end(pods: "subprocess.Popen[bytes]") -> None:
-    """Lets the pods end, which the run has released, and ends those that it has not."""
-    if wait(pods, _POD_ENDS_S) is None:
-        terminate(pods, _POD_ENDS_S)
+def _end(steps: "list[subprocess.Popen[bytes]]") -> None:
+    """Lets the steps end, such as pods that the run has released, and ends those that have not."""
+    ends = time.monotonic() + _POD_ENDS_S
+    for step in steps:
+        wait(step, max(0.0, ends - time.monotonic()))
+    for step in steps:
+        terminate(step, _POD_ENDS_S)
 
 
 def main() -> int:

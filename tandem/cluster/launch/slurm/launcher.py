@@ -91,7 +91,7 @@ class SlurmLauncher:
 
 def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
     (directory / "logs").mkdir(exist_ok=True)
-    if recipe.slurm.nodes > 1:
+    if recipe.slurm.all_nodes > 1:
         write_secrets(directory)
     with recorded(directory, record):
         job = submit(batch_script(recipe.slurm, directory, Path(record.folder)))
