@@ -111,10 +111,9 @@ def _stored(directory: Path) -> list[StoreNode] | None:
 def _with_store(known: Node, told: StoreNode) -> Node:
     """Returns a node as the store has it now; whether it is in use or spare is in the journal alone."""
     state = "cordoned" if told.state == "cordoned" else known.state if known.state in ("in use", "spare", "controller") else told.state
+    lease = f"{told.lease:x}" if told.lease else ""
     findings = tuple(dict.fromkeys((*told.findings, *known.findings)))
     return replace(
-        known, state=state, devices=told.devices or known.devices, lease=f"{told.lease:x}" if told.lease else "", reason=told.reason, by=told.by, since_s=told.at, findings=findings,
+        known, state=state, devices=told.devices or known.devices, lease=lease, reason=told.reason, by=told.by, since_s=told.at, findings=findings,
         seen_s=max(told.seen_s, known.seen_s),
     )  # fmt: skip
-
-
