@@ -31,10 +31,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from tandem.cluster.store_nodes import check_node, nodes_in
     from tandem.config.recipe import Recipe, load_config
     from tandem.runtime.coordination.cordons import cluster_prefix, cordon, uncordon
     from tandem.runtime.coordination.etcd import EtcdStore
+    from tandem.runtime.health.store_nodes import check_node, nodes_in
 
     _check(options)
     path = Path(options.recipe)

@@ -8,6 +8,7 @@ from typing import Any
 from tandem.dashboard.curves import curves
 from tandem.dashboard.hardware import hardware, hardware_curves
 from tandem.dashboard.logs import log_files, log_part
+from tandem.dashboard.nodes import nodes
 from tandem.dashboard.overview import comparison, overview
 from tandem.dashboard.phase_answers import phase_detail, phase_window, trace_window
 from tandem.dashboard.query import Query, axis, integer, number, text
@@ -60,6 +61,10 @@ def _hardware_curves(runs: Runs, query: Query) -> Any:
     return hardware_curves(runs.open(text(query, "run")), keys, number(query, "from"), number(query, "to"), integer(query, "points") or 200)
 
 
+def _nodes(runs: Runs, query: Query) -> Any:
+    return nodes(runs.open(text(query, "run")))
+
+
 def _compare(runs: Runs, query: Query) -> Any:
     names = list(dict.fromkeys(query.get("run", ())))
     if not 2 <= len(names) <= MOST_RUNS:
@@ -109,4 +114,5 @@ def _log(runs: Runs, query: Query) -> Any:
 ANSWERS: Mapping[str, Answer] = {
     "runs": _runs, "run": _run, "curves": _curves, "compare": _compare, "phases": _phases, "phase": _phase, "trace": _trace, "samples": _samples,
     "hardware": _hardware, "hardware_curves": _hardware_curves, "search": _search, "sample": _sample, "logs": _logs, "log": _log,
+    "nodes": _nodes,
 }  # fmt: skip

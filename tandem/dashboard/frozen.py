@@ -8,6 +8,7 @@ from typing import Any
 from tandem.dashboard.curves import curves
 from tandem.dashboard.hardware import hardware, hardware_curves
 from tandem.dashboard.logs import log_files, log_part
+from tandem.dashboard.nodes import nodes
 from tandem.dashboard.open_run import OpenRun
 from tandem.dashboard.overview import overview
 from tandem.dashboard.phase_answers import phase_detail, phase_window, trace_window
@@ -43,7 +44,7 @@ def frozen(run: OpenRun, share: int = 1) -> Frozen:
     samples, tokens, steps = _samples(run, shown["samples"], share)
     answers = {
         "run": {**shown, "live": None, "samples": samples[-1]["step"] if samples else None}, "curves": drawn, "samples": samples, "sample": tokens,
-        "trace": {step: trace_window(run, step) for step in shown["traced"]}, **_phases(run, share), **_hardware(run), **_logs(run, share),
+        "trace": {step: trace_window(run, step) for step in shown["traced"]}, "nodes": nodes(run), **_phases(run, share), **_hardware(run), **_logs(run, share),
     }  # fmt: skip
     said = [f"a point of a curve is the mean of {each} steps, with their range" if each > 1 else "each step is a point of the curves"]
     if samples:

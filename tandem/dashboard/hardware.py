@@ -104,6 +104,23 @@ def hardware_curves(run: OpenRun, keys: Sequence[str], low: float | None, high: 
     return {"x": x, "rows_each": 1, "rows": len(x), "whole": [0, (span[1] - span[0]) / 1000], "series": series}
 
 
+def newest_by_node(run: OpenRun) -> dict[str, tuple[float, tuple[str, ...]]]:
+    """Returns of each node when it has looked at itself last, Unix seconds, and its GPUs, by the newest samples."""
+    reader = _reader(run)
+    span = reader.span_ms()
+    if span is None:
+        return {}
+    answers = _answers(reader)
+    newest = lambda name: answers.over(f"last_over_time({name}[1h])", [span[1]]).items()
+    gpus: dict[str, list[str]] = {}
+    for labels, _ in newest("tandem_gpu_fault"):
+        known = dict(labels)
+        if known.get("gpu", "all") != "all":
+            gpus.setdefault(known.get("node", ""), []).append(f"GPU {known['gpu']}")
+    seen = {dict(labels).get("node", ""): values[0][1] for labels, values in newest("tandem_node_last_look_timestamp_seconds")}
+    return {node: (at_s, tuple(sorted(gpus.get(node, ())))) for node, at_s in seen.items()}
+
+
 def newest_processes(run: OpenRun) -> list[dict[str, Any]]:
     """Returns what each process of the run uses by the newest samples, the largest first: name, cores and bytes."""
     reader = _reader(run)

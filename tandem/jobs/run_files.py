@@ -2,6 +2,7 @@
 
 import contextlib
 import shlex
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from tandem.jobs.verify.verify_config import KEY as CONFIG_KEY
 from tandem.jobs.verify.verify_config import verify_config
 from tandem.layout.mesh import MeshShape
 from tandem.model.model_source import found_model
+from tandem.report.run_facts import NODE_KEY
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.numerics import check_numerics
 from tandem.runtime.process.faults import FaultPoint, no_fault
@@ -125,6 +127,8 @@ def continue_from(
     """Cuts the files to the checkpoint of ``step`` (0: the start), and reports a resume. ``journal_loaded`` journals a checkpoint that was committed
     right before the run died. Raises ``UserError`` where this machine cannot give the same bits."""
     _check_numerics(journal, numerics, shape, device, step, callback)
+    if journal.get(NODE_KEY) != socket.gethostname():
+        journal.set(NODE_KEY, socket.gethostname())
     if resumed:
         journal.cut_after(step)
     journal_loaded()

@@ -18,6 +18,8 @@ from tandem.types import UserError
 Row = Mapping[str, Any]
 REPORT = "report.html"
 """The name of the page of a run in the run's folder."""
+NODE_KEY = "node"
+"""The journal's key of the machine that the run's controller is on."""
 RESULT_KEY = "result"
 """The journal's key of the result of a run that has finished."""
 

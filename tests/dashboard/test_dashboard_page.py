@@ -19,7 +19,7 @@ from tandem.dashboard.report import write_report
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_lock import RunLock
 
-PARTS = ("curves", "samples", "timeline", "memory", "hardware", "events", "logs", "recipe")
+PARTS = ("curves", "samples", "timeline", "memory", "hardware", "nodes", "events", "logs", "recipe")
 TEXT = HOSTILE.replace("\ud83d", "")
 
 

@@ -104,7 +104,7 @@ function log(run, { file, text = "" }) {
 }
 
 const ANSWERS = {
-  run: (run) => run.run, curves: (run, wanted) => between(run.curves, wanted.axis ?? "step", wanted), phases: (run, wanted) => phases(run.phases, wanted),
+  run: (run) => run.run, nodes: (run) => run.nodes, curves: (run, wanted) => between(run.curves, wanted.axis ?? "step", wanted), phases: (run, wanted) => phases(run.phases, wanted),
   hardware: (run) => run.hardware, hardware_curves: (run, wanted) => between(run.hardware_curves, null, wanted), samples: (run, wanted) => samples(run.samples, wanted),
   search: (run, wanted) => search(run.samples, wanted), logs: (run) => run.logs, log,
   phase: (run, { id }) => run.phase[id] ?? (() => { throw notHere("The journal's details of this phase are"); })(),

@@ -51,6 +51,7 @@ export async function timelinePart({ page, name, run, place, signal }) {
     data = source.value === "" ? await ask("phases", { run: name, ...parameters }, asked.signal) : await ask("trace", { run: name, step: source.value }, asked.signal);
     if (!parameters.from && parameters.from !== 0) view = [data.from, data.to];
     said.textContent = [data.said, data.left_out ? `${count(data.left_out)} of the shortest spans are left out.` : ""].filter(Boolean).join(" ");
+    said.hidden = !said.textContent;
     page.worked();
     draw();
   }

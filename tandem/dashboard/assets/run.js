@@ -8,13 +8,14 @@ import { eventsPart } from "./part_events.js";
 import { hardwarePart } from "./part_hardware.js";
 import { logsPart } from "./part_logs.js";
 import { memoryPart } from "./part_memory.js";
+import { nodesPart } from "./part_nodes.js";
 import { recipePart } from "./part_recipe.js";
 import { samplesPart } from "./part_samples.js";
 import { timelinePart } from "./part_timeline.js";
 
 const PARTS = {
   curves: ["Curves", curvesPart], samples: ["Samples", samplesPart], timeline: ["Timeline", timelinePart], memory: ["Memory and machine", memoryPart],
-  hardware: ["Hardware", hardwarePart], events: ["Faults and recoveries", eventsPart], logs: ["Logs", logsPart], recipe: ["Recipe and replay", recipePart],
+  hardware: ["Hardware", hardwarePart], nodes: ["Nodes", nodesPart], events: ["Faults and recoveries", eventsPart], logs: ["Logs", logsPart], recipe: ["Recipe and replay", recipePart],
 };
 /** What a live run says above its curves is asked for again at most so often. */
 const OVERVIEW_MS = 4000;

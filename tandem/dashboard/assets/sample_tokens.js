@@ -34,7 +34,8 @@ export function tokenView(sample) {
     part.style.setProperty("--hue", `var(--${hue === "doubt" ? "doubt-hue" : hue})`);
   });
   const select = make("select", { on: { change: () => { chosen = select.value; paint(); } } }, ...Object.entries(COLOURS).map(([value, [title]]) => (
-    make("option", { value, disabled: value === "advantage" && sample.advantage === null }, value === "advantage" && sample.advantage === null ? "advantage (not of one sample)" : title))));
+    make("option", { value, disabled: value === "advantage" && sample.advantage === null }, value === "advantage" && sample.advantage === null ? "advantage (not of one sample)" : title))),
+    make("option", { value: "", disabled: true }, "entropy (not recorded by token)"));
   if (chosen === "advantage" && sample.advantage === null) chosen = "logprob";
   select.value = chosen;
   paint();

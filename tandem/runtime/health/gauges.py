@@ -35,6 +35,7 @@ METRICS = (
     HealthMetric("tandem_gpu_uncorrected_ecc_errors", "gauge", "Uncorrected ECC errors since the driver was loaded.", ("node", "gpu")),
     HealthMetric("tandem_gpu_xid_errors", "gauge", "Xid errors in the node's kernel log since the run began there.", ("node", "xid")),
     HealthMetric("tandem_node_unfit", "gauge", "1 once a fatal error of the node's GPUs was found.", ("node",)),
+    HealthMetric("tandem_node_last_look_timestamp_seconds", "gauge", "Unix time of the node's last look at itself: its heartbeat.", ("node",)),
     HealthMetric("tandem_node_loop_lag_seconds", "gauge", "Longest time that the watch of the node had to wait for its turn.", ("node",)),
     HealthMetric(RESIDENT_MEMORY, "gauge", "Resident memory of a process of the run.", ("node", *PROCESS_LABELS)),
     HealthMetric("tandem_process_memory_growth", "gauge", "Growth of its resident bytes in bytes a second, over the last looks.", ("node", *PROCESS_LABELS)),
@@ -72,6 +73,7 @@ def of_node(reading: NodeReading) -> list[Reading]:
     """Returns the readings of a node."""
     node = {"node": reading.node}
     found: list[Reading] = [("tandem_node_unfit", node, float(bool(reading.fatal))), ("tandem_node_loop_lag_seconds", node, reading.lag_s)]
+    found.append(("tandem_node_last_look_timestamp_seconds", node, reading.at_s))
     of_gpu: tuple[tuple[str, str, float], ...] = (
         ("temperature_c", "tandem_gpu_temperature_celsius", 1.0), ("power_w", "tandem_gpu_power_watts", 1.0),
         ("utilization_percent", "tandem_gpu_utilization_ratio", 0.01), ("uncorrected", "tandem_gpu_uncorrected_ecc_errors", 1.0),

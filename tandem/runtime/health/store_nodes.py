@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.runtime.coordination.cordons import CORDONS, cordons
@@ -29,6 +29,7 @@ class StoreNode:
         state: ``joined`` (a member on a lease) or ``cordoned``.
         lease: the id of the lease that its membership is on, 0 without one.
         reason, by, at: of the cordon: why, the run or the person, and Unix seconds.
+        seen_s: Unix time of its last look at itself, 0 before the first; ``findings``: what that found wrong, one line each.
     """
 
     node: str
@@ -40,36 +41,44 @@ class StoreNode:
     reason: str = ""
     by: str = ""
     at: float = 0.0
+    seen_s: float = 0.0
+    findings: tuple[str, ...] = ()
 
 
-def nodes_in(store: EtcdStore) -> Sequence[StoreNode]:
-    """Returns the nodes whose keys are in ``store``, which has the prefix of all runs, by run and name."""
+def nodes_in(store: EtcdStore, run: str = "") -> Sequence[StoreNode]:
+    """Returns the nodes whose keys are in ``store``, which has the prefix of all runs, by run and name; of one ``run`` and the cluster where it is named."""
     told: dict[str, dict[str, dict[str, Entry]]] = {}
-    for entry in store.list(""):
-        run, _, key = entry.key.partition("/")
+    for entry in store.list(f"{run}/" if run else ""):
+        of_run, _, key = entry.key.partition("/")
         for kind in (MEMBERS, CORDONS, HEALTH, REPORTS):
             if key.startswith(kind):
-                told.setdefault(run, {}).setdefault(kind, {})[key.removeprefix(kind)] = entry
+                told.setdefault(of_run, {}).setdefault(kind, {})[key.removeprefix(kind)] = entry
     everywhere = cordons(_Part(store, f"{_CLUSTER}/"))  # type: ignore[arg-type]
     found = []
-    for run, kinds in told.items():
-        if run == _CLUSTER:
+    for of_run, kinds in told.items():
+        if of_run == _CLUSTER:
             continue
-        held = {**everywhere, **cordons(_Part(store, f"{run}/"))}  # type: ignore[arg-type]
+        held = {**everywhere, **cordons(_Part(store, f"{of_run}/"))}  # type: ignore[arg-type]
         members, health, reports = kinds.get(MEMBERS, {}), kinds.get(HEALTH, {}), kinds.get(REPORTS, {})
         own = {name for name in held if name in kinds.get(CORDONS, {})}
         for name in sorted(members.keys() | own):
             facts = _value(members.get(name))
             machine = str(facts.get("machine", facts.get("host", "")))
-            devices = tuple(str(gpu.get("name", "")) for gpu in _value(health.get(name)).get("gpus", ())) or tuple(_value(reports.get(name)).get("devices", ()))
-            cordon, lease = held.get(name) or held.get(machine), store.lease_of(f"{run}/{MEMBERS}{name}") if name in members else 0
-            if cordon is None:
-                found.append(StoreNode(name, run, machine, devices, lease=lease))
-            else:
-                found.append(StoreNode(name, run, machine, devices, "cordoned", lease, cordon.reason, cordon.by, cordon.at))
+            look = _value(health.get(name))
+            devices = tuple(str(gpu.get("name", "")) for gpu in look.get("gpus", ())) or tuple(_value(reports.get(name)).get("devices", ()))
+            cordon, lease = held.get(name) or held.get(machine), store.lease_of(f"{of_run}/{MEMBERS}{name}") if name in members else 0
+            node = StoreNode(name, of_run, machine, devices, lease=lease, seen_s=float(look.get("at_s", 0.0)), findings=_findings(look))
+            if cordon is not None:
+                node = replace(node, state="cordoned", reason=cordon.reason, by=cordon.by, at=cordon.at)
+            found.append(node)
     shown = {name for each in found for name in (each.node, each.machine)}
     found += [StoreNode(name, "", state="cordoned", reason=each.reason, by=each.by, at=each.at) for name, each in everywhere.items() if name not in shown]
     return sorted(found, key=lambda each: (each.run, each.node))
+
+
+def _findings(look: Mapping[str, Any]) -> tuple[str, ...]:
+    faults = [f"{gpu}: {what}" for gpu, what in look.get("faults", {}).items()]
+    return (*look.get("fatal", ()), *faults, *(f"the memory of {name} grows without end" for name in look.get("leaks", ())))
 
 
 def _value(entry: Entry | None) -> Mapping[str, Any]:
