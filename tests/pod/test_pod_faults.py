@@ -14,10 +14,10 @@ from tandem.runtime.records.journal import COMMITS
 
 REPRESENTATIVE = (
     "trainer_worker:after:train:3",
-    "rollout_worker:after:update_weight:1",
     "rollout_shim:before:rollout:4",
 )
 DELICATE = (
+    "rollout_worker:after:update_weight:1",
     "pod:after:commit_scores:5",
     "pod:before:commit_checkpoint:4",  # The checkpoint exists and is not in the journal.
     "trainer_shim:before:register:2",  # The weight buffers end with it.

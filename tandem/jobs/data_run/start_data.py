@@ -42,7 +42,7 @@ from tandem.runtime.machine.numerics import numerics_record
 from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.records.journal import Journal
-from tandem.runtime.records.local_checkpoints import local_folder
+from tandem.runtime.records.local_checkpoints import forget_local, local_folder
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.records.tracing import Tracer
@@ -85,6 +85,7 @@ def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed:
         model, journal = run.export(), run.records.journal
         if journal is None:
             return None
+        forget_local(recipe.checkpoint.local_directory, journal)
         figures = held_out_figures([result for _, kind, result in journal.evaluations() if kind in (HELD_OUT, HELD_OUT_PAIRS)])
         example = run.data.sequence(0)[0] if recipe.learns_from_examples else None
         commands = scoring_commands(model) if recipe.trains_values else data_commands(model, example)
