@@ -150,6 +150,18 @@ def test_with_the_memory_of_one_node_a_checkpoint_is_saved_and_loaded_from_the_o
     assert run.load() == 6 and nodes.keepers[1].committed == [4, 6] and nodes.keepers[0].committed == [3, 4]
 
 
+def test_where_no_keeper_answers_the_tier_is_left_out_with_one_line_and_the_folder_goes_on(run: Run, nodes: Nodes) -> None:
+    run.checkpoints.take_written()
+    for server in nodes.servers:
+        server.close()
+    for step in (6, 7):
+        run.checkpoints.save(step, run.take(step))
+    left_out, *written = run.checkpoints.take_written()
+    assert left_out.tier == "memory" and left_out.step == 6 and "the keepers of nodes 0, 1 do not answer" in left_out.trouble
+    assert [(each.tier, each.step, each.trouble) for each in written] == [("folder", 6, ""), ("folder", 7, "")]
+    assert run.load() == 7 and tier(run) == "folder"
+
+
 def test_checkpoints_that_are_not_trusted_are_dropped(run: Run, nodes: Nodes) -> None:
     for keeper in nodes.keepers:
         keeper.drop_after({"step": 3}, {}, lambda progress: None)

@@ -135,7 +135,7 @@ def opened_run(
         guard, registered = GradScaler(recipe.trainer), None
         if journal is not None:
             registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
-        own = "" if journal is None else str(local_folder(recipe.checkpoint.local_directory, directory, journal) or "")
+        own = "" if journal is None or at_most is not None else str(local_folder(recipe.checkpoint.local_directory, directory, journal) or "")
         [told, *_] = gather_values(ranks.world, own, "the folder of local checkpoints")
         local = Path(told) if told else None
         checkpoints = DataCheckpoints(
