@@ -70,7 +70,7 @@ from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.watchdog import Watchdog
 from tandem.runtime.records.agreements import trusted_step
 from tandem.runtime.records.journal import Journal
-from tandem.runtime.records.local_checkpoints import local_folder
+from tandem.runtime.records.local_checkpoints import forget_local, local_folder
 from tandem.runtime.records.logs import setup
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.rpc.credentials import new_credential, read_credential
@@ -288,6 +288,7 @@ def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
         evaluation = run.journal.evaluation(step, kind)
         return None if evaluation is None else float(evaluation["accuracy"])
 
+    forget_local(run.recipe.checkpoint.local_directory, run.journal)
     figures = {
         "accuracy": Figure(accuracy(0, "sampled"), accuracy(steps, "final")),
         "greedy_accuracy": Figure(accuracy(0, "greedy"), accuracy(steps, "final_greedy")),

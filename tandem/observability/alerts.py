@@ -103,6 +103,11 @@ ALERTS = (
         "The machine is overloaded, or was suspended.",
     ),
     Alert(
+        "TandemCheckpointTierLeftOut", "tandem_checkpoint_tier_left_out == 1", "warning",
+        "run {{ $labels.run }} writes no more checkpoints to tier {{ $labels.tier }}",
+        "'tandem status' says why; the farther tiers go on. It is used again when the ranks start again.",
+    ),
+    Alert(
         "TandemDiskNearlyFull", "tandem_run_disk_free_bytes / tandem_run_disk_size_bytes < 0.05", "critical",
         "{{ $value | humanizePercentage }} of the disk of run {{ $labels.run }} is free",
         "Lower checkpoint.keep, or make room; a full disk stops the run.", "1m",

@@ -1,6 +1,5 @@
 """The keeper of checkpoints in the memory of a pod that joined: started, published in the store of the run, and started again if it dies. Imports no torch."""
 
-import contextlib
 import json
 import logging
 import threading
@@ -28,15 +27,19 @@ class JoinedKeeper:
         self._thread.start()
 
     def _watch(self) -> None:
-        told: bytes | None = None
+        told, troubles = None, set[str]()
         while not self._ended.is_set():
-            with contextlib.suppress(RunError, UserError, CallError, OSError):
+            try:
                 # Where it has died, its checkpoints are lost, and the next ones are kept again.
                 facts = json.dumps({**self._process.start(), "node": self._host}).encode()
                 if facts != told:
                     self._session.store.put(KEEPERS + self._name, facts, self._session.lease)
                     logger.info("keeps checkpoints in memory: %s", facts.decode())
                     told = facts
+            except (RunError, UserError, CallError, OSError) as error:
+                if str(error) not in troubles:
+                    troubles.add(str(error))
+                    logger.warning("keeps no checkpoints in memory: %s", error)
             self._ended.wait(_LOOK_S)
 
     def close(self) -> None:

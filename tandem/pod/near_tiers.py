@@ -16,6 +16,7 @@ from typing import Any
 from tandem.config.recipe import Recipe
 from tandem.pod.weights_between_pods import tls_arguments
 from tandem.runtime.coordination.store import Store
+from tandem.runtime.rpc.calls import CallError
 from tandem.trainer.checkpoint.memory.keeper_process import LOOPBACK, KeeperProcess
 from tandem.types import RunError, UserError
 
@@ -57,9 +58,8 @@ class NearTiers:
         """Returns what the trainer's ranks are told: the keepers in ``memory``, as of ``Keepers.of``, and the ``local`` folder."""
         memory = None
         if self.own is not None:
-            here = {**self.own.start(), "node": self.own.host}
-            keepers = [here, *self._joined()]
-            memory = {"keepers": keepers, "credential": self.credential, "nodes": [here["node"]] * self.ranks}
+            keepers = [*self._here(self.own), *self._joined()]
+            memory = {"keepers": keepers, "credential": self.credential, "nodes": [self.own.host] * self.ranks}
         return {"memory": memory, "local": None if self.local is None else str(self.local)}
 
     def tell_of_nodes(self, nodes: int) -> None:
@@ -70,6 +70,15 @@ class NearTiers:
                 "checkpoint.memory_every_steps: the checkpoints in memory are kept by one node alone, and do not survive its loss; let a pod of another "
                 "machine join (pods.max_count), or set checkpoint.upload"
             )
+
+    @staticmethod
+    def _here(own: KeeperProcess) -> list[Mapping[str, Any]]:
+        """Returns the keeper of this machine, started again if it has died; without it others may keep the checkpoints."""
+        try:
+            return [{**own.start(), "node": own.host}]
+        except (CallError, RunError, UserError, OSError) as error:
+            logger.warning("the keeper of this machine does not start: %s", error)
+            return []
 
     def _joined(self) -> list[Mapping[str, Any]]:
         """Returns the keepers of pods that joined, by name. The store may be away for a while: those of this machine remain."""

@@ -158,4 +158,5 @@ def test_a_run_whose_processes_are_all_killed_goes_on_from_its_local_disk_with_t
     assert "is loaded from the local disk" in said
     [event] = loaded(tmp_path)
     assert event["tier"] == "local" and event["step"] >= 8 and event["read_bytes"] == {"memory": 0, "local": event["bytes"], "folder": 0}
+    assert list((tmp_path / "nvme").iterdir()) == [], "a run that has finished leaves nothing there"
     assert_as(tmp_path, undisturbed)

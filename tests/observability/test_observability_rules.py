@@ -45,6 +45,7 @@ CASES: dict[str, tuple[dict[str, str], str, str]] = {
     "TandemNodeSlow": ({f'tandem_node_loop_lag_seconds{{{RUN}, node="n2"}}': "0+0x4 9+0x4 0+0x20"}, "2m", "4m"),
     "TandemDamage": ({f'tandem_events_total{{{RUN}, kind="checkpoint_damaged"}}': "0+0x8 1+0x90"}, "3m", "20m"),
     "TandemControllerSlow": ({f"tandem_controller_loop_lag_s{{{RUN}}}": "0+0x4 9+0x4 0+0x20"}, "2m", "4m"),
+    "TandemCheckpointTierLeftOut": ({f'tandem_checkpoint_tier_left_out{{{RUN}, tier="local"}}': "0+0x4 1+0x8 0+0x20"}, "3m", "5m"),
     "TandemDiskNearlyFull": (
         {f"tandem_run_disk_free_bytes{{{RUN}}}": "50+0x4 4+0x8 50+0x20", f"tandem_run_disk_size_bytes{{{RUN}}}": "100+0x40"}, "3m", "5m"),
 }  # fmt: skip

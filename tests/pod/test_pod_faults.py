@@ -18,6 +18,7 @@ REPRESENTATIVE = (
     pytest.param("rollout_worker:after:update_weight:1", marks=pytest.mark.full),
 )
 DELICATE = (
+    "rollout_worker:after:update_weight:1",
     "pod:after:commit_scores:5",
     "pod:before:commit_checkpoint:4",  # The checkpoint exists and is not in the journal.
     "trainer_shim:before:register:2",  # The weight buffers end with it.

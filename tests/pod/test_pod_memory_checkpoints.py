@@ -33,7 +33,13 @@ def assert_same(run: PodRun, expected: PodRun) -> None:
     assert difference(run, expected) == [] and run.left_behind() == []
 
 
-@pytest.mark.parametrize("fault", ["trainer_worker:before:train:4", "trainer_shim:before:register:4", "trainer_worker:before:offload:3"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "trainer_worker:before:train:4", "trainer_shim:before:register:4", "trainer_worker:before:offload:3", "trainer_worker:before:copy_checkpoint:4",
+        "trainer_worker:after:copy_checkpoint:4",
+    ],
+)  # fmt: skip
 def test_a_trainer_that_is_killed_goes_on_from_memory_and_reads_nothing_of_the_folder(fault: str, expected: PodRun, tmp_path: Path) -> None:
     run, step = PodRun(tmp_path), int(fault.rpartition(":")[2])
     done = run.train(*SETTINGS, MEMORY, "--fault", fault)
@@ -89,6 +95,7 @@ def test_a_run_whose_processes_are_all_killed_is_resumed_from_its_local_disk(exp
     assert "is loaded from the local disk" in done.stdout + done.stderr
     [event] = loaded(run)
     assert event["tier"] == "local" and event["step"] >= 3 and event["read_bytes"]["folder"] == 0
+    assert list((tmp_path / "nvme").iterdir()) == [], "a run that has finished leaves nothing there"
     assert_same(run, expected)
 
 

@@ -3,6 +3,7 @@ state back from the memory of another one, without a byte of the run's folder.""
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def test_under_tls_the_pods_that_draw_keep_the_checkpoints_of_the_trainer(etcd_s
         [event] = events(machines.run, "checkpoint_loaded")
         assert event["tier"] == "memory" and event["read_bytes"]["folder"] == 0
         assert "one node alone" not in done.stdout + done.stderr
-        assert "keeps checkpoints in memory" in machines.log("a") and '"is_encrypted": true' in machines.log("a")
+        with Journal(machines.run.directory / "journal.sqlite", read_only=True) as journal:
+            memory = next(state for state in read_tiers(journal) if state.tier == "memory")
+        assert memory.where == {socket.gethostname(): [0], "a": [0]} and memory.step == 6 and not memory.left_out
         assert finish(pod).returncode == 0 and machines.left_behind() == []
     finally:
         machines.close()

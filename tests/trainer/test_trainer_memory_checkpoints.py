@@ -15,6 +15,7 @@ from tandem.runtime.rpc.credentials import new_credential
 from tandem.runtime.rpc.rpc_server import RpcServer
 from tandem.trainer.checkpoint.format.commit import MARKER
 from tandem.trainer.checkpoint.format.manifest import MANIFEST
+from tandem.trainer.checkpoint.memory import keeper as keeper_module
 from tandem.trainer.checkpoint.memory.keeper import KEPT, Keeper
 from tandem.trainer.checkpoint.memory.keepers import Keepers
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
@@ -148,6 +149,27 @@ def test_with_the_memory_of_one_node_a_checkpoint_is_saved_and_loaded_from_the_o
     nodes.servers[0].close()
     run.checkpoints.copy(6, run.take(6), {"memory"})
     assert run.load() == 6 and nodes.keepers[1].committed == [4, 6] and nodes.keepers[0].committed == [3, 4]
+
+
+def test_a_node_without_memory_for_a_file_takes_none_and_keeps_what_it_has(run: Run, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.checkpoints.take_written()
+    monkeypatch.setattr(keeper_module, "available_bytes", lambda limit: 1000)
+    run.checkpoints.copy(6, run.take(6), {"memory"})
+    [left_out] = run.checkpoints.take_written()
+    assert left_out.tier == "memory" and left_out.trouble
+    assert run.load() == 4 and nodes.keepers[0].committed == nodes.keepers[1].committed == [3, 4]
+
+
+def test_where_no_keeper_answers_the_tier_is_left_out_with_one_line_and_the_folder_goes_on(run: Run, nodes: Nodes) -> None:
+    run.checkpoints.take_written()
+    for server in nodes.servers:
+        server.close()
+    for step in (6, 7):
+        run.checkpoints.save(step, run.take(step))
+    left_out, *written = run.checkpoints.take_written()
+    assert left_out.tier == "memory" and left_out.step == 6 and "the keepers of nodes 0, 1 do not answer" in left_out.trouble
+    assert [(each.tier, each.step, each.trouble) for each in written] == [("folder", 6, ""), ("folder", 7, "")]
+    assert run.load() == 7 and tier(run) == "folder"
 
 
 def test_checkpoints_that_are_not_trusted_are_dropped(run: Run, nodes: Nodes) -> None:

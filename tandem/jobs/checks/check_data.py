@@ -17,9 +17,9 @@ from tandem.jobs.checks.check_counts import check_held_out
 from tandem.jobs.checks.check_examples import check_demonstrations, check_examples
 from tandem.jobs.checks.check_run import (
     check_disks,
+    check_folder,
     check_model_on_mesh,
     check_offload,
-    check_offload_folder,
     check_targets,
     describe_offloaded,
     folder_to_check,
@@ -92,7 +92,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             disk += sum(reference_bytes(files.dataset, recipe.trainer.dtype) for _, files in datasets)
         offloaded = offloaded_bytes(shapes, recipe.trainer, tokens, parallel)
         disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
-        check_offload_folder(recipe.trainer.offload_folder)
+        check_folder("trainer.offload_folder", recipe.trainer.offload_folder)
         check_targets(recipe.checkpoint, recipe.registry)
         return [
             *lines,

@@ -19,9 +19,9 @@ from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
 from tandem.jobs.checks.check_examples import check_shown
 from tandem.jobs.checks.check_run import (
     check_disks,
+    check_folder,
     check_model_on_mesh,
     check_offload,
-    check_offload_folder,
     check_storage,
     check_targets,
     describe_offloaded,
@@ -134,7 +134,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
         check_rl_counts(recipe, planned.host, context, source.task.size)
         if recipe.sft is not None:
             check_shown(source, recipe.sft.demonstrations, folder)
-    check_offload_folder(recipe.trainer.offload_folder)
+    check_folder("trainer.offload_folder", recipe.trainer.offload_folder)
     check_targets(recipe.checkpoint, recipe.registry)
     check_joining(recipe)
     check_coordination(recipe.coordination, recipe.run.name or "run")

@@ -69,6 +69,7 @@ def check_storage(key: str, url: str) -> None:
 
 def check_targets(checkpoint: CheckpointConfig, registry: RegistryConfig) -> None:
     """Raises ``UserError`` or ``RunError`` where checkpoints can be neither uploaded nor registered as asked."""
+    check_folder("checkpoint.local_directory", checkpoint.local_directory)
     check_storage("checkpoint.upload", checkpoint.upload)
     if registry.is_on:
         open_registry(registry, create=True).close()
@@ -99,14 +100,15 @@ def describe_offloaded(trainer: TrainerConfig, offloaded: int) -> list[str]:
     return [f"of them offloaded: {offloaded / 2**20:,.0f} MiB"] if offloaded else []
 
 
-def check_offload_folder(folder: str) -> None:
-    """Raises ``UserError`` where ``trainer.offload_folder`` (empty: the run's own) is no folder and cannot be made one, or cannot be written."""
+def check_folder(key: str, folder: str) -> None:
+    """Raises ``UserError`` where ``folder``, which the recipe names at ``key`` (empty: there is none), is no folder and cannot be made one, or cannot be
+    written."""
     if not folder:
         return
     existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         why = "cannot be written" if existing.is_dir() else "is not a folder"
-        raise UserError(f"'trainer.offload_folder' is '{folder}', and '{existing}' {why}; name a folder on a disk that can be written")
+        raise UserError(f"'{key}' is '{folder}', and '{existing}' {why}; name a folder on a disk that can be written")
 
 
 def warn_of_cores(ranks: int) -> list[str]:

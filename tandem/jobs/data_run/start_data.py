@@ -42,7 +42,7 @@ from tandem.runtime.machine.numerics import numerics_record
 from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.processes import available_cores
 from tandem.runtime.records.journal import Journal
-from tandem.runtime.records.local_checkpoints import local_folder
+from tandem.runtime.records.local_checkpoints import forget_local, local_folder
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.records.tracing import Tracer
@@ -85,6 +85,7 @@ def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed:
         model, journal = run.export(), run.records.journal
         if journal is None:
             return None
+        forget_local(recipe.checkpoint.local_directory, journal)
         figures = held_out_figures([result for _, kind, result in journal.evaluations() if kind in (HELD_OUT, HELD_OUT_PAIRS)])
         example = run.data.sequence(0)[0] if recipe.learns_from_examples else None
         commands = scoring_commands(model) if recipe.trains_values else data_commands(model, example)
@@ -134,7 +135,7 @@ def opened_run(
         guard, registered = GradScaler(recipe.trainer), None
         if journal is not None:
             registered = stack.enter_context(contextlib.closing(Registered(recipe, directory, journal, callback)))
-        own = "" if journal is None else str(local_folder(recipe.checkpoint.local_directory, directory, journal) or "")
+        own = "" if journal is None or at_most is not None else str(local_folder(recipe.checkpoint.local_directory, directory, journal) or "")
         [told, *_] = gather_values(ranks.world, own, "the folder of local checkpoints")
         local = Path(told) if told else None
         checkpoints = DataCheckpoints(

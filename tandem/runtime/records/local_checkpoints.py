@@ -22,8 +22,10 @@ def local_folder(local_directory: str, directory: Path, journal: Journal) -> Pat
 
 
 def forget_local(local_directory: str, journal: Journal) -> None:
-    """Gives the run a new folder there from now on and removes the one before, as far as it is on this machine."""
+    """Removes the folder of a run that has finished, or does not trust it, as far as it is on this machine. The next one has another name."""
     name = journal.get(KEY)
+    if name is None:
+        return
     journal.set(KEY, None)
-    if local_directory and name is not None:
+    if local_directory:
         shutil.rmtree(Path(local_directory) / name, ignore_errors=True)

@@ -32,7 +32,7 @@ from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.checkpoint.tiers.folder_tier import FolderTier, LocalTier
 from tandem.trainer.checkpoint.tiers.memory_tier import MemoryTier
-from tandem.trainer.checkpoint.tiers.tier import CopyTier, Opened, TierList, Written
+from tandem.trainer.checkpoint.tiers.tier import CopyTier, Opened, Tier, Written, nearest
 from tandem.trainer.checkpoint.write import Committed
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.offload.tensor_file import file_tensor
@@ -60,8 +60,8 @@ class ReplicaCheckpoints:
     of the newest checkpoint started or loaded. ``damaged``: why ``load`` skipped checkpoints. ``critic``: a replica
     that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too.
     On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
-    steps ``in_use`` are not removed. ``memory`` and ``local``, a folder on a disk of this node, have the newest ``keep`` at most of all checkpoints, and those
-    of ``copy`` besides; ``load`` prefers them to the run's folder. ``opened``: what was loaded, and from which tier."""
+    steps ``in_use`` are not removed. ``memory`` and ``local``, a folder on a disk of this node, have each checkpoint of the folder too, and those
+    that ``copy`` takes; ``load`` prefers them to the folder. ``opened``: what was loaded, and from which tier."""
 
     def __init__(
         self, folder: Path, keep: int, start: Path, state: TrainedState, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
@@ -89,10 +89,10 @@ class ReplicaCheckpoints:
         there is none. ``damaged`` says why others were skipped."""
         self.damaged = []
         # Recorded steps are repeated from what the run's folder has.
-        tiers = TierList([*(self._copies() if at_most is None else ()), FolderTier("folder", self.folder)])
-        self.opened = tiers.nearest(self._ranks, at_most, self.damaged.append)
-        every = gather_values(self._ranks, tiers.read_bytes, "the bytes that were read")
-        self.read_bytes = {name: sum(each[name] for each in every) for name in tiers.read_bytes}
+        tiers: list[Tier] = [*(self._copies() if at_most is None else ()), FolderTier("folder", self.folder)]
+        self.opened = nearest(tiers, self._ranks, at_most, self.damaged.append)
+        every = gather_values(self._ranks, [tier.read_bytes for tier in tiers], "the bytes that were read")
+        self.read_bytes = {tier.name: sum(sizes) for tier, sizes in zip(tiers, zip(*every, strict=True), strict=True)}
         if self.opened is None:
             return None
         checkpoint, source = self.opened.checkpoint, self.opened.source

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.worker import serve
 from tandem.runtime.records.logs import log_uncaught
@@ -40,8 +41,11 @@ class Keeper:
         return sorted(step for step, files in self.files.items() if MARKER in files)
 
     def put(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Stores a piece of file ``name`` of ``step``, which has ``size`` bytes, at ``offset``. The first piece replaces an earlier file."""
+        """Stores a piece of file ``name`` of ``step``, which has ``size`` bytes, at ``offset``. The first piece replaces an earlier file. Raises ``RunError``
+        where this machine has no memory for the file: the kernel would end a process that takes it all the same."""
         step, name, size, offset, piece = int(meta["step"]), str(meta["name"]), int(meta["size"]), int(meta["offset"]), blobs["piece"]
+        if offset == 0 and size > (free := available_bytes(0)):
+            raise RunError(f"'{name}' of step {step} has {size / 2**20:,.0f} MiB, and the memory of its machine has room for {free / 2**20:,.0f} MiB")
         with self.lock:
             files = self.files.setdefault(step, {})
             # A step that is taken again is none until it is committed again.

@@ -88,12 +88,16 @@ class Keepers:
         self.clients[place].call("put", meta, {"piece": content[offset : offset + PIECE_BYTES]}, deadline_s=DEADLINE_S)
 
     def commit(self, step: int, files: Mapping[str, Buffer]) -> None:
-        """Sends the last ``files`` of a checkpoint, its marker with them, to every keeper that can be reached."""
+        """Sends the last ``files`` of a checkpoint, its marker with them, to every keeper that can be reached. Raises ``RunError`` if none can."""
+        reached = 0
         for place, client in enumerate(self.clients):
             try:
                 client.call("commit", {"step": step}, files, deadline_s=DEADLINE_S)
+                reached += 1
             except _FAILURES as error:
                 logger.warning("a checkpoint is not committed in the memory of node %s: %s", self.names[place], error)
+        if not reached:
+            raise RunError(f"no memory commits the checkpoint of step {step}: no keeper of the run answers")
 
     def held(self) -> dict[int, dict[int, list[str]]]:
         """Returns the names of the files of each committed step, by step and keeper, of those that can be reached."""

@@ -73,9 +73,12 @@ class MemoryTier:
         every = vote(ranks, f"the checkpoint of step {work.step} in memory", trouble, entry)
         if ranks.rank == 0:
             data = Manifest(work.step, mesh, work.state, tuple(Entry(*each[:3]) for each in every), ()).to_json()
-            self.keepers.commit(work.step, {MANIFEST: data, MARKER: marker_of(data)})
+            try:
+                self.keepers.commit(work.step, {MANIFEST: data, MARKER: marker_of(data)})
+            except RunError as error:
+                trouble = str(error)
         # No rank goes on before the checkpoint counts.
-        ranks.barrier("the checkpoint in memory")
+        vote(ranks, f"the checkpoint of step {work.step} in memory", trouble)
         where: dict[str, list[int]] = {}
         for rank, (_, _, _, _, names) in enumerate(every):
             for each in names:

@@ -3,7 +3,6 @@ object store. Each has a name for messages, metrics and the journal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from tandem.runtime.collectives.communicator import Communicator
@@ -64,26 +63,14 @@ class CopyTier(Tier, Protocol):
         ...
 
 
-@dataclass
-class TierList:
-    """The ``tiers`` that recovery looks in, the nearest first; ``opened``: the checkpoint that was loaded last."""
-
-    tiers: Sequence[Tier]
-    opened: Opened | None = field(default=None, init=False)
-
-    def nearest(self, ranks: Communicator, at_most: int | None, passed_over: Callable[[str], None]) -> Opened | None:
-        """Returns the newest whole checkpoint, at or before step ``at_most``, of the nearest tier that has it; ``None`` if there is none. One that is not whole
-        is passed over for the same step of the next tier, and then for an older step."""
-        candidates = [(step, place) for place, tier in enumerate(self.tiers) for step in tier.steps(ranks) if at_most is None or step <= at_most]
-        for step, place in sorted(candidates, key=lambda each: (-each[0], each[1])):
-            opened = self.tiers[place].open(ranks, step, passed_over)
-            if opened is not None:
-                self.opened = opened
-                return opened
-        self.opened = None
-        return None
-
-    @property
-    def read_bytes(self) -> dict[str, int]:
-        """The bytes that this rank has read, by tier."""
-        return {tier.name: tier.read_bytes for tier in self.tiers}
+def nearest(
+    tiers: Sequence[Tier], ranks: Communicator, at_most: int | None, passed_over: Callable[[str], None]
+) -> Opened | None:
+    """Returns the newest whole checkpoint, at or before step ``at_most``, of the first of ``tiers`` that has it; ``None`` if there is none. One that is not
+    whole is passed over for the same step of the next tier, and then for an older step."""
+    candidates = [(step, place) for place, tier in enumerate(tiers) for step in tier.steps(ranks) if at_most is None or step <= at_most]
+    for step, place in sorted(candidates, key=lambda each: (-each[0], each[1])):
+        opened = tiers[place].open(ranks, step, passed_over)
+        if opened is not None:
+            return opened
+    return None
