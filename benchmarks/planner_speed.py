@@ -1,6 +1,7 @@
 """How long ``tandem plan`` takes, in processes of their own: ``python benchmarks/planner_speed.py``.
 
-Wall and CPU seconds from the start of Python to its end, the median of 5: one layout, and full sweeps from 768 to 32,768 GPUs.
+Wall and CPU seconds from the start of Python to its end, the median of 5: one layout, full sweeps from 768 to 32,768 GPUs,
+and the size of a serving pool.
 """
 
 import json
@@ -17,6 +18,8 @@ CASES = {
     "sweep, 70B on 768 GPUs": f"{SIZES_70B} --gpus 768 --seq 8192 --global-batch 768",
     "sweep, 405B on 16,384 GPUs": f"{SIZES_405B} --gpus 16384 --seq 8192 --global-batch 2048",
     "sweep, 405B on 32,768 GPUs, 128k tokens": f"{SIZES_405B} --gpus 32768 --seq 131072 --global-batch 4096",
+    "serving pool, 70B, 100 requests a second": f"serving {SIZES_70B} --requests-per-s 100 --ttft 1000 --tpot 40",
+    "serving pool, 405B, no targets": f"serving {SIZES_405B} --requests-per-s 20",
 }
 ROUNDS = 5
 
@@ -26,7 +29,7 @@ def measured(arguments: str) -> tuple[float, float, int]:
     walls, cpus, considered = [], [], 1
     for _ in range(ROUNDS):
         began, before = time.perf_counter(), os.times()
-        done = subprocess.run([sys.executable, "-m", "tandem.cli.main", "plan", "--json", *arguments.split()], capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, "-m", "tandem.cli.main", "plan", *arguments.split(), "--json"], capture_output=True, text=True, check=True)
         after = os.times()
         walls.append(time.perf_counter() - began)
         cpus.append(after.children_user + after.children_system - before.children_user - before.children_system)

@@ -1,11 +1,15 @@
 """The serving simulator beside the real engine: throughput and latency for three patterns of arrivals.
 
-    python benchmarks/serving_simulator.py [--requests 160] [--rounds 3] [--load 0.6]
+    python benchmarks/serving_simulator.py [--requests 160] [--rounds 3] [--load 0.6] [--drift 0.1]
 
-One model of 3.7M parameters with random weights. The engine's steps are measured first (decoding with several numbers of sequences, prompts of several
-lengths, both with a longer context); the simulator then gets these times, the arrivals and the engine's options, and nothing of the run that it predicts.
-Requests arrive at ``--load`` times the rate that the engine completes when all are queued at once. The clock is CPU time of the process, which stands
-still while it waits for a core, and jumps where nothing is there to do.
+One model of 3.7M parameters with random weights. The engine's steps are measured (decoding with several numbers of sequences, prompts of several lengths,
+both with a longer context); the simulator then gets these times, the arrivals and the engine's options, and nothing of the run that it predicts. Requests
+arrive at ``--load`` times the rate that it completes when all are queued at once. The clock is CPU time of the process, which stands still while it waits for a
+core, and jumps where nothing is there to do.
+
+CPU time does not stand still while another process slows the core down, by its other hardware thread, its caches or its clock. So steps are measured right
+before and right after every run, the simulator gets the mean of both, and a run counts only if both agree within ``--drift``: the others say nothing about the
+simulator, and are made again, whatever their figures are. The report has all rounds.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from machine import HERE, machine, write_report
@@ -21,11 +26,12 @@ from machine import HERE, machine, write_report
 from tandem.engine.engine import Engine
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 from tandem.engine.settings import EngineSettings
+from tandem.estimate.serving.step_time import EngineStep
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
 from tandem.model.initialise import initialise
-from tandem.planner.serving.arrivals import PATTERNS, Arrival, draw_arrivals
+from tandem.planner.serving.arrivals import PATTERNS, Arrival, Pattern, draw_arrivals
 from tandem.planner.serving.measured_steps import MeasuredSteps
 from tandem.planner.serving.simulator import ServedRequest, SimulatedEngine, Simulation, simulate
 
@@ -39,6 +45,8 @@ SEQUENCES, PROMPTS = (1, 2, 4, 8, 16, 32, 64), (16, 64, 128, 256, 512)
 SHORT, LONG = 32, 512
 """Tokens of context between which the cost of a further one is measured."""
 STEPS = 12
+MEASURED = 2
+"""Times that each kind of step is measured, before and after a run."""
 
 
 def make_engine() -> Engine:
@@ -75,7 +83,8 @@ class _Driver:
 
 
 def measure_steps(engine: Engine, rounds: int = 3) -> MeasuredSteps:
-    """Returns the best of ``rounds`` measurements of each kind of step."""
+    """Returns the mean of ``rounds`` measurements of each kind of step. Not the best or the median: a step that is slow because its caches were another
+    process's meanwhile takes its time in the run that is predicted too."""
     driver = _Driver(engine)
 
     def decoding(sequences: int, context: int) -> float:
@@ -83,7 +92,7 @@ def measure_steps(engine: Engine, rounds: int = 3) -> MeasuredSteps:
             driver.add(context, STEPS + 40)
         while any(engine.counts().get(state, 0) for state in ("waiting", "prefilling")):
             engine.step()
-        found = statistics.median(driver.step_s() for _ in range(STEPS))
+        found = statistics.mean(driver.step_s() for _ in range(STEPS))
         driver.drain()
         return found
 
@@ -101,22 +110,22 @@ def measure_steps(engine: Engine, rounds: int = 3) -> MeasuredSteps:
 
     def request() -> float:
         began = time.process_time()
-        for _ in range(32):
-            driver.add(PROMPT, 1)
+        driver.add(PROMPTS[0], 1)
         queued = time.process_time() - began
-        driver.drain()
-        return queued / 32
+        # A step that computes the prompt and returns the output, without the prompt.
+        return queued + driver.step_s() - prompts[0][1]
 
     prompt(64)
-    best: Callable[[Callable[[], float]], float] = lambda measure: statistics.median(measure() for _ in range(rounds))
-    decode = tuple((float(size), best(lambda size=size: decoding(size, SHORT))) for size in SEQUENCES)  # type: ignore[misc]
+    mean: Callable[[Callable[[], float]], float] = lambda measure: statistics.mean(measure() for _ in range(rounds))
+    decode = tuple((float(size), mean(lambda size=size: decoding(size, SHORT))) for size in SEQUENCES)  # type: ignore[misc]
     many = SEQUENCES[-2]
-    context_s = (best(lambda: decoding(many, LONG)) - dict(decode)[many]) / many / (LONG - SHORT)
-    prompts = tuple((float(size), best(lambda size=size: prompt(size))) for size in PROMPTS)  # type: ignore[misc]
+    context_s = (mean(lambda: decoding(many, LONG)) - dict(decode)[many]) / many / (LONG - SHORT)
+    prompts = tuple((float(size), mean(lambda size=size: prompt(size))) for size in PROMPTS)  # type: ignore[misc]
     budget = ENGINE.max_num_batched_tokens
     chunks = [second_chunk() for _ in range(rounds)]
-    slope = statistics.median(max(0.0, second - first) for first, second in chunks) / (budget - 16) / budget
-    return MeasuredSteps(decode, SHORT + STEPS / 2, max(0.0, context_s), prompts, slope, best(request))
+    slope = statistics.mean(max(0.0, second - first) for first, second in chunks) / (budget - 16) / budget
+    returned = statistics.mean(request() for _ in range(5 * rounds))
+    return MeasuredSteps(decode, SHORT + STEPS / 2, max(0.0, context_s), prompts, slope, max(0.0, returned))
 
 
 def run_engine(engine: Engine, arrivals: list[Arrival]) -> Simulation:
@@ -144,25 +153,62 @@ def run_engine(engine: Engine, arrivals: list[Arrival]) -> Simulation:
     return found
 
 
-def compare(requests: int, rounds: int, load: float) -> list[tuple[str, str, float, float]]:
-    """Returns (pattern, figure, simulated, measured), each measured figure the median of ``rounds``."""
-    engine = make_engine()
-    steps = measure_steps(engine)
+class Round(NamedTuple):
+    """A run of the engine, what was simulated for it, and how much longer steps took after it than before, as a share."""
+
+    simulated: Simulation
+    measured: Simulation
+    drift: float
+
+
+def mean_steps(before: MeasuredSteps, after: MeasuredSteps) -> MeasuredSteps:
+    """Returns the mean of two measurements."""
+    points = lambda one, other: tuple((size, (a + b) / 2) for (size, a), (_, b) in zip(one, other, strict=True))
+    return MeasuredSteps(
+        points(before.decode_s, after.decode_s), before.decode_context, (before.context_s + after.context_s) / 2, points(before.prompt_s, after.prompt_s),
+        (before.prompt_context_s + after.prompt_context_s) / 2, (before.request_s + after.request_s) / 2,
+    )  # fmt: skip
+
+
+def usual_seconds(steps: MeasuredSteps) -> float:
+    """Returns the seconds of what a request takes at a usual load: its prompt, and its share of steps of four sequences."""
+    return steps(EngineStep(prompt_tokens=PROMPT, prompt_context=PROMPT / 2)) + OUTPUT / 4 * steps(EngineStep(4, PROMPT + OUTPUT / 2))
+
+
+def run_round(engine: Engine, pattern: Pattern, requests: int, load: float, seed: int) -> Round:
+    """Returns one run of ``pattern`` between two measurements of the engine's steps."""
     longest = SHAPES.max_position_embeddings
+    before = measure_steps(engine, MEASURED)
     queued = [each._replace(at_s=0.0) for each in draw_arrivals("steady", requests, 1.0, PROMPT, OUTPUT, longest=longest)]
-    rate = load * requests / run_engine(engine, queued).seconds
-    rows = []
+    rate = load * requests / simulate(queued, ENGINE, before, request_s=before.request_s).seconds
+    arrivals = draw_arrivals(pattern, requests, rate, PROMPT, OUTPUT, seed=seed, longest=longest)
+    engine.reset_prefix_cache()
+    measured = run_engine(engine, arrivals)
+    after = measure_steps(engine, MEASURED)
+    steps = mean_steps(before, after)
+    simulated = simulate(arrivals, ENGINE, steps, request_s=steps.request_s)
+    return Round(simulated, measured, usual_seconds(after) / usual_seconds(before) - 1)
+
+
+def compare(requests: int, rounds: int, load: float, drift: float, tries: int) -> tuple[list[tuple[str, str, float, float, float]], dict[str, list[Round]]]:
+    """Returns (pattern, figure, simulated, measured, error), each the median of ``rounds`` rounds, and all rounds that were made, at most ``tries`` for a
+    pattern. A pattern without a round that counts has no rows."""
+    engine = make_engine()
+    measure_steps(engine, 1)
+    rows, made = [], dict[str, list[Round]]()
     for pattern in PATTERNS:
-        arrivals = draw_arrivals(pattern, requests, rate, PROMPT, OUTPUT, seed=1, longest=longest)
-        simulated = simulate(arrivals, ENGINE, steps, request_s=steps.request_s)
-        measured = []
-        for _ in range(rounds):
-            engine.reset_prefix_cache()
-            measured.append(run_engine(engine, arrivals))
-        for name, figure in FIGURES.items():
-            rows.append((pattern, name, figure(simulated), statistics.median(map(figure, measured))))
-            print(*rows[-1], file=sys.stderr, flush=True)
-    return rows
+        made[pattern], counted = list[Round](), list[Round]()
+        while len(counted) < rounds and len(made[pattern]) < tries:
+            each = run_round(engine, pattern, requests, load, seed=1 + len(made[pattern]))
+            made[pattern].append(each)
+            counted += [each] if abs(each.drift) <= drift else []
+            error = each.simulated.median("latency_s") / each.measured.median("latency_s") - 1
+            print(f"{pattern}: drift {each.drift:+.0%}, median latency {error:+.0%}", file=sys.stderr, flush=True)
+        for name, figure in FIGURES.items() if counted else ():
+            simulated, measured = ([figure(getattr(each, side)) for each in counted] for side in ("simulated", "measured"))
+            error = statistics.median(guess / value - 1 for guess, value in zip(simulated, measured, strict=True))
+            rows.append((pattern, name, statistics.median(simulated), statistics.median(measured), error))
+    return rows, made
 
 
 FIGURES: dict[str, Callable[[Simulation], float]] = {
@@ -179,19 +225,25 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--load", type=float, default=0.6)
+    parser.add_argument("--drift", type=float, default=0.1, help="how much steps may change in a round that counts (default: 0.1)")
+    parser.add_argument("--tries", type=int, default=12, help="rounds of a pattern that are made at most (default: 12)")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     described = machine()
-    lines = [f"| {pattern} | {name} | {guess:.4g} | {value:.4g} | {guess / value - 1:+.0%} |" for pattern, name, guess, value in compare(
-        options.requests, options.rounds, options.load
-    )]  # fmt: skip
+    rows, made = compare(options.requests, options.rounds, options.load, options.drift, options.tries)
+    lines = [f"| {pattern} | {name} | {guess:.4g} | {value:.4g} | {error:+.0%} |" for pattern, name, guess, value, error in rows]
     about = (
         f"{options.requests} requests with lognormal lengths of {PROMPT} + {OUTPUT} tokens on average, at {options.load} of the rate that the engine "
-        f"completes when all are queued; 3.7M parameters, one thread; the median of {options.rounds} runs, CPU time."
+        f"completes when all are queued; 3.7M parameters, one thread, CPU time. Medians of {options.rounds} rounds, between the measurements of which steps "
+        f"changed by at most {options.drift:.0%}; the error is the median of the rounds' errors."
     )
     header = ["| arrivals | figure | simulated | measured | error |", "| --- | --- | --- | --- | --- |"]
-    text = "\n".join(["# The serving simulator and the engine", "", described, "", about, "", *header, *lines])
+    every = ["", "All rounds, also those that do not count: the change of steps between the two measurements / the error of the median latency.", ""]
+    for pattern, rounds in made.items():
+        errors = [(each.drift, each.simulated.median("latency_s") / each.measured.median("latency_s") - 1) for each in rounds]
+        every.append(f"- {pattern}: " + ", ".join(f"{change:+.0%} / {error:+.0%}" for change, error in errors))
+    text = "\n".join(["# The serving simulator and the engine", "", described, "", about, "", *header, *lines, *every])
     print(text)
     print(f"wrote {write_report('serving-simulator', text, options.out)}")
 

@@ -8,7 +8,7 @@ examples:
   tandem plan --gpu H100-80GB --gpus 768 --hidden 8192 --layers 84 --heads 64 --ffn 32768 --gated-mlp false --vocab 131072 --seq 4096 \\
       --global-batch 384 --tp 8 --pp 2 --dp 48 --zero 1 --recompute selective --json
   tandem plan RECIPE --gpus 8 --emit slurm --recipe plan.yaml --slurm.partition=gpu --slurm.time=0-08:00:00
-  tandem plan arithmetic --gpus 8 --response-tokens 20      also a step of reinforcement learning
+  tandem plan sort_partial --gpus 8 --response-tokens 20      also a step of reinforcement learning
   tandem plan serving --help                                the engines that serve a load: a command of its own
 """
 
