@@ -200,11 +200,14 @@ def _emitted(options: argparse.Namespace, scored: "Score") -> str:
             raise UserError(f"the job has no {key}; give a recipe, or --{key}={example}")
     written = emitted(scored, options.emit, recipe, None if recipe else options.model)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(options.recipe or Path(folder) / "plan.yaml")
+        # A run without a name has that of its recipe.
+        file = Path(folder) / Path(options.recipe or "plan.yaml").name
         file.write_text(written, encoding="utf-8")
-        if options.emit == "recipe":
-            return written.rstrip()
-        job = launcher(options.emit).plan(Launch(str(file), tuple(options.overrides)))
+        job = "" if options.emit == "recipe" else launcher(options.emit).plan(Launch(str(file), tuple(options.overrides)))
+    if options.recipe:
+        Path(options.recipe).write_text(written, encoding="utf-8")
+    if options.emit == "recipe":
+        return written.rstrip()
     # A batch script begins with its shell, and comments may stand before what it asks for.
     first, *rest = job.splitlines() if options.emit == "slurm" else ["", *job.splitlines()]
     submit = f"{program()} train {shlex.quote(options.recipe or 'plan.yaml')} --on {options.emit}"

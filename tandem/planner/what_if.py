@@ -96,8 +96,8 @@ def compare_plans(request: PlanRequest, asked: Sequence[str], progress: Progress
     """Returns the best layout with each of the changes, of all that a plan considers."""
     compared = []
     for words, other in [(words, changed(request, words)) for words in asked]:
-        found = sweep(other, progress)
-        compared.append(WhatIf(words, found.best, found.scored, found.considered))
+        swept = sweep(other, progress)
+        compared.append(WhatIf(words, swept.best, swept.scored, swept.considered))
     return compared
 
 

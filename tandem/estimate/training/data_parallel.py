@@ -44,26 +44,32 @@ def exchange_seconds(
     """Returns the exposed seconds of a step. ``layers``: of the rank, which ZeRO 3 gathers and reduces one after the other. ``forward_s`` and
     ``backward_s``: of one micro-batch through the rank, which hide what is gathered before and summed after."""
     weight_bytes = 1 if layout.precision == "fp8" and layout.parallel.zero == 3 else 4 if layout.precision == "fp32" else 2
-    summed = sum(_collectives(hardware, layout, each, layers, GRADIENT_BYTES, backward_s, given) for each in shared)
-    gathered_before = sum(_collectives(hardware, layout, each, layers, weight_bytes, forward_s, given) for each in shared)
+
+    def exposed(bytes_each: int, hidden_by: float, times: int = 1) -> float:
+        return _exposed(hardware, layout, shared, layers, bytes_each, hidden_by, times, given)
+
     if layout.parallel.zero == 0:
-        return 2 * summed
+        return exposed(GRADIENT_BYTES, backward_s, 2)
+    gathered = exposed(weight_bytes, forward_s)
     if layout.parallel.zero == 3 and layout.reshard_after_forward:
-        both = sum(_collectives(hardware, layout, each, layers, weight_bytes + GRADIENT_BYTES, backward_s, given) for each in shared)
         copied = (2 * 2 * weight_bytes + COPIED_IN_BYTES) * sum(each.parameters for each in shared if each.size > 1)
-        return layout.micro_batches * (gathered_before + both + copied / (hardware.memory_bandwidth * given.memory))
+        both = gathered + exposed(weight_bytes + GRADIENT_BYTES, backward_s)
+        return layout.micro_batches * (both + copied / (hardware.memory_bandwidth * given.memory))
     sums = layout.micro_batches if layout.parallel.zero == 2 else 1
-    return sums * summed + gathered_before
+    return sums * exposed(GRADIENT_BYTES, backward_s) + gathered
 
 
-def _collectives(
-    hardware: Hardware, layout: TrainingLayout, shared: Shared, layers: int, bytes_each: int, hidden_by: float, given: Efficiency
+def _exposed(
+    hardware: Hardware, layout: TrainingLayout, shared: Sequence[Shared], layers: int, bytes_each: int, hidden_by: float, times: int, given: Efficiency
 ) -> float:
-    """Returns the exposed seconds of gathering or summing ``shared`` parameters, part by part: what the first part waits for, or waits for the last, has
-    nothing to hide behind."""
-    parts = layers if layout.parallel.zero == 3 else max(1, round(shared.parameters / max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * shared.size)))
-    seconds = gather_seconds(hardware, shared.size, shared.stride, bytes_each * shared.parameters, given, parts)
-    return seconds / parts + hidden_seconds(seconds * (1 - 1 / parts), hidden_by, given)
+    """Returns the exposed seconds of gathering or summing all ``shared`` parameters, part by part, ``times`` times: what the first part waits for, or waits for
+    the last, has nothing to hide behind."""
+    alone, rest = 0.0, 0.0
+    for each in shared:
+        parts = layers if layout.parallel.zero == 3 else max(1, round(each.parameters / max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * each.size)))
+        seconds = times * gather_seconds(hardware, each.size, each.stride, bytes_each * each.parameters, given, parts)
+        alone, rest = alone + seconds / parts, rest + seconds * (1 - 1 / parts)
+    return alone + hidden_seconds(rest, hidden_by, given)
 
 
 def hidden_seconds(seconds: float, hidden_by: float, given: Efficiency) -> float:
