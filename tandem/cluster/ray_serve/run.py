@@ -34,7 +34,7 @@ _COMMAND = "import sys; from ray.serve.scripts import cli; cli(sys.argv[1:])"
 def main(arguments: Sequence[str]) -> int:
     path, address = Path(arguments[0]), os.environ.get("RAY_ADDRESS", "")
     names = read_file(path)
-    if not re.fullmatch(r".+:\d{1,5}", address, re.ASCII):
+    if not re.fullmatch(r".+:\d{1,5}", address, re.ASCII) or int(address.rpartition(":")[2]) > 65535:
         raise UserError(f"RAY_ADDRESS is '{address}'; give the address of the cluster's head, as RAY_ADDRESS=HOST:6379")
     check_answers(address, "start it ('ray start --head'), or give the address of another as RAY_ADDRESS")
     stopped = threading.Event()
