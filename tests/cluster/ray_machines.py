@@ -50,8 +50,8 @@ def wait_for_room(runs: LaunchedRuns, address: str, nodes: int) -> None:
     """Waits until as many nodes have joined the cluster."""
     until = time.monotonic() + 240
     while True:
-        found = runs.begin("train", RECIPE, "--on", "ray", "--dry-run", f"--ray.address={address}", "--ray.nodes=1")
-        out, error = found.communicate(timeout=200)
+        asking = runs.begin("train", RECIPE, "--on", "ray", "--dry-run", f"--ray.address={address}", "--ray.nodes=1")
+        out, error = asking.communicate(timeout=200)
         if f"has room for {nodes} " in out:
             return
         assert time.monotonic() < until, out + error

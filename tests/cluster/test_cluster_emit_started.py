@@ -217,11 +217,11 @@ def test_engines_on_ray_serve_from_two_nodes_and_move_when_one_is_killed(tmp_pat
             # A node that does not start in time on a busy machine ends.
             if cluster.processes[name].poll() is not None:
                 cluster.add(name)
-        found = []
+        counts = []
         for name in nodes:
             words = [Path(f"/proc/{pid}/cmdline") for pid in descendants(cluster.processes[name].pid)]
-            found.append(sum(b"--served-model-name" in path.read_bytes().split(b"\0") for path in words if path.exists()))
-        return found
+            counts.append(sum(b"--served-model-name" in path.read_bytes().split(b"\0") for path in words if path.exists()))
+        return counts
 
     gateways = [f"http://127.0.0.1:{port + 1}", f"http://127.0.0.1:{port + 2}"]
     try:

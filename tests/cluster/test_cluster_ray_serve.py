@@ -23,8 +23,10 @@ from http_processes import until
 from ray_cluster import SERVE_PACKAGES, RayCluster
 from tiny_model import make_model, make_tokenizer
 
+from tandem.cluster.emit.ray import ray_inference
+from tandem.cluster.emit.topology import InferenceTopology, served_model
 from tandem.cluster.ray_serve.policy import QueuePolicy
-from tandem.cluster.ray_serve.section import read_section
+from tandem.cluster.ray_serve.section import read_file, read_section
 from tandem.types import UserError
 
 has_ray = pytest.mark.skipif(
@@ -84,6 +86,35 @@ def test_arguments_that_ray_serve_cannot_follow_are_refused(section: dict[str, A
     with pytest.raises(UserError) as refused:
         read_section(section)
     assert str(refused.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (None, "'serve.yaml' does not exist; name a file of 'serve run'"),
+        ("applications: []", "'serve.yaml' has no list of applications with names"),
+        ("applications: [{import_path: x}]", "'serve.yaml' has no list of applications with names"),
+        (f"applications: [{{name: a, import_path: '{IMPORT}', args: 1}}]", "'args' of application 'a' in 'serve.yaml' are not a mapping"),
+        (f"applications: [{{name: a, import_path: '{IMPORT}', args: {{modle: x}}}}]", "'args' has the unknown key 'modle'"),
+    ],
+    ids=["missing", "empty", "no name", "no args", "unknown"],
+)
+def test_a_file_that_ray_serve_could_not_run_is_refused(text: str | None, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "serve.yaml").write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_file(Path("serve.yaml"))
+    assert str(refused.value).startswith(line)
+
+
+def test_the_emitted_file_is_one(tmp_path: Path) -> None:
+    topology = InferenceTopology(served_model("llama-70b"))
+    (tmp_path / "serve.yaml").write_text(ray_inference(topology, "", tmp_path)["serve.yaml"])
+    assert read_file(tmp_path / "serve.yaml") == ["tandem"]
+    (application,) = yaml.safe_load((tmp_path / "serve.yaml").read_text())["applications"]
+    config = read_section(application["args"])
+    assert (config.count, config.gpus_each, application["deployments"][0]["ray_actor_options"]) == (8, 2, {"num_cpus": 24, "num_gpus": 2})
 
 
 class Serve:

@@ -21,41 +21,20 @@ from ray.serve.exceptions import RayServeException
 
 from tandem.cluster.launch.ray.commands import check_answers
 from tandem.cluster.launch.ray.environment import ray_environment
-from tandem.cluster.ray_serve.section import read_section
-from tandem.config.yaml_text import read_mapping
+from tandem.cluster.ray_serve.section import read_file
 from tandem.types import RunError, UserError
 
 _LOOK_S = 1.0
 _SUBMIT_S = 300.0
 _ENDS_S = 660.0
 """In which a replica that is asked to end finishes what it has."""
-_MOST_BYTES = 2**22
-_APPLICATION = "tandem.cluster.ray_serve.application:application"
 _COMMAND = "import sys; from ray.serve.scripts import cli; cli(sys.argv[1:])"
-
-
-def read_file(path: Path) -> list[str]:
-    """Returns the names of the applications in a file of Ray Serve. Raises ``UserError`` for one that could not be served."""
-    content = read_mapping(
-        str(path), f"'{path}'", _MOST_BYTES, why_short="a file of Ray Serve is a short YAML file", missing="name a file of 'serve run'",
-        wrong="has no applications; 'tandem emit --topology inference --on ray' writes one",
-    )  # fmt: skip
-    applications = content.get("applications")
-    if not isinstance(applications, list) or not applications or not all(isinstance(each, Mapping) and each.get("name") for each in applications):
-        raise UserError(f"'{path}' has no list of applications with names; 'tandem emit --topology inference --on ray' writes one")
-    for each in applications:
-        if each.get("import_path") == _APPLICATION:
-            args = each.get("args") or {}
-            if not isinstance(args, Mapping):
-                raise UserError(f"'args' of application '{each['name']}' in '{path}' are not a mapping; write those of a section 'servers'")
-            read_section(args)
-    return [str(each["name"]) for each in applications]
 
 
 def main(arguments: Sequence[str]) -> int:
     path, address = Path(arguments[0]), os.environ.get("RAY_ADDRESS", "")
     names = read_file(path)
-    if not re.fullmatch(r".+:\d{1,5}", address, re.ASCII):
+    if not re.fullmatch(r".+:\d{1,5}", address, re.ASCII) or int(address.rpartition(":")[2]) > 65535:
         raise UserError(f"RAY_ADDRESS is '{address}'; give the address of the cluster's head, as RAY_ADDRESS=HOST:6379")
     check_answers(address, "start it ('ray start --head'), or give the address of another as RAY_ADDRESS")
     stopped = threading.Event()
