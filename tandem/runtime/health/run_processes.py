@@ -1,5 +1,6 @@
 """The processes of a run on this machine, by the names and ranks that its records have of them. Imports no torch."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ def run_processes(root: int, folder: Path | None, own: str) -> list[ProcessUsage
     this process is ``own``, and others have the name of their program."""
     processes = []
     for each in processes_below(root):
-        name = UNNAMED if folder is None else process_name(each.pid, folder, own)
+        name = own if each.pid == os.getpid() else UNNAMED if folder is None else process_name(each.pid, folder, own)
         processes.append(each if name == UNNAMED else replace(each, name=name))
     return processes
 
