@@ -1,4 +1,4 @@
-"""What the pages ask for: small answers as plain data, whoever asks, over HTTP or for a page that is written to a file."""
+"""What the pages ask for: small answers as plain data, for HTTP and for a page that is written to a file."""
 
 import json
 import math

@@ -27,8 +27,8 @@ def make_app(runs: Runs, token: str) -> ASGIApp:
     pages = PageFiles({"/": "dashboard.html"}, dashboard_assets(), "'none'")
 
     async def page(request: Request) -> Response:
-        found = pages.answer(request.url.path, request.scope["headers"])
-        return found or error_response(404, f"there is no {request.url.path[:200]}")
+        answered = pages.answer(request.url.path, request.scope["headers"])
+        return answered or error_response(404, f"there is no {request.url.path[:200]}")
 
     routes = [Route(f"/api/{name}", _endpoint(runs, answer)) for name, answer in ANSWERS.items()]
     return Guard(Starlette(routes=[*routes, Route("/api/stream", _stream(runs)), Route("/health", _health), Route("/{path:path}", page)]), token)
@@ -37,14 +37,14 @@ def make_app(runs: Runs, token: str) -> ASGIApp:
 def _endpoint(runs: Runs, answer: Answer) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         try:
-            found = await run_in_threadpool(answer, runs, {name: request.query_params.getlist(name) for name in request.query_params})
+            answered = await run_in_threadpool(answer, runs, {name: request.query_params.getlist(name) for name in request.query_params})
         except RunError as error:  # One of them is a UserError.
             return error_response(409, str(error))
         except UserError as error:
             return error_response(404, str(error))
         except OSError as error:
             return error_response(409, f"'{error.filename}': {error.strerror or error}" if error.filename else str(error.strerror or error))
-        return Response(await run_in_threadpool(to_json, found), headers=_HEADERS, media_type="application/json")
+        return Response(await run_in_threadpool(to_json, answered), headers=_HEADERS, media_type="application/json")
 
     return endpoint
 

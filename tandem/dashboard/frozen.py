@@ -94,7 +94,7 @@ def _samples(run: OpenRun, newest: int | None, share: int) -> tuple[list[dict[st
     with run.journal() as journal:
         recorded = journal.journalled_steps()
     chosen = chosen_steps(recorded, max(2, STEPS // share))
-    each, left, found, tokens = max(2, SAMPLES // share // len(chosen)), TOKENS // share, list[dict[str, Any]](), dict[str, Any]()
+    each, left, kept, tokens = max(2, SAMPLES // share // len(chosen)), TOKENS // share, list[dict[str, Any]](), dict[str, Any]()
     for step in chosen:
         try:
             answer = step_samples(run, step, Filter(), 0, each)
@@ -107,11 +107,11 @@ def _samples(run: OpenRun, newest: int | None, share: int) -> tuple[list[dict[st
             if room > 0:
                 prompts.append({**prompt, "samples": prompt["samples"][:room]})
                 room -= len(prompt["samples"])
-        found.append({**answer, "last": chosen[-1], "prompts": prompts, "total": len(prompts)})
-    texts = sum(len(prompt["samples"]) + 1 for step in found for prompt in step["prompts"])
+        kept.append({**answer, "last": chosen[-1], "prompts": prompts, "total": len(prompts)})
+    texts = sum(len(prompt["samples"]) + 1 for step in kept for prompt in step["prompts"])
     longest = CHARACTERS // share // max(1, texts)
     # The newest samples are those whose tokens are looked at.
-    for step in reversed(found):
+    for step in reversed(kept):
         for prompt in step["prompts"]:
             prompt["prompt"] = shortened(prompt["prompt"], longest)
             for sample in prompt["samples"]:
@@ -120,7 +120,7 @@ def _samples(run: OpenRun, newest: int | None, share: int) -> tuple[list[dict[st
                     whole = one_sample(run, step["step"], sample["id"])
                     tokens[f"{step['step']} {sample['id']}"] = {**whole, "prompt": shortened(whole["prompt"], longest), "text": sample["text"]}
                     left -= len(whole["token_list"])
-    return found, tokens, len(recorded)
+    return kept, tokens, len(recorded)
 
 
 def _hardware(run: OpenRun) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Node:
         devices: the names of its GPUs, or their addresses where no more is known; ``cpu`` where the run computes there.
         lease: the id of the lease that its membership is on, as etcdctl shows it; empty: none, or the run has ended.
         reason, by, since_s: of its cordon: why, the run or the person, and Unix seconds (0: not known).
-        findings: what its health watch has found and is not over, one line each.
+        findings: what its health watch sees and is not over, one line each.
         seen_s: Unix time of its last sign of life; 0: not known.
     """
 
@@ -67,15 +67,15 @@ def nodes(run: OpenRun) -> dict[str, Any]:
 
 def _recorded(run: OpenRun, facts: RunFacts | None) -> dict[str, Node]:
     """Returns what journal and metrics say of each node."""
-    found: dict[str, Node] = {}
-    at = lambda name: found.setdefault(name, Node(name))
+    known: dict[str, Node] = {}
+    at = lambda name: known.setdefault(name, Node(name))
     try:
         with run.journal() as journal:
             own, device = journal.get(NODE_KEY), journal.get("device")
     except RunError:
         own = device = None
     if own:
-        found[own] = Node(str(own), "controller", (str(device),) if device else ())
+        known[own] = Node(str(own), "controller", (str(device),) if device else ())
     open_findings: dict[tuple[Any, ...], tuple[str, str]] = {}
     for event in facts.events if facts is not None else ():
         kind, detail = event["kind"], event["detail"]
@@ -84,7 +84,7 @@ def _recorded(run: OpenRun, facts: RunFacts | None) -> dict[str, Node]:
             state = str(detail.get("state", "cordoned"))
             is_held = state == "cordoned"
             since_s = float(event.get("time_s") or 0.0) if is_held else 0.0
-            found[name] = replace(at(name), state=state, reason=str(detail.get("reason", "")) if is_held else "", since_s=since_s)
+            known[name] = replace(at(name), state=state, reason=str(detail.get("reason", "")) if is_held else "", since_s=since_s)
         elif (begun := kind.removesuffix("_over")) in EVENTS and name:
             key = (begun, *(detail.get(part) for part in ("node", "rank", "link", "process")))
             if kind == begun:
@@ -92,10 +92,10 @@ def _recorded(run: OpenRun, facts: RunFacts | None) -> dict[str, Node]:
             else:
                 open_findings.pop(key, None)
     for name, text in open_findings.values():
-        found[name] = replace(at(name), findings=(*at(name).findings, text))
+        known[name] = replace(at(name), findings=(*at(name).findings, text))
     for name, (seen_s, gpus) in newest_by_node(run).items():
-        found[name] = replace(at(name), seen_s=seen_s, devices=gpus or at(name).devices, state=at(name).state or "in use")
-    return found
+        known[name] = replace(at(name), seen_s=seen_s, devices=gpus or at(name).devices, state=at(name).state or "in use")
+    return known
 
 
 def _stored(directory: Path) -> list[StoreNode] | None:

@@ -96,21 +96,21 @@ def phase_keys(columns: Columns) -> list[dict[str, str]]:
 
 def phase_times(columns: Columns) -> list[tuple[str, float, float, float]]:
     """Returns of each phase its name and the seconds of all steps, of the median and of the longest, the longest phase first."""
-    found = []
+    times = []
     for each in phase_keys(columns):
         ordered = sorted(columns.finite(each["key"]))
-        found.append((each["name"], math.fsum(ordered), ordered[len(ordered) // 2], ordered[-1]))
-    return found
+        times.append((each["name"], math.fsum(ordered), ordered[len(ordered) // 2], ordered[-1]))
+    return times
 
 
 def moves(columns: Columns) -> list[dict[str, Any]]:
     """Returns the moves of a pod's residents, over all steps in which each was made."""
-    found = []
+    moved = []
     for key in sorted(key for key in columns.keys if key.startswith(_MOVED) and key.endswith("/bytes")):
         name, move, _ = key.removeprefix(_MOVED).split("/")
         sizes, seconds = columns.finite(key), columns.finite(f"{_MOVED}{name}/{move}/seconds")
-        found.append({"resident": name, "move": move, "steps": len(sizes), "bytes": math.fsum(sizes), "seconds": math.fsum(seconds)})
-    return found
+        moved.append({"resident": name, "move": move, "steps": len(sizes), "bytes": math.fsum(sizes), "seconds": math.fsum(seconds)})
+    return moved
 
 
 def events(facts: RunFacts) -> list[dict[str, Any]]:

@@ -23,13 +23,13 @@ _NAME = "tandem/"
 
 def dashboard_assets() -> dict[str, Traversable]:
     """Returns the files of the dashboard's pages by their names."""
-    found: dict[str, Traversable] = {}
+    assets: dict[str, Traversable] = {}
     for package, wanted in (("tandem.dashboard", None), ("tandem.gateway", SHARED)):
         root = files(package).joinpath("assets")
-        found |= {each.name: each for each in root.iterdir() if each.is_file() and (wanted is None or each.name in wanted)}
+        assets |= {each.name: each for each in root.iterdir() if each.is_file() and (wanted is None or each.name in wanted)}
         if wanted is None:
-            found |= {f"vendor/{each.name}": each for each in root.joinpath("vendor").iterdir()}
-    return found
+            assets |= {f"vendor/{each.name}": each for each in root.joinpath("vendor").iterdir()}
+    return assets
 
 
 def page_file(title: str, data: Mapping[str, Any], to_json: Callable[[Any], bytes]) -> str:

@@ -9,7 +9,9 @@ from tandem.rl.rollout.episode_tools import EpisodeTools
 from tandem.rl.rollout.episodes import InFlightEpisodes
 from tandem.rl.rollout.groups import InFlightGroups
 from tandem.rl.rollout.sampling_engine import SamplingEngine
+from tandem.rl.rollout.traced_engine import TracedEngine
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress
+from tandem.runtime.traces.context import current, enter, leave
 from tandem.types import Sample
 from tandem.types.wire_records import decode_prompts, decode_samples, samples_to_text
 
@@ -42,11 +44,17 @@ class RolloutGroups:
             self.drop()
             self._groups = self._none(engine, context)
         unfinished = decode_samples(blobs["unfinished"]) if "unfinished" in blobs else []
-        self._groups.add(int(meta["step"]), decode_prompts(blobs["prompts"]), meta["settings"], unfinished)
+        # There are thousands of requests in a large step.
+        token = enter(current() if int(meta["step"]) in self._recipe.run.trace_steps else None)
+        try:
+            self._groups.add(int(meta["step"]), decode_prompts(blobs["prompts"]), meta["settings"], unfinished)
+        finally:
+            leave(token)
         on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
         return self._groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)
 
-    def _none(self, engine: SamplingEngine, context: int) -> InFlightGroups | InFlightEpisodes | InFlightAgents:
+    def _none(self, given: SamplingEngine, context: int) -> InFlightGroups | InFlightEpisodes | InFlightAgents:
+        engine = TracedEngine(given)
         if self._agents is not None:
             return InFlightAgents(engine, self._agents, context)
         return InFlightGroups(engine) if self._tools is None else InFlightEpisodes(engine, self._tools)

@@ -39,7 +39,8 @@ def run_with_nodes(folder: Path) -> Path:
         for kind, detail in (
             ("node", {"node": "n1", "state": "in use"}), ("node", {"node": "n2", "state": "in use"}),
             ("node", {"node": "n3", "state": "spare"}),
-            ("straggler", {"rank": 1, "node": "n1", "reason": "rank 1 is a straggler"}), ("gpu_fault", {"node": "n1", "reason": "node n1: GPU 0:18: throttled"}),
+            ("straggler", {"rank": 1, "node": "n1", "reason": "rank 1 is a straggler"}),
+            ("gpu_fault", {"node": "n1", "reason": "node n1: GPU 0:18: throttled"}),
             ("straggler_over", {"rank": 1, "node": "n1", "reason": "rank 1 holds up the run no longer"}),
             ("memory_growth", {"node": "head", "process": "worker (7)", "reason": "node head: the memory of worker (7) grows without end"}),
             ("cordon", {"node": "n2", "state": "cordoned", "reason": "its pod was lost"}), ("node", {"node": "n3", "state": "in use"}),

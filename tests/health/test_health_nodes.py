@@ -153,7 +153,7 @@ def test_faults_become_events_lines_and_metrics_once_and_are_over_once() -> None
     assert sorted(kind for kind, _ in events[3:]) == ["gpu_fault_over", "memory_growth_over"]
 
 
-def test_the_memory_of_a_process_is_one_series_whoever_tells_of_it() -> None:
+def test_the_memory_of_a_process_is_one_series_though_two_watches_tell_of_it() -> None:
     told, own = Told(), f"python ({os.getpid()})"
     health = RunHealth(MeshShape(), HealthConfig(), lambda kind, detail: None, told)
     for node in (socket.gethostname(), "n2"):

@@ -83,18 +83,18 @@ function samples(steps, wanted) {
   const at = wanted.step === undefined || wanted.step === "" || wanted.step === null ? Infinity : Number(wanted.step);
   const later = steps.find((each) => each.step >= at);
   const earlier = steps.findLast((each) => each.step <= at);
-  const found = (before !== null && at > before ? later ?? earlier : earlier ?? later) ?? steps[0];
-  before = found.step;
-  const prompts = found.prompts.map((each) => ({ ...each, samples: each.samples.filter((sample) => fits(sample, each.prompt, wanted)) })).filter((each) => each.samples.length);
+  const nearest = (before !== null && at > before ? later ?? earlier : earlier ?? later) ?? steps[0];
+  before = nearest.step;
+  const prompts = nearest.prompts.map((each) => ({ ...each, samples: each.samples.filter((sample) => fits(sample, each.prompt, wanted)) })).filter((each) => each.samples.length);
   const matched = prompts.reduce((sum, each) => sum + each.samples.length, 0);
-  return { ...found, matched, total: prompts.length, prompts: prompts.slice(wanted.offset, wanted.offset + wanted.limit) };
+  return { ...nearest, matched, total: prompts.length, prompts: prompts.slice(wanted.offset, wanted.offset + wanted.limit) };
 }
 
 function search(steps, wanted) {
   const same = wanted.same_id ? steps.find((each) => each.step === Number(wanted.same_step))?.prompts.find((each) => each.samples.some((sample) => sample.id === wanted.same_id)) : null;
-  const found = [...steps].reverse().flatMap((each) => each.prompts.filter((prompt) => !same || prompt.prompt === same.prompt).flatMap((prompt) => (
+  const matching = [...steps].reverse().flatMap((each) => each.prompts.filter((prompt) => !same || prompt.prompt === same.prompt).flatMap((prompt) => (
     prompt.samples.filter((sample) => fits(sample, prompt.prompt, wanted)).map((sample) => ({ ...sample, step: each.step, prompt: same ? "" : prompt.prompt })))));
-  return { found, next: null, looked_at: steps.length };
+  return { found: matching, next: null, looked_at: steps.length };
 }
 
 function log(run, { file, text = "" }) {

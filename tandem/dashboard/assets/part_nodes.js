@@ -22,13 +22,13 @@ function cordon(node) {
 
 export async function nodesPart({ page, name, run, place, signal }) {
   async function load() {
-    const found = await ask("nodes", { run: name }, signal);
+    const told = await ask("nodes", { run: name }, signal);
     const seen = (at) => (at ? make("span", { title: when(at) }, run.live ? ago(at) : when(at)) : "–");
     const health = (findings) => make("span", { className: findings.length ? "bad" : "" }, findings.length ? findings.join("; ") : "nothing found");
-    const rows = found.nodes.map((node) => [node.node, badge(node.state, KINDS[node.state] ?? "quiet"), devices(node.devices), node.lease || "–",
+    const rows = told.nodes.map((node) => [node.node, badge(node.state, KINDS[node.state] ?? "quiet"), devices(node.devices), node.lease || "–",
       seen(node.seen_s), health(node.findings), cordon(node)]);
-    place.replaceChildren(section("Nodes", ...(found.problem ? [make("p", { className: "notice bad" }, found.problem)] : []),
-      make("p", { className: "quiet" }, `From ${found.source}.`), table("Nodes", COLUMNS, rows, "The run does not say which nodes it has.")));
+    place.replaceChildren(section("Nodes", ...(told.problem ? [make("p", { className: "notice bad" }, told.problem)] : []),
+      make("p", { className: "quiet" }, `From ${told.source}.`), table("Nodes", COLUMNS, rows, "The run does not say which nodes it has.")));
     page.worked();
   }
   await load();

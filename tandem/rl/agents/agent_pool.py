@@ -12,6 +12,7 @@ from tandem.rl.agents.agent_worker import AgentAnswer, AgentRequest
 from tandem.rl.function_pool import FunctionPool, Program
 from tandem.rl.function_process import CallDied, CallHung
 from tandem.runtime.rpc.calls import message_from, message_meta
+from tandem.runtime.traces.spans import span
 from tandem.types import Prompt, Sample, UserError
 from tandem.types.one_line import describe
 
@@ -41,7 +42,7 @@ class AgentPool:
 
     def run(self, begin: "Callable[[], Session]") -> "Future[Sample]":
         """Starts an episode in the session that ``begin`` makes, which is called again where a process ended."""
-        return self._pool.run(lambda number: self._sample(number, begin))
+        return self._pool.run(lambda number: self._traced(number, begin))
 
     @property
     def columns(self) -> list[str]:
@@ -51,6 +52,15 @@ class AgentPool:
     def close(self) -> None:
         """Terminates every process with its child processes."""
         self._pool.close()
+
+    def _traced(self, number: int, begin: "Callable[[], Session]") -> Sample:
+        attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": self._config.function}
+        with span("invoke_agent", attributes, "client") as opened:
+            sample = self._sample(number, begin)
+            if opened is not None:
+                opened.update({"tandem.sample": sample.id, "gen_ai.response.finish_reason": sample.finish_reason.value})
+                opened.error = sample.fault
+            return sample
 
     def _sample(self, number: int, begin: "Callable[[], Session]") -> Sample:
         assert self._server is not None

@@ -26,6 +26,7 @@ from tandem.runtime.parameters import accepted, needed, parameters_of, takes_any
 from tandem.runtime.process.child import die_with_parent
 from tandem.runtime.process.worker import dump_stack_on_abort, serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
+from tandem.runtime.traces.spans import SPANS
 from tandem.storage.digests import bytes_digest
 from tandem.types import UserError
 from tandem.types.one_line import describe, shortened
@@ -193,6 +194,7 @@ def main() -> None:
     # Standard input is already empty; standard output is redirected to standard error, which is the worker's log.
     os.dup2(2, 1)
     dump_stack_on_abort()
+    SPANS.identify("agent_worker")
     worker = AgentWorker(options.agent)
     serve({"load": worker.load, "run": worker.run}, options.channel)
 

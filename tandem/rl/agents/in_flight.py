@@ -20,6 +20,7 @@ from tandem.rl.agents.agent_server import AgentServer
 from tandem.rl.agents.conversations import Conversations
 from tandem.rl.agents.session import Asked, Session
 from tandem.rl.rollout.sampling_engine import SamplingEngine
+from tandem.runtime.traces.context import enter, leave
 from tandem.types import Prompt, Sample, UserError
 
 
@@ -141,11 +142,14 @@ class InFlightAgents:
         if asked.completion.done():
             return
         name, self._asked = f"agent-{self._asked}", self._asked + 1
+        token = enter(asked.session.trace)
         try:
             self._engine.add_request(name, asked.prompt, asked.params, key=asked.key, first_index=asked.session.index)
         except UserError as error:
             asked.completion.set_exception(error)
             return
+        finally:
+            leave(token)
         self._requests[name] = asked
 
     def _answer(self, name: str, completion: CompletionOutput) -> None:

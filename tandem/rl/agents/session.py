@@ -13,6 +13,7 @@ from tandem.rl.agents.conversations import Conversations
 from tandem.rl.agents.model_calls import ModelCall, trajectories
 from tandem.rl.rollout.dispatch import model_call_key, request_key, sample_id
 from tandem.rl.rollout.groups import sampling_params
+from tandem.runtime.traces.context import current
 from tandem.text.messages import Message, plain_message
 from tandem.types import FinishReason, Prompt, RoutedExperts, Sample, UserError, WeightVersion
 from tandem.types.routed_experts import extended
@@ -56,6 +57,8 @@ class Session:
         self._is_cut = False
         """Whether a request found no room."""
         self.is_closed = False
+        self.trace = current()
+        """The span of the episode, ``None`` where it is not traced."""
 
     @property
     def name(self) -> str:

@@ -39,12 +39,12 @@ class EpisodeTools:
         results = ToolResults(tokenizer, config.max_tool_response_tokens, config.tool_response_truncate_side)
         return cls(config, tools, ToolPool(paths, config, log_dir=log_dir), turns, results)
 
-    def begin(self, call: ToolCall) -> Answer:
-        """Returns the answer to ``call``: what is wrong with it, or a call of the tool that has begun."""
+    def begin(self, call: ToolCall, id: str = "") -> Answer:
+        """Returns the answer to ``call``, which has this ``id`` in its episode: what is wrong with it, or a call of the tool that has begun."""
         tool = self.tools.get(call.name)
         if call.problem:
             return ToolAnswer(error_text(call.problem))
         if tool is None:
             return ToolAnswer(error_text(f"there is no tool '{call.name}'; there are {', '.join(self.tools)}"))
         problem = check_arguments(tool.schema, call.arguments)
-        return ToolAnswer(error_text(problem)) if problem else self.pool.run(call.name, call.arguments)
+        return ToolAnswer(error_text(problem)) if problem else self.pool.run(call.name, call.arguments, id)

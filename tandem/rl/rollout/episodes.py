@@ -5,7 +5,8 @@ numbers of a turn depend on the seed, the step, the prompt, the index in the gro
 fault draws the same tokens where its tools return the same results.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,10 +18,17 @@ from tandem.rl.rollout.episode_tools import Answer, EpisodeTools
 from tandem.rl.rollout.groups import sampling_params
 from tandem.rl.rollout.sampling_engine import SamplingEngine
 from tandem.rl.rollout.tool_worker import ToolAnswer
+from tandem.runtime.traces.context import current, enter, leave
+from tandem.runtime.traces.spans import OpenSpan, begin
 from tandem.text.tool_calls import ToolCall, content_before_calls, parse_tool_calls
 from tandem.text.tool_turns import Call
 from tandem.types import FinishReason, Prompt, RoutedExperts, Sample, WeightVersion
 from tandem.types.routed_experts import extended
+
+
+def _begun() -> OpenSpan | None:
+    parent = current()
+    return None if parent is None else begin("invoke_agent", parent, {"gen_ai.operation.name": "invoke_agent"})
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +53,8 @@ class Episode:
     fault: str = ""
     budget_left: int | None = None
     """How many tokens the model may still sample in this round of a partial rollout; ``None``: any number."""
+    span: OpenSpan | None = field(default_factory=lambda: _begun())
+    """Of an episode that is traced."""
 
     @classmethod
     def begin(cls, step: int, prompt: Prompt, settings: Mapping[str, Any], index: int) -> "Episode":
@@ -197,7 +207,8 @@ class InFlightEpisodes:
         known = len(begun.token_ids) if begun is not None else 0
         budget = None if episode.budget_left is None else episode.budget_left + known
         params = sampling_params({**episode.settings, "n": 1, "max_tokens": _within(room, budget)})
-        self._ask([episode], [*episode.prompt.token_ids, *episode.tokens], params, episode.turns, begun)
+        with _within_span(episode):
+            self._ask([episode], [*episode.prompt.token_ids, *episode.tokens], params, episode.turns, begun)
 
     def _ask(
         self, episodes: list[Episode], tokens: Sequence[int], params: SamplingParams, turn: int, continues: Continuation | None = None
@@ -213,6 +224,11 @@ class InFlightEpisodes:
     def _end(self, episode: Episode, reason: FinishReason) -> None:
         episode.finish_reason = reason
         self._ended.append(episode)
+        if episode.span is not None:
+            name = sample_id(episode.step, episode.prompt.id, episode.index)
+            episode.span.update({"tandem.sample": name, "tandem.turns": episode.turns, "gen_ai.response.finish_reason": reason.value})
+            episode.span.error = episode.fault
+            episode.span.end()
 
     def _end_turn(self, episode: Episode, turn: CompletionOutput, begun: int) -> None:
         """Adds ``turn`` to ``episode``, which has ended with it, whose calls begin, or whose budget is used up. ``begun``: its tokens of earlier rounds."""
@@ -240,7 +256,9 @@ class InFlightEpisodes:
         if episode.turns == tools.config.max_turns:
             self._end(episode, FinishReason.LENGTH)
             return
-        self._waiting.append(_Calls(episode, known, [tools.begin(call) for call in calls], last))
+        with _within_span(episode):
+            answers = [tools.begin(call, each.id) for call, each in zip(calls, known, strict=True)]
+        self._waiting.append(_Calls(episode, known, answers, last))
 
     def _next_turn(self, waited: _Calls) -> None:
         """Continues an episode with the results of its calls, or ends it: a broken tool masks it, and an episode without room for a further token is
@@ -265,6 +283,16 @@ class InFlightEpisodes:
             self._end(episode, FinishReason.ABORT)
         else:
             self._ask_alone(episode, room)
+
+
+@contextlib.contextmanager
+def _within_span(episode: Episode) -> Iterator[None]:
+    """Inside, what is asked for belongs to the episode's span: nothing where it has none."""
+    token = enter(None if episode.span is None else episode.span.context)
+    try:
+        yield
+    finally:
+        leave(token)
 
 
 def _within(room: int, budget: int | None) -> int:

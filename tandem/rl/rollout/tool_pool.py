@@ -12,6 +12,7 @@ from tandem.rl.function_pool import FunctionPool, Program
 from tandem.rl.function_process import CallDied, CallHung
 from tandem.rl.rollout.tool_worker import ToolAnswer, ToolRequest
 from tandem.runtime.rpc.calls import message_from, message_meta
+from tandem.runtime.traces.spans import span
 from tandem.types import UserError
 from tandem.types.one_line import describe
 
@@ -32,14 +33,22 @@ class ToolPool:
         program = Program("the tools were", "tool-worker", "tandem.rl.rollout.tool_worker", ["--tools", json.dumps(list(paths))], *deadline)
         self._pool = FunctionPool(program, config.tool_workers, log_dir)
 
-    def run(self, name: str, arguments: Mapping[str, Any]) -> "Future[ToolAnswer]":
-        """Starts a call of the tool ``name``."""
+    def run(self, name: str, arguments: Mapping[str, Any], id: str = "") -> "Future[ToolAnswer]":
+        """Starts a call of the tool ``name``. ``id``: of the call, for its span."""
         request = ToolRequest(name, dict(arguments))
-        return self._pool.run(lambda number: self._answer(number, request))
+        return self._pool.run(lambda number: self._traced(number, request, id))
 
     def close(self) -> None:
         """Terminates every process with its child processes."""
         self._pool.close()
+
+    def _traced(self, number: int, request: ToolRequest, id: str) -> ToolAnswer:
+        attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": request.name, "gen_ai.tool.call.id": id}
+        with span(f"execute_tool {request.name}", attributes, "client") as opened:
+            answer = self._answer(number, request)
+            if opened is not None:
+                opened.error = answer.fault
+            return answer
 
     def _answer(self, number: int, request: ToolRequest) -> ToolAnswer:
         how, log, name = "", self._pool.logs[number].name, request.name

@@ -17,6 +17,7 @@ from tandem.data.tools.load import ERROR, Tool, load_tools
 from tandem.rl.function_process import Loaded
 from tandem.runtime.process.worker import dump_stack_on_abort, serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, Reply, message_from, message_meta
+from tandem.runtime.traces.spans import SPANS
 from tandem.storage.digests import bytes_digest
 from tandem.types import UserError
 from tandem.types.one_line import describe
@@ -111,6 +112,7 @@ def main() -> None:
     # Standard input is already empty; standard output is redirected to standard error, which is the worker's log.
     os.dup2(2, 1)
     dump_stack_on_abort()
+    SPANS.identify("tool_worker")
     worker = ToolWorker(json.loads(options.tools))
     serve({"load": worker.load, "run": worker.run}, options.channel)
 

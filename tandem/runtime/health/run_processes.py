@@ -1,5 +1,6 @@
 """The processes of a run on this machine, by the names and ranks that its records have of them. Imports no torch."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,11 @@ from tandem.runtime.process.stacks import UNNAMED, process_name
 def run_processes(root: int, folder: Path | None, own: str) -> list[ProcessUsage]:
     """Returns the process ``root`` and all that it has started. One that writes to a log below ``folder``, that of the run here, has the name of that log;
     this process is ``own``, and others have the name of their program."""
-    found = []
+    processes = []
     for each in processes_below(root):
-        name = UNNAMED if folder is None else process_name(each.pid, folder, own)
-        found.append(each if name == UNNAMED else replace(each, name=name))
-    return found
+        name = own if each.pid == os.getpid() else UNNAMED if folder is None else process_name(each.pid, folder, own)
+        processes.append(each if name == UNNAMED else replace(each, name=name))
+    return processes
 
 
 def ranks_by_pid(folder: Path | None) -> dict[int, int]:
