@@ -19,10 +19,11 @@ from data_runs import command, forget_end, rows
 from package_data import make_datasets
 from pretrain_recipe import write_recipe
 
+from tandem.runtime.records.checkpoint_tiers import tiers_of
 from tandem.runtime.records.journal import Journal
 
 pytestmark = pytest.mark.full
-STEPS, NODES, EACH = 60, 2, 1
+STEPS, NODES, EACH = 90, 2, 1
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,14 @@ def wait_for_rows(folder: Path, count: int) -> None:
         time.sleep(0.02)
 
 
+def wait_for_tier(folder: Path, tier: str, step: int) -> None:
+    """Waits until ``tier`` has a checkpoint of ``step`` or later: some are left out while the first one of the folder is being written."""
+    ends = time.monotonic() + 200
+    while not any(state.tier == tier and state.step >= step for state in tiers_of(folder / "run")):
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
 def wait_for_checkpoint(folder: Path, step: int) -> None:
     ends = time.monotonic() + 200
     while not (folder / "run" / "checkpoints" / f"step-{step}").exists():
@@ -105,7 +114,7 @@ def test_a_node_that_is_killed_is_replaced_from_the_memory_of_its_peer_with_no_c
 ) -> None:
     write(tmp_path, data, memory_every_steps=1)
     with begun(tmp_path) as process:
-        wait_for_rows(tmp_path, 10)
+        wait_for_tier(tmp_path, "memory", 5)
         (tmp_path / "run" / "checkpoints").rename(tmp_path / "away")
         assert kill_node(process.pid, node) == 1 + EACH
         output, _ = process.communicate(timeout=400)
@@ -149,7 +158,7 @@ def test_without_a_whole_checkpoint_in_the_folder_the_copy_in_storage_is_taken(d
 def test_a_run_whose_processes_are_all_killed_goes_on_from_its_local_disk_with_the_same_bits(data: Path, undisturbed: Path, tmp_path: Path) -> None:
     write(tmp_path, data, memory_every_steps=1, local_directory=str(tmp_path / "nvme"), local_every_steps=2)
     with begun(tmp_path) as process:
-        wait_for_rows(tmp_path, 12)
+        wait_for_tier(tmp_path, "local", 8)
         every = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
         for pid in every:
             os.kill(pid, signal.SIGKILL)
