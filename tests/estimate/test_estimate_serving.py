@@ -10,11 +10,12 @@ from tandem.engine import settings
 from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.serving.engine_memory import predict_engine_memory
 from tandem.estimate.serving.kv_cache import held_tokens, read_bytes, token_bytes
-from tandem.estimate.serving.layout import LatentAttention, ServingLayout
+from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.step_time import (
     BANDWIDTH_SHARE,
     REDUCE_S,
     REDUCE_SHARE,
+    _matrices,
     all_reduce_seconds,
     predict_decode_step,
     predict_prefill,
@@ -22,6 +23,7 @@ from tandem.estimate.serving.step_time import (
 from tandem.estimate.serving.throughput import predict_batch_seconds, predict_load, predict_offline_seconds, predict_saturated
 from tandem.estimate.serving.weight_formats import FORMATS, quantized_weight_bytes
 from tandem.layout.flops import matrix_parameters
+from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.types import UserError
 from tandem.types.kv_cache import KVCacheDtype
@@ -58,8 +60,10 @@ def test_published_files_of_quantized_models_have_the_predicted_sizes() -> None:
 def test_the_cache_of_a_token_has_the_published_bytes() -> None:
     assert token_bytes(LLAMA_3_8B, ServingLayout()) == 131_072
     # DeepSeek V3: 61 layers, a latent vector of 512 and a rotated key of 64 in bf16: 70.272 KB (DeepSeek-AI, 2025, arXiv 2505.09343, table 1).
-    deepseek = replace(LLAMA_3_8B, num_hidden_layers=61)
-    assert token_bytes(deepseek, ServingLayout(latent=LatentAttention(512, 64))) == 70_272
+    latent = LatentAttention(512, 128, 64, 128, 1536)
+    deepseek = replace(LLAMA_3_8B, num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128, head_dim=192, latent=latent)
+    assert token_bytes(deepseek, ServingLayout()) == 70_272
+    assert token_bytes(deepseek, ServingLayout(8)) == 8 * 70_272, "every GPU holds the compressed vector"
     # Four heads of keys and values on eight GPUs: each is held twice.
     few = replace(LLAMA_3_8B, num_key_value_heads=4)
     assert token_bytes(few, ServingLayout(8)) == 2 * token_bytes(few, ServingLayout(1))
@@ -156,3 +160,18 @@ def test_an_engine_that_cannot_be_is_refused_in_one_line(layout: ServingLayout, 
 def test_fp8_is_refused_on_a_gpu_that_has_no_fp8() -> None:
     with pytest.raises(UserError, match="which A100-80GB has not"):
         predict_engine_memory(LLAMA_3_8B, ServingLayout(quantization="fp8"), load_hardware("A100-80GB"))
+
+
+def test_a_step_of_deepseek_v3_reads_its_matrices_and_a_query_computes_over_the_compressed_vectors() -> None:
+    experts = ExpertShapes(256, 8, 2048, dense_layers=(0, 1, 2), shared_intermediate_size=2048)
+    latent = LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536)
+    shapes = ModelShapes("deepseek_v3", 129280, 7168, 61, 128, 128, 192, 18432, 163840, False, experts=experts, latent=latent)
+    h200 = load_hardware("H200")
+    # So many prompt tokens that every expert is visited; 671 billion parameters, less 0.93 of the embedding, 0.93 of the head and 0.1 of routers.
+    read = sum(outputs * inputs * layers * matrices for outputs, inputs, layers, _, matrices in _matrices(shapes, 1, 1e6))
+    assert read == pytest.approx(671.03e9 - 2 * 129280 * 7168 - 58 * 256 * 7168, rel=1e-4)
+    layout, context = ServingLayout(8, "fp8"), 10_000
+    # Of 16 heads on a GPU and 61 layers: scores over 576 numbers and sums over 512, each a product and a sum.
+    operations = 61 * 16 * context * 2 * (576 + 512)
+    attention = predict_decode_step(shapes, layout, h200, 100, context).attention
+    assert attention == pytest.approx(100 * max(operations / (0.55 * h200.product_rate("bf16")), 70_272 * context / (0.85 * h200.memory_bandwidth)))

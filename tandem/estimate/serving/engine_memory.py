@@ -46,7 +46,7 @@ def predict_engine_memory(shapes: ModelShapes, layout: ServingLayout, hardware: 
     args, ranks, token = layout.engine_args(), layout.tensor, token_bytes(shapes, layout)
     is_plain = layout.quantization in ("bf16", "fp16")
     weights = engine_weight_bytes(shapes, UNQUANTIZED, UNQUANTIZED) if is_plain else quantized_weight_bytes(shapes, layout.quantization)
-    if is_plain and layout.latent is None and ranks <= shapes.num_key_value_heads:
+    if is_plain and shapes.latent is None and ranks <= shapes.num_key_value_heads:
         tokens = cache_tokens_within(shapes, args, UNQUANTIZED, hardware.memory_bytes)
     else:
         tokens = cache_tokens_beside(weights, token, shapes, args, hardware.memory_bytes)

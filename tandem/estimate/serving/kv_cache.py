@@ -4,18 +4,13 @@ from tandem.estimate.model_bytes import kv_bytes_per_token
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.weight_formats import UNQUANTIZED
 from tandem.layout.shapes import ModelShapes
-from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.kv_cache import BLOCK_TOKENS
 
 
 def token_bytes(shapes: ModelShapes, layout: ServingLayout) -> int:
     """Returns the bytes that a token takes in the cache of all GPUs of an engine together, in all layers. Ranks that share a head of keys and values each
-    hold it, and all hold the latent vector of latent attention."""
-    if layout.latent is not None:
-        numbers = layout.latent.kv_lora_rank + layout.latent.qk_rope_head_dim
-        size, scale = (2, 0) if layout.kv_cache_dtype in ("auto", "bfloat16") else (DTYPE_BYTES["int8"], 4)
-        return layout.tensor * shapes.num_hidden_layers * (numbers * size + scale)
-    copies = max(1, layout.tensor // shapes.num_key_value_heads)
+    hold it, and all hold the compressed vector of latent attention."""
+    copies = layout.tensor if shapes.latent is not None else max(1, layout.tensor // shapes.num_key_value_heads)
     return copies * kv_bytes_per_token(shapes, UNQUANTIZED, layout.kv_cache_dtype)
 
 

@@ -1,7 +1,6 @@
 """How a model is served on GPUs, as the planner scores it. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tandem.config.engine import EngineArgs
 from tandem.estimate.hardware.hardware import Hardware
@@ -11,19 +10,11 @@ from tandem.types.errors import UserError
 from tandem.types.kv_cache import KV_CACHE_DTYPES, KVCacheDtype
 
 
-class LatentAttention(NamedTuple):
-    """Multi-head latent attention (DeepSeek-AI, 2024, arXiv 2405.04434): the cache has one latent vector of ``kv_lora_rank`` numbers and one rotated key of
-    ``qk_rope_head_dim`` for each token and layer, which every tensor-parallel rank holds."""
-
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-
-
 @dataclass(frozen=True, slots=True)
 class ServingLayout:
     """One engine. ``tensor``: its GPUs. ``quantization``: of the weights. ``max_num_seqs``, ``max_num_batched_tokens``, ``gpu_memory_utilization``,
-    ``max_model_len`` (0: the model's context) and ``kv_cache_dtype``: the engine's options. ``latent``: of a model with latent attention. ``host_s``: what
-    the host adds to a step, where it is not hidden behind the GPU."""
+    ``max_model_len`` (0: the model's context) and ``kv_cache_dtype``: the engine's options. ``host_s``: what the host adds to a step,
+    where it is not hidden behind the GPU."""
 
     tensor: int = 1
     quantization: Quantization = "bf16"
@@ -32,7 +23,6 @@ class ServingLayout:
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.9
     max_model_len: int = 0
-    latent: LatentAttention | None = None
     host_s: float = 0.0
 
     def engine_args(self) -> EngineArgs:

@@ -122,9 +122,13 @@ def all_reduce_seconds(size: float, layout: ServingLayout, hardware: Hardware) -
 def _matrices(shapes: ModelShapes, ranks: int, rows: float) -> list[tuple[float, int, int, float, float]]:
     """Returns (outputs, inputs, how many layers have it, rows of each, how many matrices of the kind are read in a layer), of one rank."""
     hidden, layers, found = shapes.hidden_size, shapes.num_hidden_layers, list[tuple[float, int, int, float, float]]()
-    heads = shapes.query_size / ranks + 2 * max(1.0, shapes.num_key_value_heads / ranks) * shapes.head_dim
-    found.append((heads, hidden, layers, rows, 1.0))
-    found.append((hidden, max(1, shapes.query_size // ranks), layers, rows, 1.0))
+    if shapes.latent is None:
+        heads = shapes.query_size / ranks + 2 * max(1.0, shapes.num_key_value_heads / ranks) * shapes.head_dim
+        found.append((heads, hidden, layers, rows, 1.0))
+    else:
+        into = shapes.latent.matrices(hidden, shapes.num_attention_heads)
+        found += [(each.outputs / (ranks if each.by_head else 1), each.inputs, layers, rows, 1.0) for each in into]
+    found.append((hidden, max(1, shapes.attended_size // ranks), layers, rows, 1.0))
     dense = layers if shapes.experts is None else sum(shapes.experts_of(layer) is None for layer in range(layers))
     if dense:
         inner = shapes.intermediate_size / ranks
@@ -137,6 +141,10 @@ def _matrices(shapes: ModelShapes, ranks: int, rows: float) -> list[tuple[float,
         each, inner = rows * routed / visited, experts.intermediate_size / ranks
         found.append((2 * inner, hidden, layers - dense, each, visited))
         found.append((hidden, max(1, int(inner)), layers - dense, each, visited))
+        if experts.shared_intermediate_size:
+            shared = experts.shared_intermediate_size / ranks
+            found.append((2 * shared, hidden, layers - dense, rows, 1.0))
+            found.append((hidden, max(1, int(shared)), layers - dense, rows, 1.0))
     return found
 
 
@@ -148,10 +156,21 @@ def _head(shapes: ModelShapes, ranks: int, hardware: Hardware, drawn: float, ban
 
 
 def _attention(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, step: EngineStep, bandwidth: float) -> float:
-    decoding = step.decoding * read_bytes(shapes, layout, step.context) / bandwidth
-    attended = shapes.num_hidden_layers * step.prompt_context
-    if shapes.layer_windows:
-        attended = sum(min(step.prompt_context, window or step.prompt_context) for window in shapes.layer_windows)
-    operations = 4 * step.prompt_tokens * attended * shapes.query_size / layout.tensor
-    return decoding + operations / (ATTENTION_SHARE * hardware.product_rate("bf16"))
+    """Returns the seconds of attention. Decoding over latent attention multiplies queries with the compressed vectors themselves, the products with the
+    heads' own matrices being taken on queries and outputs (DeepSeek-AI, 2024, arXiv 2405.04434, section 2.1.2): of all heads, so that it computes as long
+    as it reads."""
+    rate = ATTENTION_SHARE * hardware.product_rate("bf16")
+    latent, heads = shapes.latent, shapes.num_attention_heads
+    each = 4 * shapes.query_size if latent is None else 2 * heads * (latent.cached_size + latent.kv_lora_rank)
+    computed = step.decoding * each * _attended(shapes, step.context) / layout.tensor / rate
+    read = step.decoding * read_bytes(shapes, layout, step.context) / bandwidth
+    operations = 2 * step.prompt_tokens * _attended(shapes, step.prompt_context) * (shapes.query_size + shapes.attended_size) / layout.tensor
+    return max(computed, read) + operations / rate
+
+
+def _attended(shapes: ModelShapes, tokens: float) -> float:
+    """Returns the tokens that a query after ``tokens`` tokens attends to, over all layers."""
+    if not shapes.layer_windows:
+        return shapes.num_hidden_layers * tokens
+    return sum(min(tokens, window or tokens) for window in shapes.layer_windows)
 
