@@ -28,6 +28,9 @@ def network(tmp_path: Path) -> Iterator[tuple[Network, SlurmCluster]]:
         pytest.skip(why)
     network = Network()
     hosts = [network.add(name, number) for number, name in enumerate(("n1", "n2"), start=1)]
+    for host in hosts:
+        # More than the preflight asks for.
+        host.shm_mib = 200
     address = hosts[0].address.rpartition(".")[0] + ".254"
     cluster = SlurmCluster(tmp_path / "slurm", address=address, addresses=[host.address for host in hosts], inside=[partial(_inside, host) for host in hosts])
     try:
