@@ -13,7 +13,7 @@ from tandem.cli.main import main
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.estimate.model_bytes import weight_bytes
-from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES
+from tandem.estimate.processes import TRAINING_PROCESS_BYTES
 from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.start import resume
 from tandem.model.huggingface.model_config import read_shapes

@@ -10,9 +10,11 @@ from tandem.data.logprob_files import reference_bytes
 from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
-from tandem.estimate.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
-from tandem.estimate.peak_bytes import peak_bytes, process_bytes
-from tandem.estimate.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk
+from tandem.estimate.disk_bytes import offloaded_bytes, run_bytes_on_disk
+from tandem.estimate.memory import host_bytes_beside_gpu
+from tandem.estimate.processes import data_run_bytes, rank_process_bytes
+from tandem.estimate.training.rank_memory import machine_bytes, predict_rank_memory
+from tandem.estimate.training_bytes import batch_bytes
 from tandem.jobs.checks.check_counts import check_held_out
 from tandem.jobs.checks.check_examples import check_demonstrations, check_examples
 from tandem.jobs.checks.check_run import (
@@ -33,6 +35,7 @@ from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.layout.shapes import adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_config import start_shapes
+from tandem.planner.recipe_layout import recipe_layout
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import check_gpu_memory, chosen_device, describe_gpus
 from tandem.storage.files import open_storage
@@ -64,16 +67,17 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             lines = check_examples(recipe, datasets)
         else:
             lines = _describe_text(recipe.data, recipe.run.max_steps, datasets)
-        parallel = recipe.parallel
-        tokens = recipe.most_tokens
+        parallel, tokens = recipe.parallel, recipe.most_tokens
+        layout = recipe_layout(recipe, shapes, on_cpu=device == "cpu")
         # All ranks start on this machine, whatever parallel.ranks_per_node says.
         batches = parallel.world * batch_bytes(recipe.data, parallel, recipe.sequences_each)
         if device == "cuda":
-            check_gpu_memory(on_gpu := gpu_training_bytes(shapes, recipe.trainer, tokens, parallel), parallel.world)
+            check_gpu_memory(on_gpu := predict_rank_memory(shapes, layout).allocated, parallel.world)
             lines = [*lines, describe_gpus(parallel.world, on_gpu)]
-            needed = parallel.world * process_bytes(recipe.trainer) + host_bytes_beside_gpu(shapes, recipe.trainer) + batches
+            needed = parallel.world * rank_process_bytes(recipe.trainer, layout.is_forked) + host_bytes_beside_gpu(shapes, recipe.trainer)
         else:
-            needed = parallel.world * peak_bytes(shapes, recipe.trainer, tokens, parallel) + batches
+            needed = machine_bytes(shapes, layout)
+        needed += batches + data_run_bytes(recipe.trainer, parallel.world)
         free = available_bytes(recipe.machine.memory_gib)
         if needed > free:
             ahead = "data.read_ahead" if recipe.data.read_ahead > recipe.data.sequence_length else "data.global_batch_size"

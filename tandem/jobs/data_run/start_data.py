@@ -12,7 +12,8 @@ import torch
 from tandem.config.machine import MachineConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.peak_bytes import peak_bytes
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import machine_bytes
 from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
 from tandem.jobs.data_run.data_run import HELD_OUT, HELD_OUT_PAIRS, DataRun
 from tandem.jobs.data_run.reference_pass import ReferencePass
@@ -187,7 +188,7 @@ def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:
     slower."""
     trainer, parallel = settings.trainer, settings.parallel
     shapes = adapted_shapes(read_shapes(settings.start, "any"), trainer.lora)
-    peak = parallel.world * peak_bytes(shapes, trainer, settings.most_tokens, parallel)
+    peak = machine_bytes(shapes, layout_of_trainer(trainer, parallel, settings.most_tokens))
     return not trainer.offloads and KEPT_TIMES * peak <= available_bytes(memory_gib)
 
 
