@@ -80,10 +80,10 @@ def test_dry_run_counts_what_is_offloaded_and_a_machine_that_is_too_small_is_ref
     (tmp_path / "away").mkdir()
     with pytest.raises(RunError, match=r"make room, or name another 'trainer\.offload_folder'"):
         lines(*large, *PAGED, away)
-    with pytest.raises(RunError, match=r"trainer\.offload_parameters and trainer\.offload_activations to nvme") as caught:
+    with pytest.raises(RunError, match=r"; set trainer\.offload and trainer\.offload_parameters to nvme, or give it more memory") as caught:
         lines(*large, "machine.memory_gib=0.7")
     assert len(str(caught.value).splitlines()) == 1
-    lines(*large, *PAGED, "machine.memory_gib=0.7")
+    lines(*large, "trainer.offload=nvme", "trainer.offload_parameters=nvme", "machine.memory_gib=0.7")
 
 
 @pytest.mark.parametrize(
