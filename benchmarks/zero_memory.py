@@ -92,7 +92,7 @@ def peaks_of_run(work: Path, ranks: int, zero: int) -> list[int]:
         process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", str(work / "recipe.yaml"), *overrides], stdout=file, stderr=file)
         found: dict[int, int] = {}
         while process.poll() is None:
-            for pid in _ranks(process.pid):
+            for pid in rank_pids(process.pid):
                 try:
                     found[pid] = max(found.get(pid, 0), peak_memory_of(pid))
                 except ProcessLookupError:
@@ -103,13 +103,14 @@ def peaks_of_run(work: Path, ranks: int, zero: int) -> list[int]:
     return [found[pid] for pid in sorted(found)]
 
 
-def _ranks(pid: int) -> list[int]:
-    """The ranks below the command ``pid``, which its fork server has started. A process that a rank starts has the rank's command line at first."""
+def rank_pids(pid: int, target: bytes = b"rank_process") -> list[int]:
+    """The ranks below the command ``pid``, which its fork server has started, whose command lines have ``target``. A process that a rank
+    starts has the rank's command line at first."""
     found: list[int] = []
     for child in family(pid):
         with contextlib.suppress(OSError):
             parent = int(Path(f"/proc/{child}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1])
-            if b"rank_process" in Path(f"/proc/{child}/cmdline").read_bytes() and parent not in found:
+            if target in Path(f"/proc/{child}/cmdline").read_bytes() and parent not in found:
                 found.append(child)
     return found
 

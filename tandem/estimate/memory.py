@@ -36,7 +36,8 @@ class PodMemory:
     """Predicted bytes of each phase: resident bytes summed over the processes of a sidecar, or those of a GPU. ``trainer``: while it trains;
     ``inference``: during the frozen models' passes; ``trainer_idle``: during the rollout; ``rollout``: the engine while it generates; ``engine_idle``:
     the engine in the other phases; ``segments``: the two shared weight buffers, which the others do not count; ``beside``: of the processes that compute
-    nothing (controller, shims, fork servers), less what the ranks of the trainer share with their server; ``engines_share``: what engines share with theirs."""
+    nothing (controller, shims, fork servers), less what the ranks of the trainer share with their server; ``engines_share``: what engines share with theirs;
+    ``engines_begin``: weights of their own that engines have until their first update, where they then compute with the buffers."""
 
     trainer: int
     trainer_idle: int
@@ -46,6 +47,7 @@ class PodMemory:
     engine_idle: int = 0
     beside: int = 0
     engines_share: int = 0
+    engines_begin: int = 0
 
     @property
     def largest_phase(self) -> int:
@@ -54,7 +56,7 @@ class PodMemory:
 
     @property
     def rollout_phase(self) -> int:
-        return self.trainer_idle + self.rollout + self.segments + self.beside - self.engines_share
+        return self.trainer_idle + self.rollout + self.segments + self.beside - self.engines_share + self.engines_begin
 
     @property
     def inference_phase(self) -> int:
@@ -88,7 +90,7 @@ def predict(
     ranks = ranks or world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
-    engine = engines * (engine_ranks * engine_process_bytes + (1 if shares_weights else 2) * weights + kv_cache_bytes + swap_bytes)
+    engine = engines * (engine_ranks * engine_process_bytes + (0 if shares_weights else 2) * weights + kv_cache_bytes + swap_bytes)
     # The embedding table and the norms of an engine that sleeps.
     asleep = engines * (engine_process_bytes + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
 
@@ -122,6 +124,7 @@ def predict(
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
         beside=processes_beside(trainer, ranks, pods),
         engines_share=engines * SHARED_BYTES if engine_process_bytes == FORKED_ENGINE_BYTES else 0,
+        engines_begin=engines * weights if shares_weights else 0,
     )
 
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 TRAINER_CALLS = (
-    "create_model", "export", "load", "inference", "compare", "train", "offload", "prefetch", "onload", "convert", "register", "save", "finish_save",
+    "create_model", "export", "load", "measure", "inference", "compare", "train", "offload", "prefetch", "onload", "convert", "register", "save", "finish_save",
 )  # fmt: skip
 InferencePart = Literal["all", "rewards", "update"]
 """Which passes of other models an inference phase has: those that ``rewards`` need, those that the ``update`` needs, or both."""

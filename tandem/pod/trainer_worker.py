@@ -13,6 +13,7 @@ from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.kernels import select, why_reference
 from tandem.kernels.cpu.kernels import CpuKernels
+from tandem.kernels.measure import measure, reduced_dtype
 from tandem.layout.residents import Phase, Residency
 from tandem.layout.shapes import ModelShapes
 from tandem.model.adopted import packed_layout
@@ -24,6 +25,7 @@ from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.inference import Inferred, infer, reward_scores
 from tandem.pod.policy_step import mismatch_metrics, policy_step
 from tandem.pod.rank_models import RankModels, hold
+from tandem.pod.release import release
 from tandem.runtime.collectives.agreement import check_same_kernels
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.store import Guard
@@ -160,6 +162,14 @@ class TrainerWorker:
             "step": step, "notes": notes, "digest": None if loaded is None else loaded.digest, "kernels": self.kernels.name,
             "damaged": list(damaged) if loaded is None else [], "passed_over": list(damaged),
         }, {}  # fmt: skip
+
+    def measure(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Measures the ``products`` of the models on all ranks at once, as they compute them in a step. The reply is what ``kernels.measure`` returns on the
+        first."""
+        dtype = getattr(torch, reduced_dtype(self.recipe.trainer, self.rank.ranks.device.type))
+        found = measure(self.kernels, meta["products"], dtype, self.rank.ranks.device, quick=True)
+        release(self.rank.ranks.device)
+        return found._asdict(), {}
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Begins the checkpoint of ``step``, for which those of steps ``in_use`` are not removed; the reply has those that were ``committed``

@@ -20,6 +20,7 @@ from tandem.report.tables import (
     marks,
     memory_table,
     moves_table,
+    phases_table,
     samples,
     time_table,
 )
@@ -53,6 +54,7 @@ def run_page(run: RunFacts) -> str:
         page.add("Curves", "<p class='quiet'>No step was completed.</p>")
     page.add("Speed", page.grid(speed))
     page.add("Time of each phase", page.chart(phases, size=" wide") if phases.series else "", time_table(run.rows))
+    page.add("Predicted and measured", phases_table(run))
     for step, spans in sorted(run.traces.items()):
         traced = traced_step(step, spans, run.order)
         left_out = f"<p class='quiet'>{traced.left_out:,} of the shortest spans are left out.</p>" if traced.left_out else ""

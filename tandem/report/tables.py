@@ -10,6 +10,7 @@ from typing import Any
 from tandem.config.addresses import has_secret
 from tandem.report.cards import MEASURED, MEMORY, memory_of_phases
 from tandem.report.charts import phase_seconds
+from tandem.report.phases import PhaseFigures, phase_cells
 from tandem.report.run_facts import RunFacts
 from tandem.report.samples import ShownSample, StepSamples
 from tandem.report.series import Row, column
@@ -52,6 +53,12 @@ def time_table(rows: Sequence[Row]) -> str:
         cells = (sum(ordered), ordered[len(ordered) // 2], ordered[-1])
         body.append([escaped(name.replace("_", " ")), *(f"{value:.3f}" for value in cells)])
     return table(("phase", "total s", "median s", "max s"), body) if body else quiet("No step was completed.")
+
+
+def phases_table(run: RunFacts) -> str:
+    """Returns what was predicted of each phase of a step beside what was measured; empty until the run has finished."""
+    header, *lines = phase_cells([PhaseFigures(**each) for each in run.phases]) or [()]
+    return table(header, [[escaped(line[0]), *line[1:]] for line in lines]) if lines else ""
 
 
 def memory_table(run: RunFacts) -> str:
