@@ -30,6 +30,7 @@ from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.checks.predicted_time import data_cpu_seconds, rl_cpu_seconds
+from tandem.model.create_model import create_model
 from tandem.planner.model_input import recipe_shapes
 from tandem.planner.recipe_layout import recipe_layout
 from tandem.runtime.process.processes import peak_memory_of
@@ -84,7 +85,7 @@ def write_recipes(work: Path) -> dict[str, tuple[Path, Sequence[str]]]:
     text = f"algorithm: {{name: pretrain}}\ndata: {{train: [{{path: {work / 'text'}}}], sequence_length: 256, global_batch_size: 4}}\n"
     text += "trainer: {micro_batch_tokens: 512}\n"
     model = MODEL.replace("head_dim", "tokenizer: {tokenizer}, head_dim").format(**SHAPES, tokenizer=work / "tokenizer")
-    pretrain, pod = work / "pretrain.yaml", work / "pod.yaml"
+    pretrain, pod, model = work / "pretrain.yaml", work / "pod.yaml", f"model: {{path: {make_model(work, model)}}}"
     run = f"run: {{max_steps: {STEPS + 2}, name: run}}\ncheckpoint: {{every_steps: {STEPS + 1}}}\n"
     pretrain.write_text(f"{model}\n{text}{run}", encoding="utf-8")
     task = TASK.replace("{rewards}", str(work / "rewards.py")).replace("sft: {steps: 12}", "sft: {steps: 12}")
@@ -92,6 +93,15 @@ def write_recipes(work: Path) -> dict[str, tuple[Path, Sequence[str]]]:
     # With a thread for each rank no thread waits for one that another program keeps from running.
     meshes = {name: (pretrain, (*mesh, f"machine.threads={RANKS}")) for name, mesh in MESHES.items()}
     return {**meshes, "main job (GRPO in a pod)": (pod, ("machine.threads=1",))}
+
+
+def make_model(work: Path, text: str) -> Path:
+    """Writes the model of ``text``, which the first rank would otherwise make, whole, in its own memory."""
+    (work / "model.yaml").write_text(f"{text}\nalgorithm: {{name: pretrain}}\ndata: {{train: [{{path: {work / 'text'}}}]}}\n", encoding="utf-8")
+    create = load_config(work / "model.yaml").model.create
+    assert create is not None
+    create_model(create, 0, work / "model")
+    return work / "model"
 
 
 def measured(path: Path, overrides: Sequence[str], folder: Path, target: bytes) -> tuple[int, float]:

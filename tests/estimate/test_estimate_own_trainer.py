@@ -69,6 +69,12 @@ def test_a_rank_on_a_gpu_has_fp32_weights_beside_rounded_ones() -> None:
     assert adapted.gradients == 4 * 3 * 4 * (32 + 32), "only the adapter has gradients"
 
 
+def test_gradients_of_the_only_pass_of_a_step_take_the_place_of_activations() -> None:
+    several, one = (predict_rank_memory(LLAMA, layout_of_trainer(TrainerConfig(), ParallelConfig(), 50, micro_batches=count)) for count in (2, 1))
+    assert several.gradients == one.gradients == 4 * COUNT and several.activations > 4 * COUNT
+    assert several.activations - one.activations == 4 * COUNT
+
+
 def test_stages_and_expert_ranks_hold_their_own_parameters() -> None:
     stages = memory_by_stage(LLAMA, layout_of_trainer(TrainerConfig(), ParallelConfig(pipeline=3, pipeline_layers=(1, 1, 1)), 50))
     assert [each.parameters for each in stages] == [pytest.approx(4 * count, abs=4) for count in (LAYER + 3200, LAYER, LAYER + 3232)]

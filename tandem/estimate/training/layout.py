@@ -68,8 +68,8 @@ def layout_of_trainer(
     trainer: TrainerConfig, parallel: ParallelConfig, tokens: int, *, attended: int = 0, on_cpu: bool = True, micro_batches: int = 0, is_forked: bool = True
 ) -> TrainingLayout:
     """Returns the layout of ranks of Tandem's own trainer, whose largest micro-batch has ``tokens`` tokens. ``micro_batches``: of one data-parallel rank in a
-    step (0: enough to fill the pipeline)."""
-    passes = micro_batches or parallel.pipeline * parallel.virtual_stages
+    step (0: several, and enough to fill the pipeline)."""
+    passes = micro_batches or max(2, parallel.pipeline * parallel.virtual_stages)
     return TrainingLayout(
         parallel, max(tokens, 1), parallel.data * passes, 1, trainer.multiplies_in, trainer.recompute, trainer.offload, chunked_head=True, trainer=trainer,
         on_cpu=on_cpu, pass_tokens=tokens, attended=attended, is_forked=is_forked,

@@ -96,6 +96,9 @@ def _of_stage(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span]
     passes = max(1.0, chunks_in_flight(layout.parallel, layout.micro_batches, rank) / len(spans))
     saved = min(passes * held.saved, held.most_saved)
     stash = min((passes - 1) * held.saved, max(0.0, held.most_saved - held.saved))
+    if layout.trainer is not None and layout.micro_batches == 1:
+        # In the only pass of a step gradients take the place of what was saved: none is left from a pass before.
+        saved -= min(saved, held.gradients)
     comes_and_goes = saved + held.working + held.logits + held.gathered + held.reduced
     return RankMemory(
         parameters=held.parameters, gradients=held.gradients, optimizer=held.optimizer, master_weights=held.master_weights,
