@@ -97,7 +97,7 @@ def write_recipes(work: Path) -> dict[str, tuple[Path, Sequence[str]]]:
 
 def make_model(work: Path, text: str) -> Path:
     """Writes the model of ``text``, which the first rank would otherwise make, whole, in its own memory."""
-    (work / "model.yaml").write_text(f"{text}\nalgorithm: {{name: pretrain}}\ndata: {{train: [{{path: {work / 'text'}}}]}}\n", encoding="utf-8")
+    (work / "model.yaml").write_text(f"{text}\nalgorithm: {{name: pretrain}}\ndata: {{train: [{{path: {work / 'text'}}}], sequence_length: 256}}\n", encoding="utf-8")
     create = load_config(work / "model.yaml").model.create
     assert create is not None
     create_model(create, 0, work / "model")
@@ -146,7 +146,7 @@ def mean_length(folder: Path) -> float:
 
 def compare(names: Sequence[str] = ()) -> list[Compared]:
     """Returns the runs ``names`` (none: all), predicted and measured."""
-    found = []
+    compared = []
     with tempfile.TemporaryDirectory() as place:
         work = Path(place)
         prepare(work)
@@ -160,9 +160,9 @@ def compare(names: Sequence[str] = ()) -> list[Compared]:
             target = b"trainer_worker" if isinstance(recipe, Recipe) else ALONE if recipe.parallel.world == 1 else b"data_rank"
             peak, seconds = measured(path, overrides, folder, target)
             allocated, process, predicted_s = predicted(recipe, mean_length(folder))
-            found.append(Compared(name, allocated / MIB, (peak - process) / MIB, predicted_s, seconds))
-            print(found[-1].row(), flush=True)
-    return found
+            compared.append(Compared(name, allocated / MIB, (peak - process) / MIB, predicted_s, seconds))
+            print(compared[-1].row(), flush=True)
+    return compared
 
 
 def main() -> None:

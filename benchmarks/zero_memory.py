@@ -106,13 +106,13 @@ def peaks_of_run(work: Path, ranks: int, zero: int) -> list[int]:
 def rank_pids(pid: int, target: bytes = b"rank_process") -> list[int]:
     """The ranks below the command ``pid``, which its fork server has started, whose command lines have ``target``. A process that a rank
     starts has the rank's command line at first."""
-    found: list[int] = []
+    ranks: list[int] = []
     for child in family(pid):
         with contextlib.suppress(OSError):
             parent = int(Path(f"/proc/{child}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1])
-            if target in Path(f"/proc/{child}/cmdline").read_bytes() and parent not in found:
-                found.append(child)
-    return found
+            if target in Path(f"/proc/{child}/cmdline").read_bytes() and parent not in ranks:
+                ranks.append(child)
+    return ranks
 
 
 def predictions(work: Path, shapes: ModelShapes, ranks: int, zero: int) -> tuple[int, int]:

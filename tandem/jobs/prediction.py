@@ -59,9 +59,9 @@ def data_prediction(recipe: PretrainRecipe, shapes: ModelShapes, measure: Measur
 def measured_speed(works: Sequence[Work], measure: Measure) -> Speed:
     """Returns the speed of all products of ``works``."""
     products = sorted({product for work in works for product in work.products})
-    found = measure(products)
-    seconds, cpu = (dict(zip(products, found[name], strict=True)) for name in ("seconds", "cpu_seconds"))
-    return Speed(seconds, found["bytes_per_s"], cpu, found["bytes_per_cpu_s"])
+    measured = measure(products)
+    seconds, cpu = (dict(zip(products, measured[name], strict=True)) for name in ("seconds", "cpu_seconds"))
+    return Speed(seconds, measured["bytes_per_s"], cpu, measured["bytes_per_cpu_s"])
 
 
 def _sum(works: Sequence[Work], speed: Speed) -> float:

@@ -167,9 +167,9 @@ class TrainerWorker:
         """Measures the ``products`` of the models on all ranks at once, as they compute them in a step. The reply is what ``kernels.measure`` returns on the
         first."""
         dtype = getattr(torch, reduced_dtype(self.recipe.trainer, self.rank.ranks.device.type))
-        found = measure(self.kernels, meta["products"], dtype, self.rank.ranks.device, quick=True)
+        speed = measure(self.kernels, meta["products"], dtype, self.rank.ranks.device, quick=True)
         release(self.rank.ranks.device)
-        return found._asdict(), {}
+        return speed._asdict(), {}
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Begins the checkpoint of ``step``, for which those of steps ``in_use`` are not removed; the reply has those that were ``committed``

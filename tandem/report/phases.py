@@ -36,7 +36,7 @@ def phase_figures(rows: Sequence[Row], predicted_memory: Mapping[str, float], pr
             if key.startswith(MEMORY) and key.endswith(MEASURED):
                 largest[key] = max(largest.get(key, 0.0), float(value))
     memory = {each.phase: each for each in memory_of_phases(largest.items(), predicted_memory)}
-    found = []
+    figures_of_run = []
     # The first step starts threads and fills caches.
     after_first = rows[1:] or rows
     for phase, states in STATES.items():
@@ -45,8 +45,8 @@ def phase_figures(rows: Sequence[Row], predicted_memory: Mapping[str, float], pr
         of_memory = memory.get(phase)
         if took is not None or of_memory is not None:
             bytes_of = (None, None) if of_memory is None else (of_memory.predicted, of_memory.measured)
-            found.append(PhaseFigures(phase, seconds.get(phase), took, *bytes_of))
-    return found
+            figures_of_run.append(PhaseFigures(phase, seconds.get(phase), took, *bytes_of))
+    return figures_of_run
 
 
 def seconds_at(prediction: Mapping[str, Any], length: float) -> dict[str, float]:

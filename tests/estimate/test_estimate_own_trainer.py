@@ -38,32 +38,32 @@ def test_a_rank_on_a_cpu_has_its_process_its_states_what_it_saves_what_ranks_exc
     exchanged = {0: (4 * LAYER + 6400, 0), 1: (4 * LAYER + 6400, 0), 2: (5 * LAYER + 9600, 0), 3: (5 * LAYER + 9600, 2 * LAYER + ENDS)}
     of_weights_and_moments = {0: 4, 1: 3, 2: 2.5, 3: 2}
     for zero, (reduced, gathered) in exchanged.items():
-        found = memory(parallel=ParallelConfig(data=2, zero=zero))  # type: ignore[arg-type]
-        assert found.parameters + found.gradients + found.optimizer == 4 * of_weights_and_moments[zero] * COUNT
-        assert (found.communication, found.gathered) == (4 * reduced, 4 * gathered)
-        assert found.activations == 50 * (3 * layer + 4 * 2 * 32) and found.logits == 2 * 4 * 50 * 100
+        predicted = memory(parallel=ParallelConfig(data=2, zero=zero))  # type: ignore[arg-type]
+        assert predicted.parameters + predicted.gradients + predicted.optimizer == 4 * of_weights_and_moments[zero] * COUNT
+        assert (predicted.communication, predicted.gathered) == (4 * reduced, 4 * gathered)
+        assert predicted.activations == 50 * (3 * layer + 4 * 2 * 32) and predicted.logits == 2 * 4 * 50 * 100
         # Weights and two moments are staged, by two ranks half each; a tenth of what is freed is kept.
-        assert found.staged == 6 * COUNT and found.context == FORKED_RANK_BYTES
-        assert found.fragmentation == pytest.approx(0.1 * (found.allocated - found.staged - found.fragmentation), abs=2)
+        assert predicted.staged == 6 * COUNT and predicted.context == FORKED_RANK_BYTES
+        assert predicted.fragmentation == pytest.approx(0.1 * (predicted.allocated - predicted.staged - predicted.fragmentation), abs=2)
 
 
 def test_one_process_exchanges_nothing_and_beside_offloaded_moments_the_copy_is_in_a_file() -> None:
     for config, staged in ((TrainerConfig(), 12 * COUNT), (TrainerConfig(offload="nvme"), 0)):
-        found = memory(config)
-        assert (found.communication, found.gathered, found.staged) == (0, 0, staged)
+        predicted = memory(config)
+        assert (predicted.communication, predicted.gathered, predicted.staged) == (0, 0, staged)
 
 
 def test_a_rank_on_a_gpu_has_fp32_weights_beside_rounded_ones() -> None:
     bf16 = TrainerConfig(precision="bf16")
-    found = memory(bf16, on_cpu=False)
+    predicted = memory(bf16, on_cpu=False)
     # In 16 bits: two normed inputs, q|k|v, attention's output, gate|up and their product; the residual stream twice in fp32.
     layer = 2 * (2 * 32 + 64 + 32 + 3 * 48) + 8 * 32 + 4 * 4
-    assert found.activations == 50 * (6 * 32 + 3 * layer) and found.logits == 50 * 100 * 16 and found.staged == 0
-    assert (found.parameters, found.master_weights, found.gradients, found.optimizer) == (2 * COUNT, 4 * COUNT, 4 * COUNT, 8 * COUNT)
+    assert predicted.activations == 50 * (6 * 32 + 3 * layer) and predicted.logits == 50 * 100 * 16 and predicted.staged == 0
+    assert (predicted.parameters, predicted.master_weights, predicted.gradients, predicted.optimizer) == (2 * COUNT, 4 * COUNT, 4 * COUNT, 8 * COUNT)
     offloaded = memory(replace(bf16, offload="cpu"), on_cpu=False)
-    assert found.optimizer - offloaded.optimizer == 8 * COUNT - 6 * (16 << 20)
+    assert predicted.optimizer - offloaded.optimizer == 8 * COUNT - 6 * (16 << 20)
     assert host_bytes_beside_gpu(LLAMA, replace(bf16, offload="cpu")) == 12 * COUNT + 8 * COUNT
-    assert found.optimizer - memory(bf16, ParallelConfig(data=2, zero=1), on_cpu=False).optimizer == 4 * COUNT
+    assert predicted.optimizer - memory(bf16, ParallelConfig(data=2, zero=1), on_cpu=False).optimizer == 4 * COUNT
     shapes = replace(LLAMA, lora=LoraConfig(rank=4, target_modules=("q_proj",)))
     adapted = predict_rank_memory(shapes, layout_of_trainer(bf16, ParallelConfig(), 50, on_cpu=False))
     assert adapted.gradients == 4 * 3 * 4 * (32 + 32), "only the adapter has gradients"

@@ -28,11 +28,11 @@ def needed(recipe: AnyRecipe) -> int:
 
 def parts(change: str) -> list[str]:
     """Returns the overrides that a change in words asks for."""
-    found = []
+    pieces = []
     for part in change.removeprefix("set ").split(" to "):
-        found.append(part)
-    overrides, keys = [], found[0]
-    for rest in found[1:]:
+        pieces.append(part)
+    overrides, keys = [], pieces[0]
+    for rest in pieces[1:]:
         value, _, following = rest.partition(" and ")
         overrides += [f"{key}={value}" for key in keys.replace(" and ", ", ").split(", ")]
         keys = following

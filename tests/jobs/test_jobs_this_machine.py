@@ -39,9 +39,9 @@ def test_memory_of_ranks_is_within_a_tenth_of_the_prediction_and_cpu_seconds_wit
         from this_machine import CPU_BOUND, MEMORY_BOUND, compare
     finally:
         sys.path.pop(0)
-    found = {each.name: each for each in compare()}
-    assert len(found) == 7
-    memory = {name: each.memory_error for name, each in found.items() if name not in MEMORY_MISSED}
-    seconds = {name: each.cpu_error for name, each in found.items() if name not in CPU_MISSED}
+    compared = {each.name: each for each in compare()}
+    assert len(compared) == 7
+    memory = {name: each.memory_error for name, each in compared.items() if name not in MEMORY_MISSED}
+    seconds = {name: each.cpu_error for name, each in compared.items() if name not in CPU_MISSED}
     assert all(abs(error) <= MEMORY_BOUND for error in memory.values()), memory
     assert all(abs(error) <= CPU_BOUND for error in seconds.values()), seconds

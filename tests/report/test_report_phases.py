@@ -23,10 +23,10 @@ def test_seconds_are_those_at_the_length_that_the_completions_had() -> None:
 
 
 def test_a_phase_has_the_median_of_its_seconds_and_the_most_of_its_memory() -> None:
-    found = {each.phase: each for each in phase_figures(ROWS, {"train": 100.0 * MIB}, PREDICTION)}
-    assert found["train"] == PhaseFigures("train", 2.9, 4.0, 100.0 * MIB, 93.0 * MIB)
-    assert (found["switch"].measured_s, found["weight update"].measured_s) == (0.1 + 0.2, 0.3 + 0.4)
-    assert found["rollout"] == PhaseFigures("rollout", 0.5, 1.0, None, None) and "inference" not in found
+    figures = {each.phase: each for each in phase_figures(ROWS, {"train": 100.0 * MIB}, PREDICTION)}
+    assert figures["train"] == PhaseFigures("train", 2.9, 4.0, 100.0 * MIB, 93.0 * MIB)
+    assert (figures["switch"].measured_s, figures["weight update"].measured_s) == (0.1 + 0.2, 0.3 + 0.4)
+    assert figures["rollout"] == PhaseFigures("rollout", 0.5, 1.0, None, None) and "inference" not in figures
 
 
 def test_a_table_says_how_far_off_a_prediction_was_and_there_is_none_without_one() -> None:

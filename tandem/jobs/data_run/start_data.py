@@ -104,9 +104,9 @@ def _predict(run: DataRun) -> None:
     dtype: torch.dtype = getattr(torch, reduced_dtype(recipe.trainer, model.device.type))
 
     def quick(products: Sequence[Product]) -> Mapping[str, Any]:
-        found = measure(model.kernels, products, dtype, model.device, quick=True)
+        speed = measure(model.kernels, products, dtype, model.device, quick=True)
         give_back()
-        return found._asdict()
+        return speed._asdict()
 
     shapes = adapted_shapes(read_shapes(run.start, "any"), recipe.trainer.lora)
     prediction = data_prediction(recipe, shapes, quick)
