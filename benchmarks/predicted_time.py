@@ -73,7 +73,7 @@ def compare(text: str, steps: int, folder: Path) -> list[tuple[str, float, float
     return [
         ("generation", predicted.generation, took["timing_s/rollout"]),
         ("training", predicted.training, took["timing_s/train"]),
-        ("step", predicted.generation + predicted.training, took["timing_s/step"]),
+        ("step", predicted.generation + predicted.inference + predicted.training, took["timing_s/step"]),
     ]
 
 

@@ -4,7 +4,7 @@
 
 Every row is a whole run of ``tandem train``: a model that is read from its folder, steps of two micro-batches, a checkpoint before the last step and one
 after it, the exported model. The peak is the kernel's (``VmHWM``), so that loading, checkpoints and export count. "Formula": weights, gradients
-and AdamW's moments as ZeRO cuts them (Rajbhandari et al., 2020), in fp32. "Predicted": ``tandem.estimate.peak_bytes``, which is what the check before
+and AdamW's moments as ZeRO cuts them (Rajbhandari et al., 2020), in fp32. "Predicted": ``tandem.estimate.training.rank_memory``, which is what the check before
 a run asks for. There is no peer: the formula is what the rows are to be compared with.
 """
 
@@ -28,7 +28,8 @@ from tandem.data.tokenizing.documents import DocumentFormat
 from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
 from tandem.data.tokenizing.train_tokenizer import train_tokenizer
 from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes, weight_bytes
-from tandem.estimate.peak_bytes import peak_bytes
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
@@ -91,7 +92,7 @@ def peaks_of_run(work: Path, ranks: int, zero: int) -> list[int]:
         process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", str(work / "recipe.yaml"), *overrides], stdout=file, stderr=file)
         found: dict[int, int] = {}
         while process.poll() is None:
-            for pid in _ranks(process.pid):
+            for pid in rank_pids(process.pid):
                 try:
                     found[pid] = max(found.get(pid, 0), peak_memory_of(pid))
                 except ProcessLookupError:
@@ -102,21 +103,24 @@ def peaks_of_run(work: Path, ranks: int, zero: int) -> list[int]:
     return [found[pid] for pid in sorted(found)]
 
 
-def _ranks(pid: int) -> list[int]:
-    """The ranks below the command ``pid``, which its fork server has started."""
-    found = []
+def rank_pids(pid: int, target: bytes = b"rank_process") -> list[int]:
+    """The ranks below the command ``pid``, which its fork server has started, whose command lines have ``target``. A process that a rank
+    starts has the rank's command line at first."""
+    ranks: list[int] = []
     for child in family(pid):
         with contextlib.suppress(OSError):
-            if b"rank_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(child)
-    return found
+            parent = int(Path(f"/proc/{child}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1])
+            if target in Path(f"/proc/{child}/cmdline").read_bytes() and parent not in ranks:
+                ranks.append(child)
+    return ranks
 
 
 def predictions(work: Path, shapes: ModelShapes, ranks: int, zero: int) -> tuple[int, int]:
     """(bytes of the formula, of the prediction) of one rank."""
     trainer = load_config(work / "recipe.yaml").trainer
     formula = cut_by_zero(weight_bytes(shapes, "float32"), optimizer_bytes(shapes), ranks, zero)
-    return formula, peak_bytes(shapes, trainer, TOKENS, ParallelConfig(data=ranks, zero=zero))  # type: ignore[arg-type]
+    parallel = ParallelConfig(data=ranks, zero=zero)  # type: ignore[arg-type]
+    return formula, predict_rank_memory(shapes, layout_of_trainer(trainer, parallel, TOKENS)).total
 
 
 def row(work: Path, shapes: ModelShapes, ranks: int, zero: int) -> str:

@@ -12,6 +12,7 @@ from tandem.report.charts import TRAINED, Curve, defined_curves, first_chart
 from tandem.report.columns import Columns
 from tandem.report.differences import differing
 from tandem.report.hidden import shown_values, without_secrets
+from tandem.report.phases import PhaseFigures, phase_cells
 from tandem.report.run_facts import RunFacts
 from tandem.report.series import Chart
 from tandem.runtime.records.checkpoint_tiers import EVENT_LOADED
@@ -26,7 +27,7 @@ MOST_REPLAYS = 50
 _STEP_SECONDS, _MOVED = "timing_s/step", "memory/moved/"
 _NOTHING: Mapping[str, Any] = {
     "status": ["not known", "quiet"], "headline": "", "alerts": [], "cards": [], "memory": [], "marks": [], "events": [], "commands": [], "recipe": None,
-    "machine": {}, "replays": [], "examples": [], "samples": None, "moves": [], "tiers": [],
+    "machine": {}, "replays": [], "examples": [], "samples": None, "moves": [], "tiers": [], "compared": [],
 }  # fmt: skip
 """Of a run whose journal cannot be read."""
 
@@ -51,6 +52,7 @@ def overview(run: OpenRun) -> dict[str, Any]:
         **shown, "status": list(status(facts)), "headline": facts.headline, "alerts": alert_lines(facts), "marks": marks(facts),
         "commands": list(facts.commands), "events": events(facts), "recipe": _recipe(facts), "machine": machine, "replays": replays(run),
         "examples": _examples(facts), "samples": last_samples, "tiers": tiers(facts),
+        "compared": phase_cells([PhaseFigures(**each) for each in facts.phases]),
     }  # fmt: skip
 
 

@@ -7,17 +7,25 @@ from dataclasses import dataclass
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.gpu_bytes import host_bytes_beside_gpu
-from tandem.estimate.model_bytes import held_outside_layers, kv_bytes_per_token, trained_bytes, weight_bytes
-from tandem.estimate.peak_bytes import KEPT_SHARE, peak_bytes, process_bytes, staging_bytes
+from tandem.estimate.model_bytes import held_outside_layers, kv_bytes_per_token, optimizer_bytes, trained_bytes, weight_bytes
+from tandem.estimate.processes import (
+    CONTROLLER_BYTES,
+    FORK_SERVER_BYTES,
+    FORKED_ENGINE_BYTES,
+    SHARED_BYTES,
+    SHIM_BYTES,
+    forks,
+    rank_process_bytes,
+)
 from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.own_trainer import KEPT_SHARE, staging_bytes
+from tandem.estimate.training.rank_memory import predict_rank_memory
+from tandem.estimate.training_bytes import checkpoint_bytes
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.layout.shapes import ModelShapes
 from tandem.types.dtypes import DTYPE_BYTES
 from tandem.types.kv_cache import KVCacheDtype
-
-PROCESS_BYTES = 260 * 2**20
-"""Resident bytes of a process that has imported torch and done nothing (measured: 230 to 270 MiB, torch 2.13 CPU)."""
 
 VLLM_PROCESS_BYTES = 1950 * 2**20
 """Of a rollout worker on vLLM with one rank: its own process, the API server and the engine (measured: 2,050 MiB with a model of 5 MB and a cache of 90)."""
@@ -27,7 +35,9 @@ VLLM_PROCESS_BYTES = 1950 * 2**20
 class PodMemory:
     """Predicted bytes of each phase: resident bytes summed over the processes of a sidecar, or those of a GPU. ``trainer``: while it trains;
     ``inference``: during the frozen models' passes; ``trainer_idle``: during the rollout; ``rollout``: the engine while it generates; ``engine_idle``:
-    the engine in the other phases; ``segments``: the two shared weight buffers, which the others do not count."""
+    the engine in the other phases; ``segments``: the two shared weight buffers, which the others do not count; ``beside``: of the processes that compute
+    nothing (controller, shims, fork servers), less what the ranks of the trainer share with their server; ``engines_share``: what engines share with theirs;
+    ``engines_begin``: weights of their own that engines have until their first update, where they then compute with the buffers."""
 
     trainer: int
     trainer_idle: int
@@ -35,6 +45,9 @@ class PodMemory:
     segments: int = 0
     inference: int = 0
     engine_idle: int = 0
+    beside: int = 0
+    engines_share: int = 0
+    engines_begin: int = 0
 
     @property
     def largest_phase(self) -> int:
@@ -43,15 +56,19 @@ class PodMemory:
 
     @property
     def rollout_phase(self) -> int:
-        return self.trainer_idle + self.rollout + self.segments
+        return self.trainer_idle + self.rollout + self.segments + self.beside - self.engines_share + self.engines_begin
 
     @property
     def inference_phase(self) -> int:
-        return self.inference + self.engine_idle + self.segments
+        return self.inference + self._beside_trainer
 
     @property
     def train_phase(self) -> int:
-        return self.trainer + self.engine_idle + self.segments
+        return self.trainer + self._beside_trainer
+
+    @property
+    def _beside_trainer(self) -> int:
+        return self.segments + self.beside + (self.engine_idle - self.engines_share if self.engine_idle else 0)
 
 
 def predict(
@@ -59,13 +76,13 @@ def predict(
     kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1, engines: int = 1,
     critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
     teacher: ModelShapes | None = None, reads_base: bool = False, residency: Residency = KEEP, attended: int = 0, pods: int = 1,
-    engine_process_bytes: int = PROCESS_BYTES, ranks: int = 0, shares_weights: bool = False,
+    engine_process_bytes: int = FORKED_ENGINE_BYTES, ranks: int = 0, shares_weights: bool = False,
 ) -> PodMemory:
     """Returns the memory of a run on the CPUs of one machine, which has so many ``ranks`` of the trainer (0: all).
 
     ``tokens``: of the largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the actor, which is frozen or
     ``follows`` it and is saved with it; ``critic``: and of a model of these shapes that is trained and saved with it; ``reward_model``: and of a frozen one
-    of these; ``reads_base``: the actor is the reference too, without its adapter. ``attended``: as in ``saved_bytes``. ``swap_bytes``: an engine's swap
+    of these; ``reads_base``: the actor is the reference too, without its adapter. ``attended``: as in ``TrainingLayout``. ``swap_bytes``: an engine's swap
     space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache. ``engines``: rollout workers, of which each has
     ``kv_cache_tokens``, and each rank ``engine_process_bytes`` besides. ``residency``: what is where when. ``pods``: which of them have two weight buffers
     each. ``shares_weights``: engines compute with those, and have weights of their own, the dummy ones, only until their first update."""
@@ -73,9 +90,9 @@ def predict(
     ranks = ranks or world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
-    engine = engines * (engine_ranks * engine_process_bytes + (1 if shares_weights else 2) * weights + kv_cache_bytes + swap_bytes)
+    engine = engines * (engine_ranks * engine_process_bytes + (0 if shares_weights else 2) * weights + kv_cache_bytes + swap_bytes)
     # The embedding table and the norms of an engine that sleeps.
-    asleep = engines * (PROCESS_BYTES + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
+    asleep = engines * (engine_process_bytes + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
 
     trained = [each for each in (shapes, critic) if each is not None]
     staged = sum(staging_bytes(each, trainer, parallel) for each in trained) + (weights // world if follows and trainer.offload != "nvme" else 0)
@@ -83,14 +100,14 @@ def predict(
     def resting(phase: Phase) -> int:
         """One rank that computes nothing: what it holds, and the staged copy of a checkpoint."""
         stays = sum(held[name] for name in residency.on_device(phase, held) | residency.in_memory(phase, held))
-        return process_bytes(trainer) + int((1 + KEPT_SHARE) * stays) + staged
+        return rank_process_bytes(trainer) + int((1 + KEPT_SHARE) * stays) + staged
 
     there = residency.on_device(Phase.TRAIN, held) | residency.in_memory(Phase.TRAIN, held)
 
     def update(model: ModelShapes, *own: str) -> int:
         """One rank that trains ``model``, whose residents are ``own``, beside all others."""
         beside = sum(held[name] for name in there - set(own)) + staged - staging_bytes(model, trainer, parallel)
-        return peak_bytes(model, trainer, tokens, parallel, attended) + beside
+        return predict_rank_memory(model, layout_of_trainer(trainer, parallel, tokens, attended=attended)).total + beside
 
     training = update(shapes, "actor", "optimizer")
     if critic is not None:
@@ -105,7 +122,22 @@ def predict(
         segments=2 * pods * trained_bytes(shapes, trainer.dtype),
         inference=ranks * (rest + passes) if passes else 0,
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
+        beside=processes_beside(trainer, ranks, pods),
+        engines_share=engines * SHARED_BYTES if engine_process_bytes == FORKED_ENGINE_BYTES else 0,
+        engines_begin=engines * weights if shares_weights else 0,
     )
+
+
+def processes_beside(trainer: TrainerConfig, ranks: int, pods: int = 1) -> int:
+    """Returns the bytes of a run's processes that compute nothing: its controller, and in each pod the shims of both sidecars with their fork servers; less
+    what ``ranks`` of the trainer share with their server."""
+    servers = pods * (1 + forks(trainer))
+    return CONTROLLER_BYTES + 2 * pods * SHIM_BYTES + servers * FORK_SERVER_BYTES - (ranks * SHARED_BYTES if forks(trainer) else 0)
+
+
+def host_bytes_beside_gpu(shapes: ModelShapes, trainer: TrainerConfig) -> int:
+    """Returns the pinned memory of all ranks together: the staged copy of a checkpoint, and moments offloaded to the host."""
+    return checkpoint_bytes(shapes, trainer) + (optimizer_bytes(shapes, trainer.optimizer, trainer.dtype) if trainer.offload == "cpu" else 0)
 
 
 def predict_beside_gpus(
@@ -118,13 +150,15 @@ def predict_beside_gpus(
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     # Pinned memory is kept for the next rollout.
     pinned = sum(held[name] for name in residency.saved(held)) if residency.to == "memory" else 0
-    training = (ranks or parallel.world) * (process_bytes(trainer) + pinned)
+    training = (ranks or parallel.world) * (rank_process_bytes(trainer) + pinned)
     training += sum(host_bytes_beside_gpu(each, trainer) for each in (shapes, critic) if each is not None)
-    engine = engines * (engine_ranks * PROCESS_BYTES + weights + swap_bytes)
+    engine = engines * (engine_ranks * FORKED_ENGINE_BYTES + weights + swap_bytes)
     return PodMemory(
         trainer=training, trainer_idle=training, rollout=engine, segments=2 * trained_bytes(shapes, trainer.dtype),
         inference=training if reference or critic or reward_model else 0,
         engine_idle=0 if residency.rule.engine == "ends" else engine,
+        beside=processes_beside(trainer, ranks or parallel.world),
+        engines_share=engines * SHARED_BYTES,
     )
 
 

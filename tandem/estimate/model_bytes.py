@@ -98,35 +98,3 @@ def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
         found += [(into * hidden, True), (inner * hidden, True)]
         found += [(into, False), (hidden, False)] if shapes.mlp_bias else []
     return found
-
-
-def activation_bytes_per_token(shapes: ModelShapes, recompute: str = "none") -> int:
-    """Bytes that the trainer's forward saves for one token's backward, in fp32.
-
-    Per layer: the residual stream twice, the two normed inputs, the projection q|k|v before and after rotation, the
-    attention's output and log-sum-exp, gate|up and their product. In a mixture of experts every one of a token's
-    experts has its own input, gate|up, product and output, beside the router's probabilities. Once: the final residual
-    and its norm. ``recompute`` (see ``trainer.recompute``): ``selective`` has no normed inputs, no rotated projection and no product;
-    ``full`` has two inputs of every layer, and all of one layer while its backward runs.
-    """
-    hidden, layers = shapes.hidden_size, _layer_activations(shapes, is_whole=recompute != "selective")
-    return 4 * (2 * hidden + (2 * hidden * len(layers) + max(layers) if recompute == "full" else sum(layers)))
-
-
-def largest_layer_activation_bytes_per_token(shapes: ModelShapes) -> int:
-    """Those of one layer, of that which has most."""
-    return 4 * max(_layer_activations(shapes, is_whole=True))
-
-
-def _layer_activations(shapes: ModelShapes, *, is_whole: bool) -> list[int]:
-    """Numbers a token by layer; ``is_whole``: nothing is computed again."""
-    hidden, heads, layers = shapes.hidden_size, shapes.num_attention_heads, []
-    for layer in range(shapes.num_hidden_layers):
-        numbers = (4 if is_whole else 2) * hidden + (2 if is_whole else 1) * shapes.qkv_size + shapes.query_size + heads
-        experts, kept = shapes.experts_of(layer), 3 if is_whole else 2
-        if experts is None:
-            numbers += (kept if shapes.gated_mlp else kept - 1) * shapes.intermediate_size
-        else:
-            numbers += experts.num_experts_per_tok * (2 * hidden + kept * experts.intermediate_size) + 2 * experts.num_experts
-        layers.append(numbers)
-    return layers

@@ -3,7 +3,6 @@
 from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.gpu_bytes import PIECE_BYTES, PIECES_ON_GPU, gpu_training_bytes
 from tandem.estimate.memory import PodMemory
 from tandem.estimate.model_bytes import (
     DTYPE_BYTES,
@@ -11,9 +10,11 @@ from tandem.estimate.model_bytes import (
     held_outside_layers,
     held_parameters,
     kv_bytes_per_token,
-    largest_layer_activation_bytes_per_token,
 )
 from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.own_trainer import PIECES_BYTES, largest_layer_bytes_per_token
+from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.layout.shapes import ModelShapes
 
@@ -35,12 +36,12 @@ def predict_gpu(
 
     ``tokens``: of the trainer's largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the
     actor, which is frozen or ``follows`` it; ``critic``: and of a model of these shapes that is trained with it; ``reward_model``: and of a frozen
-    one of these. ``attended``: as in ``saved_bytes``. ``precision``: what the engine multiplies in. ``residency``: what is where when."""
+    one of these. ``attended``: as in ``TrainingLayout``. ``precision``: what the engine multiplies in. ``residency``: what is where when."""
     is_away = trainer.offload != "none"
     held = resident_bytes(
         shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, moments=not is_away, follows=follows, teacher=teacher
     )
-    pieces = PIECES_ON_GPU * PIECE_BYTES if is_away else 0
+    pieces = PIECES_BYTES if is_away else 0
 
     def on_device(phase: Phase) -> int:
         return sum(held[name] for name in residency.on_device(phase, held)) + pieces
@@ -53,7 +54,8 @@ def predict_gpu(
     there = residency.on_device(Phase.TRAIN, held)
 
     def update(trained: ModelShapes, *own: str) -> int:
-        return gpu_training_bytes(trained, trainer, tokens, parallel, attended) + sum(held[name] for name in there - set(own))
+        layout = layout_of_trainer(trainer, parallel, tokens, attended=attended, on_cpu=False)
+        return predict_rank_memory(trained, layout).allocated + sum(held[name] for name in there - set(own))
 
     training = update(shapes, "actor", "optimizer")
     if critic is not None:
@@ -98,4 +100,4 @@ def cache_tokens_beside(weights: int, token_bytes: float, shapes: ModelShapes, e
 
 def engine_working_bytes(shapes: ModelShapes, engine: EngineArgs) -> int:
     """Returns the bytes of the activations of a step with all its tokens, and of the logits, on all ranks together."""
-    return engine.max_num_batched_tokens * largest_layer_activation_bytes_per_token(shapes) + LOGITS_COPIES * 4 * engine.max_num_seqs * shapes.vocab_size
+    return engine.max_num_batched_tokens * largest_layer_bytes_per_token(shapes) + LOGITS_COPIES * 4 * engine.max_num_seqs * shapes.vocab_size

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.gpu_bytes import frozen_bytes
-from tandem.estimate.model_bytes import cut_by_zero, largest_layer_activation_bytes_per_token, weight_bytes
+from tandem.estimate.model_bytes import cut_by_zero, weight_bytes
+from tandem.estimate.training.own_trainer import largest_layer_bytes_per_token
 from tandem.estimate.training_bytes import gathered_bytes_per_token, head_bytes, state_bytes, token_sharing
 from tandem.layout.shapes import ModelShapes
 
@@ -36,6 +36,12 @@ def resident_bytes(
     return held | ({"updated_reference" if follows else "reference": frozen_bytes(teacher or shapes, trainer, parallel)} if reference else {})
 
 
+def frozen_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig) -> int:
+    """Returns the bytes of one rank's part of a frozen copy of the weights, such as the reference model."""
+    replicas = parallel.data * parallel.context if parallel.zero == 3 else 1
+    return weight_bytes(shapes, trainer.dtype) // (parallel.tensor * parallel.pipeline * replicas)
+
+
 def gradient_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig) -> int:
     """Returns the bytes of one rank's gradients between a backward pass and the next rollout."""
     if trainer.offload_parameters == "nvme":
@@ -45,8 +51,8 @@ def gradient_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: Parall
 
 
 def forward_bytes(shapes: ModelShapes, tokens: int, parallel: ParallelConfig, attended: int = 0) -> int:
-    """Returns the bytes of a forward pass of ``tokens`` on one rank that saves nothing for a backward pass. ``attended``: as in ``saved_bytes``."""
-    layer = LIVE_LAYERS * tokens * largest_layer_activation_bytes_per_token(shapes) // token_sharing(parallel)
+    """Returns the bytes of a forward pass of ``tokens`` on one rank that saves nothing for a backward pass. ``attended``: as in ``TrainingLayout``."""
+    layer = LIVE_LAYERS * tokens * largest_layer_bytes_per_token(shapes) // token_sharing(parallel)
     return layer + attended * gathered_bytes_per_token(shapes) // parallel.tensor + head_bytes(shapes, tokens, parallel)
 
 

@@ -24,9 +24,11 @@ class RLModels:
 
 
 class RLWork(NamedTuple):
-    """The work of one step's ``generation`` and ``training``, of an ``evaluation``, of the ``final_evaluation``, and of one step of section ``sft``."""
+    """The work of one step's ``generation``, of ``inference`` (the passes of other models than those that are trained, and of the critic for its values) and
+    of ``training``, of an ``evaluation``, of the ``final_evaluation``, and of one step of section ``sft``."""
 
     generation: tuple[Work, ...]
+    inference: tuple[Work, ...]
     training: tuple[Work, ...]
     evaluation: tuple[Work, ...]
     final_evaluation: tuple[Work, ...]
@@ -70,31 +72,36 @@ def rl_work(recipe: Recipe, models: RLModels, prompt_tokens: float, completion_t
             models.actor, trainer.dtype, prompts, prompt_tokens, samples, completion_tokens, engine.max_num_seqs, engine.max_num_batched_tokens
         )
 
-    def passes(shapes: ModelShapes, prompts: int, count: float, updates: int = 0, shared: bool = trainer.share_prompts) -> Work:
-        """``count`` passes over the groups of ``prompts``, a forward and a backward pass being three."""
+    def passes(
+        shapes: ModelShapes, prompts: int, count: float, updates: int = 0, shared: bool = trainer.share_prompts, backward: float = 0
+    ) -> Work:
+        """``count`` passes over the groups of ``prompts``, a forward and a backward pass being three, of which ``backward`` are such pairs."""
         each = packed_group(prompt_tokens, completion_tokens, group, shared)
-        return training_work(shapes, trainer.dtype, prompts * each.tokens, each.context, trainer.micro_batch_tokens, count, updates)
+        return training_work(shapes, trainer.dtype, prompts * each.tokens, each.context, trainer.micro_batch_tokens, count, updates, backward)
 
     trained, updates = algorithm.epochs * forward_and_backward(trainer), algorithm.epochs * algorithm.minibatches
     inferred = (algorithm.old_logprobs == "recompute") + recipe.has_shared_critic
-    training = [passes(models.actor, rollout.prompts_per_step, trained + inferred, updates)]
+    inference = list[Work]()
+    training = [passes(models.actor, rollout.prompts_per_step, trained + inferred, updates, backward=algorithm.epochs)]
     if algorithm.needs_reference:
-        training.append(passes(models.teacher or models.actor, rollout.prompts_per_step, 1))
+        inference.append(passes(models.teacher or models.actor, rollout.prompts_per_step, 1))
         if recipe.has_rounds and "reference" in recipe.rewards.needs:
-            training.append(passes(models.teacher or models.actor, drawn, 1))
+            inference.append(passes(models.teacher or models.actor, drawn, 1))
     if models.critic is not None:
-        training.append(passes(models.critic, rollout.prompts_per_step, trained + 1, updates))
+        inference.append(passes(models.critic, rollout.prompts_per_step, 1))
+        training.append(passes(models.critic, rollout.prompts_per_step, trained, updates, backward=algorithm.epochs))
     if models.reward_model is not None:
-        training.append(passes(models.reward_model, drawn, 1, shared=False))
+        inference.append(passes(models.reward_model, drawn, 1, shared=False))
     sft = recipe.sft
     return RLWork(
         (generation(algorithm.prompts_per_round(rollout.prompts_per_step), group),) * algorithm.rounds,
+        tuple(inference),
         tuple(training),
         (generation(evaluation.prompts, 1),),
         (generation(evaluation.final_prompts, 1),),
         () if sft is None else (
             training_work(
-                models.actor, trainer.dtype, sft.batch_size * length, length, trainer.micro_batch_tokens, forward_and_backward(trainer), 1
+                models.actor, trainer.dtype, sft.batch_size * length, length, trainer.micro_batch_tokens, forward_and_backward(trainer), 1, 1
             ),
         ),
     )  # fmt: skip

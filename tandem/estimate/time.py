@@ -10,26 +10,34 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem.estimate.model_bytes import DTYPE_BYTES, kv_bytes_per_token
+from tandem.estimate.training.memory_bound import layer_bytes
 from tandem.layout.shapes import ModelShapes, parameter_count
+
+ELEMENT_BYTES = 2
+"""Of the elements that ``memory_bound.layer_bytes`` counts."""
 
 
 class Product(NamedTuple):
-    """A product of ``rows`` tokens with a matrix of ``outputs`` x ``inputs``."""
+    """A product of ``rows`` tokens with a matrix of ``outputs`` x ``inputs``. ``trains``: with both products of its backward pass."""
 
     rows: int
     outputs: int
     inputs: int
+    trains: bool = False
 
     @property
     def flops(self) -> int:
-        return 2 * self.rows * self.outputs * self.inputs
+        return (6 if self.trains else 2) * self.rows * self.outputs * self.inputs
 
 
 class Speed(NamedTuple):
-    """What a machine was measured to do: seconds of each product, and bytes per second that are read and written."""
+    """What a machine was measured to do: seconds of each product, and bytes per second that are read and written. ``cpu``: CPU-seconds of each product, of
+    all threads together, and ``bytes_per_cpu_s``; empty where they were not measured."""
 
     seconds: Mapping[Product, float]
     bytes_per_s: float
+    cpu: Mapping[Product, float] = {}
+    bytes_per_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +50,16 @@ class Work:
 
     def seconds(self, speed: Speed) -> float:
         """Returns the time on a machine of ``speed``, whose attention has the speed of its products."""
-        products = sum(times * speed.seconds[product] for product, times in self.products.items())
+        return self._computed(speed.seconds) + self.moved_bytes / speed.bytes_per_s
+
+    def cpu_seconds(self, speed: Speed) -> float:
+        """Returns the CPU-seconds of all threads together, which other programs of the machine change less than those of the clock."""
+        return self._computed(speed.cpu) + self.moved_bytes / speed.bytes_per_cpu_s
+
+    def _computed(self, each: Mapping[Product, float]) -> float:
+        products = sum(times * each[product] for product, times in self.products.items())
         flops = sum(times * product.flops for product, times in self.products.items())
-        attention = self.attention_flops * products / flops if flops else 0.0
-        return products + attention + self.moved_bytes / speed.bytes_per_s
+        return products + (self.attention_flops * products / flops if flops else 0.0)
 
 
 def generation_work(
@@ -65,22 +79,38 @@ def generation_work(
 
 
 def training_work(
-    shapes: ModelShapes, dtype: str, tokens: float, sequence_tokens: float, micro_batch_tokens: int, passes: float, updates: int
+    shapes: ModelShapes, dtype: str, tokens: float, sequence_tokens: float, micro_batch_tokens: int, passes: float, updates: int, backward: float = 0.0
 ) -> Work:
-    """Returns the work of ``passes`` passes over ``tokens`` tokens in sequences of ``sequence_tokens``, a forward and a backward pass being three, and of
-    ``updates`` steps of AdamW: weights, gradients and two moments are read, all but the gradients written."""
+    """Returns the work of ``passes`` passes over ``tokens`` tokens in sequences of ``sequence_tokens``, a forward and a backward pass being three, of which
+    ``backward`` are such pairs, and of ``updates`` steps of AdamW: weights, gradients and two moments are read, all but the gradients written."""
     rows = max(1, min(micro_batch_tokens, round(tokens)))
-    moved = updates * 7 * DTYPE_BYTES[dtype] * parameter_count(shapes)
-    products = _forward(shapes, rows, passes * tokens / rows, with_head=shapes.language_head)
+    moved = float(updates * 7 * DTYPE_BYTES[dtype] * parameter_count(shapes))
+    moved += passes * tokens * _elementwise_bytes(shapes, DTYPE_BYTES[dtype])
+    products = _forward(shapes, rows, backward * tokens / rows, with_head=shapes.language_head, trains=True) if backward else {}
+    if (forward := passes - 3 * backward) > 0:
+        for product, times in _forward(shapes, rows, forward * tokens / rows, with_head=shapes.language_head).items():
+            products[product] = products.get(product, 0.0) + times
     return Work(products, passes * _attention_flops(shapes, tokens, sequence_tokens), moved)
 
 
-def _forward(shapes: ModelShapes, rows: int, times: float, with_head: bool) -> dict[Product, float]:
-    """Returns the products of a forward pass of ``rows`` tokens, ``times`` over; a token of a mixture of experts visits its own."""
+def _elementwise_bytes(shapes: ModelShapes, each: int) -> float:
+    """Returns the bytes that kernels between the products move for a token in one of three passes: norms, residuals, rotary embedding, activations."""
+    total = 0.0
+    for layer in range(shapes.num_hidden_layers):
+        experts = shapes.experts_of(layer)
+        inner = shapes.intermediate_size if experts is None else experts.num_experts_per_tok * experts.intermediate_size
+        rotated = shapes.query_size + shapes.key_value_size
+        total += sum(layer_bytes(1, 1, shapes.hidden_size, rotated, inner, shapes.gated_mlp or experts is not None, True))
+    return total * each / ELEMENT_BYTES / 3
+
+
+def _forward(shapes: ModelShapes, rows: int, times: float, with_head: bool, trains: bool = False) -> dict[Product, float]:
+    """Returns the products of a forward pass of ``rows`` tokens, ``times`` over, with their backward pass if it ``trains``; a token of a mixture of experts
+    visits its own."""
     hidden, products = shapes.hidden_size, dict[Product, float]()
 
-    def add(rows: int, outputs: int, inputs: int, count: float) -> None:
-        product = Product(rows, outputs, inputs)
+    def add(rows: int, outputs: int, inputs: int, count: float, is_head: bool = False) -> None:
+        product = Product(rows, outputs, inputs, trains and not is_head)
         products[product] = products.get(product, 0.0) + count * times
 
     for layer in range(shapes.num_hidden_layers):
@@ -93,7 +123,8 @@ def _forward(shapes: ModelShapes, rows: int, times: float, with_head: bool) -> d
         add(each, (shapes.mlp_matrices - 1) * inner, hidden, visited)
         add(each, hidden, inner, visited)
     if with_head:
-        add(rows, shapes.vocab_size, hidden, 1)
+        # A kernel of its own has the head's three products, a chunk of the vocabulary at a time.
+        add(rows, shapes.vocab_size, hidden, 3 if trains else 1, is_head=True)
     return products
 
 

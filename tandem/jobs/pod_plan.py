@@ -2,15 +2,32 @@
 
 from pathlib import Path
 
-from tandem.config.recipe import Recipe
+from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.jobs.checks.smallest_change import smallest_change
 from tandem.jobs.rl_models import rl_models
 from tandem.layout.shapes import ModelShapes, adapted_shapes
-from tandem.pod.residents.plan import PodPlan, plan
+from tandem.pod.residents.plan import FIX, PodPlan, plan
+from tandem.types import RunError
 from tandem.weight_transfer.sharing import can_share
 
 
 def plan_of(recipe: Recipe, shapes: ModelShapes, context_tokens: int) -> PodPlan:
-    """Returns the plan for a model of ``shapes``. Raises ``RunError`` where the pod does not fit."""
+    """Returns the plan for a model of ``shapes``. Raises ``RunError`` with the smallest change that would fit where the pod does not."""
+    try:
+        return _plan(recipe, shapes, context_tokens)
+    except RunError as error:
+        refused = error
+
+    def fits(changed: AnyRecipe) -> bool:
+        assert isinstance(changed, Recipe)
+        _plan(changed, shapes, context_tokens)
+        return True
+
+    change = smallest_change(recipe, fits)
+    raise RunError(f"{str(refused).removesuffix(FIX)}{change}") if change else refused
+
+
+def _plan(recipe: Recipe, shapes: ModelShapes, context_tokens: int) -> PodPlan:
     models = rl_models(recipe, shapes)
     return plan(
         recipe.residents, recipe.rollout, recipe.algorithm, recipe.trainer, recipe.parallel, recipe.machine,

@@ -8,9 +8,11 @@ from typing import Any
 
 from tandem.dashboard.report import write_report
 from tandem.jobs.metrics_table import MetricsTable
-from tandem.report.run_facts import REPORT, RESULT_KEY
+from tandem.report.phases import PhaseFigures, phase_figures, phase_lines, to_json
+from tandem.report.run_facts import PHASES_KEY, PREDICTION_KEY, REPORT, RESULT_KEY, predicted_memory
 from tandem.runtime.records.elastic import describe_fewer_ranks, fewer_ranks
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.metrics import read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class RunResult:
         model: the trained model's folder.
         commands: shell commands to try the model.
         reached: whether the target is reached (``None``: the job has no target).
+        phases: predicted beside measured seconds and bytes of each phase of a step.
         note: the last line of the summary, about how the run differs from its recipe (empty: it does not).
     """
 
@@ -44,6 +47,7 @@ class RunResult:
     commands: tuple[str, ...]
     reached: bool | None = None
     note: str = ""
+    phases: tuple[PhaseFigures, ...] = ()
 
     @property
     def metrics(self) -> MetricsTable:
@@ -55,7 +59,7 @@ class RunResult:
 
     def summary(self) -> str:
         """Returns the text that is printed at the end of the run."""
-        lines = [self._headline(), f"report: {self.report}", "try the model:", *(f"  {command}" for command in self.commands)]
+        lines = [self._headline(), *phase_lines(self.phases), f"report: {self.report}", "try the model:", *(f"  {command}" for command in self.commands)]
         lines += [self.note] if self.note else []
         return "\n".join(lines)
 
@@ -67,7 +71,8 @@ class RunResult:
     def from_json(cls, data: Mapping[str, Any]) -> "RunResult":
         paths = {name: Path(data[name]) for name in ("directory", "model", "report")}
         figures = {name: Figure(**figure) for name, figure in data["figures"].items()}
-        return cls(**{**data, **paths, "figures": figures, "commands": tuple(data["commands"])})
+        phases = tuple(PhaseFigures(**each) for each in data.get("phases", ()))
+        return cls(**{**data, **paths, "figures": figures, "commands": tuple(data["commands"]), "phases": phases})
 
     def _headline(self) -> str:
         loss = self.figures.get("loss")
@@ -93,7 +98,10 @@ def finish_run(
 ) -> RunResult:
     """Journals the result, writes the report and returns the result."""
     note = describe_fewer_ranks(fewer_ranks(journal.events()))
-    result = RunResult(directory, steps, figures, model, directory / REPORT, tuple(commands), reached, note)
+    rows = read_rows(directory / "metrics.jsonl")
+    phases = phase_figures(rows, predicted_memory(journal), journal.get(PREDICTION_KEY) or {})
+    result = RunResult(directory, steps, figures, model, directory / REPORT, tuple(commands), reached, note, tuple(phases))
+    journal.set(PHASES_KEY, to_json(phases))
     journal.set("commands", list(commands))
     journal.set(RESULT_KEY, result.to_json())
     write_report([directory], directory / REPORT)

@@ -18,6 +18,7 @@ from tandem.jobs.corrupt_nodes import cordon_corrupt
 from tandem.jobs.distrust import distrust
 from tandem.jobs.finished import remove_model, target_reached
 from tandem.jobs.pod_plan import plan_of
+from tandem.jobs.prediction import rl_prediction
 from tandem.jobs.registered import Registered
 from tandem.jobs.result import Figure, RunResult, finish_run
 from tandem.jobs.rl import reinforce
@@ -39,7 +40,7 @@ from tandem.jobs.verify.input_files import check_input_files
 from tandem.jobs.verify.start_model import check_start_model
 from tandem.jobs.verify.verify_records import steps_on_disk
 from tandem.layout.placement import mesh_of
-from tandem.layout.shapes import adapted_shapes
+from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
 from tandem.pod.channel import Channel
@@ -53,6 +54,7 @@ from tandem.pod.recovery import clear, recover
 from tandem.pod.rollout_pods import RolloutPods
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import begin_again, nodes_of, open_channels, rank_threads, shared_store
+from tandem.report.run_facts import PREDICTION_KEY
 from tandem.rl.agents.agent_worker import agent_files
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
@@ -175,6 +177,7 @@ def _execute(
             directory=directory, records=records, first_step=step, recipe=recipe, journal=journal, prompts=RoundPrompts(prompts, recipe, journal),
             rewards=rewards, memory=planned.host, trigger=trigger, watchdog=watchdog, uploader=uploader,
         )  # fmt: skip
+        _predict(pod, recipe, shapes, prompts)
         records.begin_rows()
         try:
             steps = reinforce(pod, run)
@@ -196,6 +199,17 @@ def _near_tiers(recipe: Recipe, directory: Path, journal: Journal, rollout: Chan
         recipe.checkpoint.upload, None if joining is None else lambda: open_store(address),
         tuple if joining is None else lambda: [pod.name for pod in joining.all_lives() if pod.channel.is_running], callback.message,
     )  # fmt: skip
+
+
+def _predict(pod: Pod, recipe: Recipe, shapes: ModelShapes, prompts: PromptSource) -> None:
+    """Journals the predicted seconds of the phases of a step, from the speed that the trainer's ranks measure."""
+    first = prompts.for_step(0)
+    tokens = sum(len(prompt.token_ids) for prompt in first) / len(first)
+    try:
+        pod.journal.set(PREDICTION_KEY, rl_prediction(recipe, shapes, pod.residency, tokens, pod.trainer.measure))
+    except SidecarDied as death:
+        # The loop replaces it; a prediction is not worth a restart of its own.
+        pod.records.callback.message(f"{death}; the time of this run is not predicted")
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ from tandem.layout.shapes import ModelShapes
 from tandem.planner.model_input import recipe_shapes
 
 
-def recipe_layout(recipe: AnyRecipe, shapes: ModelShapes) -> TrainingLayout:
-    """Returns the layout of a recipe: a micro-batch is as many of its longest sequences as ``trainer.micro_batch_tokens`` admit."""
+def recipe_layout(recipe: AnyRecipe, shapes: ModelShapes, *, on_cpu: bool = False) -> TrainingLayout:
+    """Returns the layout of a recipe with Tandem's own trainer, on GPUs or ``on_cpu``: a micro-batch is as many of its longest sequences as
+    ``trainer.micro_batch_tokens`` admit."""
     sequence, batch = sequence_tokens(recipe, shapes), batch_sequences(recipe)
     trainer, parallel = recipe.trainer, recipe.parallel
     each = max(1, batch // parallel.data)
@@ -18,8 +19,17 @@ def recipe_layout(recipe: AnyRecipe, shapes: ModelShapes) -> TrainingLayout:
         micro_batch -= 1
     return TrainingLayout(
         parallel, sequence, max(batch // parallel.data, 1) * parallel.data, micro_batch, trainer.multiplies_in, trainer.recompute, trainer.offload,
-        chunked_head=True,
+        chunked_head=True, trainer=trainer, on_cpu=on_cpu, pass_tokens=pass_tokens(recipe, sequence, each),
+        is_forked=isinstance(recipe, Recipe) or parallel.world > 1,
     )  # fmt: skip
+
+
+def pass_tokens(recipe: AnyRecipe, sequence: int, each: int) -> int:
+    """Returns the tokens of the largest micro-batch, of which one sequence longer than ``trainer.micro_batch_tokens`` is one by itself. ``each``: sequences
+    of a data-parallel rank in a step."""
+    if isinstance(recipe, PretrainRecipe):
+        return recipe.most_tokens
+    return min(max(recipe.trainer.micro_batch_tokens, sequence), each * sequence)
 
 
 def sequence_tokens(recipe: AnyRecipe, shapes: ModelShapes) -> int:

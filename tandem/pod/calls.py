@@ -3,7 +3,7 @@
 from typing import Literal
 
 TRAINER_CALLS = (
-    "create_model", "export", "load", "inference", "compare", "train", "offload", "prefetch", "onload", "convert", "register", "save",
+    "create_model", "export", "load", "measure", "inference", "compare", "train", "offload", "prefetch", "onload", "convert", "register", "save",
     "copy_checkpoint", "finish_save",
 )  # fmt: skip
 InferencePart = Literal["all", "rewards", "update"]

@@ -41,6 +41,10 @@ class TrainerSidecar:
         meta = {**asdict(residency), "start": str(start), "step": step, "prefetch": sorted(prefetch), "tiers": dict(tiers), "may_fetch": may_fetch}
         return self.channel.call("load", meta).meta
 
+    def measure(self, products: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """The speed of matrix ``products`` on the ranks (``kernels.measure``)."""
+        return self.channel.call("measure", {"products": [list(each) for each in products]}).meta
+
     def inference(self, step: int, samples: Sequence[Sample], *, part: InferencePart = "all", returns_reference: bool = False) -> dict[str, Any]:
         """The ``part`` for the update: the reference model's log-probabilities of ``samples`` and the critic's values, kept by the worker for ``train``. The
         part of the rewards: returns the ``scores`` of the reward model and with ``returns_reference`` the ``reference_logprobs`` of each sample's tokens."""

@@ -15,6 +15,7 @@ from tandem.config.load import build, read_yaml
 from tandem.config.recipe import Recipe
 from tandem.kernels import select, why_reference
 from tandem.kernels.cpu.kernels import CpuKernels
+from tandem.kernels.measure import measure, reduced_dtype
 from tandem.layout.residents import Phase, Residency
 from tandem.layout.shapes import ModelShapes
 from tandem.model.adopted import packed_layout
@@ -26,6 +27,7 @@ from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.inference import Inferred, infer, reward_scores
 from tandem.pod.policy_step import mismatch_metrics, policy_step
 from tandem.pod.rank_models import RankModels, hold
+from tandem.pod.release import release
 from tandem.runtime.collectives.agreement import check_same_kernels, gather_values
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.store import Guard
@@ -207,6 +209,14 @@ class TrainerWorker:
             "step": opened.checkpoint.step, "tier": tier, "size_bytes": opened.size_bytes, "seconds": seconds, "read_bytes": read_bytes,
             "where": dict(opened.where),
         }  # fmt: skip
+
+    def measure(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Measures the ``products`` of the models on all ranks at once, as they compute them in a step. The reply is what ``kernels.measure`` returns on the
+        first."""
+        dtype = getattr(torch, reduced_dtype(self.recipe.trainer, self.rank.ranks.device.type))
+        speed = measure(self.kernels, meta["products"], dtype, self.rank.ranks.device, quick=True)
+        release(self.rank.ranks.device)
+        return speed._asdict(), {}
 
     def save(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Begins the checkpoint of ``step``, for which those of steps ``in_use`` are not removed; the reply has those that were ``committed``

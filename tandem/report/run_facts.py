@@ -22,6 +22,10 @@ NODE_KEY = "node"
 """The journal's key of the machine that the run's controller is on."""
 RESULT_KEY = "result"
 """The journal's key of the result of a run that has finished."""
+PHASES_KEY = "phases"
+"""The journal's key of a finished run's predicted and measured phases (``report.phases.PhaseFigures``)."""
+PREDICTION_KEY = "prediction"
+"""The journal's key of the predicted seconds by phase, for each of the lengths of completions that it was made for."""
 
 
 PREDICTED = {"train": "trainer", "rollout": "rollout", "wait_rollout": "trainer_idle", "inference": "inference"}
@@ -40,6 +44,7 @@ class RunFacts:
         ended: optimizer steps after which the run has finished, ``None`` while it has not.
         target: the held-out accuracy that the run trains to; ``reached``: whether the finished run reached it.
         tiers: of checkpoints, the nearest first.
+        phases: the fields of ``report.phases.PhaseFigures`` of each phase, once the run has finished.
     """
 
     name: str
@@ -59,6 +64,7 @@ class RunFacts:
     target: float | None = None
     reached: bool | None = None
     tiers: Sequence[TierState] = ()
+    phases: Sequence[Mapping[str, Any]] = ()
 
     @property
     def is_data(self) -> bool:
@@ -71,7 +77,7 @@ def facts_of(directory: Path, journal: Journal, rows: Sequence[Row]) -> RunFacts
     evaluations = [{"step": step, "kind": kind, **result} for step, kind, result in journal.evaluations()]
     recorded = journal.events()
     events = [{"kind": event.kind, "detail": event.detail, "time_s": event.time_s} for event in recorded]
-    memory, commands, result = journal.get("memory", {}), journal.get("commands", []), journal.get(RESULT_KEY) or {}
+    commands, result = journal.get("commands", []), journal.get(RESULT_KEY) or {}
     recipe = _read_recipe(directory)
     sampled = [e for e in evaluations if e["kind"] == "sampled"]
     return RunFacts(
@@ -79,7 +85,8 @@ def facts_of(directory: Path, journal: Journal, rows: Sequence[Row]) -> RunFacts
         rows=rows,
         evaluations=evaluations,
         events=events,
-        predicted_memory={phase: memory[name] for phase, name in PREDICTED.items() if memory.get(name)},
+        predicted_memory=predicted_memory(journal),
+        phases=journal.get(PHASES_KEY) or [],
         examples_before=sampled[0].get("examples", []) if sampled else [],
         examples_after=sampled[-1].get("examples", []) if sampled else [],
         commands=commands,
@@ -93,6 +100,12 @@ def facts_of(directory: Path, journal: Journal, rows: Sequence[Row]) -> RunFacts
         reached=result.get("reached"),
         tiers=read_tiers(journal),
     )
+
+
+def predicted_memory(journal: Journal) -> dict[str, float]:
+    """Returns the predicted bytes of each measured phase."""
+    memory = journal.get("memory", {})
+    return {phase: memory[name] for phase, name in PREDICTED.items() if memory.get(name)}
 
 
 def _read_recipe(directory: Path) -> AnyRecipe | None:

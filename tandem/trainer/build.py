@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.training_bytes import saved_bytes, waiting_passes
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.kernels.api import Kernels
 from tandem.kernels.mixed import in_precision
 from tandem.layout.pipeline_stages import own_spans, spans_of
@@ -68,8 +69,9 @@ def build_replica(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> 
     model.recompute = trainer.recompute
     replica = make_replica(model, trainer, ranks, parallel.zero, pipeline, settings.directory, is_filled=is_filled)
     if trainer.offload_activations == "nvme":
-        expected = saved_bytes(model.shapes, trainer, settings.most_tokens, parallel)
-        passes = waiting_passes(parallel, ranks.groups["pipeline"].rank)
+        stage = ranks.groups["pipeline"].rank
+        passes = parallel.pipeline - stage
+        expected = saved_by_stage(model.shapes, layout_of_trainer(trainer, parallel, settings.most_tokens))[stage] // passes
         ActivationOffload(model, offload_folder(trainer, settings.directory), expected, passes=passes)
     if not is_filled:
         with _named(settings.start):

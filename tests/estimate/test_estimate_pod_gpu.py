@@ -5,10 +5,11 @@ from dataclasses import replace
 from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.gpu_bytes import gpu_training_bytes
 from tandem.estimate.memory import predict_beside_gpus
-from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES
 from tandem.estimate.pod_gpu import cache_tokens_within, engine_weight_bytes, predict_gpu
+from tandem.estimate.processes import FORKED_RANK_BYTES
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.layout.residents import KEEP, Residency
 from tandem.layout.shapes import ModelShapes, parameter_count
 
@@ -35,7 +36,7 @@ def test_engine_holds_packed_matrices_a_packed_head_and_one_plain_layer_during_a
 def test_every_phase_of_a_gpu_worked_by_hand() -> None:
     trainer, context = TrainerConfig(), 1 << 30
     found = plan(trainer)
-    assert found.trainer == gpu_training_bytes(LLAMA, trainer, 50) + 4 * COUNT
+    assert found.trainer == predict_rank_memory(LLAMA, layout_of_trainer(trainer, ParallelConfig(), 50, on_cpu=False)).allocated + 4 * COUNT
     # Weights, two moments and the reference.
     assert found.trainer_idle == 4 * 4 * COUNT
     # Keys and values of 2 heads of 8 in 3 layers; what one layer keeps of a token's forward pass; three copies of 4 rows of logits.
@@ -79,7 +80,7 @@ def test_the_cache_takes_what_the_share_of_the_gpu_leaves() -> None:
 def test_host_memory_beside_gpus_has_processes_copies_and_pinned_state() -> None:
     parallel, weights = ParallelConfig(data=2), 4 * COUNT
     host = predict_beside_gpus(LLAMA, TrainerConfig(), parallel, reference=True)
-    assert host.trainer == host.trainer_idle == 2 * TRAINING_PROCESS_BYTES + 3 * weights, "and a staged checkpoint"
+    assert host.trainer == host.trainer_idle == 2 * FORKED_RANK_BYTES + 3 * weights, "and a staged checkpoint"
     asleep = predict_beside_gpus(LLAMA, TrainerConfig(), parallel, reference=True, residency=Residency("offload", "memory"))
     assert asleep.trainer - host.trainer == 2 * 4 * weights
     assert host.segments == 2 * weights

@@ -5,9 +5,11 @@ from dataclasses import replace
 from tandem.config.lora import LoraConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.memory import PROCESS_BYTES, predict, saved_bytes_on_disk
-from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES, peak_bytes
+from tandem.estimate.memory import predict, saved_bytes_on_disk
+from tandem.estimate.processes import CONTROLLER_BYTES, FORK_SERVER_BYTES, FORKED_ENGINE_BYTES, FORKED_RANK_BYTES, SHARED_BYTES, SHIM_BYTES
 from tandem.estimate.resident_bytes import forward_bytes
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.estimate.training_bytes import head_bytes
 from tandem.layout.residents import PlanName, Residency
 from tandem.layout.shapes import ModelShapes, parameter_count
@@ -16,12 +18,16 @@ LLAMA = ModelShapes("llama", 100, 32, 3, 4, 2, 8, 48, 64, tie_word_embeddings=Fa
 WEIGHTS = 4 * parameter_count(LLAMA)
 
 
+def peak_bytes(shapes: ModelShapes, parallel: ParallelConfig = ParallelConfig()) -> int:  # noqa: B008
+    return predict_rank_memory(shapes, layout_of_trainer(TrainerConfig(), parallel, 50)).total
+
+
 def test_trainer_of_a_pod_takes_what_all_ranks_of_its_mesh_take_together() -> None:
     meshes = ParallelConfig(data=2, zero=1), ParallelConfig(data=2, zero=3), ParallelConfig(data=2, tensor=2), ParallelConfig(pipeline=3)
     for parallel in (ParallelConfig(), *meshes):
         plan = predict(LLAMA, TrainerConfig(), parallel, tokens=50, kv_cache_tokens=0, reference=True)
         frozen = WEIGHTS if parallel.zero == 3 else parallel.data * WEIGHTS
-        difference = plan.trainer - parallel.world * peak_bytes(LLAMA, TrainerConfig(), 50, parallel) - frozen
+        difference = plan.trainer - parallel.world * peak_bytes(LLAMA, parallel) - frozen
         assert 0 >= difference > -parallel.world and plan.segments == 2 * WEIGHTS
 
 
@@ -35,7 +41,7 @@ def test_trainer_without_its_turn_has_weights_moments_reference_and_a_staged_che
     for parallel, held in every:
         for residency, in_memory in ((Residency("keep"), held), (Residency("offload", "disk"), 0), (Residency("terminate", "disk"), 0)):
             plan = predict(LLAMA, TrainerConfig(), parallel, tokens=50, kv_cache_tokens=0, reference=True, residency=residency)
-            wanted = parallel.world * TRAINING_PROCESS_BYTES + 1.1 * in_memory + staged
+            wanted = parallel.world * FORKED_RANK_BYTES + 1.1 * in_memory + staged
             assert abs(plan.trainer_idle - wanted) < 64, (parallel, residency)
 
 
@@ -51,14 +57,17 @@ def test_adapter_is_all_that_has_gradients_moments_and_a_place_in_updates_and_th
         plan = predict(shapes, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=0, reference=False, reads_base=True)
         assert plan.segments == 2 * adapter
         # A staged checkpoint has the adapter and its moments.
-        assert abs(plan.trainer_idle - TRAINING_PROCESS_BYTES - 1.1 * (weights + 3 * adapter) - 3 * adapter) < 64, kind
+        assert abs(plan.trainer_idle - FORKED_RANK_BYTES - 1.1 * (weights + 3 * adapter) - 3 * adapter) < 64, kind
         assert plan.inference - plan.trainer_idle == forward_bytes(shapes, 50, ParallelConfig()), "the reference's pass, of the actor"
 
 
 def test_every_phase_holds_what_its_plan_says() -> None:
     def phases(plan: PlanName) -> tuple[int, int, int, int]:
         found = predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=True, residency=Residency(plan))
-        assert found.largest_phase == max(found.trainer_idle + found.rollout, max(found.trainer, found.inference) + found.engine_idle) + found.segments
+        # A machine has the pages that ranks and engines share with the servers that they are forked from once.
+        beside = CONTROLLER_BYTES + 2 * (SHIM_BYTES + FORK_SERVER_BYTES) - SHARED_BYTES
+        trains = max(found.trainer, found.inference) + found.engine_idle - (SHARED_BYTES if found.engine_idle else 0)
+        assert found.largest_phase == max(found.trainer_idle + found.rollout - SHARED_BYTES, trains) + found.segments + beside
         return found.trainer_idle, found.inference, found.trainer, found.engine_idle
 
     kept, away = phases("keep"), phases("figure")
@@ -70,7 +79,7 @@ def test_every_phase_holds_what_its_plan_says() -> None:
     assert kept[3] == predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=True).rollout and away[3] == 0
     assert phases("terminate") == away and phases("offload")[:3] == away[:3] and phases("sleep")[:3] == kept[:3]
     # A sleeping engine has its process, the embedding, the head and the last norm.
-    assert phases("sleep")[3] == PROCESS_BYTES + 4 * (2 * 100 * 32 + 32)
+    assert phases("sleep")[3] == FORKED_ENGINE_BYTES + 4 * (2 * 100 * 32 + 32)
 
 
 PLANS_OF_TRAINING: tuple[tuple[PlanName, int], ...] = (("keep", WEIGHTS), ("figure", 2 * WEIGHTS), ("terminate", 2 * WEIGHTS))
@@ -118,7 +127,7 @@ def test_a_critic_is_trained_and_staged_beside_the_actor_and_has_no_logits() -> 
     # One that is wider than the actor needs most while it learns itself, beside weights, moments and the staged copy of the actor.
     wide = replace(critic, hidden_size=256)
     found = predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=0, reference=False, critic=wide)
-    assert found.trainer == peak_bytes(wide, TrainerConfig(), 50) + 3 * WEIGHTS + 3 * WEIGHTS
+    assert found.trainer == peak_bytes(wide) + 3 * WEIGHTS + 3 * WEIGHTS
     assert saved_bytes_on_disk(LLAMA, TrainerConfig(), ParallelConfig(), Residency("figure", "disk"), reference=False, critic=critic) == 3 * (WEIGHTS + weights)
 
 
@@ -140,7 +149,7 @@ def test_every_rollout_worker_has_weights_and_a_cache_of_its_own() -> None:
         for engines in (1, 3)
     )
     # Keys and values of 2 heads of 8 floats in 3 layers.
-    assert one.rollout == PROCESS_BYTES + 2 * WEIGHTS + 1000 * 3 * 2 * 2 * 8 * 4 + 7 and three.rollout == 3 * one.rollout
+    assert one.rollout == FORKED_ENGINE_BYTES + 2 * WEIGHTS + 1000 * 3 * 2 * 2 * 8 * 4 + 7 and three.rollout == 3 * one.rollout
     assert (three.trainer, three.segments) == (one.trainer, one.segments)
 
 
@@ -149,9 +158,10 @@ def test_every_pod_of_the_machine_has_two_weight_buffers_of_its_own() -> None:
     assert two.segments == 2 * 2 * WEIGHTS
 
 
-def test_engines_that_compute_with_the_shared_weights_have_one_copy_less_each() -> None:
+def test_engines_that_compute_with_the_shared_weights_have_none_of_their_own_after_the_first_update() -> None:
     plans = [
         predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=True, engines=3, shares_weights=shares)
         for shares in (False, True)
     ]
-    assert plans[0].rollout - plans[1].rollout == 3 * WEIGHTS and plans[0].segments == plans[1].segments
+    assert plans[0].rollout - plans[1].rollout == 6 * WEIGHTS and plans[0].segments == plans[1].segments
+    assert plans[0].rollout_phase - plans[1].rollout_phase == 3 * WEIGHTS, "until then they have one"

@@ -1,4 +1,4 @@
-"""The predicted bytes of optimizer states and checkpoints against measured ones."""
+"""The predicted bytes of Tandem's own trainer: optimizer states, checkpoints and activations against measured ones, the others worked by hand."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +8,12 @@ import torch
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.disk_bytes import offloaded_bytes
 from tandem.estimate.model_bytes import held_by_layer, held_outside_layers, optimizer_bytes, weight_bytes
 from tandem.estimate.resident_bytes import gradient_bytes, resident_bytes
-from tandem.estimate.training_bytes import checkpoint_bytes, offloaded_bytes, saved_bytes, state_bytes, training_bytes, waiting_passes
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import RankMemory, memory_by_stage, predict_rank_memory, saved_by_stage
+from tandem.estimate.training_bytes import checkpoint_bytes, state_bytes
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.decoder import Decoder
@@ -54,17 +57,25 @@ def test_state_and_checkpoint_have_the_predicted_bytes(name: str, optimizer: str
 
 def test_each_choice_is_counted() -> None:
     shapes = MODELS["qwen3"]
-    plain = training_bytes(shapes, TrainerConfig(), 100)
-    assert training_bytes(shapes, TrainerConfig(precision="bf16"), 100) - plain > weight_bytes(shapes, "float32")
+    plain, rounded = (predict_rank_memory(shapes, layout_of_trainer(TrainerConfig(precision=name), ParallelConfig(), 100)) for name in ("fp32", "bf16"))
+    assert rounded.parameters == rounded.master_weights == plain.parameters == weight_bytes(shapes, "float32") and rounded.activations > plain.activations
     assert state_bytes(shapes, TrainerConfig(offload="nvme")) == 16 << 20
     assert optimizer_bytes(shapes, "adamw8bit") < optimizer_bytes(shapes, "muon") < optimizer_bytes(shapes)
+
+
+def states(memory: RankMemory) -> int:
+    return memory.parameters + memory.gradients + memory.optimizer + memory.master_weights
+
+
+def saved(shapes: ModelShapes, tokens: int, parallel: ParallelConfig = ParallelConfig(), trainer: TrainerConfig = TrainerConfig()) -> list[int]:  # noqa: B008
+    return saved_by_stage(shapes, layout_of_trainer(trainer, parallel, tokens))
 
 
 def test_a_rank_holds_its_part_of_what_stays_in_memory() -> None:
     shapes, paged = MODELS["llama"], {"offload": "nvme", "offload_parameters": "nvme"}
 
     def held(parallel: ParallelConfig, **offload: str) -> int:
-        return training_bytes(shapes, TrainerConfig(**offload), 0, parallel)  # type: ignore[arg-type]
+        return states(predict_rank_memory(shapes, layout_of_trainer(TrainerConfig(**offload), parallel, 0)))  # type: ignore[arg-type]
 
     weights = weight_bytes(shapes, "float32")
     # Of weights, gradients and twice as many moments those that a stage does not cut, the parts of the others, or the pager's buffers.
@@ -79,15 +90,22 @@ def test_a_rank_holds_its_part_of_what_stays_in_memory() -> None:
 
 
 def test_activations_are_divided_by_who_shares_the_tokens_and_the_layers() -> None:
-    shapes, config = MODELS["qwen3"], TrainerConfig()
-    whole = saved_bytes(shapes, config, 1000)
-    assert saved_bytes(shapes, config, 1000, ParallelConfig(context=2, tensor=2)) == whole // 4
-    assert saved_bytes(shapes, config, 1000, ParallelConfig(tensor=2, sequence_parallel=False)) == whole
-    stages = ParallelConfig(pipeline=4)
-    assert saved_bytes(shapes, config, 1000, stages) == whole // 4 and [waiting_passes(stages, stage) for stage in range(4)] == [4, 3, 2, 1]
+    shapes = replace(MODELS["qwen3"], num_hidden_layers=4)
+    (whole,) = saved(shapes, 1000)
+    assert saved(shapes, 1000, ParallelConfig(context=2, tensor=2)) == [whole // 4]
+    # The residual stream and what norms return are whole on every rank: four layers of 4 h, and the last norm's input and output.
+    undivided = 1000 * 4 * (4 * 4 * 64 + 2 * 64)
+    assert saved(shapes, 1000, ParallelConfig(tensor=2, sequence_parallel=False)) == [undivided + (whole - undivided) // 2]
+    stages, ends = ParallelConfig(pipeline=4, pipeline_layers=(1, 1, 1, 1)), 1000 * 4 * 2 * 64
+    layer = (whole - ends) // 4
+    assert saved(shapes, 1000, stages) == [4 * layer, 3 * layer, 2 * layer, layer + ends]
+    memory = memory_by_stage(shapes, layout_of_trainer(TrainerConfig(), stages, 1000))
+    assert [each.pipeline_stash for each in memory] == [3 * layer, 2 * layer, layer, 0]
+    every = memory_by_stage(shapes, layout_of_trainer(TrainerConfig(), replace(stages, schedule="gpipe"), 1000, micro_batches=9))
+    assert [each.pipeline_stash for each in every] == [8 * layer, 8 * layer, 8 * layer, 8 * (layer + ends)], "gpipe runs all forward passes first"
     away = TrainerConfig(offload_activations="nvme")
     assert offloaded_bytes(shapes, away, 1000) == whole
-    assert offloaded_bytes(shapes, away, 1000, stages) == (4 + 3 + 2 + 1) * whole // 4
+    assert offloaded_bytes(shapes, away, 1000, stages) == (4 + 3 + 2 + 1) * layer + ends
     assert offloaded_bytes(shapes, away, 1000, ParallelConfig(data=3)) == 3 * whole
 
 
@@ -128,5 +146,6 @@ def test_a_forward_pass_keeps_the_predicted_bytes_with_a_copy_of_the_prompt_for_
         hidden = model(rows.tokens, rows.positions, rows.context)
     attended = group * (prompt + completion)
     assert len(rows.tokens) == (prompt + group * completion if share_prompts else attended) == len(hidden)
-    predicted = saved_bytes(shapes, TrainerConfig(), len(rows.tokens), attended=attended if share_prompts else 0)
+    layout = layout_of_trainer(TrainerConfig(), ParallelConfig(), len(rows.tokens), attended=attended if share_prompts else 0)
+    (predicted,) = saved_by_stage(shapes, layout)
     assert sum(kept.values()) == pytest.approx(predicted, rel=0.1)

@@ -13,7 +13,7 @@ from tandem.cli.main import main
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
 from tandem.estimate.model_bytes import weight_bytes
-from tandem.estimate.peak_bytes import TRAINING_PROCESS_BYTES
+from tandem.estimate.processes import TRAINING_PROCESS_BYTES
 from tandem.jobs.checks.check_data import check_data_run
 from tandem.jobs.start import resume
 from tandem.model.huggingface.model_config import read_shapes
@@ -80,10 +80,10 @@ def test_dry_run_counts_what_is_offloaded_and_a_machine_that_is_too_small_is_ref
     (tmp_path / "away").mkdir()
     with pytest.raises(RunError, match=r"make room, or name another 'trainer\.offload_folder'"):
         lines(*large, *PAGED, away)
-    with pytest.raises(RunError, match=r"trainer\.offload_parameters and trainer\.offload_activations to nvme") as caught:
+    with pytest.raises(RunError, match=r"; set trainer\.offload and trainer\.offload_parameters to nvme, or give it more memory") as caught:
         lines(*large, "machine.memory_gib=0.7")
     assert len(str(caught.value).splitlines()) == 1
-    lines(*large, *PAGED, "machine.memory_gib=0.7")
+    lines(*large, "trainer.offload=nvme", "trainer.offload_parameters=nvme", "machine.memory_gib=0.7")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from test_jobs_ranks import (  # noqa: F401 - fixtures too
 
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config
-from tandem.estimate.peak_bytes import peak_bytes
-from tandem.estimate.training_bytes import training_bytes
+from tandem.estimate.training.layout import TrainingLayout, layout_of_trainer
+from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.jobs.checks.check_data import check_data_run
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
@@ -101,8 +101,12 @@ def resident(
     loaded = load_config(folder / "recipe.yaml", overrides)
     assert isinstance(loaded, PretrainRecipe)
     measured = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["memory/train/measured"]
-    training = read_shapes(start), loaded.trainer, loaded.most_tokens, loaded.parallel
-    return int(measured), training_bytes(*training), peak_bytes(*training)
+    predicted = predict_rank_memory(read_shapes(start), layout_of(loaded))
+    return int(measured), predicted.allocated - predicted.staged, predicted.total
+
+
+def layout_of(recipe: PretrainRecipe) -> TrainingLayout:
+    return layout_of_trainer(recipe.trainer, recipe.parallel, recipe.most_tokens)
 
 
 @pytest.mark.full
@@ -121,7 +125,7 @@ def test_resident_size_of_a_rank_is_smaller_by_what_is_predicted(data: Path, tmp
     # With room for what is needed but not for freed memory, freed memory is returned.
     recipe = load_config(tmp_path / "recipe.yaml", mesh)
     assert isinstance(recipe, PretrainRecipe)
-    predicted = peak_bytes(read_shapes(tmp_path / "start"), recipe.trainer, recipe.most_tokens, recipe.parallel)
+    predicted = predict_rank_memory(read_shapes(tmp_path / "start"), layout_of(recipe)).total
     small, _, _ = resident(tmp_path / "small", data, tmp_path / "start", mesh, memory_gib=1.1 * 2 * predicted / 2**30)
     assert small < plain < predicted, (small, plain, predicted)
 

@@ -10,9 +10,9 @@ from tandem.types import UserError
 
 
 def test_products_are_measured_and_large_ones_in_proportion() -> None:
-    products = [Product(4, 8, 16), Product(MOST_ROWS * 1000, 8, 16)]
+    products = [Product(4, 8, 16), Product(MOST_ROWS * 1000, 8, 16), Product(64, 64, 64, trains=True)]
     speed = measure(products, "float32", "cpu", MachineConfig(threads=1))
-    assert list(speed.seconds) == products and min(speed.seconds.values()) > 0 and speed.bytes_per_s > 0
+    assert list(speed.seconds) == list(speed.cpu) == products and min(speed.seconds.values()) > 0 and speed.bytes_per_s > 0
 
 
 def test_a_dtype_that_torch_does_not_have_is_named() -> None:

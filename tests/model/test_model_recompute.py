@@ -6,7 +6,10 @@ import gc
 import pytest
 import torch
 
-from tandem.estimate.model_bytes import activation_bytes_per_token
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
 from tandem.layout.shapes import ExpertShapes, ModelShapes
@@ -102,8 +105,5 @@ def test_the_prediction_of_what_is_kept(recompute) -> None:
     except UserError as error:
         pytest.skip(str(error))
     initialise(model, 0, 0.2)
-    kept, predicted = kept_bytes(model, recompute, tokens), tokens * activation_bytes_per_token(shapes, recompute)
-    if recompute == "full":
-        # The prediction includes the layer whose backward pass runs.
-        predicted -= tokens * (activation_bytes_per_token(shapes) - 4 * 2 * 128) // 6
-    assert kept == pytest.approx(predicted, rel=0.15)
+    (predicted,) = saved_by_stage(shapes, layout_of_trainer(TrainerConfig(recompute=recompute), ParallelConfig(), tokens))
+    assert kept_bytes(model, recompute, tokens) == pytest.approx(predicted, rel=0.15)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.training_bytes import saved_bytes
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.model.attention import PackedContext
@@ -117,7 +119,7 @@ def test_activations_in_a_file_give_the_same_gradients(kernels, shapes, recomput
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(paged.parameters(), plain.parameters(), strict=True))
     if kernels.name == "cpu" and recompute == "none":
         # Except for integers of routing and bounds.
-        predicted = saved_bytes(shapes, TrainerConfig(), sum(LENGTHS[-1]))
+        (predicted,) = saved_by_stage(shapes, layout_of_trainer(TrainerConfig(), ParallelConfig(), sum(LENGTHS[-1])))
         assert predicted * 0.8 < pages.written_bytes < 1.2 * predicted
     assert list(tmp_path.iterdir()) == []
 
@@ -159,7 +161,9 @@ from pathlib import Path
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.shapes import ModelShapes
-from tandem.estimate.training_bytes import saved_bytes, training_bytes
+from tandem.config.parallel import ParallelConfig
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import predict_rank_memory, saved_by_stage
 from tandem.model.attention import PackedContext
 from tandem.model.decoder import Decoder
 from tandem.runtime.machine.heap import freed_memory_kept
@@ -174,10 +178,10 @@ def resident():
 
 def train(layers, hidden, tokens, config):
     shapes = ModelShapes("qwen3", 64, hidden, layers, 8, 4, 64, 3 * hidden, 4096, True, qk_norm=True)
-    model = Decoder(shapes, select("auto"))
+    model, layout = Decoder(shapes, select("auto")), layout_of_trainer(config, ParallelConfig(), tokens)
     optimizer = make_optimizer(model, config, Path(sys.argv[1]), is_filled=config.offload_parameters == "none")
     if config.offload_activations == "nvme":
-        ActivationOffload(model, Path(sys.argv[1]), saved_bytes(shapes, config, tokens))
+        ActivationOffload(model, Path(sys.argv[1]), sum(saved_by_stage(shapes, layout)))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if config.offload_parameters == "nvme":
@@ -192,7 +196,8 @@ def train(layers, hidden, tokens, config):
         del hidden
         optimizer.clip()
         optimizer.step(1e-3)
-    return training_bytes(shapes, config, tokens)
+    predicted = predict_rank_memory(shapes, layout)
+    return predicted.allocated - predicted.staged - predicted.fragmentation
 
 with freed_memory_kept():
     train(1, 32, 8, TrainerConfig())  # the first step of a process loads modules and libraries too

@@ -11,7 +11,7 @@ from torch import nn
 
 from tandem.backends.deepspeed.network import LayerModule, Network
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.peak_bytes import DEEPSPEED_BUCKET
+from tandem.estimate.training.own_trainer import DEEPSPEED_BUCKET
 from tandem.trainer.optimizers.adamw import names_to_decay
 from tandem.trainer.rank_process import Rank
 

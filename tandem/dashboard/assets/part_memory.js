@@ -28,13 +28,20 @@ function moved(moves) {
   return section("Moves of residents", table("Moves of residents", [["Resident"], ["Move"], ["Steps", "number"], ["In all", "number"], ["Time in all", "number"]], rows, ""));
 }
 
+/** Returns what was predicted of each phase of a step beside what was measured, once the run has ended. */
+function compared([header, ...rows]) {
+  if (!rows.length) return make("div", {});
+  const columns = header.map((name, place) => (place ? [name, "number"] : [name]));
+  return section("Predicted and measured", table("Predicted and measured", columns, rows, ""));
+}
+
 export function memoryPart({ page, name, run, place, signal }) {
   const board = new Board([name], page, signal);
   const chart = (title, unit, series) => ({ title, unit, floor: 0, ceiling: null, series: series.map(([key, label]) => ({ key, name: label })), points: [], lines: [] });
   const phases = run.memory.map((each) => chart(each.phase.replaceAll("_", " "), "bytes", [[`memory/${each.phase}/measured`, "measured"], [`memory/${each.phase}/predicted`, "predicted"]]));
   const memory = make("div", {});
   const columns = [["Phase"], ["Predicted", "number"], ["Measured, most", "number"], ["Measured / predicted", "number"], ["Predicted above measured", "wide"]];
-  const draw = (now) => memory.replaceChildren(table("Memory of each phase", columns, bars(now.memory), "Nothing was measured yet."));
+  const draw = (now) => memory.replaceChildren(table("Memory of each phase", columns, bars(now.memory), "Nothing was measured yet."), compared(now.compared));
   draw(run);
   const machine = Object.entries(run.machine).map(([key, value]) => [key, value]);
   place.replaceChildren(section("Memory of each phase", memory), boardTools(board),

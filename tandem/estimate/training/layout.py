@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "sp_selective", "full"]
@@ -22,7 +23,12 @@ class TrainingLayout:
     ``fused`` otherwise. ``tensor_overlap``: what hides the communication of tensor-parallel ranks: ``none``; ``backward``: the products of the gradients of
     weights; ``all``: products in parts, one of which is computed while another is sent (Wang et al., 2023); ``auto``: ``none`` with ZeRO 3, as in PyTorch, or
     without sequence parallelism, ``backward`` in fp16, and ``all`` otherwise. ``fused_elementwise``: norms, rotary embedding and activations are one kernel
-    each (a compiler's or a library's), not several; ``fused_loss``: the cross-entropy is."""
+    each (a compiler's or a library's), not several; ``fused_loss``: the cross-entropy is.
+
+    ``trainer``: section ``trainer`` of a recipe, whose choices Tandem's own trainer follows; ``None``: a trainer of the literature (Megatron-Core, FSDP2).
+    With a ``trainer``: ``on_cpu``: ranks compute on a CPU; ``pass_tokens``: of the largest micro-batch (0: ``micro_batch`` sequences); ``attended``: with
+    shared prompts, the lengths of its sequences with their prompts, since attention has keys and values of each; ``is_forked``: a rank is a process forked
+    from one that has imported its modules."""
 
     parallel: ParallelConfig
     sequence: int
@@ -37,6 +43,11 @@ class TrainingLayout:
     tensor_overlap: Literal["auto", "none", "backward", "all"] = "auto"
     fused_elementwise: bool = True
     fused_loss: bool = False
+    trainer: TrainerConfig | None = None
+    on_cpu: bool = False
+    pass_tokens: int = 0
+    attended: int = 0
+    is_forked: bool = True
 
     @property
     def attention_kernel(self) -> Literal["fused", "flash2", "flash1", "unfused"]:
@@ -67,3 +78,15 @@ class TrainingLayout:
     def shares_tokens(self) -> bool:
         """Whether tensor-parallel ranks divide the tokens of the residual stream (sequence parallelism)."""
         return self.parallel.tensor > 1 and self.parallel.sequence_parallel
+
+
+def layout_of_trainer(
+    trainer: TrainerConfig, parallel: ParallelConfig, tokens: int, *, attended: int = 0, on_cpu: bool = True, micro_batches: int = 0, is_forked: bool = True
+) -> TrainingLayout:
+    """Returns the layout of ranks of Tandem's own trainer, whose largest micro-batch has ``tokens`` tokens. ``micro_batches``: of one data-parallel rank in a
+    step (0: several, and enough to fill the pipeline)."""
+    passes = micro_batches or max(2, parallel.pipeline * parallel.virtual_stages)
+    return TrainingLayout(
+        parallel, max(tokens, 1), parallel.data * passes, 1, trainer.multiplies_in, trainer.recompute, trainer.offload, chunked_head=True, trainer=trainer,
+        on_cpu=on_cpu, pass_tokens=tokens, attended=attended, is_forked=is_forked,
+    )  # fmt: skip

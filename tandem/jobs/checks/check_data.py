@@ -3,16 +3,20 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import DataConfig, PretrainRecipe
+from tandem.config.recipe import AnyRecipe
 from tandem.data.logprob_files import reference_bytes
 from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
-from tandem.estimate.gpu_bytes import gpu_training_bytes, host_bytes_beside_gpu
-from tandem.estimate.peak_bytes import peak_bytes, process_bytes
-from tandem.estimate.training_bytes import batch_bytes, offloaded_bytes, run_bytes_on_disk
+from tandem.estimate.disk_bytes import offloaded_bytes, run_bytes_on_disk
+from tandem.estimate.memory import host_bytes_beside_gpu
+from tandem.estimate.processes import data_run_bytes, rank_process_bytes
+from tandem.estimate.training.rank_memory import machine_bytes, predict_rank_memory
+from tandem.estimate.training_bytes import batch_bytes
 from tandem.jobs.checks.check_counts import check_held_out
 from tandem.jobs.checks.check_examples import check_demonstrations, check_examples
 from tandem.jobs.checks.check_run import (
@@ -25,16 +29,18 @@ from tandem.jobs.checks.check_run import (
     folder_to_check,
     warn_of_cores,
 )
+from tandem.jobs.checks.smallest_change import smallest_change
 from tandem.jobs.data_run.train_data import dataset_paths
 from tandem.layout.mesh import describe
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.placement import check_placement, mesh_of
 from tandem.layout.schedules import PipelineShape, published_bubble_share
-from tandem.layout.shapes import adapted_shapes
+from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_config import start_shapes
+from tandem.planner.recipe_layout import recipe_layout
 from tandem.runtime.machine.available_memory import available_bytes
-from tandem.runtime.machine.gpus import check_gpu_memory, chosen_device, describe_gpus
+from tandem.runtime.machine.gpus import FIX, Device, check_gpu_memory, chosen_device, describe_gpus, least_room
 from tandem.storage.files import open_storage
 from tandem.types import RunError, UserError
 
@@ -64,24 +70,16 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             lines = check_examples(recipe, datasets)
         else:
             lines = _describe_text(recipe.data, recipe.run.max_steps, datasets)
-        parallel = recipe.parallel
-        tokens = recipe.most_tokens
-        # All ranks start on this machine, whatever parallel.ranks_per_node says.
-        batches = parallel.world * batch_bytes(recipe.data, parallel, recipe.sequences_each)
+        parallel, tokens = recipe.parallel, recipe.most_tokens
+        needs, free = data_run_needs(recipe, shapes, device), available_bytes(recipe.machine.memory_gib)
         if device == "cuda":
-            check_gpu_memory(on_gpu := gpu_training_bytes(shapes, recipe.trainer, tokens, parallel), parallel.world)
-            lines = [*lines, describe_gpus(parallel.world, on_gpu)]
-            needed = parallel.world * process_bytes(recipe.trainer) + host_bytes_beside_gpu(shapes, recipe.trainer) + batches
-        else:
-            needed = parallel.world * peak_bytes(shapes, recipe.trainer, tokens, parallel) + batches
-        free = available_bytes(recipe.machine.memory_gib)
-        if needed > free:
-            ahead = "data.read_ahead" if recipe.data.read_ahead > recipe.data.sequence_length else "data.global_batch_size"
-            largest = ahead if 2 * batches > needed else "trainer.micro_batch_tokens"
+            check_gpu_memory(needs.gpu, parallel.world, _fix(recipe, shapes, device, free) or FIX)
+            lines = [*lines, describe_gpus(parallel.world, needs.gpu)]
+        if needs.host > free:
+            fix = _fix(recipe, shapes, device, free) or "no other value of its keys is enough, so take a smaller model"
             raise RunError(
-                f"this run needs {needed / 2**30:.2f} GiB{_for_ranks(parallel)} and {free / 2**30:.2f} GiB are available; lower {largest}, "
-                "set trainer.recompute to full, raise machine.memory_gib, set trainer.optimizer to adamw8bit or trainer.offload to nvme, then "
-                "trainer.offload_parameters and trainer.offload_activations to nvme too"
+                f"this run needs {needs.host / 2**30:.2f} GiB{_for_ranks(parallel)} and {free / 2**30:.2f} GiB are available; {fix}, or give it more "
+                "memory (machine.memory_gib)"
             )
         if recipe.data.held_out:
             each = recipe.sequences_each
@@ -96,13 +94,42 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         check_targets(recipe.checkpoint, recipe.registry)
         return [
             *lines,
-            f"predicted memory: {needed / 2**20:,.0f} MiB at the peak{_for_ranks(parallel)}",
+            f"predicted memory: {needs.host / 2**20:,.0f} MiB at the peak{_for_ranks(parallel)}",
             *(warn_of_cores(parallel.world) if device == "cpu" else []),
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *describe_offloaded(recipe.trainer, offloaded),
             *describe(mesh_of(parallel), parallel.nodes()),
             *_describe_pipeline(recipe, spans),
         ]
+
+
+class Needs(NamedTuple):
+    """Bytes of this machine's memory, and of each GPU (0: there is none)."""
+
+    host: int
+    gpu: int
+
+
+def data_run_needs(recipe: PretrainRecipe, shapes: ModelShapes, device: Device) -> Needs:
+    """Returns what the processes of a run on data need together. All ranks start on this machine, whatever ``parallel.ranks_per_node`` says."""
+    layout, ranks = recipe_layout(recipe, shapes, on_cpu=device == "cpu"), recipe.parallel.world
+    beside = ranks * batch_bytes(recipe.data, recipe.parallel, recipe.sequences_each) + data_run_bytes(recipe.trainer, ranks)
+    if device == "cpu":
+        return Needs(machine_bytes(shapes, layout) + beside, 0)
+    process = ranks * rank_process_bytes(recipe.trainer, layout.is_forked)
+    return Needs(process + host_bytes_beside_gpu(shapes, recipe.trainer) + beside, predict_rank_memory(shapes, layout).allocated)
+
+
+def _fix(recipe: PretrainRecipe, shapes: ModelShapes, device: Device, free: int) -> str:
+    """Returns the smallest change with which the run fits; empty without one."""
+    room = least_room(recipe.parallel.world) if device == "cuda" else 0
+
+    def fits(changed: AnyRecipe) -> bool:
+        assert isinstance(changed, PretrainRecipe)
+        needs = data_run_needs(changed, shapes, device)
+        return needs.host <= free and needs.gpu <= room
+
+    return smallest_change(recipe, fits)
 
 
 def _for_ranks(parallel: ParallelConfig) -> str:

@@ -27,4 +27,5 @@ def measure(products: Collection[Product], dtype: str, device: str, machine: Mac
         raise UserError(f"matrix products of the model took more than {LIMIT_S:.0f} s") from None
     except (IndexError, ValueError):
         raise UserError((done.stderr.strip().splitlines() or ["the process that measures was killed"])[-1]) from None
-    return Speed(dict(zip(products, answer["seconds"], strict=True)), answer["bytes_per_s"])
+    seconds, cpu = (dict(zip(products, answer[name], strict=True)) for name in ("seconds", "cpu_seconds"))
+    return Speed(seconds, answer["bytes_per_s"], cpu, answer["bytes_per_cpu_s"])

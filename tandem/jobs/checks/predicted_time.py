@@ -1,12 +1,13 @@
 """The predicted time of a run, for a dry run: its work, at the speed that this machine was measured to have."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
 from tandem.config.machine import MachineConfig
 from tandem.config.pretrain import PretrainRecipe
-from tandem.config.recipe import Recipe
+from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.rl_work import forward_and_backward, rl_work
 from tandem.estimate.time import Work, training_work
@@ -16,14 +17,17 @@ from tandem.jobs.data_run.train_data import open_datasets
 from tandem.jobs.display import duration
 from tandem.jobs.rl_models import rl_models
 from tandem.model.huggingface.model_config import read_shapes
+from tandem.pod.start import threads_of
 from tandem.runtime.machine.gpus import Device, check_pod_device, chosen_device
 from tandem.types import UserError
 
 
 class RLSeconds(NamedTuple):
-    """Seconds of one step's ``generation`` and ``training``, of one ``evaluation`` and the ``final_evaluation``, and of one step of section ``sft``."""
+    """Seconds of one step's ``generation``, ``inference`` and ``training``, of one ``evaluation`` and the ``final_evaluation``, and of one step of section
+    ``sft``."""
 
     generation: float
+    inference: float
     training: float
     evaluation: float
     final_evaluation: float
@@ -53,12 +57,39 @@ def data_seconds(recipe: PretrainRecipe) -> DataSeconds:
     with folder_to_check(recipe.model) as folder:
         shapes = read_shapes(folder, "any" if recipe.trains_values else "language")
     trainer, length = recipe.trainer, recipe.data.sequence_length
-    work = [training_work(shapes, trainer.dtype, recipe.step_tokens, length, recipe.most_tokens, forward_and_backward(trainer), 1)]
+    work = [training_work(shapes, trainer.dtype, recipe.step_tokens, length, recipe.most_tokens, forward_and_backward(trainer), 1, 1)]
     if recipe.has_reference:
         tokens = sum(files.dataset.tokens for _, files in open_datasets(recipe.data))
         work.append(training_work(shapes, trainer.dtype, tokens, length, recipe.most_tokens, 1, 0))
     seconds = _seconds(work, trainer, recipe.machine, chosen_device(recipe.machine, recipe.parallel.world), recipe.parallel.world)
     return DataSeconds(seconds[0], sum(seconds[1:]))
+
+
+def data_cpu_seconds(recipe: PretrainRecipe) -> float:
+    """Returns the predicted CPU-seconds of a step of all ranks on a CPU together, where all sequences have ``data.sequence_length`` tokens. Raises
+    ``UserError`` where the machine cannot be measured."""
+    with folder_to_check(recipe.model) as folder:
+        shapes = read_shapes(folder, "any" if recipe.trains_values else "language")
+    trainer, parallel, length = recipe.trainer, recipe.parallel, recipe.data.sequence_length
+    # Without ZeRO every rank that holds the same weights updates all of them.
+    updates = 1 if parallel.zero else parallel.data * parallel.context
+    work = training_work(shapes, trainer.dtype, recipe.step_tokens, length, recipe.most_tokens, forward_and_backward(trainer), updates, 1)
+    return _cpu_seconds([work], recipe)
+
+
+def rl_cpu_seconds(recipe: Recipe, prompt_tokens: float, completion_tokens: float) -> float:
+    """Returns the predicted CPU-seconds of a step on a CPU for prompts and completions of so many tokens. Raises ``UserError`` as ``rl_seconds``."""
+    with folder_to_check(recipe.model) as folder:
+        models = rl_models(recipe, read_shapes(folder))
+    parts = rl_work(recipe, models, prompt_tokens, completion_tokens)
+    return _cpu_seconds([*parts.generation, *parts.inference, *parts.training], recipe)
+
+
+def _cpu_seconds(work: Sequence[Work], recipe: AnyRecipe) -> float:
+    # Every rank has its share of the threads.
+    machine = replace(recipe.machine, threads=max(1, threads_of(recipe.machine) // recipe.parallel.world))
+    speed = measure(sorted({product for each in work for product in each.products}), recipe.trainer.dtype, "cpu", machine)
+    return sum(each.cpu_seconds(speed) for each in work)
 
 
 def describe_rl_time(recipe: Recipe, prompt_tokens: float) -> str:
@@ -69,10 +100,11 @@ def describe_rl_time(recipe: Recipe, prompt_tokens: float) -> str:
         took = rl_seconds(recipe, prompt_tokens, tokens)
     except UserError as error:
         return f"predicted time: not known, {error}"
-    step = took.generation + took.training
+    step = took.generation + took.inference + took.training
     evaluations = (steps // recipe.evaluation.every_steps + 1) * took.evaluation + took.final_evaluation
     sft = took.sft * recipe.sft.steps if recipe.sft is not None else 0.0
-    parts = [f"{steps} steps of {_short(step)} (generation {_short(took.generation)}, training {_short(took.training)})"]
+    inference = f"inference {_short(took.inference)}, " if took.inference else ""
+    parts = [f"{steps} steps of {_short(step)} (generation {_short(took.generation)}, {inference}training {_short(took.training)})"]
     parts += [f"sft {_short(sft)}"] if recipe.sft is not None else []
     rounds = f" and every step {recipe.algorithm.rounds} rounds of rollout" if recipe.algorithm.rounds > 1 else ""
     return (

@@ -61,6 +61,7 @@ class DataRun(Run):
         step_tokens: tokens of the last step on all ranks.
         step_flops: floating-point operations of the last step on this rank.
         waited_s: seconds that the loader has kept compute waiting so far.
+        predicted_bytes: resident bytes that the first rank was predicted to need; 0 where they are not predicted.
         health: on the first rank, records what holds up the run, from the ``step_times`` of all ranks.
     """
 
@@ -74,6 +75,7 @@ class DataRun(Run):
     step_tokens: int = 0
     step_flops: float = 0.0
     waited_s: float = 0.0
+    predicted_bytes: int = 0
     tracer: Tracer = NO_TRACE
     record: TensorRecord | None = None
     check: CorruptionCheck | None = None
@@ -260,6 +262,8 @@ class DataRun(Run):
         if self.recipe.learns_from_examples:
             row["train/step_tokens"] = tokens
         row["memory/train/measured"] = float(memory_of(os.getpid()).rss_bytes)
+        if self.predicted_bytes:
+            row["memory/train/predicted"] = float(self.predicted_bytes)
         self.records.row(row | self.device_speed.memory(), tokens, lambda seconds: self.device_speed.rates(self.step_flops, seconds))
         if self.health is not None:
             self.health.look(step, self.step_times())

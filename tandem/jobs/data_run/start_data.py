@@ -3,20 +3,24 @@
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tandem.config.machine import MachineConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.peak_bytes import peak_bytes
+from tandem.estimate.time import Product
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import machine_bytes, memory_by_stage
 from tandem.jobs.data_run.data_checkpoints import DataCheckpoints
 from tandem.jobs.data_run.data_run import HELD_OUT, HELD_OUT_PAIRS, DataRun
 from tandem.jobs.data_run.reference_pass import ReferencePass
 from tandem.jobs.data_run.train_data import open_data
+from tandem.jobs.prediction import data_prediction
 from tandem.jobs.pretrain import pretrain
 from tandem.jobs.registered import Registered
 from tandem.jobs.result import RunResult, finish_run, held_out_figures
@@ -27,17 +31,20 @@ from tandem.jobs.verify.verify_records import steps_on_disk
 from tandem.kernels import select, why_reference
 from tandem.kernels.api import Kernels
 from tandem.kernels.attention_backends import fast_attention
+from tandem.kernels.measure import measure, reduced_dtype
 from tandem.layout.shapes import adapted_shapes
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_folder import make_value_folder
+from tandem.planner.recipe_layout import recipe_layout
+from tandem.report.run_facts import PREDICTION_KEY
 from tandem.runtime.callback import Callback
 from tandem.runtime.collectives.agreement import check_same_kernels, gather_values
 from tandem.runtime.health.node_watch import NodeWatch
 from tandem.runtime.health.run_health import RunHealth
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import chosen_device
-from tandem.runtime.machine.heap import freed_memory_kept, large_memory_given_back
+from tandem.runtime.machine.heap import freed_memory_kept, give_back, large_memory_given_back
 from tandem.runtime.machine.numerics import numerics_record
 from tandem.runtime.machine.rank_device import rank_device
 from tandem.runtime.process.processes import available_cores
@@ -78,6 +85,7 @@ def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed:
     """Runs ``recipe`` on this rank, from the run's newest whole checkpoint if there is one. Returns its result on the first rank, ``None``
     on others. Only the first rank calls ``callback``. ``memory``: holds checkpoints too."""
     with opened_run(rank, recipe, callback, resumed=resumed, memory=memory) as run:
+        _predict(run)
         with run.checkpoints.requests:
             steps = pretrain(run)
         run.records.sync()
@@ -90,6 +98,26 @@ def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed:
         example = run.data.sequence(0)[0] if recipe.learns_from_examples else None
         commands = scoring_commands(model) if recipe.trains_values else data_commands(model, example)
         return finish_run(rank.directory, journal, model, steps, figures, commands)
+
+
+def _predict(run: DataRun) -> None:
+    """Journals the predicted memory of a rank and seconds of a step, from the speed that all ranks measure at once."""
+    recipe, model = run.recipe, run.model
+    dtype: torch.dtype = getattr(torch, reduced_dtype(recipe.trainer, model.device.type))
+
+    def quick(products: Sequence[Product]) -> Mapping[str, Any]:
+        speed = measure(model.kernels, products, dtype, model.device, quick=True)
+        give_back()
+        return speed._asdict()
+
+    shapes = adapted_shapes(read_shapes(run.start, "any"), recipe.trainer.lora)
+    prediction = data_prediction(recipe, shapes, quick)
+    if run.records.journal is not None:
+        layout = recipe_layout(recipe, shapes, on_cpu=model.device.type == "cpu")
+        # Rank 0, which measures itself, is on the first stage.
+        run.predicted_bytes = memory_by_stage(shapes, layout)[0].total
+        run.records.journal.set("memory", {"trainer": run.predicted_bytes})
+        run.records.journal.set(PREDICTION_KEY, prediction)
 
 
 VALUE_FOLDER = Path("models") / "value"
@@ -192,7 +220,7 @@ def _has_room_to_keep(settings: ReplicaSettings, memory_gib: float) -> bool:
     slower."""
     trainer, parallel = settings.trainer, settings.parallel
     shapes = adapted_shapes(read_shapes(settings.start, "any"), trainer.lora)
-    peak = parallel.world * peak_bytes(shapes, trainer, settings.most_tokens, parallel)
+    peak = machine_bytes(shapes, layout_of_trainer(trainer, parallel, settings.most_tokens))
     return not trainer.offloads and KEPT_TIMES * peak <= available_bytes(memory_gib)
 
 

@@ -1,0 +1,68 @@
+"""The predicted seconds of a run's phases on this machine, made before its first step from its model's own products, which its ranks measure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tandem.config.pretrain import PretrainRecipe
+from tandem.config.recipe import Recipe
+from tandem.estimate.hardware.hardware import DISK_BANDWIDTH
+from tandem.estimate.model_bytes import trained_bytes
+from tandem.estimate.resident_bytes import resident_bytes
+from tandem.estimate.rl_work import forward_and_backward, rl_work
+from tandem.estimate.time import Product, Speed, Work, training_work
+from tandem.jobs.rl_models import rl_models
+from tandem.layout.residents import Residency
+from tandem.layout.shapes import ModelShapes, adapted_shapes
+
+SHORTEST = 1
+"""Tokens of the shortest completion; predictions are made for it and for the longest, and hold on the line between."""
+UPDATE_PASSES = 5
+"""Times that a weight update reads or writes the weights: converted into the shared buffer (2), read for their digest (1), taken by the engine (2)."""
+
+Measure = Callable[[Sequence[Product]], Mapping[str, Any]]
+"""Returns what a machine was measured to do, as ``kernels.measure`` does."""
+
+
+def rl_prediction(recipe: Recipe, shapes: ModelShapes, residency: Residency, prompt_tokens: float, measure: Measure) -> dict[str, Any]:
+    """Returns what the journal keeps of the predicted seconds of a step of reinforcement learning. ``shapes``: of the actor."""
+    models, lengths = rl_models(recipe, shapes), sorted({SHORTEST, recipe.rollout.max_tokens})
+    made = [rl_work(recipe, models, prompt_tokens, length) for length in lengths]
+    speed = measured_speed([work for each in made for part in (each.generation, each.inference, each.training) for work in part], measure)
+    ranks, engines = recipe.parallel.world, recipe.rollout.workers * recipe.rollout.engine_ranks
+    actor, dtype = adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype
+    update = UPDATE_PASSES * trained_bytes(actor, dtype) / speed.bytes_per_s
+    held = resident_bytes(
+        actor, recipe.trainer, recipe.parallel, reference=recipe.holds_reference, critic=models.critic, reward_model=models.reward_model,
+        follows=recipe.reference.follows, teacher=models.teacher,
+    )  # fmt: skip
+    moved = sum(held[name] for name in residency.saved(held)) if residency.rule.offloads else 0
+    switch = 2 * moved / (DISK_BANDWIDTH if residency.to == "disk" else speed.bytes_per_s)
+    at = []
+    for length, each in zip(lengths, made, strict=True):
+        phases = {"train": _sum(each.training, speed) / ranks, "rollout": _sum(each.generation, speed) / engines, "switch": switch, "weight update": update}
+        at.append([length, phases | ({"inference": _sum(each.inference, speed) / ranks} if each.inference else {})])
+    return {"at": at, "bytes_per_s": speed.bytes_per_s, "prompt_tokens": prompt_tokens}
+
+
+def data_prediction(recipe: PretrainRecipe, shapes: ModelShapes, measure: Measure) -> dict[str, Any]:
+    """Returns the same of a step of a run on data, whose sequences are all of ``data.sequence_length`` tokens."""
+    trainer, parallel = recipe.trainer, recipe.parallel
+    work = training_work(
+        shapes, trainer.dtype, recipe.step_tokens, recipe.data.sequence_length, recipe.most_tokens, forward_and_backward(trainer), 1, 1
+    )
+    speed = measured_speed([work], measure)
+    micro_batches = max(1, recipe.step_tokens // (parallel.data * recipe.most_tokens))
+    bubble = (parallel.pipeline - 1) / (parallel.virtual_stages * micro_batches)
+    return {"at": [[0, {"train": work.seconds(speed) / parallel.world * (1 + bubble)}]], "bytes_per_s": speed.bytes_per_s}
+
+
+def measured_speed(works: Sequence[Work], measure: Measure) -> Speed:
+    """Returns the speed of all products of ``works``."""
+    products = sorted({product for work in works for product in work.products})
+    measured = measure(products)
+    seconds, cpu = (dict(zip(products, measured[name], strict=True)) for name in ("seconds", "cpu_seconds"))
+    return Speed(seconds, measured["bytes_per_s"], cpu, measured["bytes_per_cpu_s"])
+
+
+def _sum(works: Sequence[Work], speed: Speed) -> float:
+    return sum(work.seconds(speed) for work in works)
