@@ -97,7 +97,8 @@ def write_recipes(work: Path) -> dict[str, tuple[Path, Sequence[str]]]:
 
 def make_model(work: Path, text: str) -> Path:
     """Writes the model of ``text``, which the first rank would otherwise make, whole, in its own memory."""
-    (work / "model.yaml").write_text(f"{text}\nalgorithm: {{name: pretrain}}\ndata: {{train: [{{path: {work / 'text'}}}], sequence_length: 256}}\n", encoding="utf-8")
+    data = f"data: {{train: [{{path: {work / 'text'}}}], sequence_length: 256}}"
+    (work / "model.yaml").write_text(f"{text}\nalgorithm: {{name: pretrain}}\n{data}\n", encoding="utf-8")
     create = load_config(work / "model.yaml").model.create
     assert create is not None
     create_model(create, 0, work / "model")
