@@ -92,9 +92,9 @@ def measure_steps(engine: Engine, rounds: int = 3) -> MeasuredSteps:
             driver.add(context, STEPS + 40)
         while any(engine.counts().get(state, 0) for state in ("waiting", "prefilling")):
             engine.step()
-        found = statistics.mean(driver.step_s() for _ in range(STEPS))
+        mean_s = statistics.mean(driver.step_s() for _ in range(STEPS))
         driver.drain()
-        return found
+        return mean_s
 
     def prompt(tokens: int) -> float:
         driver.add(tokens, 2)

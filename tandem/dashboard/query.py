@@ -39,12 +39,12 @@ def number(query: Query, name: str) -> float | None:
 
 def integer(query: Query, name: str) -> int | None:
     """Returns a parameter that is a whole number of at least 0, ``None`` without it. Raises ``UserError``."""
-    found = number(query, name)
-    if found is None:
+    value = number(query, name)
+    if value is None:
         return None
-    if found != int(found) or not 0 <= found <= _LARGEST:
-        raise UserError(f"the parameter '{name}' is {found:g}, which is no whole number of at least 0")
-    return int(found)
+    if value != int(value) or not 0 <= value <= _LARGEST:
+        raise UserError(f"the parameter '{name}' is {value:g}, which is no whole number of at least 0")
+    return int(value)
 
 
 def axis(query: Query) -> Axis:

@@ -12,7 +12,7 @@ CONTROLLER_BYTES = 65 * 2**20
 SHIM_BYTES = 40 * 2**20
 """Measured: the shim of a sidecar (37 and 39 MiB)."""
 FORKED_ENGINE_BYTES = 195 * 2**20
-"""Measured: a forked rollout worker, with an engine that has neither weights nor a cache yet."""
+"""Estimated from a forked rollout worker with a small engine, which had 226 MiB: less its weights, cache and buffers."""
 FORK_SERVER_BYTES = 240 * 2**20
 """Measured, torch 2.13 on a CPU: a fork server (``runtime.process.fork_server``) with the modules of a rank."""
 FORKED_RANK_BYTES = 205 * 2**20

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from tandem.config.recipe import Recipe
+from tandem.estimate.processes import TRAINING_PROCESS_BYTES
 from tandem.jobs.weights_check.layouts import LayoutPair, SleepLevel
 from tandem.layout.shapes import ModelShapes, parameter_count
 from tandem.runtime.machine.available_memory import available_bytes
@@ -23,8 +24,6 @@ ROLLOUTS: tuple[tuple[str, SleepLevel], ...] = (
     ("weights=shared", 0), ("workers=2,weights=shared", 0), ("dtype=bfloat16,weights=shared", 0),
 )  # fmt: skip
 """Settings and the level of sleep. Engines copy unless ``weights=shared``, which is a run's default for small models that are not quantized."""
-PROCESS_BYTES = 260 * 2**20
-"""What a process that has imported torch holds before any weight."""
 
 
 def pairs_of(shapes: ModelShapes, trainer: str | None = None, rollout: str | None = None, sleep: SleepLevel | None = None) -> Iterator[LayoutPair]:
@@ -42,7 +41,7 @@ def why_not_held(recipe: Recipe, shapes: ModelShapes) -> str:
     numbers, itemsize, segments = parameter_count(shapes), DTYPE_BYTES[recipe.trainer.dtype], 2 * segment_bytes(shapes, recipe.trainer.dtype)
     processes = recipe.parallel.world + recipe.rollout.engine_ranks
     # Weights, gradients and two moments, on each rank at most; an engine's weights and those that it has just read.
-    needed = processes * PROCESS_BYTES + numbers * (recipe.parallel.world * (2 * itemsize + 8) + recipe.rollout.workers * 2 * itemsize) + segments
+    needed = processes * TRAINING_PROCESS_BYTES + numbers * (recipe.parallel.world * (2 * itemsize + 8) + recipe.rollout.workers * 2 * itemsize) + segments
     if needed > (most := available_bytes(0.0)):
         return f"needs about {needed / 2**30:.1f} GiB of memory in {processes} processes, and {most / 2**30:.1f} GiB are available"
     if segments > (free := free_bytes()):
