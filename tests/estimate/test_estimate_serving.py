@@ -171,6 +171,8 @@ def test_a_step_of_deepseek_v3_reads_its_matrices_and_a_query_computes_over_the_
     read = sum(outputs * inputs * layers * matrices for outputs, inputs, layers, _, matrices in _matrices(shapes, 1, 1e6))
     assert read == pytest.approx(671.03e9 - 2 * 129280 * 7168 - 58 * 256 * 7168, rel=1e-4)
     layout, context = ServingLayout(8, "fp8"), 10_000
+    nothing, one = (predict_decode_step(shapes, layout, h200, count, context).products for count in (0, 1))
+    assert nothing < one, "a step without a token visits no expert"
     # Of 16 heads on a GPU and 61 layers: scores over 576 numbers and sums over 512, each a product and a sum.
     operations = 61 * 16 * context * 2 * (576 + 512)
     attention = predict_decode_step(shapes, layout, h200, 100, context).attention

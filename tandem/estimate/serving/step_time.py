@@ -138,7 +138,7 @@ def _matrices(shapes: ModelShapes, ranks: int, rows: float) -> list[tuple[float,
         experts, routed = shapes.experts, shapes.experts.num_experts_per_tok
         # The expected number of experts that some token visits, where each visits its own at random.
         visited = experts.num_experts * (1 - (1 - routed / experts.num_experts) ** rows)
-        each, inner = rows * routed / visited, experts.intermediate_size / ranks
+        each, inner = rows * routed / visited if rows else 0.0, experts.intermediate_size / ranks
         found.append((2 * inner, hidden, layers - dense, each, visited))
         found.append((hidden, max(1, int(inner)), layers - dense, each, visited))
         if experts.shared_intermediate_size:
