@@ -14,6 +14,7 @@ from tandem.estimate.processes import (
     FORKED_ENGINE_BYTES,
     SHARED_BYTES,
     SHIM_BYTES,
+    engine_bytes,
     forks,
     rank_process_bytes,
 )
@@ -90,7 +91,9 @@ def predict(
     ranks = ranks or world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
-    engine = engines * (engine_ranks * engine_process_bytes + (0 if shares_weights else 2) * weights + kv_cache_bytes + swap_bytes)
+    # Under ZeRO 3 the ranks' parts are not whole panels of matrices, so that engines that share the buffers pack weights of their own.
+    copies = 0 if shares_weights and parallel.zero < 3 else 2
+    engine = engines * (engine_bytes(engine_ranks, engine_process_bytes) + copies * weights + kv_cache_bytes + swap_bytes)
     # The embedding table and the norms of an engine that sleeps.
     asleep = engines * (engine_process_bytes + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
 
@@ -124,7 +127,7 @@ def predict(
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
         beside=processes_beside(trainer, ranks, pods),
         engines_share=engines * SHARED_BYTES if engine_process_bytes == FORKED_ENGINE_BYTES else 0,
-        engines_begin=engines * weights if shares_weights else 0,
+        engines_begin=engines * weights if shares_weights and not copies else 0,
     )
 
 
@@ -152,7 +155,7 @@ def predict_beside_gpus(
     pinned = sum(held[name] for name in residency.saved(held)) if residency.to == "memory" else 0
     training = (ranks or parallel.world) * (rank_process_bytes(trainer) + pinned)
     training += sum(host_bytes_beside_gpu(each, trainer) for each in (shapes, critic) if each is not None)
-    engine = engines * (engine_ranks * FORKED_ENGINE_BYTES + weights + swap_bytes)
+    engine = engines * (engine_bytes(engine_ranks) + weights + swap_bytes)
     return PodMemory(
         trainer=training, trainer_idle=training, rollout=engine, segments=2 * trained_bytes(shapes, trainer.dtype),
         inference=training if reference or critic or reward_model else 0,

@@ -13,6 +13,8 @@ SHIM_BYTES = 40 * 2**20
 """Measured: the shim of a sidecar (37 and 39 MiB)."""
 FORKED_ENGINE_BYTES = 195 * 2**20
 """Estimated from a forked rollout worker with a small engine, which had 226 MiB: less its weights, cache and buffers."""
+ENGINE_RANK_BYTES = 255 * 2**20
+"""Measured: a further tensor-parallel rank of an engine, which its worker starts as a process that imports torch itself."""
 FORK_SERVER_BYTES = 240 * 2**20
 """Measured, torch 2.13 on a CPU: a fork server (``runtime.process.fork_server``) with the modules of a rank."""
 FORKED_RANK_BYTES = 205 * 2**20
@@ -34,6 +36,11 @@ def rank_process_bytes(trainer: TrainerConfig, is_forked: bool = True) -> int:
         return TRAINING_PROCESS_BYTES + DEEPSPEED_BYTES
     process = FORKED_RANK_BYTES if is_forked and forks(trainer) else TRAINING_PROCESS_BYTES
     return process + (COMPILER_BYTES if trainer.recompute == "full" else 0)
+
+
+def engine_bytes(ranks: int, process_bytes: int = FORKED_ENGINE_BYTES) -> int:
+    """Returns the resident bytes of an engine's processes: its worker of ``process_bytes``, and the other ranks, of another kind where the worker is forked."""
+    return process_bytes + (ranks - 1) * (ENGINE_RANK_BYTES if process_bytes == FORKED_ENGINE_BYTES else process_bytes)
 
 
 def forks(trainer: TrainerConfig) -> bool:
