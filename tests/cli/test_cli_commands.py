@@ -116,7 +116,7 @@ def test_a_run_prints_plain_lines_and_commands_that_work_as_they_stand(command, 
     directory, out = finished_run
     assert "\x1b" not in out
     assert "create model" in out and "] sft" in out and "step 0: reward" in out and "final accuracy" in out
-    commands = [shlex.split(line) for line in out.splitlines() if line.startswith("  ")]
+    commands = [shlex.split(line) for line in out.partition("try the model:\n")[2].splitlines() if line.startswith("  ")]
     assert [words[1] for words in commands] == ["generate", "evaluate"]
     for words in commands:
         # The tests run without an activated environment, so that ``tandem`` alone would not be found.

@@ -302,8 +302,8 @@ def test_row_says_how_long_compute_has_waited_for_data_in_its_step(tmp_path: Pat
         ({"checkpoint": {"upload": "nosuch://x"}}, "'nosuch://x' cannot be read"),
         ({"model": {"create": {"tokenizer": "{other}"}}}, "was tokenized with another tokenizer"),
         ({"model": {"create": {"tokenizer": "nix"}}}, "'nix' is not a folder here"),
-        ({"machine": {"memory_gib": 1e-6}}, "lower trainer.micro_batch_tokens"),
-        ({"data": {"global_batch_size": 10**10}}, "lower data.global_batch_size"),
+        ({"machine": {"memory_gib": 1e-6}}, "so take a smaller model"),
+        ({"data": {"global_batch_size": 10**10}}, "data.global_batch_size to "),
     ],
 )
 def test_recipe_that_cannot_work_is_refused_in_one_line_before_any_work(changed: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
