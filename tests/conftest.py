@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -130,3 +130,19 @@ def s3_url(s3_server: str) -> Iterator[str]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """``small_disk(size)`` returns a folder on a file system of ``size``, in the units of mount (``128k``). Skips the test if it cannot be mounted."""
+    folder = tmp_path / "disk"
+
+    def mount(size: str) -> Path:
+        folder.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], capture_output=True).returncode:
+            pytest.skip("no file system can be mounted here (it needs root), so a full disk is NOT tested")
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", folder], check=True)

@@ -54,7 +54,7 @@ def frozen(run: OpenRun, share: int = 1) -> Frozen:
 
 
 def _curves(run: OpenRun, share: int) -> tuple[dict[str, Any], int]:
-    """Returns all curves over the whole run, with both horizontal axes, and how many steps a point stands for."""
+    """Returns all curves over the whole run, with both horizontal axes, and how many steps are in a point."""
     with run.columns() as columns:
         keys = columns.keys
     points = max(100, min(POINTS, VALUES // max(1, len(keys)) // share))

@@ -2,9 +2,8 @@
 
 import os
 import resource
-import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,9 @@ from tandem.runtime.records.run_lock import RunLock
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(small_disk: Callable[[str], Path]) -> Path:
     """A file system of 256 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True).returncode:
-        pytest.skip("only root may mount a small disk")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    return small_disk("256k")
 
 
 def test_a_disk_too_small_for_the_run_is_refused_before_any_work(command, recipe, small_disk) -> None:

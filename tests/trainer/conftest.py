@@ -1,7 +1,6 @@
 """A tiny model and a random batch of samples for the tests of the trainer."""
 
 import random
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -74,19 +73,3 @@ def make_batch():
         return Batch(step, tuple(sequences), length_constant=14)
 
     return make
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """``small_disk(size)`` returns a folder on a file system of ``size``, in the units of mount (``128k``). Skips the test if it cannot be mounted."""
-    folder = tmp_path / "disk"
-
-    def mount(size):
-        folder.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], capture_output=True).returncode != 0:
-            pytest.skip("a tmpfs cannot be mounted here")
-        return folder
-
-    yield mount
-    if folder.is_mount():
-        subprocess.run(["umount", folder], check=True)

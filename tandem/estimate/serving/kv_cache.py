@@ -17,14 +17,23 @@ def token_bytes(shapes: ModelShapes, layout: ServingLayout) -> int:
 def held_tokens(shapes: ModelShapes, tokens: float) -> float:
     """Returns the tokens of cache that a sequence of ``tokens`` holds, half a block of which is empty on average. Blocks outside the attention window of
     every layer are freed, as ``KVCacheManager.remove_skipped_blocks`` does."""
-    windows = shapes.layer_windows
-    widest = None if not windows or None in windows else max(window or 0 for window in windows)
+    widest = widest_window(shapes)
     return min(tokens, tokens if widest is None else widest + BLOCK_TOKENS) + BLOCK_TOKENS / 2
+
+
+def widest_window(shapes: ModelShapes) -> int | None:
+    """Returns the tokens of the widest attention window; ``None`` where some layer attends to all."""
+    windows = [window for window in shapes.layer_windows if window is not None]
+    return max(windows) if windows and len(windows) == len(shapes.layer_windows) else None
+
+
+def attended_tokens(shapes: ModelShapes, tokens: float) -> float:
+    """Returns the tokens that a query after ``tokens`` tokens attends to, over all layers."""
+    if not shapes.layer_windows:
+        return shapes.num_hidden_layers * tokens
+    return sum(min(tokens, window or tokens) for window in shapes.layer_windows)
 
 
 def read_bytes(shapes: ModelShapes, layout: ServingLayout, tokens: float) -> float:
     """Returns the bytes of the cache that one GPU reads for a query after ``tokens`` tokens; of a layer with a window those inside it."""
-    if not shapes.layer_windows:
-        return token_bytes(shapes, layout) / layout.tensor * tokens
-    layer = token_bytes(shapes, layout) / layout.tensor / shapes.num_hidden_layers
-    return sum(layer * min(tokens, shapes.window(index) or tokens) for index in range(shapes.num_hidden_layers))
+    return token_bytes(shapes, layout) / layout.tensor / shapes.num_hidden_layers * attended_tokens(shapes, tokens)

@@ -8,7 +8,7 @@ share the step share the weights. The arithmetic of Pope et al., 2022 (arXiv 221
 from dataclasses import dataclass
 
 from tandem.estimate.hardware.hardware import Hardware
-from tandem.estimate.serving.kv_cache import read_bytes
+from tandem.estimate.serving.kv_cache import attended_tokens, read_bytes
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.weight_formats import format_named
 from tandem.layout.shapes import ModelShapes
@@ -162,15 +162,7 @@ def _attention(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, s
     rate = ATTENTION_SHARE * hardware.product_rate("bf16")
     latent, heads = shapes.latent, shapes.num_attention_heads
     each = 4 * shapes.query_size if latent is None else 2 * heads * (latent.cached_size + latent.kv_lora_rank)
-    computed = step.decoding * each * _attended(shapes, step.context) / layout.tensor / rate
+    computed = step.decoding * each * attended_tokens(shapes, step.context) / layout.tensor / rate
     read = step.decoding * read_bytes(shapes, layout, step.context) / bandwidth
-    operations = 2 * step.prompt_tokens * _attended(shapes, step.prompt_context) * (shapes.query_size + shapes.attended_size) / layout.tensor
+    operations = 2 * step.prompt_tokens * attended_tokens(shapes, step.prompt_context) * (shapes.query_size + shapes.attended_size) / layout.tensor
     return max(computed, read) + operations / rate
-
-
-def _attended(shapes: ModelShapes, tokens: float) -> float:
-    """Returns the tokens that a query after ``tokens`` tokens attends to, over all layers."""
-    if not shapes.layer_windows:
-        return shapes.num_hidden_layers * tokens
-    return sum(min(tokens, window or tokens) for window in shapes.layer_windows)
-

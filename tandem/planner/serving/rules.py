@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.lengths import Lengths
 from tandem.estimate.serving.engine_memory import predict_engine_memory
-from tandem.estimate.serving.kv_cache import held_tokens, token_bytes
+from tandem.estimate.serving.kv_cache import held_tokens, token_bytes, widest_window
 from tandem.estimate.serving.latency import Traffic
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.step_time import EngineStep, predict_decode_step, predict_prefill, predict_step
@@ -228,7 +228,7 @@ def kv_cache_rows(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware
         dtype = QUANTIZED_KV.get(rule.name, layout.kv_cache_dtype)
         other, shared = replace(layout, kv_cache_dtype=dtype), traffic.shared_tokens if rule.name not in ("static", "paged") else 0.0
         row = Row(rule.name, rule.options, rule.reason, quality=rule.quality, source=rule.source)
-        if rule.name == "sliding window" and (not shapes.layer_windows or None in shapes.layer_windows):
+        if rule.name == "sliding window" and widest_window(shapes) is None:
             rows.append(replace(row, refused="the model has layers with full attention, which need every block"))
             continue
         if rule.name == "static":

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tandem.estimate.serving.kv_cache import widest_window
 from tandem.estimate.serving.step_time import EngineStep, predict_step
 from tandem.planner.serving.arrivals import Arrival, draw_arrivals_of
 from tandem.planner.serving.pool import PoolPlan
@@ -22,7 +23,7 @@ def simulate_pool(plan: PoolPlan) -> dict[str, Any]:
     fitting = [each for each in arrivals if each.prompt_tokens + each.output_tokens <= length]
     engine = SimulatedEngine(
         chosen.memory.num_blocks, layout.max_num_seqs, layout.max_num_batched_tokens,
-        window=max((window or 0 for window in request.shapes.layer_windows), default=0) if None not in request.shapes.layer_windows else 0,
+        window=widest_window(request.shapes) or 0,
     )  # fmt: skip
 
     def seconds(step: EngineStep) -> float:
