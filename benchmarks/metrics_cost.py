@@ -48,15 +48,15 @@ NO_PAUSE = ["evaluation.every_steps=100000", "evaluation.prompts=8", "evaluation
 class Turns(Callback):
     """Starts a scraper in a process of its own, which works while ``flag`` exists, and makes or removes ``flag`` at the end of each block of steps."""
 
-    def __init__(self, flag: Path) -> None:
-        self.flag = flag
+    def __init__(self, flag: Path, scrape_s: float = SCRAPE_S) -> None:
+        self.flag, self.scrape_s = flag, scrape_s
         self.seconds: dict[bool, list[float]] = {False: [], True: []}
         self.newest: dict[str, float | int | str] = {}
         self._scraper: subprocess.Popen[bytes] | None = None
 
     def message(self, text: str) -> None:
         if text.startswith("metrics at "):
-            self._scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, str(self.flag), text.removeprefix("metrics at "), str(SCRAPE_S)])
+            self._scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, str(self.flag), text.removeprefix("metrics at "), str(self.scrape_s)])
 
     def row(self, row: Mapping[str, float | int | str]) -> None:
         step, self.newest = int(row["step"]), dict(row)
@@ -72,7 +72,8 @@ class Turns(Callback):
         assert self._scraper is not None, "the run said where its metrics are"
         self._scraper.kill()
         self._scraper.wait()
-        return int(self.flag.with_suffix(".count").read_text())
+        count = self.flag.with_suffix(".count")
+        return int(count.read_text()) if count.exists() else 0
 
 
 def interval(off: list[float], on: list[float]) -> tuple[float, float]:

@@ -1,9 +1,9 @@
 """What telemetry costs: a step and a request with metrics, traces at their default rate and log files, beside the same without.
 
-    python benchmarks/telemetry_cost.py [--steps 120] [--requests 600]
+    python benchmarks/telemetry_cost.py [--steps 120] [--requests 600] [--scrape-seconds 15]
 
 Steps: one run of each of two jobs, in which blocks of ``BLOCK`` steps with all of it and without take turns, as in ``metrics_cost.py``; with it,
-``/metrics`` is scraped four times a second and every step is a trace that a collector in another process receives. Beside the time of each step there is the
+``/metrics`` is scraped at its default rate and every step is a trace that a collector in another process receives. Beside the time of each step there is the
 processor time of all processes of the run in each block, which other work on the machine hardly changes. What the process of ``metrics.sqlite`` takes for a
 scrape is counted by itself, as it scrapes each 15 s and not by blocks.
 
@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from machine import ROOT, machine, write_report
-from metrics_cost import BLOCK, NO_PAUSE, SCRAPE_S, UNCOUNTED, Turns, interval
+from metrics_cost import BLOCK, NO_PAUSE, UNCOUNTED, USUAL_S, Turns, interval
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from options import parser as shared_parser
 
@@ -59,8 +59,8 @@ with HttpReceiver() as receiver:
 class TracedTurns(Turns):
     """Also records steps as traces in the blocks in which the run is scraped."""
 
-    def __init__(self, flag: Path) -> None:
-        super().__init__(flag)
+    def __init__(self, flag: Path, scrape_s: float) -> None:
+        super().__init__(flag, scrape_s)
         self.processor_s: dict[bool, list[float]] = {False: [], True: []}
         self._before = 0.0
 
@@ -113,8 +113,8 @@ def started(command: list[str], ready: str, **options: Any) -> Iterator[tuple["s
             process.kill()
 
 
-def steps(name: str, recipe: str, settings: list[str], work: Path, endpoint: str) -> str:
-    turns = TracedTurns(work / f"{recipe}.flag")
+def steps(name: str, recipe: str, settings: list[str], work: Path, endpoint: str, scrape_s: float) -> str:
+    turns = TracedTurns(work / f"{recipe}.flag", scrape_s)
     on = ["metrics.targets_folder=", "metrics.database=false", f"traces.endpoint={endpoint}"]
     config = load_config(ROOT / "recipes" / f"{recipe}.yaml", [*settings, f"run.directory={work}", f"run.name={recipe}", *on])
     with turns.switching():
@@ -258,11 +258,14 @@ def main() -> None:
     parser = shared_parser(__doc__ or "")
     parser.add_argument("--steps", type=int, default=120, help="steps of reinforcement learning; fine-tuning takes three times as many")
     parser.add_argument("--requests", type=int, default=600, help="requests to each of the two systems")
+    parser.add_argument("--scrape-seconds", type=float, default=USUAL_S, help="seconds between scrapes of a run")
     options = parser.parse_args()
+    scrape_s = options.scrape_seconds
     lines = [
         "# What telemetry costs", "", machine(), "",
-        f"`python benchmarks/telemetry_cost.py --steps {options.steps} --requests {options.requests}`: with metrics (scraped each {SCRAPE_S:g} s in the runs), "
-        f"traces at their default rates (all steps, 1 % of requests) and log files, beside none of it, in turns: blocks of {BLOCK} steps after the first "
+        f"`python benchmarks/telemetry_cost.py --steps {options.steps} --requests {options.requests} --scrape-seconds {scrape_s:g}`: with metrics "
+        f"(scraped each {scrape_s:g} s in the runs), traces at their default rates (all steps, 1 % of requests) and log files, beside none of it, in turns: "
+        f"blocks of {BLOCK} steps after the first "
         f"{UNCOUNTED}, single requests, and blocks of {GATEWAY_BLOCK} requests.", "",
         "| what | a side | median without | with telemetry | ratio (95 % interval) |", "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
@@ -270,10 +273,10 @@ def main() -> None:
         work, endpoint = Path(folder), f"http://127.0.0.1:{port}"
         # Two threads that wait for each other on a machine with other work vary by more than what is measured.
         tuning = ["checkpoint.every_steps=100000", "machine.threads=1"]
-        lines.append(steps("a step of fine-tuning in one process", "sft_sort", [*tuning, f"run.max_steps={3 * options.steps}"], work, endpoint))
+        lines.append(steps("a step of fine-tuning in one process", "sft_sort", [*tuning, f"run.max_steps={3 * options.steps}"], work, endpoint, scrape_s))
         model = ["model.create=null", f"model.path={work / 'sft_sort' / 'model'}", "sft=null", "rollout.prompts_per_step=8"]
         rl = [*NO_PAUSE, *tuning, *model, f"run.max_steps={options.steps}"]
-        lines.append(steps("a step of reinforcement learning in a pod", "sort", rl, work, endpoint))
+        lines.append(steps("a step of reinforcement learning in a pod", "sort", rl, work, endpoint, scrape_s))
         recorded, crossed, encoded = span_us()
         written = database_ms(work)
         lines.append(requests(work / "sft_sort" / "model", options.requests, work, endpoint))
