@@ -107,7 +107,7 @@ def _execute(
         fault_point = faults.point("controller", directory) if faults else no_fault
         journal, metrics = stack.enter_context(opened_files(directory, fault_point))
         records = Records(journal, metrics, callback)
-        fence = stack.enter_context(leading(recipe.coordination, directory, journal, callback.message))
+        fence = stack.enter_context(leading(recipe.coordination, directory, journal, callback.message, pods_join=recipe.pods.may_join))
         trainer_channel, rollout_channel = open_channels(recipe, directory, inline, faults, fence)
         watchdog = stack.enter_context(_watched(recipe.watchdog, directory, callback))
         stack.callback(trainer_channel.close)

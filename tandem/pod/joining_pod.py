@@ -67,7 +67,8 @@ class _Lives:
         backoff, has_joined = Backoff(), False
         while not self._stops:
             began = time.monotonic()
-            self._shim = spawn("tandem.pod.joining_shim", self._arguments, threads=Threads(1), new_session=True)
+            again = ["--again"] if has_joined else []
+            self._shim = spawn("tandem.pod.joining_shim", [*self._arguments, *again], threads=Threads(1), new_session=True)
             status = self._wait(self._shim)
             if self._stops or status == 0:
                 return max(0, status)

@@ -33,7 +33,7 @@ from tandem.pod.sent_weights import KeptWeights
 from tandem.pod.shim import Shim
 from tandem.pod.weights_between_pods import add_tls, pod_tls
 from tandem.runtime.coordination.election import LEADER
-from tandem.runtime.coordination.membership import Member, find_member, join, leave
+from tandem.runtime.coordination.membership import ENDED, Member, find_member, join, leave
 from tandem.runtime.coordination.open import open_store, with_deadline
 from tandem.runtime.coordination.session import Session
 from tandem.runtime.health.node_report import REPORTS
@@ -127,6 +127,8 @@ class JoiningShim:
                 is_there = own is not None and own.revision == self.member.revision
                 if self.store.get(LEADER) is not None:
                     waiting = Deadline(float(self.options.join_timeout))
+                elif self.options.again and self.token is None and self.store.get(ENDED) is not None:
+                    self.end(RELEASED, "the run has ended")
                 elif waiting.passed or (self.is_leaving and self.token is None):
                     self.end(RELEASED if self.is_leaving else 1, f"no controller leads run '{self.options.of_run}'")
                 if not is_there and not self.is_leaving and not self.is_released:
@@ -300,6 +302,7 @@ def main() -> None:
         parser.add_argument(name, type=int, required=True)
     for name in ("--lease", "--join-timeout"):
         parser.add_argument(name, type=float, required=True)
+    parser.add_argument("--again", action="store_true", help="an earlier life of the same command has joined")
     parser.add_argument("--trains", type=int, default=1)
     parser.add_argument("--faults", default="")
     parser.add_argument("--health", default="{}")

@@ -17,10 +17,12 @@ from tandem.config.coordination import CoordinationConfig
 from tandem.runtime.coordination.election import LEADER, NotElected, campaign
 from tandem.runtime.coordination.embedded import boot_id
 from tandem.runtime.coordination.etcd import EtcdStore
+from tandem.runtime.coordination.membership import release_all
 from tandem.runtime.coordination.open import run_prefix
 from tandem.runtime.coordination.session import Session
 from tandem.runtime.coordination.store import Entry, Guard
 from tandem.runtime.records.journal import Journal
+from tandem.trainer.corruption.finding import SilentCorruption
 from tandem.types import RunError, UserError
 
 _KEY = "coordination"
@@ -45,19 +47,25 @@ def check_coordination(config: CoordinationConfig, name: str) -> None:
 
 
 @contextlib.contextmanager
-def leading(config: CoordinationConfig, directory: Path, journal: Journal, tell: Callable[[str], None]) -> Iterator[Fence]:
+def leading(
+    config: CoordinationConfig, directory: Path, journal: Journal, tell: Callable[[str], None], *, pods_join: bool = False
+) -> Iterator[Fence]:
     """Leads the run in ``directory``, whose lock this process holds, until the end of the block, which removes the run's keys. ``tell``: of messages for the
-    user. Raises ``UserError`` if another controller leads, or if this is not the run's cluster."""
+    user. ``pods_join``: pods are started elsewhere, and those between two lives are told of the end unless the run begins again. Raises ``UserError`` if
+    another controller leads, or if this is not the run's cluster."""
     if config.store == "embedded":
         yield lambda: None
         return
     check_coordination(config, directory.name)
-    leadership = _Leadership(config, directory, journal, tell)
+    leadership, ends = _Leadership(config, directory, journal, tell), pods_join
     try:
         leadership.begin()
         yield leadership.guard
+    except SilentCorruption:
+        ends = False
+        raise
     finally:
-        leadership.close()
+        leadership.close(ends)
 
 
 class _Leadership:
@@ -86,8 +94,9 @@ class _Leadership:
                 raise RunError(str(error)) from None
         return self._guard
 
-    def close(self) -> None:
-        """Removes the run's keys if this process leads. Waits little for an etcd that does not answer, where leases end by themselves."""
+    def close(self, ends: bool) -> None:
+        """Removes the run's keys if this process leads; ``ends``: and tells pods that join again that the run has ended. Waits little for an etcd that does
+        not answer, where leases end by themselves."""
         if self._session is None:
             self._store.close()
             return
@@ -95,6 +104,8 @@ class _Leadership:
         with contextlib.suppress(UserError):
             if self._guard is not None and (entry := self._store.get(LEADER)) is not None and entry.revision == self._guard.revision:
                 self._clear()
+                if ends:
+                    release_all(self._store)
                 self._store.forget_requests()
         self._session.close()
         self._store.close()

@@ -32,7 +32,7 @@ from tandem.pod.start import open_channels
 from tandem.runtime.coordination.embedded import EmbeddedStore
 from tandem.runtime.coordination.etcd import EtcdStore
 from tandem.runtime.coordination.leased_key import LeasedKey
-from tandem.runtime.coordination.membership import join, leave, members
+from tandem.runtime.coordination.membership import ENDED, join, leave, members
 from tandem.runtime.coordination.session import Session
 from tandem.runtime.process.stacks import stacks_in
 from tandem.runtime.rpc.calls import PeerDied
@@ -401,7 +401,7 @@ def test_a_pod_that_was_started_elsewhere_draws_samples_and_the_curve_is_that_of
     # It has begun with them while they were registered.
     assert "are read from pod" in machines.log("a") and "the weights of step 6 are read beside those in use" in machines.log("a", "rollout_worker")
     store = EtcdStore(machines.etcd.config(), f"/tandem/{machines.name}/")
-    assert store.list("") == [] and store._call("kv/range", store._range(""), store._deadline()).get("kvs", []) == [], "neither keys nor requests"
+    assert [entry.key for entry in store.list("")] == [ENDED], "neither keys of members nor of requests"
 
 
 @pytest.mark.full
@@ -489,6 +489,23 @@ def test_a_pod_that_is_killed_joins_again_and_no_bit_changes(fault: str, machine
     assert done.returncode == 0 and difference(machines.run, undisturbed) == [], done.stdout + done.stderr
     assert machines.members() == [("joined", "a"), ("joined", "a")] and len(machines.run.events("recovery")) == 1
     assert finish(pod).returncode == 0 and machines.left_behind() == []
+
+
+@pytest.mark.full
+@needs_etcd
+def test_a_pod_whose_next_life_comes_after_the_end_of_the_run_ends_too(machines: Machines, undisturbed: PodRun) -> None:
+    pod, train = machines.pod("a"), machines.train("--pods.min_count=2")
+    # The last ones, after which the run needs as many pods no longer.
+    machines.wait_for("a", "weights of step 6 (incarnation 1) came", train)
+    pod.send_signal(signal.SIGSTOP)
+    os.kill(shim_of(machines.pods["a"]), signal.SIGKILL)
+    done = finish(train)
+    pod.send_signal(signal.SIGCONT)
+    assert done.returncode == 0 and difference(machines.run, undisturbed) == [], done.stdout + done.stderr
+    ended = finish(pod)
+    *_, joined, told = ended.stdout.splitlines()
+    assert ended.returncode == 0 and "joined run" in joined and told == "pod a ends: the run has ended", ended
+    assert machines.left_behind() == []
 
 
 @pytest.mark.full

@@ -10,6 +10,9 @@ from tandem.runtime.coordination.store import Conflict, Entry, Store
 from tandem.types.errors import RunError
 
 _MEMBERS = "members/"
+ENDED = "ended"
+"""The key of a run that has released its members. One that was between two lives then was not told."""
+_ENDED_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,11 @@ def join(session: Session, name: str, facts: Mapping[str, Any]) -> Member:
 def leave(store: Store, name: str) -> None:
     """Removes the member, if it is there."""
     store.delete(_MEMBERS + name)
+
+
+def release_all(store: Store) -> None:
+    """Says for two minutes, longer than a member takes to join again, that the run needs no member any more."""
+    store.put(ENDED, b"", store.grant_lease(_ENDED_S))
 
 
 def members(store: Store) -> Sequence[Member]:
