@@ -241,7 +241,8 @@ def faulty_run(quiet: PodRun, folder: Path, seed: int, steps: int = STEPS, count
             where = KINDS[kind](four, rng, seconds)
             went_on = four.rows() - step
             four.wait_for_step(max(after, most + 1))
-            recovered_s = round(times.at_s(most + 1) - struck_s, 1)
+            # One that strikes after the last step is followed by none.
+            recovered_s = round(times.at_s(most + 1) - struck_s, 1) if most < steps else None
             faults.append(PodFault(kind, where, step, round(seconds, 1), went_on, "; ".join(four.ends[before:]), recovered_s))
             print(f"seed {seed}: {faults[-1]}", flush=True)
         four.wait()
