@@ -90,6 +90,9 @@ def _row(row: Mapping[str, str]) -> Row:
         TrainingLayout(
             parallel, sequence, batch, size, row["precision"], row["recompute"], attention=row.get("attention", "auto"),  # type: ignore[arg-type]
             fused_elementwise=row["source"] != "torchtitan-llama3" and not row.get("eager"), fused_loss=not core, reshard_after_forward=whole["pp"] == 1,
+            reduce_precision=row.get("reduce") or "fp32", reduces_each_pass=row.get("accumulates") != "whole",  # type: ignore[arg-type]
+            state_precision=row.get("state") or "fp32", expert_dispatch=row.get("dispatch") or "copies",  # type: ignore[arg-type]
+            experts_as=row.get("experts_as") or "each", cuda_graphs=row.get("graphs") == "true",  # type: ignore[arg-type]
         )
         for size in _micro_batches(row, batch // whole["dp"])
     )  # fmt: skip
@@ -123,6 +126,7 @@ def _shapes(row: Mapping[str, str]) -> ModelShapes:
         "llama", int(row["vocab"]), hidden, layers, heads, int(row.get("kv_heads") or (8 if llama else heads)),
         int(row.get("head_dim") or hidden // heads), int(row.get("ffn") or (14336 if llama else 4 * hidden)), int(row["seq"]), tie_word_embeddings=not llama,
         gated_mlp=llama if "gated" not in row else row["gated"] == "true", experts=experts,
+        qk_norm=row.get("qk_norm") == "true",
         # Every other layer.
         layer_windows=tuple(int(window) if layer % 2 == 0 else None for layer in range(layers)) if window else (),
     )  # fmt: skip
