@@ -3,7 +3,8 @@
     python benchmarks/planner_errors.py
 
 ``planner-measured.csv`` is what the few constants of ``efficiency.py`` are fitted on; each of its rows is also predicted with constants that were fitted
-without it (five folds, each with rows of every source). ``planner-held-out.csv`` is never fitted on. Beside both is a model of one line: 6 operations for a
+without it (five folds, each with rows of every source). ``planner-held-out.csv`` is never fitted on; its column ``collected`` says when a row was added, and
+each set was predicted once, by the model as it stood, before anything was changed with a look at it. Beside both is a model of one line: 6 operations for a
 parameter and token, and those of attention, over the peak at a constant utilisation, fitted on the same rows. Where a source leaves the micro-batch open it
 is the fastest that fits in memory.
 """
@@ -48,7 +49,8 @@ SOURCES = {
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A published measurement: layouts (one for each micro-batch that the source leaves open) and the seconds of a step."""
+    """A published measurement: layouts (one for each micro-batch that the source leaves open) and the seconds of a step. ``collected``: the day on which a
+    held-out row was added."""
 
     source: str
     name: str
@@ -56,6 +58,7 @@ class Row:
     hardware: Hardware
     layouts: tuple[TrainingLayout, ...]
     seconds: float
+    collected: str = ""
 
     def predicted(self, given: Efficiency) -> float:
         """Returns the seconds of the fastest micro-batch of those that fit."""
@@ -82,16 +85,29 @@ def _row(row: Mapping[str, str]) -> Row:
         # The measurements of 2021 are older than sequence parallelism.
         sequence_parallel=row["source"] != "megatron-2021" and not (row["source"] == "sequence-parallel-2022" and row["recompute"] == "full"),
     )  # fmt: skip
-    hardware = load_hardware(row["gpu"])
+    hardware = _hardware(row)
     layouts = tuple(
         TrainingLayout(
             parallel, sequence, batch, size, row["precision"], row["recompute"], attention=row.get("attention", "auto"),  # type: ignore[arg-type]
-            fused_elementwise=row["source"] != "torchtitan-llama3", fused_loss=not core, reshard_after_forward=whole["pp"] == 1,
+            fused_elementwise=row["source"] != "torchtitan-llama3" and not row.get("eager"), fused_loss=not core, reshard_after_forward=whole["pp"] == 1,
+            reduce_precision=row.get("reduce") or "fp32", reduces_each_pass=row.get("accumulates") != "whole",  # type: ignore[arg-type]
+            state_precision=row.get("state") or "fp32", expert_dispatch=row.get("dispatch") or "copies",  # type: ignore[arg-type]
+            experts_as=row.get("experts_as") or "each", cuda_graphs=row.get("graphs") == "true",  # type: ignore[arg-type]
         )
         for size in _micro_batches(row, batch // whole["dp"])
     )  # fmt: skip
     name = f"{row['params_b']}B, {row['gpus']} {row['gpu']}"
-    return Row(row["source"], name, shapes, hardware, fitting(shapes, hardware, layouts), _seconds(row, shapes, sequence, batch))
+    return Row(row["source"], name, shapes, hardware, fitting(shapes, hardware, layouts), _seconds(row, shapes, sequence, batch), row.get("collected", ""))
+
+
+def _hardware(row: Mapping[str, str]) -> Hardware:
+    """Returns the GPUs of ``row``, in the nodes and with the network that its source says."""
+    hardware = load_hardware(row["gpu"])
+    if row.get("gpus_per_node"):
+        hardware = replace(hardware, gpus_per_node=int(row["gpus_per_node"]))
+    if row.get("network_bytes"):
+        hardware = replace(hardware, network_bandwidth=float(row["network_bytes"]))
+    return hardware
 
 
 def fitting(shapes: ModelShapes, hardware: Hardware, layouts: tuple[TrainingLayout, ...]) -> tuple[TrainingLayout, ...]:
@@ -105,10 +121,14 @@ def _shapes(row: Mapping[str, str]) -> ModelShapes:
     experts = None
     if row.get("experts"):
         experts = ExpertShapes(int(row["experts"]), int(row["experts_per_token"]), int(row["expert_ffn"]))
+    layers, window = int(row["layers"]), row.get("window")
     return ModelShapes(
-        "llama", int(row["vocab"]), hidden, int(row["layers"]), heads, int(row.get("kv_heads") or (8 if llama else heads)),
+        "llama", int(row["vocab"]), hidden, layers, heads, int(row.get("kv_heads") or (8 if llama else heads)),
         int(row.get("head_dim") or hidden // heads), int(row.get("ffn") or (14336 if llama else 4 * hidden)), int(row["seq"]), tie_word_embeddings=not llama,
         gated_mlp=llama if "gated" not in row else row["gated"] == "true", experts=experts,
+        qk_norm=row.get("qk_norm") == "true",
+        # Every other layer.
+        layer_windows=tuple(int(window) if layer % 2 == 0 else None for layer in range(layers)) if window else (),
     )  # fmt: skip
 
 
@@ -208,6 +228,8 @@ def main() -> int:
         "| rows | count | mean error | worst | bias |", "| --- | --- | --- | --- | --- |",
         summary("`planner-measured.csv`, fitted", fitted), summary("`planner-measured.csv`, each in a fold that was not fitted on", tested),
         summary("`planner-held-out.csv`", away),
+        *(summary(f"`planner-held-out.csv`, collected {day}", [e for row, e in zip(held, away, strict=True) if row.collected == day])
+          for day in dict.fromkeys(row.collected for row in held)),
         *(summary(f"`planner-held-out.csv`: {source}", [e for row, e in zip(held, away, strict=True) if row.source == source])
           for source in dict.fromkeys(row.source for row in held)),
         summary(f"one line ({share:.0%} of the peak), `planner-measured.csv`, fitted", one_page), summary("one line, not fitted on", one_page_tested),

@@ -108,6 +108,15 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-overlap", choices=("auto", "none", "backward", "all"), default="auto",
         help="what hides tensor-parallel communication: nothing, gradients of weights, all products (auto: all, but none with --zero 3)",
     )  # fmt: skip
+    for name, choices, text in (
+        ("expert_dispatch", ("copies", "once"), "a token travels once for each expert, or once to each node and GPU (DeepEP; default: copies)"),
+        ("experts_as", ("each", "padded", "grouped"), "products of each expert a kernel of its own, padded to a capacity, or grouped in one (default: each)"),
+        ("reduce_precision", ("fp32", "bf16"), "of gradients that ranks sum (default: fp32)"),
+        ("state_precision", ("fp32", "bf16"), "of the weights that the optimizer updates and its moments (default: fp32)"),
+    ):
+        layout.add_argument(f"--{name.replace('_', '-')}", choices=choices, default=choices[0], help=text)
+    layout.add_argument("--sum-gradients-once", action="store_true", help="with --zero 3, gradients stay whole until the last micro-batch")
+    layout.add_argument("--cuda-graphs", action="store_true", help="kernels are not started one by one")
     parser.set_defaults(takes_overrides=True)
     layout.add_argument("--offload", choices=("none", "cpu", "nvme"), default="none", help="where the optimizer's state is (default: none)")
 
@@ -326,7 +335,8 @@ def _layout(options: argparse.Namespace, request: "PlanRequest") -> "TrainingLay
     layout = TrainingLayout(
         parallel, request.sequence, request.global_batch, options.micro_batch if options.micro_batch is not None else 1, request.precision, recompute,
         options.offload, reshard_after_forward=pipeline == 1, attention=options.attention,
-        tensor_overlap=options.tensor_overlap,
+        tensor_overlap=options.tensor_overlap, expert_dispatch=options.expert_dispatch, experts_as=options.experts_as, cuda_graphs=options.cuda_graphs,
+        reduce_precision=options.reduce_precision, state_precision=options.state_precision, reduces_each_pass=not options.sum_gradients_once,
     )  # fmt: skip
     check_training_layout(request.shapes, layout, request.gpus)
     return replace(layout, parallel=with_stages(parallel, request.shapes.num_hidden_layers))

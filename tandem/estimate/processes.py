@@ -5,14 +5,27 @@ are of its resident size, which the run measures; a check of the machine counts 
 (``not_shared``).
 """
 
+from typing import NamedTuple
+
 from tandem.config.trainer import TrainerConfig
 
 CONTROLLER_BYTES = 65 * 2**20
 """Measured: the process of ``tandem train`` where others train (56 MiB in a run on data, 65 in one with a pod). It imports no torch."""
 SHIM_BYTES = 40 * 2**20
 """Measured: the shim of a sidecar (37 and 39 MiB)."""
-FORKED_ENGINE_BYTES = 195 * 2**20
+
+
+class EngineProcess(NamedTuple):
+    """The process of a rollout worker: its ``resident_bytes`` before it has weights, and whether it ``is_forked`` from the sidecar's server."""
+
+    resident_bytes: int
+    is_forked: bool
+
+
+FORKED_ENGINE = EngineProcess(195 * 2**20, is_forked=True)
 """Estimated from a forked rollout worker with a small engine, which had 226 MiB: less its weights, cache and buffers."""
+VLLM_ENGINE = EngineProcess(1950 * 2**20, is_forked=False)
+"""Of a rollout worker on vLLM with one rank: its own process, the API server and the engine (measured: 2,050 MiB with a model of 5 MB and a cache of 90)."""
 ENGINE_RANK_BYTES = 255 * 2**20
 """Measured: a further tensor-parallel rank of an engine, which its worker starts as a process that imports torch itself."""
 FORK_SERVER_BYTES = 240 * 2**20
@@ -38,9 +51,9 @@ def rank_process_bytes(trainer: TrainerConfig, is_forked: bool = True) -> int:
     return process + (COMPILER_BYTES if trainer.recompute == "full" else 0)
 
 
-def engine_bytes(ranks: int, process_bytes: int = FORKED_ENGINE_BYTES) -> int:
-    """Returns the resident bytes of an engine's processes: its worker of ``process_bytes``, and the other ranks, of another kind where the worker is forked."""
-    return process_bytes + (ranks - 1) * (ENGINE_RANK_BYTES if process_bytes == FORKED_ENGINE_BYTES else process_bytes)
+def engine_bytes(ranks: int, process: EngineProcess = FORKED_ENGINE) -> int:
+    """Returns the resident bytes of an engine's processes: its worker, and the other ranks, of another kind where the worker is forked."""
+    return process.resident_bytes + (ranks - 1) * (ENGINE_RANK_BYTES if process.is_forked else process.resident_bytes)
 
 
 def forks(trainer: TrainerConfig) -> bool:

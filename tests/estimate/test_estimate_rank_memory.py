@@ -85,13 +85,25 @@ def test_the_first_stage_of_1f1b_stashes_all_passes_and_the_last_none() -> None:
     ).total
 
 
-def test_published_peaks_are_predicted_within_8_percent_on_average() -> None:
+@pytest.mark.parametrize(("accumulates", "gradient_bytes"), ((False, 2 / 4), (True, 4)))
+def test_16_bit_states_are_a_third_and_gradients_stay_whole_until_the_last_micro_batch(accumulates: bool, gradient_bytes: float) -> None:
+    # FSDP2 on a model in bf16: weight and two moments have 2 bytes each, divided; a gradient that is not summed yet is whole in fp32.
+    layout = TrainingLayout(ParallelConfig(data=4, zero=3), 64, 8, state_precision="bf16", reduces_each_pass=not accumulates)
+    memory, count = predict_rank_memory(LLAMA, layout), held_on_span(LLAMA, whole(6), 1, 1).total
+    assert memory.master_weights == 0 and memory.parameters + memory.optimizer == pytest.approx(6 / 4 * count, abs=8)
+    assert memory.gradients == pytest.approx(gradient_bytes * count, abs=8)
+
+
+@pytest.mark.parametrize(("system", "count", "mean", "worst"), (("torchtitan", 18, 0.08, 0.20), ("kempnerforge", 23, 0.19, 0.35)))
+def test_published_peaks_are_predicted_within_8_percent_on_average_for_torchtitan_and_19_for_kempnerforge(
+    system: str, count: int, mean: float, worst: float
+) -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     try:
-        from planner_memory import errors
+        import planner_memory
     finally:
         sys.path.pop(0)
-    each = [abs(ours / theirs - 1) for _, ours, theirs in errors()]
-    assert len(each) == 18
-    assert sum(each) / len(each) < 0.08
-    assert max(each) < 0.20
+    each = [abs(ours / theirs - 1) for name, ours, theirs in planner_memory.errors() if planner_memory.system(name) == system]
+    assert len(each) == count
+    assert sum(each) / len(each) < mean
+    assert max(each) < worst

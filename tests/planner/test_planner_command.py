@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,22 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytes
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_flags_say_how_experts_are_reached_and_what_states_and_sums_have(capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    mixture = ("--json", *SIZES, "--experts", "64", "--experts-per-token", "8", "--expert-ffn", "512", "--gpus", "16", "--dp", "16", "--ep", "16")
+
+    def scored(*flags: str) -> Any:
+        assert main(["plan", *mixture, *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain, once, halved = scored(), scored("--expert-dispatch", "once"), scored("--state-precision", "bf16", "--reduce-precision", "bf16")
+    exchanged, total = (lambda answer: answer["seconds_by_kind"]["expert_communication"]), (lambda answer: answer["memory_bytes_per_gpu"]["total"])
+    # Of 8 copies of a token, half cross to the other node of two; once, one does in 255 of 256 cases.
+    assert exchanged(once) / exchanged(plain) == pytest.approx(1 / 4, rel=0.02)
+    assert total(halved) < total(plain)
 
 
 def test_a_config_is_read_and_what_is_not_understood_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ from tandem.types.errors import UserError
 
 FOLDER = Path(__file__).parent
 MOST_BYTES = 2**16
+
+
 def known_hardware() -> dict[str, Path]:
     """Returns the hardware files that come with Tandem, by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}

@@ -44,15 +44,28 @@ def gather_seconds(hardware: Hardware, size: int, stride: int, moved: float, giv
     return min(map(seconds, PROTOCOLS))
 
 
-def all_to_all_seconds(hardware: Hardware, size: int, stride: int, moved: float, given: Efficiency) -> float:
-    """Returns the seconds of an exchange in which each GPU sends ``moved`` bytes in equal parts to the ``size`` members of its group. What leaves the node goes
-    through the GPU's own network card."""
+def all_to_all_seconds(
+    hardware: Hardware, size: int, stride: int, moved: float, given: Efficiency, copies: int = 1, *, once: bool = False
+) -> float:
+    """Returns the seconds of an exchange in which each GPU sends ``copies`` of ``moved`` bytes to members of its group of ``size`` by chance. What leaves the
+    node goes through the GPU's own network card. ``once``: what several copies of an element share is sent to a node one time and from there to each of its
+    GPUs one time (DeepSeek-AI, 2025, DeepEP); of c copies by chance, n (1 - (1 - 1 / n)^c) of n nodes or GPUs have at least one."""
     if size == 1 or moved == 0:
         return 0.0
     local = max(1, min(size, hardware.gpus_per_node // stride))
-    within, beyond = moved * (local - 1) / size, moved * (size - local) / size
+    nodes = size / local
+    if once:
+        within = moved * (size - nodes) * _with_one(size, copies)
+        beyond = moved * (nodes - 1) * _with_one(nodes, copies)
+    else:
+        within, beyond = copies * moved * (local - 1) / size, copies * moved * (size - local) / size
     seconds = max(within / hardware.link_bandwidth, beyond / hardware.network_bandwidth) / given.links
     return seconds + math.ceil(math.log2(size)) * given.latency_s
+
+
+def _with_one(places: float, copies: int) -> float:
+    """Returns the chance that one of ``places`` has at least one of ``copies``."""
+    return 1 - (1 - 1 / places) ** copies
 
 
 def send_seconds(hardware: Hardware, stride: int, moved: float, given: Efficiency) -> float:

@@ -1,7 +1,7 @@
 """Seconds of gradients and parameters between data-parallel ranks, and of the optimizer. Imports no torch.
 
-Gradients are summed in fp32, parameters gathered in the precision of the products (Rajbhandari et al., 2020, section 7: stage 1 and 2 move as much as an
-all-reduce, stage 3 half as much again, for each micro-batch).
+Gradients are summed in fp32 or 16 bits, parameters gathered in the precision of the products (Rajbhandari et al., 2020, section 7: stage 1 and 2 move as
+much as an all-reduce, stage 3 half as much again, for each micro-batch).
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,12 @@ from tandem.estimate.training.collectives import gather_seconds
 from tandem.estimate.training.efficiency import Efficiency
 from tandem.estimate.training.layout import TrainingLayout
 
-GRADIENT_BYTES = 4
 ADAM_BYTES = 34
 """Of a parameter: the gradient is read for its norm and for the update; master weight and two moments are read and written; the rounded weight is written."""
 OFFLOADED_BYTES = {"down": 4, "up": 2}
 """Of a parameter, between GPU and host: its gradient down, its rounded weight up."""
-COPIED_IN_BYTES = 6
-"""Of a gradient with ZeRO 3, which is copied into one buffer in fp32 before it is reduced (16 bits read, 32 written), as the parts of a weight are read and
+READ_GRADIENT_BYTES = 2
+"""Of a gradient with ZeRO 3, which is copied into one buffer, in the precision of the sum, before it is reduced, as the parts of a weight are read and
 written once more after they are gathered (PyTorch, ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``)."""
 BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK = 40_000_000, 1_000_000
 """Parameters of a collective with ZeRO 0 to 2: Megatron-Core's ``bucket_size``, at least a million a rank."""
@@ -48,15 +47,18 @@ def exchange_seconds(
     def exposed(bytes_each: int, hidden_by: float, times: int = 1) -> float:
         return _exposed(hardware, layout, shared, layers, bytes_each, hidden_by, times, given)
 
+    gradient_bytes = layout.gradient_bytes
     if layout.parallel.zero == 0:
-        return exposed(GRADIENT_BYTES, backward_s, 2)
+        return exposed(gradient_bytes, backward_s, 2)
     gathered = exposed(weight_bytes, forward_s)
     if layout.parallel.zero == 3 and layout.reshard_after_forward:
-        copied = (2 * 2 * weight_bytes + COPIED_IN_BYTES) * sum(each.parameters for each in shared if each.size > 1)
-        both = gathered + exposed(weight_bytes + GRADIENT_BYTES, backward_s)
-        return layout.micro_batches * (both + copied / (hardware.memory_bandwidth * given.memory))
+        copied = sum(each.parameters for each in shared if each.size > 1) / (hardware.memory_bandwidth * given.memory)
+        gathering = gathered + exposed(weight_bytes, backward_s) + 2 * 2 * weight_bytes * copied
+        reducing = gathered + exposed(weight_bytes + gradient_bytes, backward_s) + (2 * 2 * weight_bytes + READ_GRADIENT_BYTES + gradient_bytes) * copied
+        sums = layout.micro_batches if layout.reduces_each_pass else 1
+        return (layout.micro_batches - sums) * gathering + sums * reducing
     sums = layout.micro_batches if layout.parallel.zero == 2 else 1
-    return sums * exposed(GRADIENT_BYTES, backward_s) + gathered
+    return sums * exposed(gradient_bytes, backward_s) + gathered
 
 
 def _exposed(

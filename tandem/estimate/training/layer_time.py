@@ -8,9 +8,10 @@ from tandem.estimate.training.attention import Attention, attention_seconds
 from tandem.estimate.training.collectives import all_to_all_seconds, gather_seconds
 from tandem.estimate.training.data_parallel import hidden_seconds
 from tandem.estimate.training.efficiency import Efficiency
+from tandem.estimate.training.host import EAGER_KERNELS, FUSED_KERNELS, expert_kernels, expert_waits, kernels_of_layer
 from tandem.estimate.training.layout import TrainingLayout
-from tandem.estimate.training.memory_bound import FUSED_LOGITS, LOGITS, QUANTISED, ROUTED, Moved, layer_bytes
-from tandem.estimate.training.products import product_seconds
+from tandem.estimate.training.memory_bound import EAGER_NORM, FUSED_LOGITS, FUSED_NORM, LOGITS, QUANTISED, ROUTED, Moved, layer_bytes
+from tandem.estimate.training.products import RESULT_BYTES, product_seconds
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 
 ACTIVATION_BYTES = 2
@@ -19,7 +20,7 @@ ACTIVATION_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds by what they are spent on; of communication, those that nothing hides."""
+    """Seconds by what they are spent on; of communication, those that nothing hides. ``host``: that the GPU waits for kernels of its experts."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -27,6 +28,7 @@ class Seconds:
     tensor: float = 0.0
     expert: float = 0.0
     context: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -41,21 +43,22 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """A micro-batch through layers; ``recomputed``: what the backward pass computes a second time."""
+    """A micro-batch through layers; ``recomputed``: what the backward pass computes a second time; ``kernels``: that the host starts."""
 
     forward: Seconds
     backward: Seconds
     recomputed: Seconds = Seconds()
+    kernels: float = 0.0
 
     @property
     def seconds(self) -> float:
         return self.forward.total + self.backward.total + self.recomputed.total
 
     def __add__(self, other: "Passes") -> "Passes":
-        return Passes(self.forward + other.forward, self.backward + other.backward, self.recomputed + other.recomputed)
+        return Passes(self.forward + other.forward, self.backward + other.backward, self.recomputed + other.recomputed, self.kernels + other.kernels)
 
     def __mul__(self, times: float) -> "Passes":
-        return Passes(self.forward * times, self.backward * times, self.recomputed * times)
+        return Passes(self.forward * times, self.backward * times, self.recomputed * times, self.kernels * times)
 
 
 NO_PASSES = Passes(Seconds(), Seconds())
@@ -91,7 +94,7 @@ class LayerTimes:
         *into, output = self.shapes.attention_matrices
         shapes = [Shape(self.tokens, _part(each.outputs, tensor) if each.by_head else each.outputs, each.inputs) for each in into]
         shapes.append(Shape(self.tokens, hidden, _part(output.inputs, tensor)))
-        rows = self.tokens
+        rows, of_experts = self.tokens, list[Shape]()
         if experts is None:
             inner = _part(self.shapes.intermediate_size, tensor)
             shapes += [Shape(rows, (self.shapes.mlp_matrices - 1) * inner, hidden), Shape(rows, hidden, inner)]
@@ -99,7 +102,8 @@ class LayerTimes:
             inner, rows = _part(experts.intermediate_size, tensor), self.tokens * experts.num_experts_per_tok
             local = max(1, experts.num_experts // self.layout.parallel.expert)
             each = max(1, rows // local)
-            shapes += [Shape(self.tokens, experts.num_experts, hidden), Shape(each, 2 * inner, hidden, local), Shape(each, hidden, inner, local)]
+            of_experts = [Shape(each, 2 * inner, hidden, local), Shape(each, hidden, inner, local)]
+            shapes += [Shape(self.tokens, experts.num_experts, hidden), *of_experts]
             if experts.shared_intermediate_size:
                 shared = _part(experts.shared_intermediate_size, tensor)
                 shapes += [Shape(self.tokens, 2 * shared, hidden), Shape(self.tokens, hidden, shared)]
@@ -107,13 +111,15 @@ class LayerTimes:
         attention = self._attention(window)
         moved = self._memory_bound(rows, inner, shapes, experts)
         tensor_forward, tensor_backward = self._tensor_seconds(forward)
-        expert_s = 2 * all_to_all_seconds(
-            self.hardware, self.layout.parallel.expert, tensor, ACTIVATION_BYTES * rows * hidden / self._token_ranks, self.given
-        ) if experts is not None else 0.0  # fmt: skip
+        expert_s = 0.0 if experts is None else self._expert_seconds(experts)
+        host = (0.0, 0.0) if experts is None else expert_waits(self.layout, of_experts[0].batch, self._products(of_experts, self.layout.precision))
         context_s = self._context_seconds()
-        forward_s = Seconds(forward, attention.forward, moved.forward, tensor_forward, expert_s, max(0.0, context_s - attention.forward))
-        backward_s = Seconds(backward, attention.backward, moved.backward, tensor_backward, expert_s, max(0.0, 2 * context_s - attention.backward))
-        return Passes(forward_s, backward_s, self._recomputed(forward_s))
+        forward_s = Seconds(forward, attention.forward, moved.forward, tensor_forward, expert_s, max(0.0, context_s - attention.forward), host[0])
+        backward_s = Seconds(backward, attention.backward, moved.backward, tensor_backward, expert_s, max(0.0, 2 * context_s - attention.backward), host[1])
+        kernels = (4 if self.layout.recompute == "full" else 3) * kernels_of_layer(self.layout, len(shapes) - len(of_experts), has_experts=bool(of_experts))
+        if of_experts:
+            kernels += sum(expert_kernels(self.layout, of_experts[0].batch))
+        return Passes(forward_s, backward_s, self._recomputed(forward_s), kernels)
 
     def head(self) -> Passes:
         """Returns the passes of the language-model head and the loss."""
@@ -133,11 +139,13 @@ class LayerTimes:
     def _products(self, shapes: list[Shape], precision: str) -> tuple[float, float]:
         """Returns the seconds of ``shapes`` forward, and of both products of each backward: the gradient of its input and of its weights."""
 
-        def seconds(rows: int, columns: int, inner: int, count: int) -> float:
-            return product_seconds(self.hardware, precision, rows, columns, inner, self.given, count)
+        def seconds(rows: int, columns: int, inner: int, count: int, result_bytes: float = RESULT_BYTES) -> float:
+            return product_seconds(self.hardware, precision, rows, columns, inner, self.given, count, result_bytes)
 
+        # The gradient of a weight is added to the sum of the step, which is read and written.
+        added = 2.0 * self.layout.gradient_bytes
         forward = sum(seconds(each.rows, each.columns, each.inner, each.batch) for each in shapes)
-        backward = sum(seconds(e.rows, e.inner, e.columns, e.batch) + seconds(e.columns, e.inner, e.rows, e.batch) for e in shapes)
+        backward = sum(seconds(e.rows, e.inner, e.columns, e.batch) + seconds(e.columns, e.inner, e.rows, e.batch, added) for e in shapes)
         return forward, backward
 
     def _attention(self, window: int | None) -> Attention:
@@ -163,13 +171,23 @@ class LayerTimes:
         gated = self.shapes.gated_mlp or experts is not None
         norms = (4.0 if self.shapes.post_norms else 2.0) + (0.0 if latent is None else (latent.q_lora_rank + latent.kv_lora_rank) / hidden)
         moved = layer_bytes(self.tokens, self.tokens / self._token_ranks, hidden, rotary, 0, gated, self.layout.fused_elementwise, norms)
+        if self.shapes.qk_norm:
+            # A norm of every head of queries and keys.
+            of_heads = (self.shapes.query_size + self.shapes.key_value_size) / tensor
+            moved = Moved(*(m + n * self.tokens * of_heads for m, n in zip(moved, FUSED_NORM if self.layout.fused_elementwise else EAGER_NORM, strict=True)))
         activated = rows * inner + (0 if experts is None else self.tokens * experts.shared_intermediate_size / tensor)
         of_mlp = layer_bytes(1, 0, hidden, 0, activated, gated, self.layout.fused_elementwise)
         routed = ROUTED * rows * hidden / self._token_ranks if experts is not None else 0
         cast = QUANTISED * sum(each.batch * each.rows * each.inner for each in products) if self.layout.precision == "fp8" else 0
         memory = self.hardware.memory_bandwidth * self.given.memory
-        launches = (8 if self.layout.fused_elementwise else 30) * self.given.kernel_s
+        launches = (FUSED_KERNELS if self.layout.fused_elementwise else EAGER_KERNELS) * self.given.kernel_s
         return Moved(*((moved[i] + of_mlp[i] + routed + cast) / memory + launches for i in (0, 1)))
+
+    def _expert_seconds(self, experts: ExpertShapes) -> float:
+        """Returns the seconds of sending tokens to their experts and back."""
+        moved = ACTIVATION_BYTES * self.tokens * self.shapes.hidden_size / self._token_ranks
+        copies, parallel = experts.num_experts_per_tok, self.layout.parallel
+        return 2 * all_to_all_seconds(self.hardware, parallel.expert, parallel.tensor, moved, self.given, copies, once=self.layout.expert_dispatch == "once")
 
     def _tensor_seconds(self, products: float) -> tuple[float, float]:
         """Returns the exposed seconds of both passes: an all-reduce after attention and one after the MLP, or the all-gather and reduce-scatter that they are

@@ -23,7 +23,12 @@ class TrainingLayout:
     ``fused`` otherwise. ``tensor_overlap``: what hides the communication of tensor-parallel ranks: ``none``; ``backward``: the products of the gradients of
     weights; ``all``: products in parts, one of which is computed while another is sent (Wang et al., 2023); ``auto``: ``none`` with ZeRO 3, as in PyTorch, or
     without sequence parallelism, ``backward`` in fp16, and ``all`` otherwise. ``fused_elementwise``: norms, rotary embedding and activations are one kernel
-    each (a compiler's or a library's), not several; ``fused_loss``: the cross-entropy is.
+    each (a compiler's or a library's), not several; ``fused_loss``: the cross-entropy is. ``reduce_precision``: of the gradients that ranks sum and hold
+    (Megatron-Core's ``grad_reduce_in_fp32``). ``reduces_each_pass``: with ZeRO 3, gradients are summed after each micro-batch; otherwise they stay whole until
+    the last one (FSDP2 without gradient synchronisation). ``state_precision``: of the weights that the optimizer updates and of its moments; ``bf16``: no fp32
+    copy of either. ``expert_dispatch``: a token travels once for each of its experts (``copies``), or ``once`` to each node and each GPU that has some of them
+    (DeepEP, HybridEP). ``experts_as``: the products of each expert of a GPU are kernels of their own, whose sizes the host awaits (``each``) or knows, because
+    they are padded to a capacity (``padded``), or those of all experts are one kernel (``grouped``). ``cuda_graphs``: kernels are not started one by one.
 
     ``trainer``: section ``trainer`` of a recipe, whose choices Tandem's own trainer follows; ``None``: a trainer of the literature (Megatron-Core, FSDP2).
     With a ``trainer``: ``on_cpu``: ranks compute on a CPU; ``pass_tokens``: of the largest micro-batch (0: ``micro_batch`` sequences); ``attended``: with
@@ -43,6 +48,12 @@ class TrainingLayout:
     tensor_overlap: Literal["auto", "none", "backward", "all"] = "auto"
     fused_elementwise: bool = True
     fused_loss: bool = False
+    reduce_precision: Literal["fp32", "bf16"] = "fp32"
+    reduces_each_pass: bool = True
+    state_precision: Literal["fp32", "bf16"] = "fp32"
+    expert_dispatch: Literal["copies", "once"] = "copies"
+    experts_as: Literal["each", "padded", "grouped"] = "each"
+    cuda_graphs: bool = False
     trainer: TrainerConfig | None = None
     on_cpu: bool = False
     pass_tokens: int = 0
@@ -64,6 +75,11 @@ class TrainingLayout:
         if self.tensor_overlap != "auto":
             return self.tensor_overlap
         return "none" if self.parallel.zero == 3 or not self.shares_tokens else "backward" if self.precision == "fp16" else "all"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient that ranks sum and hold."""
+        return 2 if self.reduce_precision == "bf16" else 4
 
     @property
     def gpus(self) -> int:

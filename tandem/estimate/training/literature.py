@@ -16,8 +16,8 @@ GROUP_BYTES = 200 << 20
 """Buffers of NCCL for a group of ranks: 4 MiB (``NCCL_BUFFSIZE``) in each direction of up to 24 channels."""
 FRAGMENTATION = 0.05
 """The share of what comes and goes in a step that the caching allocator holds beside it, in blocks that fit nothing else."""
-MASTER_BYTES, MOMENT_BYTES, GRADIENT_BYTES = 4, 8, 4
-"""Of a parameter trained in 16 bits or fewer: the fp32 weight, two fp32 moments of AdamW, and the fp32 sum of its gradient."""
+MASTER_BYTES, MOMENT_BYTES, HALF_MOMENT_BYTES = 4, 8, 4
+"""Of a parameter trained in 16 bits or fewer: the fp32 weight, and two moments of AdamW in fp32 or, where it updates 16-bit weights, in 16 bits."""
 
 
 def stage_bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span]) -> StageBytes:
@@ -49,8 +49,8 @@ def stage_bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Spa
         ends = (parts.embedding.total if is_first else 0) + (parts.head.total if is_last else 0)
         gathered = each * (2 * largest.total + ends) if layout.reshard_after_forward else each * held.total
     if parallel.zero >= 2 and _reduces_each_pass(layout):
-        # The gradients of one block, in the precision of the products and in fp32, until they are reduced.
-        reduced = (each + GRADIENT_BYTES) * largest.total if each < GRADIENT_BYTES else 2 * GRADIENT_BYTES * largest.total
+        # The gradients of one block, in the precision of the products and in that of the sum, until they are reduced.
+        reduced = (each + layout.gradient_bytes) * largest.total
     parameters, gradients, optimizer, master = _states(held, layout)
     return StageBytes(
         parameters, gradients, optimizer, master, saved=saved, working=working, logits=logits, gathered=gathered, reduced=reduced,
@@ -79,11 +79,15 @@ def _states(held: Held, layout: TrainingLayout) -> tuple[int, int, int, int]:
         dense, expert = (replicas, replicas // layout.parallel.expert) if stage >= from_stage else (1, 1)
         return math.ceil(bytes_each * held.dense / dense) + math.ceil(bytes_each * held.expert / expert)
 
-    on_device = layout.offload == "none"
-    moments = cut(MOMENT_BYTES, 1) if on_device else 0
-    gradients = cut(GRADIENT_BYTES, 2) if _reduces_each_pass(layout) else GRADIENT_BYTES * held.total
+    on_device, is_halved = layout.offload == "none", layout.state_precision == "bf16"
+    moments = cut(HALF_MOMENT_BYTES if is_halved else MOMENT_BYTES, 1) if on_device else 0
+    # A summed gradient has the precision of the weight that it updates.
+    shard_bytes = 2 if is_halved else layout.gradient_bytes
+    gradients = cut(shard_bytes, 2) if _reduces_each_pass(layout) else layout.gradient_bytes * held.total
     if layout.precision == "fp32":
         return cut(4, 3), gradients, moments, 0
+    if is_halved:
+        return cut(2, 3), gradients, moments, 0
     master = cut(MASTER_BYTES, 1) if on_device else 0
     # With ZeRO 3 the shard in fp32 is the only one: its blocks are rounded as they are gathered.
     weights = 0 if stage == 3 and on_device else cut(2, 3)
@@ -92,4 +96,4 @@ def _states(held: Held, layout: TrainingLayout) -> tuple[int, int, int, int]:
 
 def _reduces_each_pass(layout: TrainingLayout) -> bool:
     """Returns whether ZeRO 2 and 3 shard the gradients after each backward pass, so that they are never whole together."""
-    return layout.parallel.zero != 3 or layout.reshard_after_forward
+    return layout.parallel.zero != 3 or (layout.reshard_after_forward and (layout.reduces_each_pass or layout.micro_batches == 1))

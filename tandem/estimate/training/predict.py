@@ -12,6 +12,7 @@ from tandem.estimate.training.collectives import send_seconds
 from tandem.estimate.training.data_parallel import Shared, exchange_seconds, optimizer_seconds
 from tandem.estimate.training.efficiency import FITTED, Efficiency
 from tandem.estimate.training.held_parameters import NOTHING, held_on_span
+from tandem.estimate.training.host import waited_seconds
 from tandem.estimate.training.layer_time import ACTIVATION_BYTES, NO_PASSES, LayerTimes, Passes
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.pipeline import bubble_seconds
@@ -28,7 +29,9 @@ def predict_step_time(shapes: ModelShapes, layout: TrainingLayout, hardware: Har
     slowest = max(range(len(ranks)), key=lambda rank: ranks[rank][0].seconds)
     passes, spans = ranks[slowest]
     sent = _pipeline_seconds(shapes, layout, hardware, given)
-    rank_seconds = [each.seconds + parallel.virtual_stages * sent for each, _ in ranks]
+    # Ahead of a whole micro-batch the host does not run either if all its kernels take longer to start than to compute.
+    waited = [waited_seconds(layout, each.kernels, each.seconds) for each, _ in ranks]
+    rank_seconds = [each.seconds + wait + parallel.virtual_stages * sent for (each, _), wait in zip(ranks, waited, strict=True)]
     shared = _shared(shapes, layout, spans)
     once, recomputed = passes.forward + passes.backward, passes.recomputed
     backward_s = passes.backward.total + recomputed.total
@@ -44,6 +47,7 @@ def predict_step_time(shapes: ModelShapes, layout: TrainingLayout, hardware: Har
         context_communication=micro_batches * (once.context + recomputed.context),
         bubble=bubble_seconds(rank_seconds, slowest, parallel.virtual_stages),
         optimizer=optimizer_seconds(hardware, layout, shared, given),
+        host=micro_batches * (once.host + recomputed.host + waited[slowest]),
     )
 
 

@@ -11,7 +11,7 @@ from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.layout.shapes import ModelShapes, parameter_count
 
-STATE_BYTES = {"fp32": 12, "bf16": 14, "fp16": 14, "fp8": 14}
+CHECKPOINT_BYTES = {"fp32": 12, "bf16": 14, "fp16": 14, "fp8": 14}
 """Of a parameter in a checkpoint: its fp32 weight and two moments, and the rounded weight."""
 TOKEN_BYTES = 4
 HOUR_S = 3600.0
@@ -66,7 +66,7 @@ def predict_run(
     nodes = -(-layout.gpus // hardware.gpus_per_node)
     # Every node reads its ranks' part of the next step while this one is computed.
     data_s = max(0.0, TOKEN_BYTES * each / (nodes * conditions.data_bandwidth) - step_s)
-    state = float(STATE_BYTES[layout.precision] * parameter_count(shapes))
+    state = float(CHECKPOINT_BYTES[layout.precision] * parameter_count(shapes))
     written_s = state / conditions.storage_bandwidth
     stall_s, write_s = (state / layout.gpus / hardware.host_bandwidth, written_s) if conditions.asynchronous else (written_s, 0.0)
     between_s = conditions.failures.between_failures_s(layout.gpus)

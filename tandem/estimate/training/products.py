@@ -17,11 +17,18 @@ TILE_COST = {256 * 128: 1.0, 128 * 128: 1.06, 64 * 256: 1.1, 64 * 64: 1.4}
 """Time of a product in tiles of an area, against the largest, where the shape fits both."""
 
 
-def product_seconds(hardware: Hardware, precision: str, rows: int, columns: int, inner: int, given: Efficiency, count: int = 1) -> float:
-    """Returns the seconds of ``count`` products of ``rows`` x ``inner`` with ``inner`` x ``columns`` that one kernel computes."""
+RESULT_BYTES = 2
+"""Of an element of a product, written in 16 bits."""
+
+
+def product_seconds(
+    hardware: Hardware, precision: str, rows: int, columns: int, inner: int, given: Efficiency, count: int = 1, result_bytes: float = RESULT_BYTES
+) -> float:
+    """Returns the seconds of ``count`` products of ``rows`` x ``inner`` with ``inner`` x ``columns`` that one kernel computes. ``result_bytes``: moved for an
+    element of the result."""
     rate = hardware.product_rate(precision) * given.products
     element = 1 if precision == "fp8" else 4 if precision == "fp32" else 2
-    moved = count * (element * (rows * inner + inner * columns) + 2 * rows * columns)
+    moved = count * (element * (rows * inner + inner * columns) + result_bytes * rows * columns)
     computed = min(_tiled_seconds(hardware, rows, columns, inner, count, rate, given, *tile) for tile in TILES)
     return max(computed, moved / (hardware.memory_bandwidth * given.memory)) + given.kernel_s
 
