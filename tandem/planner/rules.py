@@ -101,9 +101,8 @@ def _layouts(request: PlanRequest, rule: Rule, pipeline: int) -> Iterator[Traini
     for recompute in recomputations:
         for micro_batch in micro_batches:
             if each % micro_batch == 0 and (pipeline == 1 or each // micro_batch >= 4 * pipeline or micro_batch == 1):
-                yield TrainingLayout(
-                    with_stages(parallel, shapes.num_hidden_layers), request.sequence, request.global_batch, micro_batch, request.precision, recompute
-                )
+                staged = with_stages(parallel, shapes.num_hidden_layers)
+                yield request.completed(TrainingLayout(staged, request.sequence, request.global_batch, micro_batch, request.precision, recompute))
 
 
 def tensor_ranks(shapes: ModelShapes, most: int) -> int:
