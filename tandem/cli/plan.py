@@ -162,17 +162,17 @@ def run(options: argparse.Namespace) -> int:
         answer |= {"rl_step": figures, "pod_memory": pod_memory_json(pod)}
     if options.html:
         page = score_page(scored, beside, pod) if plan is None else plan_page(plan, beside, pod)
-        write_page(options.html, page)
+        _write("--html", options.html, page)
     print(_emitted(options, scored) if options.emit else json.dumps(answer, indent=2) if options.json else text + beside)
     return 0
 
 
-def write_page(file: str, page: str) -> None:
-    """Writes a page. Raises ``UserError`` where that cannot be."""
+def _write(flag: str, file: str, text: str) -> None:
+    """Writes the file of a flag. Raises ``UserError`` where that cannot be."""
     try:
-        Path(file).write_text(page, encoding="utf-8")
+        Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--html is '{file}', which cannot be written: {error.strerror}; name a file in a folder that is there") from None
+        raise UserError(f"{flag} is '{file}', which cannot be written: {error.strerror}; name a file in a folder that is there") from None
 
 
 def _rl_recipe(options: argparse.Namespace) -> "Recipe | None":
@@ -196,8 +196,9 @@ def _print_checklist(options: argparse.Namespace) -> int:
     from tandem.config.recipe import load_config
     from tandem.estimate.hardware.load import load_hardware
     from tandem.planner.checklist import checklist, checklist_text
+    from tandem.planner.model_input import is_recipe
 
-    if options.model is None:
+    if options.model is None or not is_recipe(options.model):
         raise UserError("--checklist is of a recipe; name one, for example 'tandem plan sort --checklist'")
     items = checklist(load_config(options.model), load_hardware(options.gpu))
     print(json.dumps([asdict(each) for each in items], indent=2) if options.json else checklist_text(items))
@@ -224,7 +225,7 @@ def _emitted(options: argparse.Namespace, scored: "Score") -> str:
         file.write_text(written, encoding="utf-8")
         job = "" if options.emit == "recipe" else launcher(options.emit).plan(Launch(str(file), tuple(options.overrides)))
     if options.recipe:
-        Path(options.recipe).write_text(written, encoding="utf-8")
+        _write("--recipe", options.recipe, written)
     if options.emit == "recipe":
         return written.rstrip()
     # A batch script begins with its shell, and comments may stand before what it asks for.

@@ -33,6 +33,8 @@ class PlanRequest:
         """Raises ``UserError`` for what no machine trains."""
         check_gpus(self.gpus)
         check_batch(self.sequence, self.global_batch)
+        if self.micro_batch is not None and not 1 <= self.micro_batch <= self.global_batch:
+            raise UserError(f"--micro-batch is {self.micro_batch}; it must be from 1 to --global-batch {self.global_batch}")
         if self.precision not in self.hardware.peak_flops:
             known = ", ".join(self.hardware.peak_flops)
             raise UserError(f"--precision is {self.precision}, whose rate on {self.hardware.name} is unknown; known there: {known}")

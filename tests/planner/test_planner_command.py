@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from recipes_of_models import grpo_recipe
 
 SIZES = shlex.split("--hidden 4096 --layers 32 --heads 32 --kv-heads 8 --ffn 14336 --vocab 128256")
 PUBLISHED = shlex.split(
@@ -67,8 +68,15 @@ def test_without_a_layout_one_is_recommended_and_its_json_scores_the_same() -> N
         (["--layers", "0"], "--layers is 0; it must be from 1 to 10,000,000"),
         (["--gpus", "64", "--pp", "64", "--dp", "1"], "--pp is 64; the model has 32 layers, and a stage needs one"),
         (["nowhere"], "--hidden and the model 'nowhere' both give sizes; leave one out"),
+        (["--micro-batch", "0"], "--micro-batch is 0; it must be from 1 to --global-batch 1024"),
+        (["--gpus", "8", "--micro-batch", "1000"], "divides over no data-parallel ranks of 8 GPUs in micro-batches of 1000; make it a multiple of 8000"),
+        (["--gpus", "2", "--ep", "2"], "--ep is 2; the model has no experts: leave it at 1"),
+        (["--html", "/dev/null/plan.html"], "--html is '/dev/null/plan.html', which cannot be written: Not a directory; name a file"),
+        (["--emit", "recipe", "--recipe", "/dev/null/plan.yaml"], "--recipe is '/dev/null/plan.yaml', which cannot be written: Not a directory; name a file"),
+        (["--checklist"], "--checklist is of a recipe; name one, for example 'tandem plan sort --checklist'"),
     ),
-    ids=("no-gpus", "unknown-gpu", "product", "heads", "batch", "hidden", "kv-heads", "no-layers", "stages", "two-models"),
+    ids=("no-gpus", "unknown-gpu", "product", "heads", "batch", "hidden", "kv-heads", "no-layers", "stages", "two-models",
+         "no-micro-batch", "large-micro-batch", "no-experts", "html", "recipe-file", "checklist"),
 )  # fmt: skip
 def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     from tandem.cli.main import main
@@ -97,6 +105,44 @@ def test_a_config_is_read_and_what_is_not_understood_is_named(tmp_path: Path, ca
     assert "fields that the planner does not understand: memory_slots" in capsys.readouterr().err
     assert main(["plan", str(tmp_path), "--gpus", "8", "--ignore-fields", "memory_slots", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 8
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt_neox"))
+def test_heads_of_a_config_that_do_not_divide_its_hidden_size_are_refused(family: str, tmp_path: Path) -> None:
+    from tandem.planner.model_sizes import model_sizes
+    from tandem.types.errors import UserError
+
+    config = {
+        "model_type": family, "hidden_size": 50, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 10, "intermediate_size": 64,
+        "max_position_embeddings": 64, "tie_word_embeddings": False,
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"'config.json' has hidden_size 50; it must be a multiple of num_attention_heads \(3\) where head_dim is not given"):
+        model_sizes(config, "config.json")
+    assert model_sizes({**config, "head_dim": 16}, "config.json").head_dim == 16
+
+
+def test_a_recipe_is_scored_with_its_own_longest_sequence_and_without_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    for recipe, sequence in (("sort", 128), (str(grpo_recipe(tmp_path)), 4096)):
+        assert main(["plan", recipe, "--gpus", "8", "--dp", "8", "--zero", "3", "--recompute", "full", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["layout"]["seq"], answer["warnings"]) == (sequence, [])
+    assert main(["plan", "sort", "--gpus", "2", "--dp", "2", "--seq", "4096", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == ["sequences of 4096 tokens are longer than the model's context of 128"]
+
+
+def test_a_recipe_is_scored_with_tandems_own_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    memory = []
+    for model in (str(grpo_recipe(tmp_path)), str(tmp_path / "model")):
+        assert main(["plan", model, "--gpus", "8", "--dp", "8", "--seq", "4096", "--global-batch", "512", "--json"]) == 0
+        memory.append(json.loads(capsys.readouterr().out)["memory_bytes_per_gpu"])
+    own, literature = memory
+    # Until ZeRO 3 divides them every rank has all fp32 weights; a head in chunks.
+    assert own["master_weights"] == 8 * literature["master_weights"]
+    assert own["logits"] < literature["logits"]
 
 
 def test_a_recipe_gives_model_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
