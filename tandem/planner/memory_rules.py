@@ -95,7 +95,7 @@ def _strategies(request: PlanRequest) -> Iterator[Strategy]:
         moved = offload_seconds(count / data, offload, hardware.host_bandwidth, hardware.disk_bandwidth)  # type: ignore[arg-type]
         yield Strategy(
             name, layout, memory, 1 - memory / without, time.recomputed / (plain.products + plain.attention + plain.memory_bound),
-            communication_bytes(count, data, zero, 2 if request.precision != "fp32" else 4), moved, time.seconds + moved,
+            communication_bytes(count, data, zero, 2 if request.precision != "fp32" else 4), moved, time.seconds,
         )  # fmt: skip
 
 
