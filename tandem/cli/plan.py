@@ -91,6 +91,7 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute", choices=("none", "selective", "sp_selective", "full"),
         help="what the backward pass computes again (default: chosen; none with a layout)",
     )  # fmt: skip
+    batch.add_argument("--train-tokens", metavar="N", help="tokens of a whole run, such as 15e12: also its time and cost, with checkpoints and failures")
     rl = parser.add_argument_group("a step of reinforcement learning, of its recipe")
     rl.add_argument("--prompt-tokens", type=int, help="mean tokens of a prompt (default: 512, or half of what the context leaves)")
     rl.add_argument("--response-tokens", type=int, help="mean tokens of a completion (default: half of rollout.max_tokens)")
@@ -152,6 +153,12 @@ def run(options: argparse.Namespace) -> int:
     if compared:
         beside += "\n" + as_text.what_if_text(scored, compared, front)
         answer |= as_json.what_if_json(scored, compared, front)
+    if options.train_tokens is not None:
+        from tandem.planner.run_plan import plan_run, run_json, run_text
+
+        whole = plan_run(scored, options.train_tokens)
+        beside += f"\n\n{run_text(whole)}"
+        answer |= {"run": run_json(whole)}
     if recipe is not None:
         from tandem.planner.pod_memory import plan_pod_memory, pod_memory_json, pod_memory_text
         from tandem.planner.rl_plan import described_rl_step

@@ -145,6 +145,36 @@ def test_a_recipe_is_scored_with_tandems_own_trainer(tmp_path: Path, capsys: pyt
     assert own["logits"] < literature["logits"]
 
 
+LLAMA_405B = shlex.split(
+    "--gpus 16384 --hidden 16384 --layers 126 --heads 128 --kv-heads 8 --ffn 53248 --vocab 128256 --seq 8192 --global-batch 2048 --tp 8 --pp 16 --dp 128"
+)
+
+
+def test_a_whole_run_is_that_of_the_time_model_with_its_checkpoints_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    assert main(["plan", *LLAMA_405B, "--train-tokens", "15.6e12", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    run = answer["run"]
+    assert run["steps"] == round(15.6e12 / (2048 * 8192)) and run["step_s"] == answer["step_seconds"]
+    # 419 interruptions in 54 days on as many GPUs (Llama 3, table 5); 14 bytes a parameter.
+    assert run["between_failures_s"] == pytest.approx(54 * 86400 / 419)
+    assert run["checkpoint_bytes"] == 14 * answer["parameters"]
+    assert run["share"] < 1 and run["seconds"] == pytest.approx(run["steps"] * run["step_s"] / run["share"])
+    assert main(["plan", *LLAMA_405B, "--train-tokens", "15.6e12"]) == 0
+    said = capsys.readouterr().out
+    assert f"run of {run['steps']:,} steps: {run['seconds'] / 86400:,.3g} days" in said and "assumed: failures as in" in said
+
+
+@pytest.mark.parametrize("tokens", ("0", "nan", "many", "1e30", "5"))
+def test_a_run_of_tokens_that_no_run_has_is_refused(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    assert main(["plan", *LLAMA_405B, "--train-tokens", tokens]) == 2
+    allowed = "it must be a number of tokens, from the 16,777,216 of a step to 1e18, such as 15e12"
+    assert capsys.readouterr().err.endswith(f"--train-tokens is '{tokens}'; {allowed}\n")
+
+
 def test_a_recipe_gives_model_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
     from tandem.cli.main import main
 
