@@ -40,17 +40,16 @@ def test_a_layout_is_scored_without_torch() -> None:
     assert answer["model_tflops_per_gpu"] == pytest.approx(419.7, rel=0.15)
 
 
-def test_without_a_layout_one_is_recommended_and_its_json_scores_the_same() -> None:
-    done = plan("--json", "--gpus", "16", *SIZES, "--seq", "4096", "--global-batch", "64")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+def test_without_a_layout_one_is_recommended_and_its_json_scores_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    asked = ["plan", "--json", "--gpus", "16", *SIZES, "--seq", "4096", "--global-batch", "64"]
+    assert main(asked) == 0
+    answer = json.loads(capsys.readouterr().out)
     layout = answer["layout"]
     axes = [word for name in ("tp", "pp", "virtual_pp", "dp", "cp", "ep", "zero", "micro_batch") for word in (f"--{name.replace('_', '-')}", str(layout[name]))]
-    again = plan(
-        "--json", "--gpus", "16", *SIZES, "--seq", "4096", "--global-batch", "64", *axes, "--recompute", layout["recompute"],
-        "--sequence-parallel", str(layout["sequence_parallel"]).lower(),
-    )  # fmt: skip
-    assert json.loads(again.stdout)["step_seconds"] == pytest.approx(answer["step_seconds"])
+    assert main([*asked, *axes, "--recompute", layout["recompute"], "--sequence-parallel", str(layout["sequence_parallel"]).lower()]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(answer["step_seconds"])
     assert {each["name"] for each in answer["axes"]} == {"data", "tensor", "pipeline"}
     assert answer["considered"] > 20
 

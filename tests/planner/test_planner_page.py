@@ -58,13 +58,13 @@ def table_of(opened: Tab, section: str) -> dict[str, list[str]]:
 
 def widths(opened: Tab, section: str) -> list[dict[str, float]]:
     """Returns the pixels of every part of each bar of a section, and of the bar itself as ``all``."""
-    found: list[dict[str, float]] = opened.page.evaluate(
+    drawn: list[dict[str, float]] = opened.page.evaluate(
         "(title) => [...[...document.querySelectorAll('section')].find((each) => each.querySelector('h2').textContent === title)"
         ".querySelectorAll('.bar')].map((bar) => Object.fromEntries([['all', bar.getBoundingClientRect().width], "
         "...[...bar.querySelectorAll('i')].map((part) => [part.title.split(':')[0], part.getBoundingClientRect().width])]))",
         section,
     )
-    return found
+    return drawn
 
 
 @pytest.mark.parametrize(("width", "scheme"), ((1200, "light"), (400, "dark")))
@@ -133,7 +133,7 @@ def test_the_phases_are_those_that_a_run_on_these_gpus_is_checked_with(plan: str
     assert all(each.disk["moved_residents"] == checked.chosen.disk for each in pod.phases)
     assert all(size >= 0 for each in pod.phases for kind in (each.device, each.host, each.disk) for size in kind.values())
     parts = {each.phase: each.device for each in pod.phases}
-    # What an update computes with is gone when residents begin to move, and what a rollout does not need when the weights are written.
+    # An update's activations are dropped when residents begin to move; what a rollout does not need has moved when the weights are written.
     assert "activations" not in parts["offload"] and parts["offload"]["actor"] == parts["convert"]["actor"]
     assert ("optimizer" in parts["convert"]) == (plan in ("keep", "sleep")) and "kv_cache" in parts["rollout"]
     assert ("kv_cache" in parts["train"]) == (plan == "keep")
