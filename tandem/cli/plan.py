@@ -25,9 +25,11 @@ from tandem.runtime.process.program import program
 from tandem.types import UserError
 
 if TYPE_CHECKING:
+    from tandem.config.recipe import Recipe
     from tandem.estimate.training.layout import Recompute, TrainingLayout
     from tandem.layout.latent_attention import LatentAttention
     from tandem.layout.shapes import ModelShapes
+    from tandem.planner.plan import Plan
     from tandem.planner.request import PlanRequest
     from tandem.planner.score import Score
 
@@ -37,13 +39,14 @@ SIZES = (
     "sliding_window", *LATENT, "q_lora_rank",
 )  # fmt: skip
 AXES = ("tp", "pp", "virtual_pp", "dp", "ep", "cp", "zero")
+LENGTHS = ("prompt_tokens", "response_tokens", "response_p95")
 PROGRESS_EVERY = 200
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a Hugging Face folder or config.json, or a recipe; otherwise the sizes below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--html", metavar="FILE", help="also write a page: memory by stage, the pipeline's timeline, the front of time and memory")
+    parser.add_argument("--html", metavar="FILE", help="also write a page: memory by phase and by stage, the pipeline's timeline, the front of time and memory")
     parser.add_argument("--emit", choices=("recipe", "slurm", "kubernetes"), help="print a recipe with the layout instead, or the job of a scheduler with it")
     parser.add_argument("--recipe", metavar="FILE", help="with --emit: also write the recipe to this file")
     parser.add_argument("--checklist", action="store_true", help="print the production checklist of the recipe instead")
@@ -88,6 +91,7 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute", choices=("none", "selective", "sp_selective", "full"),
         help="what the backward pass computes again (default: chosen; none with a layout)",
     )  # fmt: skip
+    batch.add_argument("--train-tokens", metavar="N", help="tokens of a whole run, such as 15e12: also its time and cost, with checkpoints and failures")
     rl = parser.add_argument_group("a step of reinforcement learning, of its recipe")
     rl.add_argument("--prompt-tokens", type=int, help="mean tokens of a prompt (default: 512, or half of what the context leaves)")
     rl.add_argument("--response-tokens", type=int, help="mean tokens of a completion (default: half of rollout.max_tokens)")
@@ -133,7 +137,8 @@ def run(options: argparse.Namespace) -> int:
         return _print_checklist(options)
     request = _request(options)
     layout = _layout(options, request)
-    from tandem.planner import as_json, as_text, page
+    from tandem.planner import as_json, as_text
+    from tandem.planner.page import plan_page, score_page
     from tandem.planner.plan import make_plan
     from tandem.planner.score import score
     from tandem.planner.what_if import changed, compare_layout, compare_plans, whole_front
@@ -141,44 +146,65 @@ def run(options: argparse.Namespace) -> int:
     for words in options.what_if:
         changed(request, words)
     progress = _progress if sys.stderr.isatty() else None
+    recipe = _rl_recipe(options)
+    plan: Plan | None = None
+    front: list[tuple[str, Score]] = []
     if layout is not None:
         scored = score(request.shapes, layout, request.hardware)
-        compared, front = compare_layout(scored, request, options.what_if), list["tuple[str, Score]"]()
-        beside = as_text.what_if_text(scored, compared, front) if compared else ""
-        text, answer, written = as_text.score_text(scored), as_json.score_json(scored), page.score_page(scored, beside) if options.html else ""
+        compared = compare_layout(scored, request, options.what_if)
+        text, answer = as_text.score_text(scored), as_json.score_json(scored)
     else:
         plan = make_plan(request, progress)
         compared = compare_plans(request, options.what_if, progress)
         scored, front = plan.chosen, list(whole_front(plan, compared)) if compared else []
-        beside = as_text.what_if_text(scored, compared, front) if compared else ""
-        text, answer, written = as_text.plan_text(plan), as_json.plan_json(plan), page.plan_page(plan, beside) if options.html else ""
+        text, answer = as_text.plan_text(plan), as_json.plan_json(plan)
+    beside, pod = "", None
     if compared:
-        text, answer = text + "\n" + beside, {**answer, **as_json.what_if_json(scored, compared, front)}
-    step = _rl_step(options, scored)
-    if step is not None:
-        text, answer = f"{text}\n\n{step[0]}", {**answer, "rl_step": step[1]}
+        beside += "\n" + as_text.what_if_text(scored, compared, front)
+        answer |= as_json.what_if_json(scored, compared, front)
+    if options.train_tokens is not None:
+        from tandem.planner.run_plan import plan_run, run_json, run_text
+
+        whole = plan_run(scored, options.train_tokens)
+        beside += f"\n\n{run_text(whole)}"
+        answer |= {"run": run_json(whole)}
+    if recipe is not None:
+        from tandem.planner.pod_memory import plan_pod_memory, pod_memory_json, pod_memory_text
+        from tandem.planner.rl_plan import described_rl_step
+
+        words, figures = described_rl_step(recipe, scored, *(getattr(options, name) for name in LENGTHS))
+        pod = plan_pod_memory(recipe, scored)
+        beside += f"\n\n{words}\n\n{pod_memory_text(pod)}"
+        answer |= {"rl_step": figures, "pod_memory": pod_memory_json(pod)}
     if options.html:
-        Path(options.html).write_text(written, encoding="utf-8")
-    print(_emitted(options, scored) if options.emit else json.dumps(answer, indent=2) if options.json else text)
+        page = score_page(scored, beside, pod) if plan is None else plan_page(plan, beside, pod)
+        _write("--html", options.html, page)
+    print(_emitted(options, scored) if options.emit else json.dumps(answer, indent=2) if options.json else text + beside)
     return 0
 
 
-def _rl_step(options: argparse.Namespace, scored: "Score") -> tuple[str, dict[str, Any]] | None:
-    """Returns the step of a recipe of reinforcement learning as text and as an object, ``None`` for anything else."""
+def _write(flag: str, file: str, text: str) -> None:
+    """Writes the file of a flag. Raises ``UserError`` where that cannot be."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{flag} is '{file}', which cannot be written: {error.strerror}; name a file in a folder that is there") from None
+
+
+def _rl_recipe(options: argparse.Namespace) -> "Recipe | None":
+    """Returns the recipe if it is one of reinforcement learning, ``None`` for anything else. Raises ``UserError`` for lengths of a step without one."""
     from tandem.config.recipe import Recipe, load_config
     from tandem.planner.model_input import is_recipe
-    from tandem.planner.rl_plan import described_rl_step
 
     recipe = load_config(options.model) if options.model is not None and is_recipe(options.model) else None
-    lengths = ("prompt_tokens", "response_tokens", "response_p95")
-    if not isinstance(recipe, Recipe):
-        for name in lengths:
-            if getattr(options, name) is not None:
-                raise UserError(
-                    f"--{name.replace('_', '-')} is of a step of reinforcement learning; name its recipe, for example 'tandem plan sort', or leave it out"
-                )
-        return None
-    return described_rl_step(recipe, scored, *(getattr(options, name) for name in lengths))
+    if isinstance(recipe, Recipe):
+        return recipe
+    for name in LENGTHS:
+        if getattr(options, name) is not None:
+            raise UserError(
+                f"--{name.replace('_', '-')} is of a step of reinforcement learning; name its recipe, for example 'tandem plan sort', or leave it out"
+            )
+    return None
 
 
 def _print_checklist(options: argparse.Namespace) -> int:
@@ -186,8 +212,9 @@ def _print_checklist(options: argparse.Namespace) -> int:
     from tandem.config.recipe import load_config
     from tandem.estimate.hardware.load import load_hardware
     from tandem.planner.checklist import checklist, checklist_text
+    from tandem.planner.model_input import is_recipe
 
-    if options.model is None:
+    if options.model is None or not is_recipe(options.model):
         raise UserError("--checklist is of a recipe; name one, for example 'tandem plan sort --checklist'")
     items = checklist(load_config(options.model), load_hardware(options.gpu))
     print(json.dumps([asdict(each) for each in items], indent=2) if options.json else checklist_text(items))
@@ -214,7 +241,7 @@ def _emitted(options: argparse.Namespace, scored: "Score") -> str:
         file.write_text(written, encoding="utf-8")
         job = "" if options.emit == "recipe" else launcher(options.emit).plan(Launch(str(file), tuple(options.overrides)))
     if options.recipe:
-        Path(options.recipe).write_text(written, encoding="utf-8")
+        _write("--recipe", options.recipe, written)
     if options.emit == "recipe":
         return written.rstrip()
     # A batch script begins with its shell, and comments may stand before what it asks for.
@@ -245,7 +272,7 @@ def _request(options: argparse.Namespace) -> "PlanRequest":
     gpus = options.gpus if options.gpus is not None else product if any(axes) else hardware.gpus_per_node
     sequence = options.seq if options.seq is not None else defaults.get("sequence", 4096)
     batch = options.global_batch if options.global_batch is not None else defaults.get("global_batch", 4 * gpus)
-    request = PlanRequest(shapes, hardware, gpus, sequence, batch, options.precision, options.recompute, options.micro_batch)
+    request = PlanRequest(shapes, hardware, gpus, sequence, batch, options.precision, options.recompute, options.micro_batch, defaults.get("trainer"))
     request.check()
     return request
 
@@ -339,4 +366,4 @@ def _layout(options: argparse.Namespace, request: "PlanRequest") -> "TrainingLay
         reduce_precision=options.reduce_precision, state_precision=options.state_precision, reduces_each_pass=not options.sum_gradients_once,
     )  # fmt: skip
     check_training_layout(request.shapes, layout, request.gpus)
-    return replace(layout, parallel=with_stages(parallel, request.shapes.num_hidden_layers))
+    return request.completed(replace(layout, parallel=with_stages(parallel, request.shapes.num_hidden_layers)))

@@ -34,3 +34,13 @@ def run_bytes_on_disk(shapes: ModelShapes, trainer: TrainerConfig, checkpoints_k
     """Returns the largest size of a run's files without what is offloaded: the checkpoints that are kept, one more while it is committed, and
     ``models``, initial and exported ones."""
     return (checkpoints_kept + 1) * checkpoint_bytes(shapes, trainer) + models * weight_bytes(replace(shapes, lora=None), trainer.dtype)
+
+
+def rl_bytes_on_disk(
+    shapes: ModelShapes, trainer: TrainerConfig, checkpoints_kept: int, *, critic: ModelShapes | None = None, follows: bool = False
+) -> int:
+    """Returns ``run_bytes_on_disk`` of a run of reinforcement learning: its models are the initial, the fine-tuned and the exported one, and of a reference
+    that ``follows`` the actor the one in each checkpoint; a ``critic`` is saved and exported too."""
+    models = 3 + (checkpoints_kept + 1 if follows else 0)
+    own = run_bytes_on_disk(shapes, trainer, checkpoints_kept, models)
+    return own + (run_bytes_on_disk(critic, trainer, checkpoints_kept, 1) if critic is not None else 0)

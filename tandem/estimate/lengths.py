@@ -38,7 +38,7 @@ class Lengths:
         if not 0 <= ratio <= z**2 / 2:
             raise UserError(
                 f"a 95th percentile of {p95:,.0f} tokens with a mean of {mean:,.0f} is no lognormal distribution; it must be from {mean:,.0f} to "
-                f"{mean * math.exp(z**2 / 2):,.0f}: change one of them, or give a trace"
+                f"{mean * math.exp(z**2 / 2):,.0f}: change one of them"
             )
         return cls.around(mean, z - math.sqrt(z**2 - 2 * ratio), most)
 

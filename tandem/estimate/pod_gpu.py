@@ -1,5 +1,8 @@
 """Predicts the bytes of each GPU of a pod, which trainer and engine share. Imports no torch."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
 from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
@@ -14,7 +17,7 @@ from tandem.estimate.model_bytes import (
 from tandem.estimate.resident_bytes import gradient_bytes, inference_bytes, resident_bytes
 from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.own_trainer import PIECES_BYTES, largest_layer_bytes_per_token
-from tandem.estimate.training.rank_memory import predict_rank_memory
+from tandem.estimate.training.rank_memory import RankMemory, predict_rank_memory
 from tandem.layout.residents import KEEP, Phase, Residency
 from tandem.layout.shapes import ModelShapes
 
@@ -27,11 +30,34 @@ LOGITS_COPIES = 3
 """Copies in at least fp32 of the logits of the sequences that decode at once, while tokens are drawn."""
 
 
+@dataclass(frozen=True, slots=True)
+class GpuParts:
+    """Bytes of GPU 0 by what they hold. Of the trainer: ``train``; ``offload``, when an update has ended and residents begin to move away; ``convert``, when
+    they have moved and the actor is written to the weight buffers; ``idle``, during the rollout; ``inference`` (empty: there are no frozen models). Of the
+    engine: ``engine``, while it generates, and ``engine_idle``, in the other phases."""
+
+    train: Mapping[str, int]
+    offload: Mapping[str, int]
+    convert: Mapping[str, int]
+    idle: Mapping[str, int]
+    inference: Mapping[str, int]
+    engine: Mapping[str, int]
+    engine_idle: Mapping[str, int]
+
+    @property
+    def memory(self) -> PodMemory:
+        """The totals."""
+        return PodMemory(
+            trainer=sum(self.train.values()), trainer_idle=sum(self.idle.values()), rollout=sum(self.engine.values()),
+            inference=sum(self.inference.values()), engine_idle=sum(self.engine_idle.values()),
+        )  # fmt: skip
+
+
 def predict_gpu(
     shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig, engine: EngineArgs, *, tokens: int, kv_cache_tokens: int,
     reference: bool, critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False, teacher: ModelShapes | None = None,
     precision: str = "fp32", residency: Residency = KEEP, attended: int = 0,
-) -> PodMemory:
+) -> GpuParts:
     """Returns the memory of GPU 0, which has rank 0 of trainer and engine; every other GPU has at most one rank of each and needs no more.
 
     ``tokens``: of the trainer's largest micro-batch. ``reference``: every rank holds its part of a copy of the weights beside the
@@ -41,34 +67,45 @@ def predict_gpu(
     held = resident_bytes(
         shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, moments=not is_away, follows=follows, teacher=teacher
     )
-    pieces = PIECES_BYTES if is_away else 0
 
-    def on_device(phase: Phase) -> int:
-        return sum(held[name] for name in residency.on_device(phase, held)) + pieces
+    def resting(phase: Phase, *others: str) -> dict[str, int]:
+        """What is on the device in ``phase``, and ``others``, before anything is computed."""
+        names = residency.on_device(phase, held) | set(others)
+        return {name: size for name, size in held.items() if name in names} | ({"offload_buffers": PIECES_BYTES} if is_away else {})
 
-    dtype, ranks = COMPUTE_DTYPE.get(precision, trainer.dtype), engine.tensor_parallel_size
-    cache = kv_cache_tokens * kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
-    shared = engine_weight_bytes(shapes, trainer.dtype, dtype) + cache + engine_working_bytes(shapes, engine)
-    working = ENGINE_CONTEXT_BYTES + shared // ranks
-    asleep = ENGINE_CONTEXT_BYTES + DTYPE_BYTES[trainer.dtype] * sum(held_outside_layers(shapes))
-    there = residency.on_device(Phase.TRAIN, held)
-
-    def update(trained: ModelShapes, *own: str) -> int:
-        layout = layout_of_trainer(trainer, parallel, tokens, attended=attended, on_cpu=False)
-        return predict_rank_memory(trained, layout).allocated + sum(held[name] for name in there - set(own))
+    def update(trained: ModelShapes, *own: str, prefix: str = "") -> dict[str, int]:
+        memory = predict_rank_memory(trained, layout_of_trainer(trainer, parallel, tokens, attended=attended, on_cpu=False))
+        kinds = {f"{prefix}{each.name}": getattr(memory, each.name) for each in fields(RankMemory) if each.name != "context"}
+        there = residency.on_device(Phase.TRAIN, held) - set(own)
+        return kinds | {name: size for name, size in held.items() if name in there}
 
     training = update(shapes, "actor", "optimizer")
     if critic is not None:
         # The critic learns first; its gradients stay while the actor learns.
-        training = max(update(critic, "critic", "critic_optimizer"), training + gradient_bytes(critic, trainer, parallel))
+        training |= {"critic_gradients": gradient_bytes(critic, trainer, parallel)}
+        training = max(update(critic, "critic", "critic_optimizer", prefix="critic_"), training, key=lambda parts: sum(parts.values()))
     passes = inference_bytes((teacher or shapes if reference else None, critic, reward_model), tokens, parallel, attended)
-    return PodMemory(
-        trainer=training,
-        trainer_idle=on_device(Phase.ROLLOUT),
-        rollout=working,
-        inference=on_device(Phase.INFERENCE) + passes if passes else 0,
-        engine_idle={"stays": working, "sleeps": asleep, "ends": 0}[residency.rule.engine],
+    working = _engine_parts(shapes, trainer, engine, precision, kv_cache_tokens)
+    asleep = {"engine_context": ENGINE_CONTEXT_BYTES, "engine_weights": DTYPE_BYTES[trainer.dtype] * sum(held_outside_layers(shapes))}
+    return GpuParts(
+        train=training,
+        offload=resting(Phase.TRAIN),
+        convert=resting(Phase.ROLLOUT, "actor"),
+        idle=resting(Phase.ROLLOUT),
+        inference=resting(Phase.INFERENCE) | {"inference": passes} if passes else {},
+        engine=working,
+        engine_idle={"stays": working, "sleeps": asleep, "ends": {}}[residency.rule.engine],
     )
+
+
+def _engine_parts(shapes: ModelShapes, trainer: TrainerConfig, engine: EngineArgs, precision: str, kv_cache_tokens: int) -> dict[str, int]:
+    """Returns what the engine has on a GPU while it generates."""
+    dtype, ranks = COMPUTE_DTYPE.get(precision, trainer.dtype), engine.tensor_parallel_size
+    weights = engine_weight_bytes(shapes, trainer.dtype, dtype)
+    cache = kv_cache_tokens * kv_bytes_per_token(shapes, dtype, engine.kv_cache_dtype)
+    shared = (weights + cache + engine_working_bytes(shapes, engine)) // ranks
+    parts = {"engine_context": ENGINE_CONTEXT_BYTES, "engine_weights": weights // ranks, "kv_cache": int(cache // ranks)}
+    return parts | {"engine_activations": int(shared) - parts["engine_weights"] - parts["kv_cache"]}
 
 
 def engine_weight_bytes(shapes: ModelShapes, dtype: str, packed_dtype: str) -> int:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.jobs.checks.smallest_change import smallest_change
-from tandem.jobs.rl_models import rl_models
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.pod.residents.plan import FIX, PodPlan, plan
+from tandem.pod.rl_models import rl_models
 from tandem.types import RunError
 from tandem.weight_transfer.sharing import can_share
 

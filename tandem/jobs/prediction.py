@@ -10,9 +10,9 @@ from tandem.estimate.model_bytes import trained_bytes
 from tandem.estimate.resident_bytes import resident_bytes
 from tandem.estimate.rl_work import forward_and_backward, rl_work
 from tandem.estimate.time import Product, Speed, Work, training_work
-from tandem.jobs.rl_models import rl_models
 from tandem.layout.residents import Residency
 from tandem.layout.shapes import ModelShapes, adapted_shapes
+from tandem.pod.rl_models import rl_models
 
 SHORTEST = 1
 """Tokens of the shortest completion; predictions are made for it and for the longest, and hold on the line between."""

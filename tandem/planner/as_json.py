@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tandem.estimate.training.rank_memory import memory_by_stage
 from tandem.layout.shapes import parameter_count
 from tandem.planner.plan import Plan
 from tandem.planner.score import Score
@@ -19,6 +20,7 @@ def score_json(score: Score) -> dict[str, Any]:
         "mfu_percent": score.mfu_percent,
         "tokens_per_s_per_gpu": score.tokens_per_s_per_gpu,
         "memory_bytes_per_gpu": {"total": score.memory.total, **asdict(score.memory)},
+        "memory_bytes_by_stage": [{"total": stage.total, **asdict(stage)} for stage in memory_by_stage(score.shapes, score.layout)],
         "bubble_fraction": score.bubble_fraction,
         "fits": score.fits,
         "dollars_per_billion_tokens": score.dollars_per_billion_tokens or None,

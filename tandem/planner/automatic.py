@@ -8,7 +8,8 @@ from tandem.config.recipe import AnyRecipe
 from tandem.estimate.hardware.hardware import Hardware
 from tandem.planner.model_input import recipe_shapes
 from tandem.planner.plan import cannot_fit, named
-from tandem.planner.recipe_layout import batch_sequences, recipe_layout, sequence_tokens
+from tandem.planner.recipe_layout import recipe_layout
+from tandem.planner.recipe_step import batch_sequences, sequence_tokens
 from tandem.planner.request import PlanRequest
 from tandem.planner.score import Score
 from tandem.planner.search import sweep
@@ -48,7 +49,7 @@ def best_layout(recipe: AnyRecipe, gpus: int, hardware: Hardware) -> Score:
     """Returns the fastest layout of ``recipe`` that fits. Raises ``UserError`` with the smallest change if none does."""
     shapes = recipe_shapes(recipe.model)
     one = recipe_layout(replace(recipe, parallel=ParallelConfig()), shapes)
-    request = PlanRequest(shapes, hardware, gpus, sequence_tokens(recipe, shapes), batch_sequences(recipe), one.precision)
+    request = PlanRequest(shapes, hardware, gpus, sequence_tokens(recipe, shapes), batch_sequences(recipe), one.precision, trainer=recipe.trainer)
     request.check()
     found = sweep(request)
     if found.best is None:

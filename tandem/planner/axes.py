@@ -40,7 +40,8 @@ def compare_axes(request: PlanRequest) -> list[Axis]:
     ranks = min(request.gpus, request.hardware.gpus_per_node)
     # Every GPU has the same work in each comparison: 8 sequences.
     batch = 8 * ranks
-    alone = score(request.shapes, TrainingLayout(ParallelConfig(), request.sequence, batch, 1, request.precision), request.hardware)
+    layout = request.completed(TrainingLayout(ParallelConfig(), request.sequence, batch, 1, request.precision))
+    alone = score(request.shapes, layout, request.hardware)
     return [axis for name, parallel in _meshes(request, ranks) if (axis := _axis(name, parallel, alone)) is not None]
 
 

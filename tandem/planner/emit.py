@@ -7,12 +7,12 @@ import yaml
 from tandem.config.load import read_yaml
 from tandem.planner.automatic import CHOSEN
 from tandem.planner.plan import named
+from tandem.planner.request import own_recompute
 from tandem.planner.score import Score
 from tandem.types.errors import UserError
 
 Target = Literal["recipe", "slurm", "kubernetes"]
-RECOMPUTE = {"none": "none", "selective": "selective", "sp_selective": "selective", "full": "full"}
-"""``trainer.recompute`` of a recipe by the planner's name."""
+
 
 
 def emitted(score: Score, target: Target, recipe: str | None, model: str | None) -> str:
@@ -53,7 +53,7 @@ def trainer_section(score: Score) -> dict[str, Any]:
     """Returns the keys of the section ``trainer`` that a layout decides."""
     layout = score.layout
     section: dict[str, Any] = {
-        "precision": layout.precision, "recompute": RECOMPUTE[layout.recompute], "micro_batch_tokens": layout.micro_batch * layout.sequence,
+        "precision": layout.precision, "recompute": own_recompute(layout.recompute), "micro_batch_tokens": layout.micro_batch * layout.sequence,
     }  # fmt: skip
     return section if layout.offload == "none" else {**section, "offload": layout.offload}
 

@@ -87,4 +87,5 @@ def _in_flags(message: str) -> str:
         ("parallel.context", "--cp"), ("parallel.data", "--dp"),
     ):  # fmt: skip
         message = message.replace(f"'{key}'", flag).replace(key, flag)
-    return message
+    # Sizes that are given by flag have no family.
+    return message.replace("this model model", "the model")

@@ -80,7 +80,7 @@ def _strategies(request: PlanRequest) -> Iterator[Strategy]:
     data = request.gpus
     while request.global_batch % data:
         data -= 1
-    base = TrainingLayout(ParallelConfig(data=data), request.sequence, request.global_batch, 1, request.precision, "none")
+    base = request.completed(TrainingLayout(ParallelConfig(data=data), request.sequence, request.global_batch, 1, request.precision, "none"))
     without = predict_rank_memory(shapes, base).total
     plain = predict_step_time(shapes, base, hardware)
     count = held_on_span(shapes, whole(shapes.num_hidden_layers), 1, 1).total
@@ -89,12 +89,13 @@ def _strategies(request: PlanRequest) -> Iterator[Strategy]:
         ("recomputation", 0, "full", "none"), ("ZeRO 2 and recomputation", 2, "full", "none"), ("ZeRO 3 and recomputation", 3, "full", "none"),
         ("ZeRO 3 with offload to the host", 3, "full", "cpu"), ("ZeRO 3 with offload to NVMe", 3, "full", "nvme"),
     ):  # fmt: skip
-        layout = replace(base, parallel=replace(base.parallel, zero=zero if data > 1 else 0), recompute=recompute, offload=offload)  # type: ignore[arg-type]
+        parallel = replace(base.parallel, zero=zero if data > 1 else 0)  # type: ignore[arg-type]
+        layout = request.completed(replace(base, parallel=parallel, recompute=recompute, offload=offload))  # type: ignore[arg-type]
         time, memory = predict_step_time(shapes, layout, hardware), predict_rank_memory(shapes, layout).total
         moved = offload_seconds(count / data, offload, hardware.host_bandwidth, hardware.disk_bandwidth)  # type: ignore[arg-type]
         yield Strategy(
             name, layout, memory, 1 - memory / without, time.recomputed / (plain.products + plain.attention + plain.memory_bound),
-            communication_bytes(count, data, zero, 2 if request.precision != "fp32" else 4), moved, time.seconds + moved,
+            communication_bytes(count, data, zero, 2 if request.precision != "fp32" else 4), moved, time.seconds,
         )  # fmt: skip
 
 

@@ -5,22 +5,23 @@ from typing import Any
 
 from tandem.config.bundled import bundled_recipes
 from tandem.config.model import ModelConfig
-from tandem.config.pretrain import PretrainRecipe
-from tandem.config.recipe import AnyRecipe, Recipe, load_config
+from tandem.config.recipe import load_config
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import find_model
 from tandem.model.new_model import folder_without_weights
 from tandem.planner.model_sizes import read_model_sizes
+from tandem.planner.recipe_step import batch_sequences, sequence_tokens
 from tandem.types.errors import UserError
 
 
 def read_model(name: str, ignored: tuple[str, ...] = ()) -> tuple[ModelShapes, dict[str, Any]]:
-    """Returns the sizes of a model, and what a recipe says of the step: ``sequence`` and ``global_batch``. Raises ``UserError``."""
+    """Returns the sizes of a model, and what a recipe says of the step: ``sequence``, ``global_batch`` and ``trainer``. Raises ``UserError``."""
     path = Path(name)
     if is_recipe(name):
         recipe = load_config(name)
-        return recipe_shapes(recipe.model, ignored), _step(recipe)
+        shapes = recipe_shapes(recipe.model, ignored)
+        return shapes, {"sequence": sequence_tokens(recipe, shapes), "global_batch": batch_sequences(recipe), "trainer": recipe.trainer}
     if path.is_dir() or path.suffix == ".json":
         return read_model_sizes(path, ignored), {}
     raise UserError(f"'{name}' is no Hugging Face folder, no config.json and no recipe; name one, or give the sizes by flag (see 'tandem plan --help')")
@@ -38,11 +39,3 @@ def recipe_shapes(model: ModelConfig, ignored: tuple[str, ...] = ()) -> ModelSha
             return read_shapes(folder)
     assert model.path is not None
     return read_model_sizes(find_model(model.path, "description"), ignored, as_trained=True)
-
-
-def _step(recipe: AnyRecipe) -> dict[str, Any]:
-    if isinstance(recipe, Recipe):
-        sequences = recipe.rollout.prompts_per_step * recipe.algorithm.group_size
-        return {"global_batch": sequences}
-    assert isinstance(recipe, PretrainRecipe)
-    return {"sequence": recipe.data.sequence_length, "global_batch": recipe.data.global_batch_size}

@@ -40,7 +40,11 @@ def model_sizes(config: dict[str, Any], where: str, ignored: tuple[str, ...] = (
         return _of_other_family(ConfigReader(config, where))
     if not as_trained:
         refuse_unknown(config, where, ignored)
-    return shapes_of(config, where)
+    shapes = shapes_of(config, where)
+    hidden, heads = shapes.hidden_size, shapes.num_attention_heads
+    if not config.get("head_dim") and shapes.latent is None and shapes.head_dim == hidden // heads and hidden % heads:
+        raise ConfigReader(config, where).fail("hidden_size", hidden, f"it must be a multiple of num_attention_heads ({heads}) where head_dim is not given")
+    return shapes
 
 
 def _of_other_family(read: ConfigReader) -> ModelShapes:

@@ -8,73 +8,55 @@ from importlib.resources import files
 from tandem.estimate.training.rank_memory import RankMemory, memory_by_stage
 from tandem.layout.schedules import PipelineShape, schedule, simulate
 from tandem.planner.as_text import plan_text, score_text
+from tandem.planner.page_bars import STYLE, bar_rows, table
 from tandem.planner.plan import Plan, named
+from tandem.planner.pod_memory import PodMemoryPlan
+from tandem.planner.pod_page import pod_sections
 from tandem.planner.score import Score
 
 GIB = 2**30
-WIDTH, BAR = 960, 22
+WIDTH = 960
 MOST_BARS, MOST_PASSES, MOST_RANKS = 16, 16, 16
 """Stages, micro-batches and pipeline ranks that are drawn."""
 KINDS = tuple(each.name for each in fields(RankMemory))
 
 
-def plan_page(plan: Plan, compared: str = "") -> str:
-    """Returns the page of a plan. ``compared``: a table of what other GPUs would change."""
-    fastest = _table(
+def plan_page(plan: Plan, beside: str = "", pod: PodMemoryPlan | None = None) -> str:
+    """Returns the page of a plan. ``beside``: more text: what other GPUs would change, a step of reinforcement learning. ``pod``: its memory."""
+    fastest = table(
         ("layout", "step, s", "MFU, %", "memory, GiB"),
         [
             (html.escape(named(each)), f"{each.step_seconds:.3g}", f"{each.mfu_percent:.1f}", f"{each.memory.total / GIB:.1f}")
             for each in plan.sweep.scored[:20]
         ],
     )
-    sections = [*_sections(plan.chosen), ("Front of time and memory", _front(plan.sweep.scored, plan.sweep.pareto) + fastest)]
-    sections.append(_words(plan_text(plan) + compared))
+    sections = [*_sections(plan.chosen, pod), ("Front of time and memory", _front(plan.sweep.scored, plan.sweep.pareto) + fastest)]
+    sections.append(_words(plan_text(plan) + beside))
     return _html(named(plan.chosen), f"{plan.advice.reason}. {plan.verdict}.", sections)
 
 
-def score_page(score: Score, compared: str = "") -> str:
-    """Returns the page of one layout, with what other GPUs would change."""
-    return _html(named(score), f"{score.step_seconds:.3g} s a step", [*_sections(score), _words(score_text(score) + compared)])
+def score_page(score: Score, beside: str = "", pod: PodMemoryPlan | None = None) -> str:
+    """Returns the page of one layout, with arguments as of ``plan_page``."""
+    return _html(named(score), f"{score.step_seconds:.3g} s a step", [*_sections(score, pod), _words(score_text(score) + beside)])
 
 
-def _sections(score: Score) -> list[tuple[str, str]]:
-    found = [("Memory of a GPU, by pipeline stage", _memory(score)), ("Seconds of a step", _bar_rows([("step", asdict(score.time))], "s", 1.0))]
+def _sections(score: Score, pod: PodMemoryPlan | None) -> list[tuple[str, str]]:
+    sections = [*(pod_sections(pod) if pod is not None else ()), ("Memory of a GPU in training, by pipeline stage", _memory(score))]
+    sections.append(("Seconds of a step", bar_rows([("step", asdict(score.time))], "s", 1.0)))
     if score.layout.parallel.pipeline > 1:
-        found.append(("Pipeline", _timeline(score)))
-    return found
+        sections.append(("Pipeline", _timeline(score)))
+    return sections
 
 
 def _words(text: str) -> tuple[str, str]:
-    return "As text", f"<pre>{html.escape(text)}</pre>"
+    return "As text", f"<pre tabindex='0'>{html.escape(text)}</pre>"
 
 
 def _memory(score: Score) -> str:
     stages = memory_by_stage(score.shapes, score.layout)
     rows = [(f"stage {rank}", {kind: getattr(memory, kind) for kind in KINDS}) for rank, memory in enumerate(stages)]
     left_out = f"<p class='quiet'>{len(rows) - MOST_BARS} more stages are left out.</p>" if len(rows) > MOST_BARS else ""
-    return _bar_rows(rows[:MOST_BARS], "GiB", GIB, limit=score.hardware.memory_bytes) + left_out
-
-
-def _bar_rows(rows: Sequence[tuple[str, dict[str, float]]], unit: str, scale: float, limit: float = 0.0) -> str:
-    """Returns stacked bars, one a row, with a line at ``limit``."""
-    most = max([limit, *(sum(parts.values()) for _, parts in rows)]) or 1.0
-    shown = [kind for kind in rows[0][1] if any(parts[kind] for _, parts in rows)]
-    drawn: list[str] = []
-    for number, (name, parts) in enumerate(rows):
-        at, y = 110.0, 4 + number * (BAR + 6)
-        drawn.append(f"<text x='0' y='{y + 15}'>{html.escape(name)}</text>")
-        for kind in shown:
-            width = (WIDTH - 230) * parts[kind] / most
-            title = f"{kind.replace('_', ' ')}: {parts[kind] / scale:.3g} {unit}"
-            drawn.append(f"<rect x='{at:.1f}' y='{y}' width='{width:.1f}' height='{BAR}' fill='{_color(shown.index(kind))}'><title>{title}</title></rect>")
-            at += width
-        drawn.append(f"<text x='{at + 6:.1f}' y='{y + 15}'>{sum(parts.values()) / scale:.3g} {unit}</text>")
-    height = 4 + len(rows) * (BAR + 6)
-    if limit:
-        x = 110 + (WIDTH - 230) * limit / most
-        drawn.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='0' y2='{height}' stroke='var(--bad)' stroke-dasharray='4 3'/>")
-    keys = " ".join(f"<span><i style='background:{_color(at)}'></i>{kind.replace('_', ' ')}</span>" for at, kind in enumerate(shown))
-    return f"<figure class='chart wide'><div class='legend'>{keys}</div>{_svg(height, drawn)}</figure>"
+    return bar_rows(rows[:MOST_BARS], "GiB", GIB, limit=score.hardware.memory_bytes) + left_out
 
 
 def _timeline(score: Score) -> str:
@@ -101,7 +83,8 @@ def _timeline(score: Score) -> str:
         )
     words = f"{passes} of {score.layout.micro_batches} micro-batches" if passes < score.layout.micro_batches else f"{passes} micro-batches"
     keys = f"<span><i style='background:var(--c0)'></i>forward</span> <span><i style='background:var(--c1)'></i>backward</span> <span>{words}</span>"
-    return f"<figure class='chart wide'><div class='legend'>{keys}</div>{_svg(8 + 20 * min(shape.ranks, MOST_RANKS), drawn)}</figure>"
+    drawing = _svg(8 + 20 * min(shape.ranks, MOST_RANKS), drawn, "passes of each pipeline rank over time")
+    return f"<figure class='chart wide'><div class='legend'>{keys}</div>{drawing}</figure>"
 
 
 def _front(scored: Sequence[Score], pareto: Sequence[Score]) -> str:
@@ -125,7 +108,7 @@ def _front(scored: Sequence[Score], pareto: Sequence[Score]) -> str:
         f"<text x='{left}' y='{height - 16}'>{fastest:.3g} s</text><text x='{WIDTH}' y='{height - 16}' text-anchor='end'>{slowest:.3g} s a step</text>",
         f"<text x='0' y='12'>{most / GIB:.0f} GiB</text><text x='0' y='{height - bottom}'>0</text>",
     ]
-    return f"<figure class='chart wide'>{_svg(height, drawn)}</figure>"
+    return f"<figure class='chart wide'>{_svg(height, drawn, 'layouts by seconds of a step and memory of a GPU')}</figure>"
 
 
 def _dot(place: tuple[float, float], each: Score, color: str, radius: float) -> str:
@@ -133,20 +116,9 @@ def _dot(place: tuple[float, float], each: Score, color: str, radius: float) -> 
     return f"<circle cx='{place[0]:.1f}' cy='{place[1]:.1f}' r='{radius}' fill='{color}'><title>{title}</title></circle>"
 
 
-def _color(number: int) -> str:
-    return f"var(--c{number % 8})"
-
-
-def _svg(height: float, drawn: Sequence[str]) -> str:
-    return f"<svg viewBox='0 0 {WIDTH} {height:.0f}' width='100%' role='img' font-size='12' fill='currentColor'>{''.join(drawn)}</svg>"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table of HTML cells in a panel, all columns but the first aligned to the right."""
-    side = lambda place: " class='number'" if place else ""
-    top = "".join(f"<th{side(place)}>{html.escape(name)}</th>" for place, name in enumerate(head))
-    body = "".join("<tr>" + "".join(f"<td{side(place)}>{cell}</td>" for place, cell in enumerate(row)) + "</tr>" for row in rows)
-    return f"<div class='panel'><table><tr>{top}</tr>{body}</table></div>"
+def _svg(height: float, drawn: Sequence[str], said: str) -> str:
+    drawing = f"<svg viewBox='0 0 {WIDTH} {height:.0f}' width='100%' role='img' aria-label='{said}' font-size='14' fill='currentColor'>{''.join(drawn)}</svg>"
+    return f"<div class='drawing' tabindex='0'>{drawing}</div>"
 
 
 def _html(title: str, header: str, sections: Sequence[tuple[str, str]]) -> str:
@@ -157,8 +129,8 @@ def _parts(title: str, header: str, sections: Sequence[tuple[str, str]]) -> Iter
     yield "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
     yield f"<meta name='color-scheme' content='light dark'><title>{html.escape(title)} · Tandem</title><style>"
     yield files("tandem.planner").joinpath("assets", "plan.css").read_text(encoding="utf-8")
-    yield ".legend span{margin-right:1rem;font-size:.82rem}.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.35em;border-radius:.2em}"
-    yield "pre{overflow-x:auto}</style></head><body><header><div>"
+    # Drawings are wider than a narrow screen, on which they scroll, so that their text can be read.
+    yield STYLE + ".drawing{overflow-x:auto}.drawing svg{min-width:52rem;display:block}pre{overflow-x:auto;white-space:pre}</style></head><body><header><div>"
     yield f"<h1><small>plan</small>{html.escape(title)}</h1><p class='headline'>{html.escape(header)}</p></div></header><main>"
     for name, content in sections:
         yield f"<section><h2>{html.escape(name)}</h2>{content}</section>"

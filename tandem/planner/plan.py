@@ -82,7 +82,7 @@ def smallest_change(request: PlanRequest, nearest: Score) -> str:
         ("--offload cpu, the optimizer's state in host memory, fits", replace(layout, micro_batch=1, recompute="full", offload="cpu")),
     ]  # fmt: skip
     for words, changed in changes:
-        if changed != layout and score(shapes, changed, request.hardware).memory.total <= memory:
+        if changed != layout and score(shapes, request.completed(changed), request.hardware).memory.total <= memory:
             return words
     gpus = request.gpus
     while gpus < 1_000_000:

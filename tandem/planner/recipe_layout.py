@@ -6,6 +6,7 @@ from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.layout.shapes import ModelShapes
 from tandem.planner.model_input import recipe_shapes
+from tandem.planner.recipe_step import batch_sequences, sequence_tokens
 
 
 def recipe_layout(recipe: AnyRecipe, shapes: ModelShapes, *, on_cpu: bool = False) -> TrainingLayout:
@@ -30,21 +31,6 @@ def pass_tokens(recipe: AnyRecipe, sequence: int, each: int) -> int:
     if isinstance(recipe, PretrainRecipe):
         return recipe.most_tokens
     return min(max(recipe.trainer.micro_batch_tokens, sequence), each * sequence)
-
-
-def sequence_tokens(recipe: AnyRecipe, shapes: ModelShapes) -> int:
-    """Returns the tokens of the longest sequence that is trained on."""
-    if isinstance(recipe, PretrainRecipe):
-        return recipe.data.sequence_length
-    return min(shapes.max_position_embeddings, recipe.rollout.engine.max_model_len or shapes.max_position_embeddings)
-
-
-def batch_sequences(recipe: AnyRecipe) -> int:
-    """Returns the sequences of a step."""
-    if isinstance(recipe, PretrainRecipe):
-        return recipe.data.global_batch_size * recipe.sequences_each
-    assert isinstance(recipe, Recipe)
-    return recipe.rollout.prompts_per_step * recipe.algorithm.group_size
 
 
 def predicted_memory(recipe: AnyRecipe) -> int:

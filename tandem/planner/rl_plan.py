@@ -10,6 +10,7 @@ from tandem.estimate.lengths import Lengths
 from tandem.estimate.rl_step import RLStep, RLStepTime, predict_rl_step
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.layout.shapes import ModelShapes
+from tandem.planner.recipe_step import sequence_tokens
 from tandem.planner.score import Score
 from tandem.types.errors import UserError
 
@@ -44,7 +45,7 @@ def _lengths(
 ) -> tuple[Lengths, Lengths, str]:
     """Returns the lengths of prompts and completions, and which of them are assumed."""
     rollout = recipe.rollout
-    most, context = rollout.max_tokens, shapes.max_position_embeddings
+    most, context = rollout.max_tokens, sequence_tokens(recipe, shapes)
     prompt = prompt_tokens if prompt_tokens is not None else min(USUAL_PROMPT, max(1, (context - most) // 2))
     response = response_tokens if response_tokens is not None else max(1, most // 2)
     for name, value, limit in (("prompt-tokens", prompt, context - 1), ("response-tokens", response, most), ("response-p95", response_p95, 2**31)):

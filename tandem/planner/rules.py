@@ -60,8 +60,10 @@ def advise(request: PlanRequest) -> Advice:
     rule = rule_for(parameters)
     options = [layout for pipeline in rule.pipeline for layout in _layouts(request, rule, pipeline)]
     if not options:
+        each = f" in micro-batches of {request.micro_batch}" if request.micro_batch is not None else ""
         raise UserError(
-            f"--global-batch {request.global_batch} divides over no data-parallel ranks of {request.gpus} GPUs; make it a multiple of the GPUs"
+            f"--global-batch {request.global_batch} divides over no data-parallel ranks of {request.gpus} GPUs{each}; make it a multiple of "
+            f"{(request.micro_batch or 1) * request.gpus}"
         )
     # The fewest stages that fit, with the least recomputation; of those that do not fit, what comes nearest.
     memory = SAFE_SHARE * request.hardware.memory_bytes
@@ -101,9 +103,8 @@ def _layouts(request: PlanRequest, rule: Rule, pipeline: int) -> Iterator[Traini
     for recompute in recomputations:
         for micro_batch in micro_batches:
             if each % micro_batch == 0 and (pipeline == 1 or each // micro_batch >= 4 * pipeline or micro_batch == 1):
-                yield TrainingLayout(
-                    with_stages(parallel, shapes.num_hidden_layers), request.sequence, request.global_batch, micro_batch, request.precision, recompute
-                )
+                staged = with_stages(parallel, shapes.num_hidden_layers)
+                yield request.completed(TrainingLayout(staged, request.sequence, request.global_batch, micro_batch, request.precision, recompute))
 
 
 def tensor_ranks(shapes: ModelShapes, most: int) -> int:

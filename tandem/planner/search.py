@@ -75,7 +75,7 @@ def candidates(request: PlanRequest) -> Iterator[TrainingLayout]:
             if each % micro_batch or (parallel.virtual_stages > 1 and each // micro_batch % parallel.pipeline):
                 continue
             for recompute in recomputations:
-                yield TrainingLayout(parallel, request.sequence, request.global_batch, micro_batch, request.precision, recompute)
+                yield request.completed(TrainingLayout(parallel, request.sequence, request.global_batch, micro_batch, request.precision, recompute))
 
 
 def _meshes(request: PlanRequest) -> Iterator[ParallelConfig]:

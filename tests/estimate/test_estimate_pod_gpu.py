@@ -21,7 +21,7 @@ LAYER = 64 * 32 + 32 * 32 + 2 * 48 * 32 + 32 * 48
 
 
 def plan(trainer: TrainerConfig, parallel: ParallelConfig = ParallelConfig(), engine: EngineArgs = ENGINE, precision: str = "fp32", residency=KEEP):  # noqa: B008
-    return predict_gpu(LLAMA, trainer, parallel, engine, tokens=50, kv_cache_tokens=1000, reference=True, precision=precision, residency=residency)
+    return predict_gpu(LLAMA, trainer, parallel, engine, tokens=50, kv_cache_tokens=1000, reference=True, precision=precision, residency=residency).memory
 
 
 def test_engine_holds_packed_matrices_a_packed_head_and_one_plain_layer_during_an_update() -> None:
@@ -70,7 +70,7 @@ def test_ranks_divide_what_a_gpu_holds() -> None:
 def test_the_cache_takes_what_the_share_of_the_gpu_leaves() -> None:
     engine, gpu, one_token = replace(ENGINE, gpu_memory_utilization=0.5, device="cuda"), 4 << 30, 2 * 3 * 16 * 2
     tokens = cache_tokens_within(LLAMA, engine, "bfloat16", gpu)
-    used = predict_gpu(LLAMA, TrainerConfig(dtype="bfloat16"), ParallelConfig(), engine, tokens=50, kv_cache_tokens=tokens, reference=False).rollout
+    used = predict_gpu(LLAMA, TrainerConfig(dtype="bfloat16"), ParallelConfig(), engine, tokens=50, kv_cache_tokens=tokens, reference=False).memory.rollout
     assert 0 <= gpu // 2 - used < one_token and tokens > 1_000_000
     halves = replace(engine, tensor_parallel_size=2)
     assert 2 * tokens < cache_tokens_within(LLAMA, halves, "bfloat16", gpu) < 2.01 * tokens

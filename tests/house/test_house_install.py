@@ -122,7 +122,7 @@ def test_the_wheel_trains_in_an_empty_environment_and_what_it_prints_can_be_past
         "--evaluation.prompts=4", "--evaluation.final_prompts=4", "--run.max_steps=1", "--machine.threads=1", "--run.name=mine",
     )  # fmt: skip
     said = run(tandem, "train", "sort", *settings, cwd=here, HOME=str(home))
-    commands = [line.strip() for line in said.splitlines() if line.startswith("  ")]
+    commands = [line.strip() for line in said.partition("try the model:")[2].splitlines() if line.startswith("  ")]
     assert [re.search(r"tandem'? (\w+)", command)[1] for command in commands] == ["generate", "evaluate"]  # type: ignore[index]
     for command in commands:
         run("bash", "-c", command, cwd=here, HOME=str(home))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipes_of_models import grpo_recipe
 
 SIZES = shlex.split("--hidden 4096 --layers 32 --heads 32 --kv-heads 8 --ffn 14336 --vocab 128256")
 PUBLISHED = shlex.split(
@@ -40,17 +41,16 @@ def test_a_layout_is_scored_without_torch() -> None:
     assert answer["model_tflops_per_gpu"] == pytest.approx(419.7, rel=0.15)
 
 
-def test_without_a_layout_one_is_recommended_and_its_json_scores_the_same() -> None:
-    done = plan("--json", "--gpus", "16", *SIZES, "--seq", "4096", "--global-batch", "64")
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+def test_without_a_layout_one_is_recommended_and_its_json_scores_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    asked = ["plan", "--json", "--gpus", "16", *SIZES, "--seq", "4096", "--global-batch", "64"]
+    assert main(asked) == 0
+    answer = json.loads(capsys.readouterr().out)
     layout = answer["layout"]
     axes = [word for name in ("tp", "pp", "virtual_pp", "dp", "cp", "ep", "zero", "micro_batch") for word in (f"--{name.replace('_', '-')}", str(layout[name]))]
-    again = plan(
-        "--json", "--gpus", "16", *SIZES, "--seq", "4096", "--global-batch", "64", *axes, "--recompute", layout["recompute"],
-        "--sequence-parallel", str(layout["sequence_parallel"]).lower(),
-    )  # fmt: skip
-    assert json.loads(again.stdout)["step_seconds"] == pytest.approx(answer["step_seconds"])
+    assert main([*asked, *axes, "--recompute", layout["recompute"], "--sequence-parallel", str(layout["sequence_parallel"]).lower()]) == 0
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(answer["step_seconds"])
     assert {each["name"] for each in answer["axes"]} == {"data", "tensor", "pipeline"}
     assert answer["considered"] > 20
 
@@ -68,8 +68,15 @@ def test_without_a_layout_one_is_recommended_and_its_json_scores_the_same() -> N
         (["--layers", "0"], "--layers is 0; it must be from 1 to 10,000,000"),
         (["--gpus", "64", "--pp", "64", "--dp", "1"], "--pp is 64; the model has 32 layers, and a stage needs one"),
         (["nowhere"], "--hidden and the model 'nowhere' both give sizes; leave one out"),
+        (["--micro-batch", "0"], "--micro-batch is 0; it must be from 1 to --global-batch 1024"),
+        (["--gpus", "8", "--micro-batch", "1000"], "divides over no data-parallel ranks of 8 GPUs in micro-batches of 1000; make it a multiple of 8000"),
+        (["--gpus", "2", "--ep", "2"], "--ep is 2; the model has no experts: leave it at 1"),
+        (["--html", "/dev/null/plan.html"], "--html is '/dev/null/plan.html', which cannot be written: Not a directory; name a file"),
+        (["--emit", "recipe", "--recipe", "/dev/null/plan.yaml"], "--recipe is '/dev/null/plan.yaml', which cannot be written: Not a directory; name a file"),
+        (["--checklist"], "--checklist is of a recipe; name one, for example 'tandem plan sort --checklist'"),
     ),
-    ids=("no-gpus", "unknown-gpu", "product", "heads", "batch", "hidden", "kv-heads", "no-layers", "stages", "two-models"),
+    ids=("no-gpus", "unknown-gpu", "product", "heads", "batch", "hidden", "kv-heads", "no-layers", "stages", "two-models",
+         "no-micro-batch", "large-micro-batch", "no-experts", "html", "recipe-file", "checklist"),
 )  # fmt: skip
 def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     from tandem.cli.main import main
@@ -116,6 +123,74 @@ def test_a_config_is_read_and_what_is_not_understood_is_named(tmp_path: Path, ca
     assert json.loads(capsys.readouterr().out)["gpus"] == 8
 
 
+@pytest.mark.parametrize("family", ("llama", "gpt_neox"))
+def test_heads_of_a_config_that_do_not_divide_its_hidden_size_are_refused(family: str, tmp_path: Path) -> None:
+    from tandem.planner.model_sizes import model_sizes
+    from tandem.types.errors import UserError
+
+    config = {
+        "model_type": family, "hidden_size": 50, "num_hidden_layers": 2, "num_attention_heads": 3, "vocab_size": 10, "intermediate_size": 64,
+        "max_position_embeddings": 64, "tie_word_embeddings": False,
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"'config.json' has hidden_size 50; it must be a multiple of num_attention_heads \(3\) where head_dim is not given"):
+        model_sizes(config, "config.json")
+    assert model_sizes({**config, "head_dim": 16}, "config.json").head_dim == 16
+
+
+def test_a_recipe_is_scored_with_its_own_longest_sequence_and_without_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    for recipe, sequence in (("sort", 128), (str(grpo_recipe(tmp_path)), 4096)):
+        assert main(["plan", recipe, "--gpus", "8", "--dp", "8", "--zero", "3", "--recompute", "full", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["layout"]["seq"], answer["warnings"]) == (sequence, [])
+    assert main(["plan", "sort", "--gpus", "2", "--dp", "2", "--seq", "4096", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == ["sequences of 4096 tokens are longer than the model's context of 128"]
+
+
+def test_a_recipe_is_scored_with_tandems_own_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    memory = []
+    for model in (str(grpo_recipe(tmp_path)), str(tmp_path / "model")):
+        assert main(["plan", model, "--gpus", "8", "--dp", "8", "--seq", "4096", "--global-batch", "512", "--json"]) == 0
+        memory.append(json.loads(capsys.readouterr().out)["memory_bytes_per_gpu"])
+    own, literature = memory
+    # Until ZeRO 3 divides them every rank has all fp32 weights; a head in chunks.
+    assert own["master_weights"] == 8 * literature["master_weights"]
+    assert own["logits"] < literature["logits"]
+
+
+LLAMA_405B = shlex.split(
+    "--gpus 16384 --hidden 16384 --layers 126 --heads 128 --kv-heads 8 --ffn 53248 --vocab 128256 --seq 8192 --global-batch 2048 --tp 8 --pp 16 --dp 128"
+)
+
+
+def test_a_whole_run_is_that_of_the_time_model_with_its_checkpoints_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    assert main(["plan", *LLAMA_405B, "--train-tokens", "15.6e12", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    run = answer["run"]
+    assert run["steps"] == round(15.6e12 / (2048 * 8192)) and run["step_s"] == answer["step_seconds"]
+    # 419 interruptions in 54 days on as many GPUs (Llama 3, table 5); 14 bytes a parameter.
+    assert run["between_failures_s"] == pytest.approx(54 * 86400 / 419)
+    assert run["checkpoint_bytes"] == 14 * answer["parameters"]
+    assert run["share"] < 1 and run["seconds"] == pytest.approx(run["steps"] * run["step_s"] / run["share"])
+    assert main(["plan", *LLAMA_405B, "--train-tokens", "15.6e12"]) == 0
+    said = capsys.readouterr().out
+    assert f"run of {run['steps']:,} steps: {run['seconds'] / 86400:,.3g} days" in said and "assumed: failures as in" in said
+
+
+@pytest.mark.parametrize("tokens", ("0", "nan", "many", "1e30", "5"))
+def test_a_run_of_tokens_that_no_run_has_is_refused(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    assert main(["plan", *LLAMA_405B, "--train-tokens", tokens]) == 2
+    allowed = "it must be a number of tokens, from the 16,777,216 of a step to 1e18, such as 15e12"
+    assert capsys.readouterr().err.endswith(f"--train-tokens is '{tokens}'; {allowed}\n")
+
+
 def test_a_recipe_gives_model_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
     from tandem.cli.main import main
 
@@ -130,12 +205,12 @@ def test_a_page_is_one_file_without_another_host(tmp_path: Path, capsys: pytest.
     page = (tmp_path / "plan.html").read_text()
     assert "://" not in page
     assert "<script" not in page
-    assert page.count("<svg") >= 3
+    assert page.count("<svg") == 1 and page.count("class='bars'") == 2
     assert "Front of time and memory" in page
     assert main(["plan", *SIZES, "--gpus", "16", "--pp", "4", "--html", str(tmp_path / "one.html")]) == 0
     one = (tmp_path / "one.html").read_text()
     # A bar for every stage, and a forward and a backward pass of every micro-batch on each.
-    assert [f"stage {rank}</text>" in one for rank in range(5)] == [True] * 4 + [False]
+    assert [f"<span>stage {rank}</span>" in one for rank in range(5)] == [True] * 4 + [False]
     assert one.count("<title>forward of micro-batch") == one.count("<title>backward of micro-batch") == 4 * 16
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from tandem.config.parallel import ParallelConfig
 from tandem.estimate.hardware.load import load_hardware
+from tandem.estimate.training.predict import predict_step_time
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.planner.layouts import check_training_layout, even_layers
 from tandem.planner.memory_rules import branch, communication_bytes, memory_advice
@@ -129,3 +130,11 @@ def test_a_mesh_that_is_not_the_gpus_is_refused() -> None:
 
     with pytest.raises(UserError, match=r"--tp 2 x --pp 1 x --cp 1 x --dp 2 are 4 GPUs, and --gpus is 8; change one of them \(--dp 4 fits\)"):
         check_training_layout(B8, TrainingLayout(ParallelConfig(data=2, tensor=2), 4096, 8), 8)
+
+
+def test_the_step_of_an_offloaded_strategy_has_its_transfers_once() -> None:
+    request = PlanRequest(B8, H100, 16, 4096, 64)
+    for strategy in memory_advice(request).strategies:
+        assert strategy.step_seconds == predict_step_time(B8, strategy.layout, request.hardware).seconds
+        assert (strategy.offload_seconds > 0) == (strategy.layout.offload != "none")
+        assert strategy.offload_seconds < strategy.step_seconds

@@ -13,7 +13,7 @@ from tandem.config.engine import EngineArgs
 from tandem.config.parallel import ParallelConfig
 from tandem.config.recipe import Recipe
 from tandem.config.sft import SFTConfig
-from tandem.estimate.disk_bytes import offloaded_bytes, run_bytes_on_disk
+from tandem.estimate.disk_bytes import offloaded_bytes, rl_bytes_on_disk
 from tandem.jobs.checks.check_answers import check_agent_columns, check_answers, check_columns, check_episodes
 from tandem.jobs.checks.check_counts import check_kv_cache, check_rl_counts
 from tandem.jobs.checks.check_examples import check_shown
@@ -30,7 +30,6 @@ from tandem.jobs.checks.check_run import (
 )
 from tandem.jobs.checks.check_value_model import check_reference, check_value_model
 from tandem.jobs.pod_plan import plan_of
-from tandem.jobs.rl_models import rl_models
 from tandem.layout.mesh import describe
 from tandem.layout.placement import check_placement, mesh_of, ranks_of_pods
 from tandem.layout.shapes import ModelShapes, adapted_shapes
@@ -41,6 +40,7 @@ from tandem.model.model_source import found_model
 from tandem.pod.leadership import check_coordination
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.residents.plan import PodPlan, largest_micro_batch
+from tandem.pod.rl_models import rl_models
 from tandem.pod.start import check_joining
 from tandem.rl.agents.check_agent import check_agent
 from tandem.rl.rewards.pool import RewardPool
@@ -146,11 +146,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     tokens, _ = largest_micro_batch(recipe.rollout, recipe.algorithm, recipe.trainer, context)
     offloaded = sum(offloaded_bytes(each, recipe.trainer, tokens, recipe.parallel) for each in trained)
     offloaded += planned.chosen.disk
-    # The initial model, the fine-tuned one and the exported one; and a reference that follows the actor, in each checkpoint.
-    models = 3 + (recipe.checkpoint.keep + 1 if recipe.reference.follows else 0)
-    disk = run_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, models)
-    if critic is not None:
-        disk += run_bytes_on_disk(critic, recipe.trainer, recipe.checkpoint.keep, 1)
+    disk = rl_bytes_on_disk(shapes, recipe.trainer, recipe.checkpoint.keep, critic=critic, follows=recipe.reference.follows)
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.ranks_here) if planned.gpu is None else []
     return RunPlan(

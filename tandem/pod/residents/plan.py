@@ -1,7 +1,7 @@
 """Chooses the plan of a pod's residents before anything starts: the loosest one that fits in the budgets of device, memory and disk."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,7 +13,7 @@ from tandem.config.residents import ResidentsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.estimate.memory import PodMemory, predict, predict_beside_gpus, saved_bytes_on_disk
-from tandem.estimate.pod_gpu import predict_gpu
+from tandem.estimate.pod_gpu import GpuParts, predict_gpu
 from tandem.estimate.processes import FORKED_ENGINE, VLLM_ENGINE
 from tandem.estimate.training_bytes import SEQUENCE_BYTES, TOKEN_BYTES
 from tandem.layout.residents import PLANS, Phase, PlanName, Residency
@@ -40,12 +40,13 @@ class Budget(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """The bytes that ``residency`` is predicted to need: of the host's memory, of the GPU that needs most (``None``: the pod is on the CPU), and on
-    the disk."""
+    the disk. ``gpu_parts``: what they are on that GPU."""
 
     residency: Residency
     host: PodMemory
     gpu: PodMemory | None
     disk: int
+    gpu_parts: GpuParts | None = None
 
     @property
     def name(self) -> str:
@@ -181,8 +182,8 @@ def plan(
     gpus = max(ranks or parallel.world, rollout.engine_ranks)
 
     def needs(residency: Residency) -> Candidate:
-        disk = saved_bytes_on_disk(shapes, trainer, parallel, residency, **models, ranks=ranks)
         if not on_gpu:
+            disk = saved_bytes_on_disk(shapes, trainer, parallel, residency, **models, ranks=ranks)
             host = predict(
                 shapes, trainer, parallel, tokens=tokens, attended=attended, kv_cache_tokens=cache_tokens, kv_cache_dtype=engine.kv_cache_dtype,
                 swap_bytes=swap, engine_process=FORKED_ENGINE if rollout.backend == "tandem" else VLLM_ENGINE,
@@ -190,15 +191,9 @@ def plan(
                 reads_base=algorithm.needs_reference and not reference, ranks=ranks, shares_weights=shares_weights,
             )  # fmt: skip
             return Candidate(residency, host, None, disk)
-        host = predict_beside_gpus(
-            shapes, trainer, parallel, **models, swap_bytes=swap, engine_ranks=engine.tensor_parallel_size,
-            engines=rollout.workers, residency=residency, ranks=ranks,
-        )  # fmt: skip
-        gpu = predict_gpu(
-            shapes, trainer, parallel, engine, tokens=tokens, attended=attended, kv_cache_tokens=cache_tokens, **models, precision=rollout_precision,
-            residency=residency,
-        )  # fmt: skip
-        return Candidate(residency, host, gpu, disk)
+        return gpu_candidate(
+            residency, rollout, trainer, parallel, shapes, MicroBatchTokens(tokens, attended), cache_tokens, rollout_precision, models, rollout.workers, ranks
+        )
 
     device = None
     if on_gpu:
@@ -209,6 +204,25 @@ def plan(
     allowed = candidates(residents, on_gpu=on_gpu, sleeps=sleeps, at_once=at_once, moves_trainer=trainer.backend == "tandem")
     chosen, why = choose(allowed, needs, budget, "rollout.max_staleness 0 with another residents.plan" if at_once else "another residents.plan")
     return PodPlan(chosen, gpus, tuple(why), chosen.prefetches(budget) if residents.prefetch else frozenset())
+
+
+def gpu_candidate(
+    residency: Residency, rollout: RolloutConfig, trainer: TrainerConfig, parallel: ParallelConfig, shapes: ModelShapes, micro_batch: MicroBatchTokens,
+    cache_tokens: int, rollout_precision: str, models: Mapping[str, Any], engines: int, ranks: int = 0,
+) -> Candidate:
+    """Returns what ``residency`` needs of a pod on GPUs. ``cache_tokens``: of the KV cache of one engine. ``models``: the arguments of
+    ``predict_gpu`` on models beside the actor. ``engines`` and ``ranks`` (0: all): of one machine."""
+    engine = rollout.engine
+    host = predict_beside_gpus(
+        shapes, trainer, parallel, **models, swap_bytes=int(engine.swap_space * GIB), engine_ranks=engine.tensor_parallel_size, engines=engines,
+        residency=residency, ranks=ranks,
+    )  # fmt: skip
+    parts = predict_gpu(
+        shapes, trainer, parallel, engine, tokens=micro_batch.tokens, attended=micro_batch.attended, kv_cache_tokens=cache_tokens, **models,
+        precision=rollout_precision, residency=residency,
+    )  # fmt: skip
+    disk = saved_bytes_on_disk(shapes, trainer, parallel, residency, **models, ranks=ranks)
+    return Candidate(residency, host, parts.memory, disk, parts)
 
 
 def candidates(

@@ -103,14 +103,14 @@ ROOM_SHARE, CONTEXT_BYTES = 0.95, 1 << 30
 """The share of a GPU's free memory that a run can use, less a constant for CUDA, its libraries and NCCL's buffers; fragments are lost."""
 
 
-def _room(gpu: Gpu) -> int:
-    """Returns the bytes that one process can use of ``gpu``."""
-    return int(ROOM_SHARE * gpu.free_bytes) - CONTEXT_BYTES
+def room(free_bytes: int) -> int:
+    """Returns the bytes that one process can use of a GPU with so many free."""
+    return int(ROOM_SHARE * free_bytes) - CONTEXT_BYTES
 
 
 def least_room(ranks: int) -> int:
     """Returns the bytes that a process can use on each of the first ``ranks`` GPUs."""
-    return min(_room(gpu) for gpu in probe().gpus[:ranks])
+    return min(room(gpu.free_bytes) for gpu in probe().gpus[:ranks])
 
 
 FIX = "lower trainer.micro_batch_tokens, set trainer.recompute to full, trainer.offload to cpu, or shard the model with section 'parallel'"
@@ -119,7 +119,7 @@ FIX = "lower trainer.micro_batch_tokens, set trainer.recompute to full, trainer.
 def check_gpu_memory(needed: int, ranks: int, fix: str = FIX) -> None:
     """Raises ``RunError`` where one of the first ``ranks`` GPUs has fewer than ``needed`` bytes free."""
     for number, gpu in enumerate(probe().gpus[:ranks]):
-        free = _room(gpu)
+        free = room(gpu.free_bytes)
         if needed > free:
             raise RunError(
                 f"this run needs {needed / 2**30:.2f} GiB of each GPU and GPU {number} ({gpu.name}) has {max(free, 0) / 2**30:.2f} GiB free; {fix}"
