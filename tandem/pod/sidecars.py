@@ -119,6 +119,10 @@ class TrainerSidecar:
         """Write the actor as a Hugging Face folder, once, and a critic of its own as ``critic``."""
         self.channel.call("export", {"folder": str(folder), "critic": str(critic)})
 
+    def forget_local(self) -> None:
+        """Removes the run's checkpoints from the local disks of the ranks' machines."""
+        self.channel.call("forget_local")
+
     def memory(self) -> dict[str, int]:
         return self.channel.memory()
 

@@ -34,7 +34,8 @@ def near(tmp_path: Path) -> Iterator[NearTiers]:
     address = str(tmp_path / "store.sqlite")
     store = open_store(address)
     session = Session(store, 5.0)
-    joined = JoinedKeeper("a", tmp_path / "a", SECRET, "127.0.0.2", files_of(tmp_path, "a"), session)
+    process = KeeperProcess("a", tmp_path / "a", SECRET, host="127.0.0.2", tls=files_of(tmp_path, "a"))
+    joined = JoinedKeeper("a", "127.0.0.2", process.start, session)
     made = NearTiers(
         KeeperProcess("home", tmp_path, SECRET, tls=files_of(tmp_path, "run")), 1, SECRET, open_store=lambda: open_store(address), joined=lambda: ["a"]
     )
@@ -45,6 +46,7 @@ def near(tmp_path: Path) -> Iterator[NearTiers]:
     yield made
     made.close()
     joined.close()
+    process.close()
     session.close()
 
 
