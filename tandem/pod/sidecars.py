@@ -16,7 +16,7 @@ from tandem.runtime.rpc.calls import Meta, Progress
 from tandem.types import Prompt, Sample, Score, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts, encode_samples, encode_scores, samples_from_text
 
-NO_TIERS: Meta = {"memory": None, "local": None}
+NO_TIERS: Meta = {"memory": None, "local": None, "recorded": None}
 """No tier before the run's folder."""
 OnSamples = Callable[[Sequence[Sample]], None]
 
