@@ -167,7 +167,7 @@ class ReplicaCheckpoints:
         """Returns the tiers before the run's folder as they are read, the nearest first."""
         tiers: list[Tier] = [] if self.memory is None else [MemoryTier(self.memory, self.folder)]
         if self.local is not None:
-            tiers.append(LocalTier(self.local, self._keep) if self.node is None else DisksTier.of(self.local, self._keep, self._ranks, self.node))
+            tiers.append(LocalTier(self.local, self._keep) if self.node is None else DisksTier.of(self.local, self._ranks, self.node))
         return tiers
 
     def take_written(self) -> list[Written]:

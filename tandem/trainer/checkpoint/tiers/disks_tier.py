@@ -65,15 +65,14 @@ class DiskFiles:
 
 @dataclass
 class DisksTier(KeptTier):
-    """The newest ``keep`` checkpoints on the disks of the ranks' nodes. Its files can be read until ``close``."""
+    """The checkpoints on the disks of the ranks' nodes. Their files can be read until ``close``."""
 
     name: TierName = field(default="local", init=False)
     holds: bool = field(default=False, init=False)
-    keep: int = 2
     server: RpcServer | None = None
 
     @classmethod
-    def of(cls, folder: Path, keep: int, ranks: Communicator, node: Node) -> "DisksTier":
+    def of(cls, folder: Path, ranks: Communicator, node: Node) -> "DisksTier":
         """Returns the tier of all ranks, which call it together: the first rank of each node serves its disk."""
         folder = node.of(folder)
         nodes = [str(host) for host in gather_values(ranks, node.host, "the nodes of the local disks")]
@@ -90,7 +89,7 @@ class DisksTier(KeptTier):
             for host, port in zip(nodes, ports, strict=True) if port is not None
         ]  # fmt: skip
         settings = {"keepers": keepers, "credential": node.credential, "nodes": nodes}
-        return cls(Keepers.of(settings, ranks.rank, node.tls, PLACE), folder, keep=keep, server=server)
+        return cls(Keepers.of(settings, ranks.rank, node.tls, PLACE), folder, server=server)
 
     def close(self) -> None:
         """Serves the disk of this node no longer."""
@@ -100,7 +99,7 @@ class DisksTier(KeptTier):
 
 @dataclass
 class DisksWriter:
-    """Writes to the disks that ``DisksTier`` reads, in the ``folder`` of this name on each. ``node``: of this rank."""
+    """Writes to the disks that ``DisksTier`` reads, in the ``folder`` of this name on each, of which the newest ``keep`` stay. ``node``: of this rank."""
 
     folder: Path
     keep: int
