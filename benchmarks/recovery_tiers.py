@@ -1,12 +1,14 @@
-"""How soon lost ranks have their state again: from the memory of a peer node, from the run's folder, and from an object store.
+"""How soon lost ranks have their state again: from the memory of a peer node, from the local disk, from the run's folder, and from an object store.
 
     python benchmarks/recovery_tiers.py [--hidden N] [--layers N] [--repeats N] [--work FOLDER]
 
 One pretraining run on two nodes of one rank each (``parallel.ranks_per_node: 1``), with ``checkpoint.memory_every_steps: 1`` and ``checkpoint.upload`` to an
 S3 server (moto, in a process of its own on this machine). Every process of node 1, its rank and the keeper of its memory, is killed with SIGKILL, again and
-again; the state comes from the memory of node 0. Then the run is resumed with its folder's checkpoints as they are, and with the first byte of each of their
-files flipped, so that the state comes from the object store. The seconds are those of the journal's event ``checkpoint_loaded``: from the first look for a
-checkpoint until all ranks have it, verified. Starting processes is not part of them, as it is the same for every tier.
+again; the state comes from the memory of node 0. Then every process of the run is killed, again and again, and the run resumed: the state comes from the local
+disk (``checkpoint.local_every_steps: 1``). When it has finished, which leaves nothing on the local disk, it is resumed with its folder's checkpoints as they
+are, and with the first byte of each of their files flipped, so that the state comes from the object store. The seconds are those of the journal's event
+``checkpoint_loaded``: from the first look for a checkpoint until all ranks have it, verified. Starting processes is not part of them, as it is the same for
+every tier.
 """
 
 import os
@@ -35,10 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "jobs"))
 from package_data import make_datasets
 
 from tandem.report.run_facts import RESULT_KEY
+from tandem.runtime.records.checkpoint_tiers import tiers_of
 from tandem.runtime.records.journal import Journal
 
 DATE = "2026-11-27"
-TIERS = {"memory": "memory of the peer node", "folder": "the run's folder (local disk)", "upload": "object store (S3)"}
+TIERS = {"memory": "memory of the peer node", "local": "local disk", "folder": "the run's folder (on the same disk)", "upload": "object store (S3)"}
 
 
 @contextmanager
@@ -73,7 +76,8 @@ def write_recipe(folder: Path, made: Path, hidden: int, layers: int, steps: int)
         },
         "data": {"train": [{"path": str(made / "json")}], "sequence_length": 32, "global_batch_size": 2},
         "evaluation": {"every_steps": 100000}, "trainer": {"learning_rate": 1e-4}, "machine": {"threads": 1},
-        "checkpoint": {"every_steps": steps, "keep": 1, "memory_every_steps": 1, "upload": "s3://tandem-recovery/run"},
+        "checkpoint": {"every_steps": steps, "keep": 1, "memory_every_steps": 1, "upload": "s3://tandem-recovery/run",
+                       "local_directory": str(folder / "local"), "local_every_steps": 1},
         "parallel": {"data": 2, "ranks_per_node": 1, "zero": 1},
         "run": {"directory": str(folder), "name": "run", "max_steps": steps, "max_restarts": 1000},
     }  # fmt: skip
@@ -102,21 +106,36 @@ def is_in_memory(run: Path, after: int) -> bool:
 
 
 def train_and_kill(folder: Path, environment: Mapping[str, str], repeats: int) -> None:
-    """Runs the recipe to its end and kills node 1 ``repeats`` times, each when a checkpoint newer than the last recovery's is in memory."""
-    process = subprocess.Popen([sys.executable, "-m", "tandem.cli.main", "train", "recipe.yaml"], cwd=folder, env=dict(environment), stdout=subprocess.DEVNULL)
+    """Runs the recipe to its end and kills node 1 ``repeats`` times, each when a checkpoint newer than the last recovery's is in memory; then all processes as
+    often, each when one is on the local disk, and resumes the run."""
+    process, run, killed = command(folder, environment, "train", "recipe.yaml"), folder / "run", 0
     try:
-        run, killed = folder / "run", 0
         while process.poll() is None:
             events = loaded(run)
-            if killed < repeats and len(events) == killed and is_in_memory(run, events[-1]["step"] if events else 0):
+            last = events[-1]["step"] if events else 0
+            if len(events) == killed < repeats and is_in_memory(run, last):
                 kill_node_1(process.pid)
                 killed += 1
+            elif repeats <= len(events) == killed < 2 * repeats and is_on_disk(run, last):
+                process.kill()
+                process.wait()
+                process = command(folder, environment, "resume", "run")
+                killed += 1
             time.sleep(0.1)
-        if process.returncode or killed < repeats:
+        if process.returncode or killed < 2 * repeats:
             raise SystemExit(f"the run ended with status {process.returncode} after {killed} kills; see '{run / 'logs'}'")
     finally:
         process.kill()
         process.wait()
+
+
+def command(folder: Path, environment: Mapping[str, str], *arguments: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-m", "tandem.cli.main", *arguments], cwd=folder, env=dict(environment), stdout=subprocess.DEVNULL)
+
+
+def is_on_disk(run: Path, after: int) -> bool:
+    """Returns whether a checkpoint of a step above ``after`` is on the local disk."""
+    return any(state.tier == "local" and state.step > after for state in tiers_of(run))
 
 
 def resume(folder: Path, environment: Mapping[str, str], *, damaged: bool) -> None:
@@ -136,7 +155,8 @@ def report(events: list[dict[str, Any]], hidden: int, layers: int, repeats: int)
     lines = [
         "# Recovery from the tiers of checkpoints", "", f"{DATE}. {machine()}", "",
         f"A model of {layers} layers of width {hidden} with AdamW's moments, on two nodes of one rank each (ZeRO 1) of this machine; the object store is "
-        f"moto's S3 server on this machine, so its network costs nothing. Recoveries from each tier in one run (`recovery_tiers.py`): {repeats}.", "",
+        f"moto's S3 server on this machine, so its network costs nothing. What was written to a disk just before is read from the page cache. "
+        f"Recoveries from each tier in one run (`recovery_tiers.py`): {repeats}.", "",
         "| tier | checkpoint | seconds, median | all | rate |", "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for tier, name in TIERS.items():
@@ -159,7 +179,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "data").mkdir(parents=True)
     made = make_datasets(folder / "data", "json")
-    write_recipe(folder, made, given.hidden, given.layers, steps=12 * given.repeats + 12)
+    write_recipe(folder, made, given.hidden, given.layers, steps=24 * given.repeats + 24)
     with s3_server() as settings:
         environment = {**os.environ, **settings, "OMP_NUM_THREADS": "1"}
         os.environ.update(settings)

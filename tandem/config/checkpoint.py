@@ -23,8 +23,8 @@ class CheckpointConfig:
     """Optimizer steps between two checkpoints in the memory of the nodes, each rank's with its own node and another one, from which lost ranks are
     restarted. Each of the two holds up to three checkpoints of these ranks. Those of the run's folder are kept there too. 0: none."""
     local_directory: str = ""
-    """Folder on a disk of this machine itself (NVMe), as an absolute path. Each checkpoint is written there too, in the background, and loaded from there
-    before the run's folder, which may be on a storage node. Empty: none."""
+    """Folder on a disk of each machine that has ranks (NVMe), as an absolute path. Each rank's files are written there too, in the background, and loaded from
+    there before the run's folder, which may be on a storage node. Empty: none."""
     local_every_steps: int = 0
     """Optimizer steps between two further checkpoints in `local_directory`, which are none of the run's folder. 0: none."""
     upload: str = ""

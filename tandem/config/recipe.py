@@ -155,12 +155,6 @@ class Recipe:
                     f"'checkpoint.{key}' is {value!r} with trainer.backend {self.trainer.backend}, whose checkpoints are in the run's folder alone in this "
                     "version; leave it out"
                 )
-        if self.checkpoint.local_directory and self.pods.trainer_count > self.pods.count:
-            raise UserError(
-                f"'checkpoint.local_directory' is '{self.checkpoint.local_directory}' and pods.trainer_count {self.pods.trainer_count} with pods.count "
-                f"{self.pods.count}: ranks on other machines do not reach this disk, and a checkpoint needs the files of all; set "
-                "checkpoint.memory_every_steps in its place, which other machines keep"
-            )
 
     def _check_lora(self) -> None:
         if self.trainer.lora is None:

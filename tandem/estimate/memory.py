@@ -36,7 +36,8 @@ class PodMemory:
     ``inference``: during the frozen models' passes; ``trainer_idle``: during the rollout; ``rollout``: the engine while it generates; ``engine_idle``:
     the engine in the other phases; ``segments``: the two shared weight buffers, which the others do not count; ``beside``: of the processes that compute
     nothing (controller, shims, fork servers), less what the ranks of the trainer share with their server; ``engines_share``: what engines share with theirs;
-    ``engines_begin``: weights of their own that engines have until their first update, where they then compute with the buffers."""
+    ``engines_begin``: weights of their own that engines have until their first update, where they then compute with the buffers; ``kept``: of the keeper with
+    its checkpoints."""
 
     trainer: int
     trainer_idle: int
@@ -47,6 +48,7 @@ class PodMemory:
     beside: int = 0
     engines_share: int = 0
     engines_begin: int = 0
+    kept: int = 0
 
     @property
     def largest_phase(self) -> int:
@@ -55,7 +57,7 @@ class PodMemory:
 
     @property
     def rollout_phase(self) -> int:
-        return self.trainer_idle + self.rollout + self.segments + self.beside - self.engines_share + self.engines_begin
+        return self.trainer_idle + self.rollout + self.segments + self.beside + self.kept - self.engines_share + self.engines_begin
 
     @property
     def inference_phase(self) -> int:
@@ -67,7 +69,7 @@ class PodMemory:
 
     @property
     def _beside_trainer(self) -> int:
-        return self.segments + self.beside + (self.engine_idle - self.engines_share if self.engine_idle else 0)
+        return self.segments + self.beside + self.kept + (self.engine_idle - self.engines_share if self.engine_idle else 0)
 
 
 def predict(

@@ -3,6 +3,9 @@
 from pathlib import Path
 
 from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.estimate.kept_checkpoints import keeper_bytes
+from tandem.estimate.model_bytes import weight_bytes
+from tandem.estimate.training_bytes import checkpoint_bytes
 from tandem.jobs.checks.smallest_change import smallest_change
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.pod.residents.plan import FIX, PodPlan, plan
@@ -34,5 +37,36 @@ def _plan(recipe: Recipe, shapes: ModelShapes, context_tokens: int) -> PodPlan:
         adapted_shapes(shapes, recipe.trainer.lora), context_tokens,
         recipe.rollout_precision, Path(recipe.trainer.offload_folder or recipe.run.directory),
         models.reward_model, models.critic, recipe.holds_reference, recipe.reference.follows, models.teacher, recipe.pods.count, recipe.ranks_here,
-        recipe.shares_weights and can_share(shapes, recipe.trainer.dtype, recipe.rollout.weights),
+        recipe.shares_weights and can_share(shapes, recipe.trainer.dtype, recipe.rollout.weights), kept_here(recipe, shapes),
     )  # fmt: skip
+
+
+def kept_here(recipe: Recipe, shapes: ModelShapes) -> int:
+    """Returns the most bytes of the keeper on the machine of the run, 0 without checkpoints in memory: those of the ranks there, and of those of a pod that
+    joined, if such pods train."""
+    if not recipe.checkpoint.memory_every_steps:
+        return 0
+    ranks = recipe.ranks_here + _joined_ranks(recipe)
+    return keeper_bytes(_checkpoint_bytes(recipe, shapes) * ranks / recipe.parallel.world, ranks)
+
+
+def kept_by_joined(recipe: Recipe, shapes: ModelShapes) -> int:
+    """Returns the most bytes of the keeper of a pod that joins, 0 without one: those of its own ranks, and of those of the machine of the run or of another
+    pod."""
+    if not recipe.checkpoint.memory_every_steps or not recipe.pods.may_join:
+        return 0
+    own = _joined_ranks(recipe)
+    ranks = own + max(own, recipe.ranks_here)
+    return keeper_bytes(_checkpoint_bytes(recipe, shapes) * ranks / recipe.parallel.world, ranks)
+
+
+def _joined_ranks(recipe: Recipe) -> int:
+    """Returns the ranks that one pod which joined has."""
+    return recipe.parallel.world // recipe.pods.trainer_count if recipe.pods.trainer_count > recipe.pods.count else 0
+
+
+def _checkpoint_bytes(recipe: Recipe, shapes: ModelShapes) -> int:
+    """Returns the bytes of a checkpoint of the actor, of a critic of its own, and of a reference that follows."""
+    critic, trained = rl_models(recipe, shapes).critic, adapted_shapes(shapes, recipe.trainer.lora)
+    followed = weight_bytes(shapes, recipe.trainer.dtype) if recipe.reference.follows else 0
+    return checkpoint_bytes(trained, recipe.trainer) + (0 if critic is None else checkpoint_bytes(critic, recipe.trainer)) + followed

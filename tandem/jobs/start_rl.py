@@ -34,6 +34,7 @@ from tandem.jobs.run_files import (
     rl_start_folder,
 )
 from tandem.jobs.sft import run_sft_stage, sft_recipe
+from tandem.jobs.tiers_of_run import near_tiers
 from tandem.jobs.try_commands import task_commands
 from tandem.jobs.uploads import make_uploader
 from tandem.jobs.verify.input_files import check_input_files
@@ -43,15 +44,12 @@ from tandem.layout.placement import mesh_of
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.model_source import found_model
-from tandem.pod.channel import Channel
 from tandem.pod.failures import SidecarDied
 from tandem.pod.leadership import leading
-from tandem.pod.near_tiers import NearTiers, keeper_of
 from tandem.pod.nodes import Nodes
 from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
-from tandem.pod.rollout_pods import RolloutPods
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
 from tandem.pod.start import begin_again, nodes_of, open_channels, rank_threads, shared_store
 from tandem.report.run_facts import PREDICTION_KEY
@@ -59,7 +57,6 @@ from tandem.rl.agents.agent_worker import agent_files
 from tandem.rl.rewards.pool import RewardPool
 from tandem.rl.rollout.round_prompts import RoundPrompts, recorded_batch
 from tandem.runtime.callback import Callback
-from tandem.runtime.coordination.open import open_store
 from tandem.runtime.health.node_watch import NodeWatch
 from tandem.runtime.health.run_health import RunHealth
 from tandem.runtime.machine.gpus import check_pod_device
@@ -72,10 +69,9 @@ from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.watchdog import Watchdog
 from tandem.runtime.records.agreements import trusted_step
 from tandem.runtime.records.journal import Journal
-from tandem.runtime.records.local_checkpoints import forget_local, local_folder
+from tandem.runtime.records.local_checkpoints import forget_local
 from tandem.runtime.records.logs import setup
 from tandem.runtime.records.run_records import Records
-from tandem.runtime.rpc.credentials import new_credential, read_credential
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger
 from tandem.trainer.corruption.finding import SilentCorruption
 from tandem.types import RunError, UserError
@@ -156,7 +152,7 @@ def _execute(
             trusted = trusted_step(journal, steps_on_disk(directory))
             return kept if trusted is None else kept | {trusted}
 
-        near = stack.enter_context(contextlib.closing(_near_tiers(recipe, directory, journal, rollout_channel, callback)))
+        near = stack.enter_context(contextlib.closing(near_tiers(recipe, directory, journal, metrics, rollout_channel, callback.message)))
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype), journal,
             partial(recorded_batch, recipe, journal), records,
@@ -167,6 +163,7 @@ def _execute(
         )
         pod.health = stack.enter_context(_health(recipe, directory, journal, callback, nodes_of(rollout_channel)))
         step = _bring_up(pod, journal)
+        near.begun()
         numerics = numerics_record(rank_threads(recipe), pod.kernels)
         continue_from(
             step, journal, metrics, callback, numerics=numerics, shape=mesh_of(recipe.parallel),
@@ -186,19 +183,6 @@ def _execute(
             raise
         records.sync()
         return _finish(pod, run, steps)
-
-
-def _near_tiers(recipe: Recipe, directory: Path, journal: Journal, rollout: Channel, callback: Callback) -> NearTiers:
-    """Returns the tiers of checkpoints before the run's folder. Their keepers show the secret of the pods."""
-    shared = directory / "pod" / "credential"
-    credential = read_credential(shared) if shared.exists() else new_credential()
-    joining = rollout.joining if isinstance(rollout, RolloutPods) else None
-    address = shared_store(recipe, directory)
-    return NearTiers(
-        keeper_of(recipe, directory, credential), recipe.parallel.world, credential, local_folder(recipe.checkpoint.local_directory, directory, journal),
-        recipe.checkpoint.upload, None if joining is None else lambda: open_store(address),
-        tuple if joining is None else lambda: [pod.name for pod in joining.all_lives() if pod.channel.is_running], callback.message,
-    )  # fmt: skip
 
 
 def _predict(pod: Pod, recipe: Recipe, shapes: ModelShapes, prompts: PromptSource) -> None:
@@ -302,6 +286,10 @@ def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
         evaluation = run.journal.evaluation(step, kind)
         return None if evaluation is None else float(evaluation["accuracy"])
 
+    if pod.near.is_spread and pod.near.local is not None:
+        # What stays on the disk of a machine that dies now is no reason to start it again.
+        with contextlib.suppress(SidecarDied):
+            pod.trainer.forget_local()
     forget_local(run.recipe.checkpoint.local_directory, run.journal)
     figures = {
         "accuracy": Figure(accuracy(0, "sampled"), accuracy(steps, "final")),

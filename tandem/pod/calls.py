@@ -4,7 +4,7 @@ from typing import Literal
 
 TRAINER_CALLS = (
     "create_model", "export", "load", "measure", "inference", "compare", "train", "offload", "prefetch", "onload", "convert", "register", "save",
-    "copy_checkpoint", "finish_save",
+    "copy_checkpoint", "finish_save", "forget_local",
 )  # fmt: skip
 InferencePart = Literal["all", "rewards", "update"]
 """Which passes of other models an inference phase has: those that ``rewards`` need, those that the ``update`` needs, or both."""

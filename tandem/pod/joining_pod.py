@@ -1,5 +1,6 @@
 """A pod that joins a run from another machine: starts its sidecar, and the next life of it whenever one ends. Imports no torch."""
 
+import contextlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.health import HealthConfig
 from tandem.config.pods import PodsConfig
+from tandem.pod.joined_keeper import PodKeeper
 from tandem.pod.joining_shim import AGAIN, REPORT_FILE, STACKS_FOLDER
 from tandem.pod.weights_between_pods import tls_arguments
 from tandem.runtime.coordination.open import store_address
@@ -52,12 +54,15 @@ def serve_run(
     # Of an earlier command.
     remove_ended(folder / STACKS_FOLDER)
     with stacks_in(folder / STACKS_FOLDER):
-        return _Lives([text for key, value in arguments.items() for text in (f"--{key}", str(value))] + tls_arguments(pods)).run()
+        tls = tls_arguments(pods)
+        keeper = PodKeeper(name, folder, read_credential(Path(pods.credential_file)), pods.host, tls[1:])
+        with contextlib.closing(keeper):
+            return _Lives([text for key, value in arguments.items() for text in (f"--{key}", str(value))] + tls, keeper).run()
 
 
 class _Lives:
-    def __init__(self, arguments: list[str]) -> None:
-        self._arguments = arguments
+    def __init__(self, arguments: list[str], keeper: PodKeeper) -> None:
+        self._arguments, self._keeper = arguments, keeper
         self._shim: subprocess.Popen[bytes] | None = None
         self._stops = 0
 
@@ -68,7 +73,12 @@ class _Lives:
         while not self._stops:
             began = time.monotonic()
             again = ["--again"] if has_joined else []
-            self._shim = spawn("tandem.pod.joining_shim", [*self._arguments, *again], threads=Threads(1), new_session=True)
+            with self._keeper.for_life() as descriptor:
+                # The next life publishes what the one before has kept, so that a controller that begins finds it.
+                keeps = ["--keeper", str(descriptor), "--keeps", str(int(self._keeper.is_asked_for))]
+                self._shim = spawn(
+                    "tandem.pod.joining_shim", [*self._arguments, *again, *keeps], threads=Threads(1), new_session=True, pass_fds=[descriptor]
+                )  # fmt: skip
             status = self._wait(self._shim)
             if self._stops or status == 0:
                 return max(0, status)

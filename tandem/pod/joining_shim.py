@@ -26,7 +26,7 @@ from tandem.config.health import HealthConfig
 from tandem.config.yaml_text import parse_yaml
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.failures import Role
-from tandem.pod.joined_keeper import JoinedKeeper
+from tandem.pod.joined_keeper import JoinedKeeper, asks_owner
 from tandem.pod.joining import FOLDER_PROOF
 from tandem.pod.sent_functions import take_functions
 from tandem.pod.sent_weights import KeptWeights
@@ -99,6 +99,8 @@ class JoiningShim:
             self.member = join(self.session, self.name, facts)
         except RunError as error:
             raise UserError(f"{error} (--name)") from None
+        if self.options.keeps:
+            self._keep_checkpoints()
         threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
         threading.Thread(target=self._watch_run, name="run", daemon=True).start()
         # The agent is the root of the processes here.
@@ -204,11 +206,15 @@ class JoiningShim:
             self.shims[role] = Shim(options)
             self.shims[role].prepare()
         if meta.get("keeps_checkpoints"):
-            assert self.session is not None
-            tls = self.options.tls or ()
-            self.keeper = JoinedKeeper(self.name, self.folder, read_credential(Path(self.options.credential)), self.options.host, tls, self.session)
+            self._keep_checkpoints()
         self._say(f"draws samples as pod {meta['number']}")
         return {"reaches_folder": has_proof(str(meta.get("folder", "")), str(meta.get("proof", "")))}, {}
+
+    def _keep_checkpoints(self) -> None:
+        """Publishes the keeper of this pod, for this life of it."""
+        if self.keeper is None:
+            assert self.session is not None
+            self.keeper = JoinedKeeper(self.name, self.options.host, asks_owner(int(self.options.keeper)), self.session)
 
     def receive_model(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Takes the files of the model's folder but its weights, of which files with the digests ``weights`` follow (``receive_file``). Raises ``RunError`` for
@@ -304,6 +310,8 @@ def main() -> None:
         parser.add_argument(name, type=float, required=True)
     parser.add_argument("--again", action="store_true", help="an earlier life of the same command has joined")
     parser.add_argument("--trains", type=int, default=1)
+    parser.add_argument("--keeper", type=int, default=-1)
+    parser.add_argument("--keeps", type=int, default=0)
     parser.add_argument("--faults", default="")
     parser.add_argument("--health", default="{}")
     add_tls(parser)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.coordination import CoordinationConfig
+from tandem.pod.near_tiers import KEEPERS
 from tandem.runtime.coordination.election import LEADER, NotElected, campaign
 from tandem.runtime.coordination.embedded import boot_id
 from tandem.runtime.coordination.etcd import EtcdStore
@@ -80,7 +81,8 @@ class _Leadership:
     def begin(self) -> None:
         """Leads, and removes what an earlier controller of the run left: its processes are dead."""
         self._campaign()
-        self._clear()
+        # Keepers outlive a controller, and may have the run's newest checkpoints.
+        self._clear(but=KEEPERS)
 
     def guard(self) -> Guard:
         """Returns the guard; a lease that expired while nobody else took over is begun anew."""
@@ -110,9 +112,9 @@ class _Leadership:
         self._session.close()
         self._store.close()
 
-    def _clear(self) -> None:
+    def _clear(self, but: str = LEADER) -> None:
         for entry in self._store.list(""):
-            if entry.key != LEADER:
+            if entry.key != LEADER and not entry.key.startswith(but):
                 self._store.delete(entry.key)
 
     def _campaign(self) -> None:

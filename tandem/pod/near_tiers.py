@@ -1,13 +1,15 @@
 """The tiers of checkpoints before a run's folder, as the controller of a pod gives them to the trainer's ranks: which keepers there are, found in the store of
 the run, and the folder on a local disk. Imports no torch.
 
-The keeper of this machine is a process of the controller, which outlives the trainer's shim and ranks. Every pod that joined from another machine has one for
-its life, if it was told to, and publishes it in the store on the lease of that life. Keepers at one address are on one node.
+The keeper of this machine is a process of the controller, which outlives the trainer's shim and ranks. Every pod that joined from another machine has one,
+if it was told to: a process of its command, which outlives the controller, and which each life of the pod publishes in the store on its lease. Keepers at one
+address are on one node.
 """
 
 import json
 import logging
 import socket
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,13 +37,18 @@ def keeper_of(recipe: Recipe, directory: Path, credential: str) -> KeeperProcess
 
 _PATIENCE = 3
 """Checkpoints that one node alone keeps before it is said, where pods may join."""
+_AWAIT_S, _LOOK_S = 30.0, 0.2
+"""How long a resume waits for keepers to be in the store: a pod that lost its lease with the controller joins again within this time."""
 
 
 @dataclass
 class NearTiers:
     """``own``: the keeper of this machine (``None``: no checkpoint is kept in memory). ``ranks``: how many the trainer has. ``local``: the folder on a local
-    disk; ``copies``: where copies of the run's checkpoints are (``checkpoint.upload``). ``open_store``: opens the store of the run, where pods may join;
-    ``joined``: the names of those that take part now. ``say`` is told when one node alone keeps the checkpoints in memory."""
+    disk, of this machine, or of each that has ranks (``is_spread``); ``host``: how others reach this machine. ``copies``: where copies of the run's checkpoints
+    are (``checkpoint.upload``). ``open_store``: opens the store of the run, where pods may join; ``joined``: the names of those that take part now. ``say`` is
+    told when one node alone keeps the checkpoints in memory. ``of``: the name under which the keepers have the run's checkpoints. ``recorded``: the step up to
+    which the run's folder has rows, while a resume begins; ``expected``: by rank, the keepers on other machines than the controller's that had its files of the
+    newest checkpoint, where that is no older than those of the folder."""
 
     own: KeeperProcess | None = None
     ranks: int = 1
@@ -51,16 +58,52 @@ class NearTiers:
     open_store: Callable[[], Store] | None = None
     joined: Callable[[], Collection[str]] = tuple
     say: Callable[[str], None] = lambda line: None
+    of: str = ""
+    host: str = LOOPBACK
+    is_spread: bool = False
+    recorded: int | None = None
+    expected: Mapping[int, Collection[str]] = field(default_factory=dict)
     _store: Store | None = field(default=None, init=False)
     _alone: int = field(default=0, init=False)
 
-    def describe(self) -> dict[str, Any]:
-        """Returns what the trainer's ranks are told: the keepers in ``memory``, as of ``Keepers.of``, and the ``local`` folder."""
+    def describe(self, incarnation: int = 0, *, loads: bool = False) -> dict[str, Any]:
+        """Returns what the ranks of ``incarnation`` of the trainer are told: the keepers in ``memory``, as of ``Keepers.of``, the ``local`` folder, and the
+        step up to which they count (``recorded``). One that ``loads`` reads from every keeper in the store, also where the pod does not take part yet."""
         memory = None
         if self.own is not None:
-            keepers = [*self._here(self.own), *self._joined()]
-            memory = {"keepers": keepers, "credential": self.credential, "nodes": [self.own.host] * self.ranks}
-        return {"memory": memory, "local": None if self.local is None else str(self.local)}
+            if loads:
+                self._await_expected()
+            keepers = [*self._here(self.own), *self._joined(loads)]
+            memory = {
+                "keepers": keepers, "credential": self.credential, "nodes": [self.own.host] * self.ranks, "of": self.of, "incarnation": incarnation,
+            }  # fmt: skip
+        local = None
+        if self.local is not None:
+            local = {"folder": str(self.local), "is_spread": self.is_spread, "node": self.host, "credential": self.credential}
+        return {"memory": memory, "local": local, "recorded": self.recorded}
+
+    def begun(self) -> None:
+        """A resume has loaded its checkpoint: what it was to begin with is no limit any more."""
+        self.recorded, self.expected = None, {}
+
+    def _await_expected(self) -> None:
+        """Waits until every rank's files that other machines had are in reach again, for a while and once."""
+        expected, self.expected = self.expected, {}
+        missing = self._missing(expected)
+        if not missing:
+            return
+        self.say(f"waiting up to {_AWAIT_S:g} s for the checkpoints in the memory of {' and '.join(sorted(missing))}")
+        ends = time.monotonic() + _AWAIT_S
+        while missing and time.monotonic() < ends:
+            time.sleep(_LOOK_S)
+            missing = self._missing(expected)
+        if missing:
+            self.say(f"the memory of {' and '.join(sorted(missing))} is not in reach; what it had is read from the next tier")
+
+    def _missing(self, expected: Mapping[int, Collection[str]]) -> set[str]:
+        """Returns the keepers of ``expected`` of which a rank has none in the store."""
+        there = {str(keeper["name"]) for keeper in self._joined(every=True)} if expected else set()
+        return {name for names in expected.values() if not there & set(names) for name in names}
 
     def tell_of_nodes(self, nodes: int) -> None:
         """Says that checkpoints are kept by one node alone, where they have come to be: of pods that may join the first may be on their way."""
@@ -80,8 +123,9 @@ class NearTiers:
             logger.warning("the keeper of this machine does not start: %s", error)
             return []
 
-    def _joined(self) -> list[Mapping[str, Any]]:
-        """Returns the keepers of pods that joined, by name. The store may be away for a while: those of this machine remain."""
+    def _joined(self, every: bool = False) -> list[Mapping[str, Any]]:
+        """Returns the keepers of pods that joined, by name: of those that take part, or of ``every`` one in the store. The store may be away for a while: those
+        of this machine remain."""
         if self.open_store is None:
             return []
         names = set(self.joined())
@@ -91,7 +135,7 @@ class NearTiers:
         except (RunError, UserError) as error:
             logger.warning("the keepers of other machines were not read from the store: %s", error)
             return []
-        return [json.loads(entry.value) for entry in entries if entry.key.removeprefix(KEEPERS) in names]
+        return [json.loads(entry.value) for entry in entries if every or entry.key.removeprefix(KEEPERS) in names]
 
     def close(self) -> None:
         if self._store is not None:

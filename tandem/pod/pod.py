@@ -130,7 +130,7 @@ class Pod:
             self.trainer.channel.start()
             self.incarnation = self.journal.next_incarnation()
             may_fetch = bool(self.near.copies) and bool(self.journal.checkpoints())
-            loaded = self.trainer.load(self.start, step, self.residency, self.prefetch, self.near.describe(), may_fetch=may_fetch)
+            loaded = self.trainer.load(self.start, step, self.residency, self.prefetch, self.near.describe(self.incarnation, loads=True), may_fetch=may_fetch)
             if self.kernels not in ("", loaded["kernels"]):
                 was, now = self.kernels, loaded["kernels"]
                 raise RunError(f"the trainer computed with kernels {was} and now with {now}, so its bits would differ; repair the compiler, then resume")
@@ -463,7 +463,7 @@ class Pod:
         self.hand_over(step, Phase.TRAIN)
         with self.transitions.trainer_does(TrainerState.CHECKPOINT, step):
             self.boundaries[step] = self.journal.last_transition()
-            saved = self.trainer.save(step, self.in_use(), self.near.describe())
+            saved = self.trainer.save(step, self.in_use(), self.near.describe(self.incarnation))
         self._commit(saved)
 
     def copy_checkpoint(self, step: int, tiers: Collection[str]) -> None:
@@ -472,7 +472,7 @@ class Pod:
             return
         self.hand_over(step, Phase.TRAIN)
         with self.transitions.trainer_does(TrainerState.CHECKPOINT, step) as detail:
-            copied = self.trainer.copy_checkpoint(step, tiers, self.near.describe())
+            copied = self.trainer.copy_checkpoint(step, tiers, self.near.describe(self.incarnation))
             detail["tiers"] = sorted(tiers) if copied["begun"] else []
         if copied["begun"]:
             self.copied_step = step

@@ -16,7 +16,7 @@ from tandem.runtime.rpc.calls import Meta, Progress
 from tandem.types import Prompt, Sample, Score, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts, encode_samples, encode_scores, samples_from_text
 
-NO_TIERS: Meta = {"memory": None, "local": None}
+NO_TIERS: Meta = {"memory": None, "local": None, "recorded": None}
 """No tier before the run's folder."""
 OnSamples = Callable[[Sequence[Sample]], None]
 
@@ -118,6 +118,10 @@ class TrainerSidecar:
     def export(self, folder: Path, critic: Path) -> None:
         """Write the actor as a Hugging Face folder, once, and a critic of its own as ``critic``."""
         self.channel.call("export", {"folder": str(folder), "critic": str(critic)})
+
+    def forget_local(self) -> None:
+        """Removes the run's checkpoints from the local disks of the ranks' machines."""
+        self.channel.call("forget_local")
 
     def memory(self) -> dict[str, int]:
         return self.channel.memory()

@@ -133,9 +133,10 @@ class TrainerPods:
         """Returns the arguments of a call with what each pod has of its own."""
         # Pods on other machines work in other folders.
         meta = {**meta, **{key: str(Path(meta[key]).absolute()) for key in _PATHS if key in meta}}
-        if (tiers := meta.get("tiers")) is not None and tiers["memory"] is not None:
-            nodes = [pod.host] * len(tiers["memory"]["nodes"])
-            meta["tiers"] = {**tiers, "memory": {**tiers["memory"], "nodes": nodes}}
+        if (tiers := meta.get("tiers")) is not None:
+            memory, local = tiers["memory"], tiers["local"]
+            memory = None if memory is None else {**memory, "nodes": [pod.host] * len(memory["nodes"])}
+            meta["tiers"] = {**tiers, "memory": memory, "local": None if local is None else {**local, "node": pod.host}}
         if name != "register" or not pod.own_store:
             return meta
         return {**meta, "buffers": list(self.buffers[pod.number]), "store": pod.own_store, "guard": None, "announces": False}

@@ -4,6 +4,7 @@ Every rank answers the same call with the same arguments; rank 0's reply is the 
 strings and returns the same, so that it can cross a process boundary or not, and may be made again for the same step.
 """
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
@@ -38,6 +39,7 @@ from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.rpc.pod_tls import PodTls, tls_of
 from tandem.trainer.checkpoint.memory.keepers import Keepers
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
+from tandem.trainer.checkpoint.tiers.disks_tier import Node
 from tandem.trainer.checkpoint.tiers.upload_tier import fetch_copy
 from tandem.trainer.corruption.check import CorruptionCheck, corruption_check
 from tandem.trainer.corruption.finding import SilentCorruption
@@ -184,13 +186,25 @@ class TrainerWorker:
     def _use_tiers(self, checkpoints: ReplicaCheckpoints, tiers: Mapping[str, Any]) -> None:
         """Lets ``checkpoints`` use the keepers and the local folder of ``tiers``, as of ``NearTiers.describe``."""
         memory, local = tiers["memory"], tiers["local"]
-        checkpoints.local = None if local is None else Path(local)
+        checkpoints.recorded = tiers["recorded"]
+        checkpoints.local = None if local is None else Path(local["folder"])
+        is_spread = local is not None and local["is_spread"]
+        if self.tls is None and (is_spread or any(keeper["is_encrypted"] for keeper in (memory or {"keepers": ()})["keepers"])):
+            self.tls = tls_of(self.recipe.pods)
+        checkpoints.node = Node(local["node"], local["credential"], self.tls) if is_spread else None
         if memory is None:
             checkpoints.memory = None
             return
-        if self.tls is None and any(keeper["is_encrypted"] for keeper in memory["keepers"]):
-            self.tls = tls_of(self.recipe.pods)
         checkpoints.memory = Keepers.of(memory, self.rank.ranks.world.rank, self.tls)
+
+    def forget_local(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Removes the checkpoints on the disk of this rank's node, for a run that has finished."""
+        checkpoints = self._held().actor.checkpoints
+        checkpoints.wait(self.rank.beat)
+        self.rank.ranks.world.barrier("the last checkpoint")
+        if checkpoints.local is not None:
+            shutil.rmtree(checkpoints.local, ignore_errors=True)
+        return {}, {}
 
     def _fetch_copy(self, folder: Path) -> int | None:
         """Fetches the newest whole copy of ``checkpoint.upload``. Returns its step, on every rank."""

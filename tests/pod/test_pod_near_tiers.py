@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 from certificates import certificate
 
+from tandem.jobs.tiers_of_run import kept_elsewhere
 from tandem.pod.joined_keeper import JoinedKeeper
 from tandem.pod.near_tiers import KEEPERS, NearTiers
+from tandem.report.run_facts import NODE_KEY
 from tandem.runtime.coordination.open import open_store
 from tandem.runtime.coordination.session import Session
+from tandem.runtime.records.checkpoint_tiers import record_written
+from tandem.runtime.records.journal import Journal
 from tandem.runtime.rpc.credentials import new_credential
 from tandem.runtime.rpc.pod_tls import PodTls, tls_files
 from tandem.trainer.checkpoint.memory.keeper_process import KeeperProcess
@@ -34,7 +38,8 @@ def near(tmp_path: Path) -> Iterator[NearTiers]:
     address = str(tmp_path / "store.sqlite")
     store = open_store(address)
     session = Session(store, 5.0)
-    joined = JoinedKeeper("a", tmp_path / "a", SECRET, "127.0.0.2", files_of(tmp_path, "a"), session)
+    process = KeeperProcess("a", tmp_path / "a", SECRET, host="127.0.0.2", tls=files_of(tmp_path, "a"))
+    joined = JoinedKeeper("a", "127.0.0.2", process.start, session)
     made = NearTiers(
         KeeperProcess("home", tmp_path, SECRET, tls=files_of(tmp_path, "run")), 1, SECRET, open_store=lambda: open_store(address), joined=lambda: ["a"]
     )
@@ -45,6 +50,7 @@ def near(tmp_path: Path) -> Iterator[NearTiers]:
     yield made
     made.close()
     joined.close()
+    process.close()
     session.close()
 
 
@@ -67,6 +73,14 @@ def test_the_keeper_of_another_machine_is_found_and_takes_the_copy_under_tls(nea
     # A pod that takes part no more keeps nothing, although its lease lasts.
     near.joined = list
     assert [keeper["name"] for keeper in near.describe()["memory"]["keepers"]] == ["home"]
+    # A resume reads it all the same, and waits for none where every rank's files are in reach.
+    said: list[str] = []
+    near.say, near.expected, near.recorded = said.append, {0: {"a", "elsewhere"}}, 7
+    told = near.describe(3, loads=True)
+    assert [keeper["name"] for keeper in told["memory"]["keepers"]] == ["home", "a"] and said == []
+    assert told["memory"]["incarnation"] == 3 and told["recorded"] == 7
+    near.begun()
+    assert near.describe(3)["recorded"] is None and [keeper["name"] for keeper in near.describe(3)["memory"]["keepers"]] == ["home"]
 
 
 def test_no_second_copy_is_on_the_node_whose_state_it_is() -> None:
@@ -93,3 +107,15 @@ def test_a_run_that_one_node_keeps_says_so_once_and_again_when_it_comes_to_be_so
     assert len(said) == 1, "others may be on their way"
     joining.tell_of_nodes(1)
     assert len(said) == 2
+
+
+def test_a_resume_expects_the_keepers_of_other_machines_where_every_rank_has_one_and_the_folder_has_nothing_newer(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        journal.set(NODE_KEY, "home")
+        assert kept_elsewhere(tmp_path, journal) == {}
+        record_written(journal, "memory", 4, 1, 0.1, {"home": [0], "a": [0, 1], "b": [1]})
+        assert kept_elsewhere(tmp_path, journal) == {0: {"a"}, 1: {"a", "b"}}
+        (tmp_path / "checkpoints" / "step-5").mkdir(parents=True)
+        assert kept_elsewhere(tmp_path, journal) == {}
+        record_written(journal, "memory", 6, 1, 0.1, {"home": [0, 1], "a": [0]})
+        assert kept_elsewhere(tmp_path, journal) == {}, "what rank 1 had ended with the controller"

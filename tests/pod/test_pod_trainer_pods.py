@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,6 +288,8 @@ def test_a_dry_run_says_which_pod_has_which_ranks(tmp_path: Path) -> None:
         "mesh: 4 ranks = pipeline 2 x data 2 x context 1 x tensor 1", "  trainer pod 0: ranks 0, 2", "  trainer pod 1: ranks 1, 3",
         "  across trainer pods: data",
     ]  # fmt: skip
+    kept = replace(recipe, checkpoint=replace(recipe.checkpoint, memory_every_steps=1))
+    assert [line for line in check_rl_run(kept).lines() if line.startswith("predicted checkpoints in memory: 2")], "a keeper has at least 24 MiB"
 
 
 @pytest.mark.parametrize(

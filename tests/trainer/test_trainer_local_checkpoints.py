@@ -11,8 +11,10 @@ import torch
 from tandem.config.checkpoint import CheckpointConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
+from tandem.runtime.rpc.credentials import new_credential
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.checkpoint.tiers.disks_tier import Node
 from tandem.trainer.checkpoint.trigger import copies_due
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.ranks import alone
@@ -54,6 +56,24 @@ class Run:
 @pytest.fixture
 def run(make_model: Callable[..., Decoder], tmp_path: Path) -> Run:
     return Run(make_model, tmp_path, tmp_path / "nvme")
+
+
+def test_of_disks_on_several_nodes_each_serves_its_own_and_is_passed_over_where_it_is_lost(run: Run) -> None:
+    """One node; ``tests/pod/test_pod_local_disks.py`` has several."""
+    run.checkpoints.node = Node("127.0.0.1", new_credential())
+    assert run.load() == ("folder", 4), "what another layout of the disks has is none of this one"
+    for step in (5, 6, 7):
+        run.checkpoints.copy(step, run.take(step), {"local"})
+    own = run.local / "node-127.0.0.1"
+    assert sorted(path.name for path in own.iterdir()) == ["step-6", "step-7"]
+    assert run.load() == ("local", 7) and run.checkpoints.damaged == []
+    assert run.checkpoints.read_bytes == {"local": (own / "step-7" / DATA).stat().st_size, "folder": 0}
+    assert run.checkpoints.opened is not None and set(run.checkpoints.opened.where.values()) == {"127.0.0.1"}
+    flip(own / "step-7" / DATA)
+    assert run.load() == ("local", 6)
+    assert any("does not have the digest it was written with" in why and "local disk of node 127.0.0.1" in why for why in run.checkpoints.damaged)
+    (own / "step-6" / DATA).unlink()
+    assert run.load() == ("folder", 4)
 
 
 def flip(path: Path) -> None:

@@ -3,6 +3,7 @@ next copy, the next checkpoint and the folder, in this order."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from tandem.trainer.checkpoint.replica_state import ReplicaState
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.parallel.replica import make_replica
+from tandem.types import RunError
 
 DATA = "rank-00000.safetensors"
 
@@ -176,3 +178,34 @@ def test_checkpoints_that_are_not_trusted_are_dropped(run: Run, nodes: Nodes) ->
     for keeper in nodes.keepers:
         keeper.drop_after({"step": 3}, {}, lambda progress: None)
     assert run.load() == 3
+
+
+def test_what_another_run_has_kept_is_neither_read_nor_left_in_the_way(run: Run, nodes: Nodes) -> None:
+    other = replace(nodes.reached, caller={"of": "other", "incarnation": 1})
+    assert other.held() == {}
+    with pytest.raises(RunError, match=f"it has no '{DATA}' of step 4"):
+        other.read(0, 4, DATA)
+    assert run.load() == 4, "nothing was lost by the look"
+    other.put(1, {"part": b"x"})
+    other.commit(1, {MARKER: b"whole"})
+    assert other.held() == {1: {0: [MARKER, "part"], 1: [MARKER, "part"]}} and nodes.reached.held() == {}
+    assert run.load() == 1 and tier(run) == "folder"
+
+
+def test_a_trainer_that_was_replaced_writes_nothing_over_what_the_next_one_has(nodes: Nodes) -> None:
+    first, second = (replace(nodes.reached, caller={"of": "run", "incarnation": incarnation}) for incarnation in (1, 2))
+    first.put(3, {"part": b"a"})
+    assert second.held() == {}
+    with pytest.raises(RunError, match="no memory takes the checkpoint of step 3"):
+        first.put(3, {"part": b"b"})
+    with pytest.raises(RunError, match="no memory commits the checkpoint of step 3"):
+        first.commit(3, {MARKER: b"whole"})
+    second.put(3, {"part": b"c"})
+    second.commit(3, {MARKER: b"whole"})
+    assert bytes(first.read(0, 3, "part")) == b"c"
+
+
+def test_a_checkpoint_of_a_step_whose_rows_were_lost_is_none(run: Run) -> None:
+    for recorded, expected in ((4, 4), (3, 3), (2, 1), (None, 4)):
+        run.checkpoints.recorded = recorded
+        assert run.load() == expected

@@ -13,10 +13,11 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
 from tandem.estimate.disk_bytes import offloaded_bytes, run_bytes_on_disk
+from tandem.estimate.kept_checkpoints import keepers_bytes
 from tandem.estimate.memory import host_bytes_beside_gpu
 from tandem.estimate.processes import data_run_bytes, rank_process_bytes
 from tandem.estimate.training.rank_memory import machine_bytes, predict_rank_memory
-from tandem.estimate.training_bytes import batch_bytes
+from tandem.estimate.training_bytes import batch_bytes, checkpoint_bytes
 from tandem.jobs.checks.check_counts import check_held_out
 from tandem.jobs.checks.check_examples import check_demonstrations, check_examples
 from tandem.jobs.checks.check_run import (
@@ -95,6 +96,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         return [
             *lines,
             f"predicted memory: {needs.host / 2**20:,.0f} MiB at the peak{_for_ranks(parallel)}",
+            *([f"predicted checkpoints in memory: {needs.kept / 2**20:,.0f} MiB of them"] if needs.kept else []),
             *(warn_of_cores(parallel.world) if device == "cpu" else []),
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *describe_offloaded(recipe.trainer, offloaded),
@@ -104,20 +106,23 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
 
 
 class Needs(NamedTuple):
-    """Bytes of this machine's memory, and of each GPU (0: there is none)."""
+    """Bytes of this machine's memory, and of each GPU (0: there is none). ``kept``: those of the memory that keepers of checkpoints take."""
 
     host: int
     gpu: int
+    kept: int = 0
 
 
 def data_run_needs(recipe: PretrainRecipe, shapes: ModelShapes, device: Device) -> Needs:
     """Returns what the processes of a run on data need together. All ranks start on this machine, whatever ``parallel.ranks_per_node`` says."""
     layout, ranks = recipe_layout(recipe, shapes, on_cpu=device == "cpu"), recipe.parallel.world
-    beside = ranks * batch_bytes(recipe.data, recipe.parallel, recipe.sequences_each) + data_run_bytes(recipe.trainer, ranks)
+    nodes, keeps = max(recipe.parallel.nodes()) + 1, recipe.checkpoint.memory_every_steps > 0
+    kept = keepers_bytes(checkpoint_bytes(shapes, recipe.trainer), nodes, ranks) if keeps else 0
+    beside = ranks * batch_bytes(recipe.data, recipe.parallel, recipe.sequences_each) + data_run_bytes(recipe.trainer, ranks) + kept
     if device == "cpu":
-        return Needs(machine_bytes(shapes, layout) + beside, 0)
+        return Needs(machine_bytes(shapes, layout) + beside, 0, kept)
     process = ranks * rank_process_bytes(recipe.trainer, layout.is_forked)
-    return Needs(process + host_bytes_beside_gpu(shapes, recipe.trainer) + beside, predict_rank_memory(shapes, layout).allocated)
+    return Needs(process + host_bytes_beside_gpu(shapes, recipe.trainer) + beside, predict_rank_memory(shapes, layout).allocated, kept)
 
 
 def _fix(recipe: PretrainRecipe, shapes: ModelShapes, device: Device, free: int) -> str:

@@ -29,7 +29,7 @@ from tandem.jobs.checks.check_run import (
     warn_of_cores,
 )
 from tandem.jobs.checks.check_value_model import check_reference, check_value_model
-from tandem.jobs.pod_plan import plan_of
+from tandem.jobs.pod_plan import kept_by_joined, plan_of
 from tandem.layout.mesh import describe
 from tandem.layout.placement import check_placement, mesh_of, ranks_of_pods
 from tandem.layout.shapes import ModelShapes, adapted_shapes
@@ -62,7 +62,8 @@ LONGEST_PROMPT_SHOWN = 400
 class RunPlan:
     """What a run will need, known before it begins: memory of every phase, the plan of its residents, the
     most that its checkpoints, models and offloaded state take on the disk of its folder, lines on what is offloaded, warnings, the first prompt, the mean
-    length in tokens of the prompts of the first step, and lines on the ranks of several trainer pods."""
+    length in tokens of the prompts of the first step, lines on the ranks of several trainer pods, and the bytes of checkpoints that a pod which joins keeps in
+    memory."""
 
     pod: PodPlan
     disk_bytes: int
@@ -71,6 +72,7 @@ class RunPlan:
     first_prompt: str = ""
     prompt_tokens: float = 0.0
     mesh: tuple[str, ...] = ()
+    kept_by_joined: int = 0
 
     def lines(self) -> list[str]:
         """For a person, one line a figure."""
@@ -79,6 +81,8 @@ class RunPlan:
             *self.mesh,
             *self.pod.describe(),
             *(f"predicted {name}: {size:,.0f} MiB" for name, size in mebibytes.items()),
+            *([f"predicted checkpoints in memory: {self.pod.host.kept / 2**20:,.0f} MiB"] if self.pod.host.kept else []),
+            *([f"predicted checkpoints in the memory of a pod that joins: at most {self.kept_by_joined / 2**20:,.0f} MiB"] if self.kept_by_joined else []),
             f"predicted disk: {self.disk_bytes / 2**20:,.0f} MiB",
             *self.offloaded,
             *self.warnings,
@@ -150,7 +154,8 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
     disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
     warnings = warn_of_cores(recipe.ranks_here) if planned.gpu is None else []
     return RunPlan(
-        planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), prompt_tokens, tuple(_trainer_pods(recipe))
+        planned, disk, tuple(describe_offloaded(recipe.trainer, offloaded)), tuple(warnings), _shown(first), prompt_tokens, tuple(_trainer_pods(recipe)),
+        kept_by_joined(recipe, shapes),
     )
 
 

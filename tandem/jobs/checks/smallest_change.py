@@ -52,6 +52,8 @@ def changes(recipe: AnyRecipe) -> Iterator[Change]:
     yield paged
     yield {**paged, "trainer.offload_parameters": "nvme"}
     yield {**paged, "trainer.offload_parameters": "nvme", "trainer.offload_activations": "nvme"}
+    if recipe.checkpoint.memory_every_steps:
+        yield {"checkpoint.memory_every_steps": 0}
     # A smaller batch trains another way; it is what is left.
     if isinstance(recipe, PretrainRecipe):
         yield from ({"data.global_batch_size": size} for size in _halves(recipe.data.global_batch_size, recipe.parallel.data))

@@ -79,9 +79,8 @@ class RLRun(Run):
         """Begins the checkpoint of the state after ``step`` steps in the tiers before the run's folder, where it is due."""
         tiers = copies_due(self.recipe.checkpoint, step)
         if tiers:
-            if "local" in tiers:
-                # A resume may begin there.
-                self.records.sync()
+            # A resume may begin there, on this machine or, with pods that joined, on another one.
+            self.records.sync()
             pod.copy_checkpoint(step, tiers)
         self.record_copies()
 

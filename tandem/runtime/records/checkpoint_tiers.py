@@ -65,7 +65,7 @@ def record_loaded(journal: Journal, loaded: Loaded) -> str:
     }  # fmt: skip
     journal.record_event(EVENT_LOADED, {**detail, **({"where": dict(loaded.where)} if loaded.where else {})})
     cut_tiers(journal, loaded.step)
-    place = {"memory": "the memory of the nodes", "local": "the local disk"}.get(loaded.tier)
+    place = {"memory": "the memory of the nodes", "local": "the local disk" if not loaded.where else "the local disks"}.get(loaded.tier)
     return f"the checkpoint of step {loaded.step} is loaded from {place} in {loaded.seconds:.2f} s" if place else ""
 
 
@@ -102,7 +102,7 @@ def record_written(
         journal.record_event(EVENT_LEFT_OUT, {"tier": tier, "step": step, "reason": trouble})
         now = replace(before, left_out=trouble)
     else:
-        if tier == "local":
+        if tier == "local" and not where:
             where = {socket.gethostname(): []}
         now = TierState(
             tier, step, size_bytes, round(seconds, 4), time.time(), dict(where), before.copies + 1, before.all_bytes + size_bytes,

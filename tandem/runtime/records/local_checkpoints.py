@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints on a disk of its node (``checkpoint.local_directory``)."""
+"""The name under which nodes keep a run's checkpoints before its folder has them: on their disks (``checkpoint.local_directory``) and in their memory."""
 
 import secrets
 import shutil
@@ -7,22 +7,26 @@ from pathlib import Path
 from tandem.runtime.records.journal import Journal
 
 KEY = "local_checkpoints"
-"""The journal's key of the folder's name. Another run of the same name has another one, and so has one that does not trust what is there."""
+"""The journal's key of the name. Another run in a folder of the same name has another one, and so has one that does not trust what is there."""
 
 
-def local_folder(local_directory: str, directory: Path, journal: Journal) -> Path | None:
-    """Returns the folder for the run in ``directory``, ``None`` without a ``local_directory``. It need not exist."""
-    if not local_directory:
-        return None
+def kept_name(directory: Path, journal: Journal) -> str:
+    """Returns the name for the run in ``directory``, made once."""
     name: str | None = journal.get(KEY)
     if name is None:
         name = f"{directory.resolve().name}-{secrets.token_hex(4)}"
         journal.set(KEY, name)
-    return Path(local_directory) / name
+    return name
+
+
+def local_folder(local_directory: str, directory: Path, journal: Journal) -> Path | None:
+    """Returns the folder for the run in ``directory``, ``None`` without a ``local_directory``. It need not exist."""
+    return Path(local_directory) / kept_name(directory, journal) if local_directory else None
 
 
 def forget_local(local_directory: str, journal: Journal) -> None:
-    """Removes the folder of a run that has finished, or does not trust it, as far as it is on this machine. The next one has another name."""
+    """Removes the folder of a run that has finished, or does not trust it, as far as it is on this machine. The next one has another name, under which no
+    keeper has anything either."""
     name = journal.get(KEY)
     if name is None:
         return

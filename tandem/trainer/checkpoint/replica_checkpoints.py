@@ -30,6 +30,7 @@ from tandem.trainer.checkpoint.model_state import WEIGHTS
 from tandem.trainer.checkpoint.random_states import random_states, restore_random_states
 from tandem.trainer.checkpoint.read import Contents
 from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.checkpoint.tiers.disks_tier import DisksTier, DisksWriter, Node
 from tandem.trainer.checkpoint.tiers.folder_tier import FolderTier, LocalTier
 from tandem.trainer.checkpoint.tiers.memory_tier import MemoryTier
 from tandem.trainer.checkpoint.tiers.tier import CopyTier, Opened, Tier, Written, nearest
@@ -61,7 +62,8 @@ class ReplicaCheckpoints:
     that is saved and loaded with the other; ``reference``: one that follows it, whose weights are saved and loaded too.
     On rank 0, ``on_committed`` is called with each committed step in the writing thread; the
     steps ``in_use`` are not removed. ``memory`` and ``local``, a folder on a disk of this node, have each checkpoint of the folder too, and those
-    that ``copy`` takes; ``load`` prefers them to the folder. ``opened``: what was loaded, and from which tier."""
+    that ``copy`` takes; with ``node``, every node has a disk of its own for its ranks. ``load`` prefers them to the folder, up to step ``recorded``.
+    ``opened``: what was loaded, and from which tier."""
 
     def __init__(
         self, folder: Path, keep: int, start: Path, state: TrainedState, guard: GradScaler, ranks: Communicator, *, asynchronous: bool = True,
@@ -72,6 +74,8 @@ class ReplicaCheckpoints:
         self.folder, self.state, self._start, self._guard, self._ranks = folder, state, start, guard, ranks
         self._keep, self._in_use = keep, in_use
         self.memory, self.local = memory, local
+        self.recorded: int | None = None
+        self.node: Node | None = None
         self.opened: Opened | None = None
         self.read_bytes: dict[str, int] = {}
         """Bytes that ``load`` has read on all ranks, by tier: what it verified, whether it was whole or not."""
@@ -89,8 +93,16 @@ class ReplicaCheckpoints:
         there is none. ``damaged`` says why others were skipped."""
         self.damaged = []
         # Recorded steps are repeated from what the run's folder has.
-        tiers: list[Tier] = [*(self._copies() if at_most is None else ()), FolderTier("folder", self.folder)]
-        self.opened = nearest(tiers, self._ranks, at_most, self.damaged.append)
+        copies = self._readable() if at_most is None else []
+        try:
+            return self._load_nearest([*copies, FolderTier("folder", self.folder)], at_most, check)
+        finally:
+            for tier in copies:
+                if isinstance(tier, DisksTier):
+                    tier.close()
+
+    def _load_nearest(self, tiers: Sequence[Tier], at_most: int | None, check: Callable[[VerifiedCheckpoint], None]) -> VerifiedCheckpoint | None:
+        self.opened = nearest(tiers, self._ranks, at_most, self.damaged.append, self.recorded)
         every = gather_values(self._ranks, [tier.read_bytes for tier in tiers], "the bytes that were read")
         self.read_bytes = {tier.name: sum(sizes) for tier, sizes in zip(tiers, zip(*every, strict=True), strict=True)}
         if self.opened is None:
@@ -114,6 +126,9 @@ class ReplicaCheckpoints:
             restore_random_states(own["random"])
         if source is not None:
             source.forget()
+        if self.opened.tier == "local" and source is not None:
+            # Others may still read what is on the disk of this node.
+            self._ranks.barrier("the checkpoint of the local disks")
         if self.opened.tier != "folder":
             # It is none of the folder's.
             return checkpoint
@@ -140,13 +155,20 @@ class ReplicaCheckpoints:
         return self._save(step, cursor, (), None, beat, tiers)
 
     def _copies(self) -> list[CopyTier]:
-        """Returns the tiers before the run's folder, the nearest first."""
+        """Returns the tiers before the run's folder as they are written to, the nearest first."""
         copies: list[CopyTier] = []
         if self.memory is not None:
             copies.append(MemoryTier(self.memory, self.folder))
         if self.local is not None:
-            copies.append(LocalTier(self.local, self._keep))
+            copies.append(LocalTier(self.local, self._keep) if self.node is None else DisksWriter(self.local, self._keep, self.node))
         return copies
+
+    def _readable(self) -> list[Tier]:
+        """Returns the tiers before the run's folder as they are read, the nearest first."""
+        tiers: list[Tier] = [] if self.memory is None else [MemoryTier(self.memory, self.folder)]
+        if self.local is not None:
+            tiers.append(LocalTier(self.local, self._keep) if self.node is None else DisksTier.of(self.local, self._ranks, self.node))
+        return tiers
 
     def take_written(self) -> list[Written]:
         """Returns what was written since the last call, and to which tiers it was not."""

@@ -64,13 +64,16 @@ class Committed:
     write_s: float
 
 
-def write_checkpoint(checkpoints: Path, ranks: Communicator, mesh: Mapping[str, int], work: Work, fault_point: FaultPoint) -> Committed:
+def write_checkpoint(
+    checkpoints: Path, ranks: Communicator, mesh: Mapping[str, int], work: Work, fault_point: FaultPoint, is_first: bool | None = None
+) -> Committed:
     """Commits ``checkpoints/step-N`` together with the other ranks. Raises ``RunError`` on all ranks if it fails on one; earlier
-    checkpoints are unchanged."""
+    checkpoints are unchanged. ``is_first``: this rank makes and commits the folder, where several ranks do, each on a disk of its own (``None``: rank 0
+    does)."""
     began = perf_counter()
     final = checkpoints / f"step-{work.step}"
     fresh = checkpoints / f".{final.name}.tmp"
-    is_first = ranks.rank == 0
+    is_first = ranks.rank == 0 if is_first is None else is_first
 
     def phase(name: str, act: Callable[[], Any]) -> list[Any]:
         fault_point(f"before:checkpoint_{name}:{work.step}")

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,26 +29,30 @@ _FAILURES = (CallError, UserError, RunError)
 @dataclass(frozen=True, slots=True)
 class Keepers:
     """The keepers as a rank on the node ``own`` reaches them: each with its name, that of the run's journal, and its node. Keepers of one node share its
-    fate."""
+    fate. ``caller``: what every call says of the run and of the trainer's incarnation;
+    ``place``: what of a node they keep files in."""
 
     clients: tuple[RpcClient, ...]
     names: tuple[str, ...]
     nodes: tuple[str, ...]
     own: str
+    caller: Mapping[str, Any] = field(default_factory=dict)
+    place: str = "memory"
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], rank: int, tls: PodTls | None = None) -> "Keepers":
-        """Returns those of ``settings``: the ``keepers`` as of ``KeeperProcess.start``, their ``credential`` and the node of each rank, ``nodes``. ``tls``:
-        the certificates of this machine."""
+    def of(cls, settings: Mapping[str, Any], rank: int, tls: PodTls | None = None, place: str = "memory") -> "Keepers":
+        """Returns those of ``settings``: the ``keepers`` as of ``KeeperProcess.start``, their ``credential``, the node of each rank, ``nodes``, and
+        the run (``of``) and ``incarnation``, if they are given. ``tls``: the certificates of this machine."""
         each = settings["keepers"]
         clients = tuple(
             RpcClient(
-                f"the checkpoint memory of node {keeper['name']}", int(keeper["port"]), settings["credential"], str(keeper["host"]), SILENT_S,
+                f"the checkpoint {place} of node {keeper['name']}", int(keeper["port"]), settings["credential"], str(keeper["host"]), SILENT_S,
                 tls if keeper["is_encrypted"] else None,
             )
             for keeper in each
         )  # fmt: skip
-        return cls(clients, tuple(keeper["name"] for keeper in each), tuple(keeper["node"] for keeper in each), str(settings["nodes"][rank]))
+        caller = {key: settings[key] for key in ("of", "incarnation") if key in settings}
+        return cls(clients, tuple(keeper["name"] for keeper in each), tuple(keeper["node"] for keeper in each), str(settings["nodes"][rank]), caller, place)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -84,7 +88,7 @@ class Keepers:
         return stored
 
     def _put(self, place: int, step: int, name: str, content: memoryview, offset: int) -> None:
-        meta = {"step": step, "name": name, "size": len(content), "offset": offset}
+        meta = {"step": step, "name": name, "size": len(content), "offset": offset, **self.caller}
         self.clients[place].call("put", meta, {"piece": content[offset : offset + PIECE_BYTES]}, deadline_s=DEADLINE_S)
 
     def commit(self, step: int, files: Mapping[str, Buffer]) -> None:
@@ -92,7 +96,7 @@ class Keepers:
         reached = 0
         for place, client in enumerate(self.clients):
             try:
-                client.call("commit", {"step": step}, files, deadline_s=DEADLINE_S)
+                client.call("commit", {"step": step, **self.caller}, files, deadline_s=DEADLINE_S)
                 reached += 1
             except _FAILURES as error:
                 logger.warning("a checkpoint is not committed in the memory of node %s: %s", self.names[place], error)
@@ -104,13 +108,13 @@ class Keepers:
         by_step: dict[int, dict[int, list[str]]] = {}
         for place, client in enumerate(self.clients):
             with contextlib.suppress(*_FAILURES):
-                for step, names in client.call("held", deadline_s=DEADLINE_S).meta["steps"].items():
+                for step, names in client.call("held", self.caller, deadline_s=DEADLINE_S).meta["steps"].items():
                     by_step.setdefault(int(step), {})[place] = names
         return by_step
 
     def read(self, place: int, step: int, name: str, offset: int = 0, size: int | None = None) -> Buffer:
         """Returns ``size`` bytes of a file, or all of it. Raises ``CallError`` and ``RunError``."""
-        wanted = {"step": step, "name": name, "offset": offset, **({} if size is None else {"size": size})}
+        wanted = {"step": step, "name": name, "offset": offset, **({} if size is None else {"size": size}), **self.caller}
         return self.clients[place].call("read", wanted, deadline_s=DEADLINE_S).blobs["piece"]
 
     def nearest_first(self, places: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Verifies and reads the files of a checkpoint in the memory of nodes."""
+"""Verifies and reads the files of a checkpoint that keepers of several nodes have."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +20,15 @@ from tandem.types.wire import Buffer
 @dataclass(frozen=True, slots=True)
 class MemorySource:
     """The files of the checkpoint of ``step``, each with the keeper in ``where``. ``read``: the pieces that this rank has read, by file and offset,
-    so that they are sent once; ``verified``: the chunks of them that have their digests."""
+    so that they are sent once; ``verified``: the chunks of them that have their digests. ``limit``: how many pieces are held (``None``: all); then a chunk that
+    is read again is verified again."""
 
     keepers: Keepers
     step: int
     where: Mapping[str, int]
     read: dict[tuple[str, int], memoryview] = field(default_factory=dict)
     verified: set[tuple[str, int]] = field(default_factory=set)
+    limit: int | None = None
 
     def small(self, name: str) -> bytes:
         """Returns a whole file. Raises ``Damaged`` if it cannot be read."""
@@ -37,7 +39,12 @@ class MemorySource:
         first = offset // PIECE_BYTES * PIECE_BYTES
         piece = self.read.get((name, first))
         if piece is None:
-            piece = self.read[name, first] = memoryview(self._read(name, first, PIECE_BYTES))
+            piece = memoryview(self._read(name, first, PIECE_BYTES))
+            for place in [] if self.limit is None else list(self.read)[: 1 - self.limit]:
+                self.read.pop(place, None)
+            self.read[name, first] = piece
+        if self.limit is not None:
+            self.verified.clear()
         return piece[offset - first : offset - first + size]
 
     def forget(self) -> None:
@@ -47,7 +54,7 @@ class MemorySource:
         try:
             return self.keepers.read(self.where[name], self.step, name, offset, size)
         except (CallError, UserError, RunError) as error:
-            raise Damaged(f"'{name}' cannot be read from the memory of node {self.keepers.names[self.where[name]]}: {error}") from None
+            raise Damaged(f"'{name}' cannot be read from the {self.keepers.place} of node {self.keepers.names[self.where[name]]}: {error}") from None
 
 
 class Verified(NamedTuple):
@@ -62,9 +69,9 @@ class Verified(NamedTuple):
 
 
 def verified_files(
-    keepers: Keepers, ranks: Communicator, step: int, nodes: Mapping[int, set[str]], passed: list[str]
+    keepers: Keepers, ranks: Communicator, step: int, nodes: Mapping[int, set[str]], passed: list[str], limit: int | None = None
 ) -> Verified:
-    """Verifies the files that this rank reads: every ``ranks.size``-th."""
+    """Verifies the files that this rank reads: every ``ranks.size``-th. ``limit``: as of ``MemorySource``."""
     manifest_node = keepers.nearest_first([node for node, names in nodes.items() if {MANIFEST, MARKER} <= names])
     if not manifest_node:
         raise Damaged("it has no manifest")
@@ -81,7 +88,7 @@ def verified_files(
         for node in keepers.nearest_first([node for node, names in nodes.items() if entry.name in names]):
             try:
                 index = parse_entry(MemorySource(keepers, step, {entry.name: node}).small(entry.name), entry)
-                source = MemorySource(keepers, step, {index.file: node})
+                source = MemorySource(keepers, step, {index.file: node}, limit=limit)
                 with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="memory") as pool:
                     # What arrives and what is verified take turns on the cores: both leave Python's lock to others.
                     list(pool.map(partial(_verify_piece, source, index), range(0, index.size, PIECE_BYTES)))
@@ -91,7 +98,7 @@ def verified_files(
                 verified |= {(index.file, place) for place in range(len(index.chunks))}
                 break
             except Damaged as error:
-                passed.append(f"{error} (memory of node {keepers.names[node]})")
+                passed.append(f"{error} ({keepers.place} of node {keepers.names[node]})")
                 index = None
         if index is None:
             raise Damaged(f"no node has a whole copy of '{entry.name}' and its data")

@@ -1,62 +1,26 @@
 """Checkpoints in the memory of nodes as a tier: written with votes of all ranks as ``checkpoint.write`` has them, verified and read by all together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 
-from tandem.runtime.collectives.agreement import gather_values, vote
+from tandem.runtime.collectives.agreement import vote
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.storage.digests import CHUNK_BYTES, best_algorithm, bytes_digest, chunk_digest
-from tandem.trainer.checkpoint.find import VerifiedCheckpoint
 from tandem.trainer.checkpoint.format.commit import MARKER
-from tandem.trainer.checkpoint.format.manifest import MANIFEST, Damaged, Entry, Manifest, data_name, index_name, marker_of
+from tandem.trainer.checkpoint.format.manifest import MANIFEST, Entry, Manifest, data_name, index_name, marker_of
 from tandem.trainer.checkpoint.format.rank_file import RankIndex
-from tandem.trainer.checkpoint.memory.keepers import Keepers
-from tandem.trainer.checkpoint.memory.source import MemorySource, verified_files
-from tandem.trainer.checkpoint.tiers.tier import Opened, TierName, Written
+from tandem.trainer.checkpoint.tiers.kept_tier import KeptTier
+from tandem.trainer.checkpoint.tiers.tier import TierName, Written
 from tandem.trainer.checkpoint.write import Work
 from tandem.types import RunError
 
 
 @dataclass
-class MemoryTier:
-    """The checkpoints that ``keepers`` hold. ``folder``: that of the run's checkpoints, for names. ``read_bytes``: that arrived here to be verified, each once
-    although it is loaded after that."""
+class MemoryTier(KeptTier):
+    """Checkpoints in the memory of nodes."""
 
-    keepers: Keepers
-    folder: Path
     name: TierName = field(default="memory", init=False)
-    read_bytes: int = field(default=0, init=False)
-    _held: dict[int, dict[int, set[str]]] = field(default_factory=dict, init=False)
-
-    def steps(self, ranks: Communicator) -> Sequence[int]:
-        held = [[step, list(nodes.items())] for step, nodes in sorted(self.keepers.held().items())]
-        [held, *_] = gather_values(ranks, held, "checkpoints in memory")
-        self._held = {int(step): {int(place): set(names) for place, names in places} for step, places in held}
-        return sorted(self._held)
-
-    def open(self, ranks: Communicator, step: int, passed_over: Callable[[str], None]) -> Opened | None:
-        """As of ``Tier``. A damaged copy of a file is passed over for that of the next node."""
-        verified, trouble, passed = None, None, list[str]()
-        try:
-            verified = verified_files(self.keepers, ranks, step, self._held[step], passed)
-            self.read_bytes += verified.size_bytes
-        except Damaged as error:
-            trouble = str(error)
-        own = verified and [verified.where, verified.size_bytes]
-        every = gather_values(ranks, [trouble, passed, own], f"the checkpoint of step {step} in memory")
-        for reason in [reason for _, reasons, _ in every for reason in reasons]:
-            passed_over(f"a copy of the checkpoint of step {step} is passed over: {reason}")
-        troubles = [reason for reason, _, _ in every if reason]
-        if verified is None or troubles:
-            passed_over(f"the checkpoint of step {step} in memory is skipped: {troubles[0]}")
-            return None
-        where = {name: int(place) for _, _, (own, _) in every for name, place in own.items()}
-        source = MemorySource(self.keepers, step, where, verified.read, verified.verified)
-        checkpoint = VerifiedCheckpoint(step, self.folder, verified.digest, verified.manifest)
-        named = {name: self.keepers.names[place] for name, place in where.items()}
-        return Opened(self.name, checkpoint, sum(size for _, _, (_, size) in every), source, named)
 
     def write(self, ranks: Communicator, mesh: Mapping[str, int], work: Work) -> Written:
         """As of ``CopyTier``: raises ``RunError`` if some rank's file has no place."""

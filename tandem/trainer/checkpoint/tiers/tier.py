@@ -55,8 +55,11 @@ class Tier(Protocol):
         ...
 
 
-class CopyTier(Tier, Protocol):
+class CopyTier(Protocol):
     """A tier to which ranks write checkpoints that are none of the run's folder."""
+
+    @property
+    def name(self) -> TierName: ...
 
     def write(self, ranks: Communicator, mesh: Mapping[str, int], work: Work) -> Written:
         """Commits the checkpoint of ``work`` together with the other ranks. Raises ``RunError`` on all of them if it fails on one."""
@@ -64,11 +67,15 @@ class CopyTier(Tier, Protocol):
 
 
 def nearest(
-    tiers: Sequence[Tier], ranks: Communicator, at_most: int | None, passed_over: Callable[[str], None]
+    tiers: Sequence[Tier], ranks: Communicator, at_most: int | None, passed_over: Callable[[str], None], recorded: int | None = None
 ) -> Opened | None:
     """Returns the newest whole checkpoint, at or before step ``at_most``, of the first of ``tiers`` that has it; ``None`` if there is none. One that is not
-    whole is passed over for the same step of the next tier, and then for an older step."""
-    candidates = [(step, place) for place, tier in enumerate(tiers) for step in tier.steps(ranks) if at_most is None or step <= at_most]
+    whole is passed over for the same step of the next tier, and then for an older step. ``recorded``: the step up to which the run's folder has rows, which
+    a checkpoint of another tier may have outlived."""
+    candidates = []
+    for place, tier in enumerate(tiers):
+        limits = [limit for limit in (at_most, None if tier.name == "folder" else recorded) if limit is not None]
+        candidates += [(step, place) for step in tier.steps(ranks) if all(step <= limit for limit in limits)]
     for step, place in sorted(candidates, key=lambda each: (-each[0], each[1])):
         opened = tiers[place].open(ranks, step, passed_over)
         if opened is not None:
