@@ -12,9 +12,9 @@ from tandem.config.parallel import ParallelConfig
 from tandem.config.residents import ResidentsConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.trainer import TrainerConfig
-from tandem.estimate.memory import VLLM_PROCESS_BYTES, PodMemory, predict, predict_beside_gpus, saved_bytes_on_disk
+from tandem.estimate.memory import PodMemory, predict, predict_beside_gpus, saved_bytes_on_disk
 from tandem.estimate.pod_gpu import predict_gpu
-from tandem.estimate.processes import FORKED_ENGINE_BYTES
+from tandem.estimate.processes import FORKED_ENGINE, VLLM_ENGINE
 from tandem.estimate.training_bytes import SEQUENCE_BYTES, TOKEN_BYTES
 from tandem.layout.residents import PLANS, Phase, PlanName, Residency
 from tandem.layout.shapes import ModelShapes
@@ -185,7 +185,7 @@ def plan(
         if not on_gpu:
             host = predict(
                 shapes, trainer, parallel, tokens=tokens, attended=attended, kv_cache_tokens=cache_tokens, kv_cache_dtype=engine.kv_cache_dtype,
-                swap_bytes=swap, engine_process_bytes=FORKED_ENGINE_BYTES if rollout.backend == "tandem" else VLLM_PROCESS_BYTES,
+                swap_bytes=swap, engine_processes=FORKED_ENGINE if rollout.backend == "tandem" else VLLM_ENGINE,
                 engine_ranks=engine.tensor_parallel_size, engines=pods * rollout.workers, pods=pods, **models, residency=residency,
                 reads_base=algorithm.needs_reference and not reference, ranks=ranks, shares_weights=shares_weights,
             )  # fmt: skip
