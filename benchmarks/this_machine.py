@@ -110,7 +110,8 @@ def recipes_of(size: Size, work: Path, prefix: str) -> dict[str, tuple[Path, Seq
     """Returns the runs of one size by name, whose files begin with ``prefix``."""
     text = f"algorithm: {{name: pretrain}}\ndata: {{train: [{{path: {work / 'text'}}}], sequence_length: {size.sequence}, global_batch_size: 4}}\n"
     text += f"trainer: {{micro_batch_tokens: {size.micro_batch}}}\n"
-    model = MODEL.replace("head_dim", "tokenizer: {tokenizer}, head_dim").format(**size.shapes, tokenizer=work / "tokenizer")
+    own = "tokenizer: {tokenizer}, max_position_embeddings: {sequence}, head_dim"
+    model = MODEL.replace("head_dim", own).format(**size.shapes, tokenizer=work / "tokenizer", sequence=size.sequence)
     pretrain, pod = work / f"{prefix}-pretrain.yaml", work / f"{prefix}-pod.yaml"
     folder = make_model(work, model, work / f"{prefix}-model", size.sequence)
     run = f"run: {{max_steps: {STEPS + 2}, name: run}}\ncheckpoint: {{every_steps: {STEPS + 1}}}\n"
