@@ -14,8 +14,7 @@ from tandem.estimate.processes import (
     FORKED_ENGINE,
     SHARED_BYTES,
     SHIM_BYTES,
-    EngineProcess,
-    engine_bytes,
+    EngineProcesses,
     forks,
     rank_process_bytes,
 )
@@ -77,7 +76,7 @@ def predict(
     kv_cache_dtype: KVCacheDtype = "auto", swap_bytes: int = 0, engine_ranks: int = 1, engines: int = 1,
     critic: ModelShapes | None = None, reward_model: ModelShapes | None = None, follows: bool = False,
     teacher: ModelShapes | None = None, reads_base: bool = False, residency: Residency = KEEP, attended: int = 0, pods: int = 1,
-    engine_process: EngineProcess = FORKED_ENGINE, ranks: int = 0, shares_weights: bool = False,
+    engine_processes: EngineProcesses = FORKED_ENGINE, ranks: int = 0, shares_weights: bool = False,
 ) -> PodMemory:
     """Returns the memory of a run on the CPUs of one machine, which has so many ``ranks`` of the trainer (0: all).
 
@@ -85,17 +84,17 @@ def predict(
     ``follows`` it and is saved with it; ``critic``: and of a model of these shapes that is trained and saved with it; ``reward_model``: and of a frozen one
     of these; ``reads_base``: the actor is the reference too, without its adapter. ``attended``: as in ``TrainingLayout``. ``swap_bytes``: an engine's swap
     space. ``engine_ranks``: its tensor-parallel processes, which divide weights and cache. ``engines``: rollout workers, of which each has
-    ``kv_cache_tokens``, and each rank what its ``engine_process`` takes besides. ``residency``: what is where when. ``pods``: which of them have two
-    weight buffers each. ``shares_weights``: engines compute with those, and have weights of their own, the dummy ones, only until their first update."""
+    ``kv_cache_tokens`` and ``engine_processes`` besides. ``residency``: what is where when. ``pods``: which of them have two weight buffers
+    each. ``shares_weights``: engines compute with those, and have weights of their own, the dummy ones, only until their first update."""
     weights, world = weight_bytes(shapes, trainer.dtype), parallel.world
     ranks = ranks or world
     held = resident_bytes(shapes, trainer, parallel, reference=reference, critic=critic, reward_model=reward_model, follows=follows, teacher=teacher)
     kv_cache_bytes = kv_cache_tokens * kv_bytes_per_token(shapes, trainer.dtype, kv_cache_dtype)
     # Under ZeRO 3 the ranks' parts are not whole panels of matrices, so that engines that share the buffers pack weights of their own.
     copies = 0 if shares_weights and parallel.zero < 3 else 2
-    engine = engines * (engine_bytes(engine_ranks, engine_process) + copies * weights + kv_cache_bytes + swap_bytes)
+    engine = engines * (engine_processes.total(engine_ranks) + copies * weights + kv_cache_bytes + swap_bytes)
     # The embedding table and the norms of an engine that sleeps.
-    asleep = engines * (engine_process.resident_bytes + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
+    asleep = engines * (engine_processes.total(engine_ranks) + sum(held_outside_layers(shapes)) * DTYPE_BYTES[trainer.dtype] + swap_bytes)
 
     trained = [each for each in (shapes, critic) if each is not None]
     staged = sum(staging_bytes(each, trainer, parallel) for each in trained) + (weights // world if follows and trainer.offload != "nvme" else 0)
@@ -126,7 +125,7 @@ def predict(
         inference=ranks * (rest + passes) if passes else 0,
         engine_idle={"stays": engine, "sleeps": asleep, "ends": 0}[residency.rule.engine],
         beside=processes_beside(trainer, ranks, pods),
-        engines_share=engines * SHARED_BYTES if engine_process.is_forked else 0,
+        engines_share=engines * engine_processes.shared,
         engines_begin=engines * weights if shares_weights and not copies else 0,
     )
 
@@ -155,13 +154,13 @@ def predict_beside_gpus(
     pinned = sum(held[name] for name in residency.saved(held)) if residency.to == "memory" else 0
     training = (ranks or parallel.world) * (rank_process_bytes(trainer) + pinned)
     training += sum(host_bytes_beside_gpu(each, trainer) for each in (shapes, critic) if each is not None)
-    engine = engines * (engine_bytes(engine_ranks) + weights + swap_bytes)
+    engine = engines * (FORKED_ENGINE.total(engine_ranks) + weights + swap_bytes)
     return PodMemory(
         trainer=training, trainer_idle=training, rollout=engine, segments=2 * trained_bytes(shapes, trainer.dtype),
         inference=training if reference or critic or reward_model else 0,
         engine_idle=0 if residency.rule.engine == "ends" else engine,
         beside=processes_beside(trainer, ranks or parallel.world),
-        engines_share=engines * SHARED_BYTES,
+        engines_share=engines * FORKED_ENGINE.shared,
     )
 
 

@@ -1,8 +1,8 @@
 """Predicted seconds of a run's steps: the matrix products of its tokens at their measured speed, attention, and the bytes that it moves.
 
 Costs are those of Kaplan et al. (2020, arXiv 2001.08361, section 2.1): a forward pass multiplies every token with every matrix, a backward pass takes
-twice as long. Generation is a roofline: the measured product of a few rows with a matrix has the time of reading the matrix. Communication, pipeline bubbles
-and checkpoints are not counted. Imports no torch.
+twice as long. Generation is a roofline: the measured product of a few rows with a matrix has the time of reading the matrix. Communication counts in
+CPU-seconds (``mesh_work``) and not in seconds, pipeline bubbles and checkpoints in neither. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -32,21 +32,27 @@ class Product(NamedTuple):
 
 class Speed(NamedTuple):
     """What a machine was measured to do: seconds of each product, and bytes per second that are read and written. ``cpu``: CPU-seconds of each product, of
-    all threads together, and ``bytes_per_cpu_s``; empty where they were not measured."""
+    all threads together, and ``bytes_per_cpu_s``; empty where they were not measured. ``call_cpu_s``: of one rank's part in a collective between CPUs, and
+    ``sent_byte_cpu_s`` of each byte that it sends; 0 where they were not measured."""
 
     seconds: Mapping[Product, float]
     bytes_per_s: float
     cpu: Mapping[Product, float] = {}
     bytes_per_cpu_s: float = 0.0
+    call_cpu_s: float = 0.0
+    sent_byte_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """``products`` and how often each is computed, floating-point operations of attention, and bytes that are read from memory or written."""
+    """``products`` and how often each is computed, floating-point operations of attention, bytes that are read from memory or written, and of all ranks
+    together their ``calls`` of collectives and the bytes that they send in them."""
 
     products: Mapping[Product, float] = field(default_factory=dict)
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
+    calls: float = 0.0
+    sent_bytes: float = 0.0
 
     def seconds(self, speed: Speed) -> float:
         """Returns the time on a machine of ``speed``, whose attention has the speed of its products."""
@@ -54,7 +60,8 @@ class Work:
 
     def cpu_seconds(self, speed: Speed) -> float:
         """Returns the CPU-seconds of all threads together, which other programs of the machine change less than those of the clock."""
-        return self._computed(speed.cpu) + self.moved_bytes / speed.bytes_per_cpu_s
+        exchanged = self.calls * speed.call_cpu_s + self.sent_bytes * speed.sent_byte_cpu_s
+        return self._computed(speed.cpu) + self.moved_bytes / speed.bytes_per_cpu_s + exchanged
 
     def _computed(self, each: Mapping[Product, float]) -> float:
         products = sum(times * each[product] for product, times in self.products.items())
@@ -71,8 +78,8 @@ def generation_work(
     steps = sequences * completion_tokens / running
     total = max(1, round(prompts * prompt_tokens))
     rows = min(max_num_batched_tokens, total)
-    products = _forward(shapes, running, steps, with_head=True)
-    for product, times in _forward(shapes, rows, total / rows, with_head=False).items():
+    products = forward_products(shapes, running, steps, with_head=True)
+    for product, times in forward_products(shapes, rows, total / rows, with_head=False).items():
         products[product] = products.get(product, 0.0) + times
     read = steps * running * (prompt_tokens + completion_tokens / 2) * kv_bytes_per_token(shapes, dtype)
     return Work(products, _attention_flops(shapes, total, prompt_tokens), read)
@@ -85,26 +92,27 @@ def training_work(
     ``backward`` are such pairs, and of ``updates`` steps of AdamW: weights, gradients and two moments are read, all but the gradients written."""
     rows = max(1, min(micro_batch_tokens, round(tokens)))
     moved = float(updates * 7 * DTYPE_BYTES[dtype] * parameter_count(shapes))
-    moved += passes * tokens * _elementwise_bytes(shapes, DTYPE_BYTES[dtype])
-    products = _forward(shapes, rows, backward * tokens / rows, with_head=shapes.language_head, trains=True) if backward else {}
+    moved += passes * tokens * elementwise_bytes(shapes, DTYPE_BYTES[dtype])
+    products = forward_products(shapes, rows, backward * tokens / rows, with_head=shapes.language_head, trains=True) if backward else {}
     if (forward := passes - 3 * backward) > 0:
-        for product, times in _forward(shapes, rows, forward * tokens / rows, with_head=shapes.language_head).items():
+        for product, times in forward_products(shapes, rows, forward * tokens / rows, with_head=shapes.language_head).items():
             products[product] = products.get(product, 0.0) + times
     return Work(products, passes * _attention_flops(shapes, tokens, sequence_tokens), moved)
 
 
-def _elementwise_bytes(shapes: ModelShapes, each: int) -> float:
-    """Returns the bytes that kernels between the products move for a token in one of three passes: norms, residuals, rotary embedding, activations."""
+def elementwise_bytes(shapes: ModelShapes, each: int, stream_shares: float = 1.0) -> float:
+    """Returns the bytes that kernels between the products move for a token in one of three passes: norms, residuals, rotary embedding, activations.
+    ``stream_shares``: the share of a token's residual stream that a rank has."""
     total = 0.0
     for layer in range(shapes.num_hidden_layers):
         experts = shapes.experts_of(layer)
         inner = shapes.intermediate_size if experts is None else experts.num_experts_per_tok * experts.intermediate_size
         rotated = shapes.query_size + shapes.key_value_size
-        total += sum(layer_bytes(1, 1, shapes.hidden_size, rotated, inner, shapes.gated_mlp or experts is not None, True))
+        total += sum(layer_bytes(1, stream_shares, shapes.hidden_size, rotated, inner, shapes.gated_mlp or experts is not None, True))
     return total * each / ELEMENT_BYTES / 3
 
 
-def _forward(shapes: ModelShapes, rows: int, times: float, with_head: bool, trains: bool = False) -> dict[Product, float]:
+def forward_products(shapes: ModelShapes, rows: int, times: float, with_head: bool, trains: bool = False) -> dict[Product, float]:
     """Returns the products of a forward pass of ``rows`` tokens, ``times`` over, with their backward pass if it ``trains``; a token of a mixture of experts
     visits its own."""
     hidden, products = shapes.hidden_size, dict[Product, float]()

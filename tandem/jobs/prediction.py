@@ -1,6 +1,7 @@
 """The predicted seconds of a run's phases on this machine, made before its first step from its model's own products, which its ranks measure."""
 
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 from tandem.config.pretrain import PretrainRecipe
@@ -24,10 +25,13 @@ Measure = Callable[[Sequence[Product]], Mapping[str, Any]]
 
 
 def rl_prediction(recipe: Recipe, shapes: ModelShapes, residency: Residency, prompt_tokens: float, measure: Measure) -> dict[str, Any]:
-    """Returns what the journal keeps of the predicted seconds of a step of reinforcement learning. ``shapes``: of the actor."""
+    """Returns what the journal keeps of the predicted seconds of a step of reinforcement learning, and of those that its measurement took. ``shapes``: of the
+    actor."""
     models, lengths = rl_models(recipe, shapes), sorted({SHORTEST, recipe.rollout.max_tokens})
     made = [rl_work(recipe, models, prompt_tokens, length) for length in lengths]
+    began = perf_counter()
     speed = measured_speed([work for each in made for part in (each.generation, each.inference, each.training) for work in part], measure)
+    took_s = perf_counter() - began
     ranks, engines = recipe.parallel.world, recipe.rollout.workers * recipe.rollout.engine_ranks
     actor, dtype = adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype
     update = UPDATE_PASSES * trained_bytes(actor, dtype) / speed.bytes_per_s
@@ -41,7 +45,7 @@ def rl_prediction(recipe: Recipe, shapes: ModelShapes, residency: Residency, pro
     for length, each in zip(lengths, made, strict=True):
         phases = {"train": _sum(each.training, speed) / ranks, "rollout": _sum(each.generation, speed) / engines, "switch": switch, "weight update": update}
         at.append([length, phases | ({"inference": _sum(each.inference, speed) / ranks} if each.inference else {})])
-    return {"at": at, "bytes_per_s": speed.bytes_per_s, "prompt_tokens": prompt_tokens}
+    return {"at": at, "bytes_per_s": speed.bytes_per_s, "prompt_tokens": prompt_tokens, "took_s": took_s}
 
 
 def data_prediction(recipe: PretrainRecipe, shapes: ModelShapes, measure: Measure) -> dict[str, Any]:
@@ -50,10 +54,12 @@ def data_prediction(recipe: PretrainRecipe, shapes: ModelShapes, measure: Measur
     work = training_work(
         shapes, trainer.dtype, recipe.step_tokens, recipe.data.sequence_length, recipe.most_tokens, forward_and_backward(trainer), 1, 1
     )
+    began = perf_counter()
     speed = measured_speed([work], measure)
+    took_s = perf_counter() - began
     micro_batches = max(1, recipe.step_tokens // (parallel.data * recipe.most_tokens))
     bubble = (parallel.pipeline - 1) / (parallel.virtual_stages * micro_batches)
-    return {"at": [[0, {"train": work.seconds(speed) / parallel.world * (1 + bubble)}]], "bytes_per_s": speed.bytes_per_s}
+    return {"at": [[0, {"train": work.seconds(speed) / parallel.world * (1 + bubble)}]], "bytes_per_s": speed.bytes_per_s, "took_s": took_s}
 
 
 def measured_speed(works: Sequence[Work], measure: Measure) -> Speed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tandem.config.recipe import Recipe
-from tandem.layout.residents import Phase, Residency
+from tandem.layout.residents import Phase, Residency, State
 from tandem.pod.actor import Actor
 from tandem.pod.release import release
 from tandem.pod.residents.residue import ResidueCheck
@@ -63,7 +63,12 @@ class RankModels:
 
     def enter(self, phase: Phase) -> Actor:
         """Brings what ``phase`` needs to the device and the rest where the plan says. Returns the actor."""
+        before, device = dict(self.residents.states), self.rank.ranks.device
         self.residents.enter(phase, self.steps)
+        has_left = any(before[name] is State.DEVICE and now is not State.DEVICE for name, now in self.residents.states.items())
+        if has_left and self.offloader is not None and device.type == "cpu":
+            # The C library would keep the memory of the reference through the update, whose tensors have other sizes.
+            release(device)
         return self.actor
 
     def prefetch(self, phase: Phase) -> None:

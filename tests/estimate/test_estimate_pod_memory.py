@@ -79,7 +79,7 @@ def test_every_phase_holds_what_its_plan_says() -> None:
     assert kept[3] == predict(LLAMA, TrainerConfig(), ParallelConfig(), tokens=50, kv_cache_tokens=1000, reference=True).rollout and away[3] == 0
     assert phases("terminate") == away and phases("offload")[:3] == away[:3] and phases("sleep")[:3] == kept[:3]
     # A sleeping engine has its process, the embedding, the head and the last norm.
-    assert phases("sleep")[3] == FORKED_ENGINE.resident_bytes + 4 * (2 * 100 * 32 + 32)
+    assert phases("sleep")[3] == FORKED_ENGINE.first + 4 * (2 * 100 * 32 + 32)
 
 
 PLANS_OF_TRAINING: tuple[tuple[PlanName, int], ...] = (("keep", WEIGHTS), ("figure", 2 * WEIGHTS), ("terminate", 2 * WEIGHTS))
@@ -149,7 +149,7 @@ def test_every_rollout_worker_has_weights_and_a_cache_of_its_own() -> None:
         for engines in (1, 3)
     )
     # Keys and values of 2 heads of 8 floats in 3 layers.
-    assert one.rollout == FORKED_ENGINE.resident_bytes + 2 * WEIGHTS + 1000 * 3 * 2 * 2 * 8 * 4 + 7 and three.rollout == 3 * one.rollout
+    assert one.rollout == FORKED_ENGINE.first + 2 * WEIGHTS + 1000 * 3 * 2 * 2 * 8 * 4 + 7 and three.rollout == 3 * one.rollout
     assert (three.trainer, three.segments) == (one.trainer, one.segments)
 
 

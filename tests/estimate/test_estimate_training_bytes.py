@@ -92,7 +92,9 @@ def test_a_rank_holds_its_part_of_what_stays_in_memory() -> None:
 def test_activations_are_divided_by_who_shares_the_tokens_and_the_layers() -> None:
     shapes = replace(MODELS["qwen3"], num_hidden_layers=4)
     (whole,) = saved(shapes, 1000)
-    assert saved(shapes, 1000, ParallelConfig(context=2, tensor=2)) == [whole // 4]
+    # What norms return is gathered for the products, which keep it: of every two tensor-parallel ranks each has it whole, in four layers and before the head.
+    normed = 500 * 4 * (4 * 2 * 64 + 64)
+    assert saved(shapes, 1000, ParallelConfig(context=2, tensor=2)) == [(whole // 2 - normed) // 2 + normed]
     # The residual stream and what norms return are whole on every rank: four layers of 4 h, and the last norm's input and output.
     undivided = 1000 * 4 * (4 * 4 * 64 + 2 * 64)
     assert saved(shapes, 1000, ParallelConfig(tensor=2, sequence_parallel=False)) == [undivided + (whole - undivided) // 2]

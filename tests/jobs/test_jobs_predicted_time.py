@@ -3,8 +3,8 @@
 import pytest
 
 from tandem.config.machine import MachineConfig
-from tandem.estimate.time import Product
-from tandem.jobs.checks.measured_speed import measure
+from tandem.estimate.time import Product, Speed
+from tandem.jobs.checks.measured_speed import measure, with_exchanges
 from tandem.kernels.measure import MOST_ROWS
 from tandem.types import UserError
 
@@ -18,3 +18,10 @@ def test_products_are_measured_and_large_ones_in_proportion() -> None:
 def test_a_dtype_that_torch_does_not_have_is_named() -> None:
     with pytest.raises(UserError, match="floatx"):
         measure([Product(1, 1, 1)], "floatx", "cpu", MachineConfig(threads=1))
+
+
+@pytest.mark.full
+def test_a_collective_between_two_ranks_costs_cpu_seconds_by_call_and_by_byte() -> None:
+    measured = with_exchanges(Speed({}, 1.0))
+    # Between a microsecond and a tenth of a second for a call, and no more than a millionth for a byte.
+    assert 1e-6 < measured.call_cpu_s < 0.1 and 0 < measured.sent_byte_cpu_s < 1e-6 and measured.bytes_per_s == 1.0

@@ -21,6 +21,7 @@ from tandem.config.recipe import load_config
 from tandem.jobs.data_run import supervise as supervise_module
 from tandem.jobs.start import resume, train
 from tandem.layout.mesh import MeshShape
+from tandem.report.run_facts import PREDICTION_KEY
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.worker_group import GroupSettings, RanksLost
 from tandem.runtime.records.journal import Journal
@@ -52,6 +53,11 @@ def run(folder: Path, data: Path, *arguments: str, status: int = 0) -> str:
     """Trains in ``folder``/run; returns the output."""
     write_ranks_recipe(folder, data)
     return command("train", "recipe.yaml", "--machine.threads=1", *arguments, status=status, folder=folder)
+
+
+def prediction(folder: Path) -> dict[str, Any]:
+    with Journal(folder / "run" / "journal.sqlite", read_only=True) as journal:
+        return dict(journal.get(PREDICTION_KEY) or {})
 
 
 def recoveries(folder: Path) -> list[dict[str, Any]]:
@@ -151,6 +157,21 @@ def test_run_goes_on_with_two_then_four_ranks_then_one_process(one: Path, data: 
     command("resume", "run", *again, status=1, folder=tmp_path)
     command("resume", "run", "--parallel.data=1", "--parallel.zero=0", folder=tmp_path)
     assert is_curve_of(tmp_path, one)
+
+
+@pytest.mark.full
+def test_ranks_that_die_while_they_measure_do_so_again_and_a_resumed_run_too(two: Path, data: Path, tmp_path: Path) -> None:
+    mesh = ("--parallel.data=2", "--parallel.zero=1")
+    run(tmp_path, data, *mesh, "--run.max_restarts=1", SYNCHRONOUS, "--fault=rank1:before:predict:0,rank0:before:train:5", status=1)
+    first = prediction(tmp_path)
+    command("resume", "run", "--fault=rank1:before:predict:5", "--run.max_restarts=1", folder=tmp_path)
+    again = prediction(tmp_path)
+    assert [event["ranks"] for event in recoveries(tmp_path)] == [[1], [1]]
+    assert is_same_run(tmp_path, two)
+    for made in (first, again):
+        ((tokens, phases),) = made["at"]
+        assert tokens == 0 and phases["train"] > 0 and made["took_s"] > 0
+    assert first["took_s"] != again["took_s"], "it was measured again"
 
 
 def test_hung_rank_is_named_with_stacks_and_the_run_goes_on_to_the_same_bits(two: Path, data: Path, tmp_path: Path) -> None:

@@ -14,10 +14,6 @@ from tandem.jobs.checks.this_machine import LARGEST, this_machine
 from tandem.layout.shapes import ModelShapes
 from tandem.runtime.machine.available_memory import total_bytes
 
-MEMORY_MISSED = {"TP 2", "PP 2"}
-CPU_MISSED = {"TP 2"}
-"""Runs whose bound is missed, as ``benchmarks/results/this-machine-2026-11-27.md`` says."""
-
 
 @pytest.mark.full
 def test_this_machine_is_measured_once_and_predicts_a_step() -> None:
@@ -40,8 +36,10 @@ def test_memory_of_ranks_is_within_a_tenth_of_the_prediction_and_cpu_seconds_wit
     finally:
         sys.path.pop(0)
     compared = {each.name: each for each in compare()}
-    assert len(compared) == 7
-    memory = {name: each.memory_error for name, each in compared.items() if name not in MEMORY_MISSED}
-    seconds = {name: each.cpu_error for name, each in compared.items() if name not in CPU_MISSED}
+    assert len(compared) == 14
+    memory = {name: each.memory_error for name, each in compared.items()}
+    # CPU-seconds of the size that is held out are reported and not bounded.
+    seconds = {name: each.cpu_error for name, each in compared.items() if not name.endswith("held out")}
+    assert len(seconds) == 7
     assert all(abs(error) <= MEMORY_BOUND for error in memory.values()), memory
     assert all(abs(error) <= CPU_BOUND for error in seconds.values()), seconds

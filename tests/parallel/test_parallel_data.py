@@ -20,6 +20,7 @@ from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import MicroBatch, collate
 from tandem.trainer.offload.reserved_memory import ReservedMemory
 from tandem.trainer.parallel.gradient_reducer import GradientReducer
+from tandem.trainer.parallel.ranks import alone as alone_ranks
 from tandem.trainer.parallel.replica import make_replica
 from tandem.trainer.step import predict, train_step
 
@@ -100,6 +101,31 @@ def test_sums_have_the_bits_of_one_process_that_adds_in_the_order_of_the_ranks(r
     for found in ranks.run(MeshShape(data=2), sums_before_clipping, case):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_where_no_other_rank_has_the_same_weights_gradients_add_up_in_the_memory_of_their_sum() -> None:
+    case = Case(QWEN3, "float32", "cpu")
+    model, plain, every = build(case, None), build(case, None), sequences_of(case)
+    loss, shares = make_cross_entropy_loss(counts_of(every)), [collate(every[rank::2], torch.float32) for rank in range(2)]
+    sums = GradientReducer(model, alone_ranks())
+    for _ in range(2):
+        places = list[dict[str, int]]()
+        sums.expect(2)
+        for share in shares:
+            loss(predict(model, share, 1.0), share).loss.backward()
+            loss(predict(plain, share, 1.0), share).loss.backward()
+            places.append({name: p.grad.data_ptr() for name, p in model.named_parameters() if p.grad is not None})
+        sums.finish()
+        begins = [own.data_ptr() for own in sums.own if own is not None]
+        for bucket, own in zip(sums.buckets, sums.own, strict=True):
+            assert own is not None
+            for name, view in bucket.views(own).items():
+                grad = plain.get_parameter(name).grad
+                assert grad is not None and torch.equal(view, grad) and view.data_ptr() == places[0][name]
+        sums.release()
+        for p in plain.parameters():
+            p.grad = None
+    assert begins and all(sums.own[place] is None for place in range(len(begins)))
 
 
 def begun_when(here: RankContext, case: Case) -> tuple[list[tuple[str, list[str]]], list[str]]:

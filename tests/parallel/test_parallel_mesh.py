@@ -79,6 +79,20 @@ def test_a_large_gather_which_goes_straight_to_its_place_has_every_ranks_rows_in
             assert torch.equal(answer["gathered"], torch.stack([other["x"] for other in found]))
 
 
+def two_sums(here: RankContext, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    world = here.groups["world"]
+    x = torch.arange(float(width)) + here.mesh.rank
+    first = world.all_reduce(x, "a test")
+    return x, first, world.all_reduce(2 * first[: width - 2], "a test")
+
+
+@pytest.mark.parametrize("width", [FEW_BYTES, FEW_BYTES + 1])
+def test_a_large_sum_keeps_its_value_and_its_operand_when_the_next_is_taken(width: int, ranks: Ranks) -> None:
+    total = 2 * torch.arange(float(width)) + 1
+    for rank, (x, first, second) in enumerate(ranks.run(MeshShape(data=2), two_sums, width)):
+        assert torch.equal(x, torch.arange(float(width)) + rank) and torch.equal(first, total) and torch.equal(second, 4 * total[: width - 2])
+
+
 def values_of(here: RankContext, lengths: list[int]) -> list[str]:
     return gather_values(here.groups["data"], chr(ord("a") + here.mesh.rank) * lengths[here.mesh.rank], "values")
 

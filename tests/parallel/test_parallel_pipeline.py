@@ -1,5 +1,6 @@
 """Pipeline parallelism: the ranks compute the results of one process."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_model, load_tensors, save_model, to_huggingface
 from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
-from tandem.trainer.parallel.pipeline import Pipeline
+from tandem.trainer.parallel.pipeline import Pipeline, _End
 from tandem.trainer.parallel.ranks import Ranks as AllRanks
 from tandem.trainer.parallel.ranks import alone as alone_ranks
 from tandem.trainer.parallel.replica import make_replica
@@ -275,3 +276,24 @@ def test_experts_are_balanced_on_every_stage_as_in_one_process(ranks: Ranks, mes
                 assert torch.allclose(value, wanted["parameters"][name], rtol=1e-9, atol=1e-10), name
     assert biases == wanted["biases"] and len(biases) == 4
     assert any(abs(value) > 0.005 for bias in biases.values() for value in bias)
+
+
+def test_a_stage_goes_back_with_the_bits_of_the_gradient_that_it_was_sent() -> None:
+    gradient, x = torch.randn(5, 3), torch.randn(5, 3, requires_grad=True)
+    gradient[0, 0] = -0.0
+    _End.apply(x.view_as(x), gradient).backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None and torch.equal(x.grad.view(torch.int32), gradient.view(torch.int32))
+
+
+def imports_of_a_step(here: RankContext) -> bool:
+    train_pipeline(here, Case(TIED), BINS)
+    return "sympy" in sys.modules
+
+
+@pytest.mark.full
+def test_ranks_of_a_pipeline_do_not_import_sympy() -> None:
+    fresh = Ranks()
+    try:
+        assert fresh.run(MeshShape(pipeline=2), imports_of_a_step) == [False, False]
+    finally:
+        fresh.close()

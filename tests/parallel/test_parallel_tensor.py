@@ -7,7 +7,12 @@ import torch
 from model_ranks import LLAMA, MISTRAL, QWEN3, QWEN3_MOE, Case, Trained, build, by_one_process, check, sequences_of, train
 from ranks import RankContext, Ranks
 
+from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.layout.mesh import MeshShape
+from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import PackedContext
 from tandem.trainer.micro_batch import collate
 
@@ -76,3 +81,31 @@ def test_sequence_parallel_ranks_keep_their_share_of_the_residual_streams_tokens
     whole, shared = (ranks.run(MeshShape(tensor=2), rows_and_saved_bytes, Case(LLAMA, sequence=sequence)) for sequence in (False, True))
     assert [rows for rows, _ in whole] == [tokens] * 2 and [rows for rows, _ in shared] == [-(-tokens // 2)] * 2
     assert all(a < b for (_, a), (_, b) in zip(shared, whole, strict=True))
+
+
+def saved_in_fact(here: RankContext, case: Case, tokens: int) -> int:
+    """Returns the bytes of the tensors that autograd keeps of a forward pass of one rank, its weights excepted."""
+    model, held = build(case, here), dict[int, int]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids, positions = torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model(ids, positions, PackedContext(torch.tensor([0, tokens], dtype=torch.int32), tokens))
+        logprobs = model.token_logprobs(hidden, positions, ids, 1.0, tokens)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert logprobs.raw.requires_grad
+    return sum(size for place, size in held.items() if place not in weights)
+
+
+@pytest.mark.parametrize(("sequence", "deterministic"), [(False, False), (True, False), (True, True)])
+def test_the_prediction_of_what_a_tensor_parallel_rank_keeps(sequence: bool, deterministic: bool, ranks: Ranks) -> None:
+    shapes, tokens = ModelShapes("llama", 64, 128, 6, 4, 2, 32, 384, 1024, False), 512
+    case = Case(shapes, "float32", "cpu", deterministic, sequence)
+    mesh = ParallelConfig(tensor=2, sequence_parallel=sequence, deterministic=deterministic)
+    (predicted,) = saved_by_stage(shapes, layout_of_trainer(TrainerConfig(), mesh, tokens))
+    for kept in ranks.run(MeshShape(tensor=2), saved_in_fact, case, tokens):
+        assert kept == pytest.approx(predicted, rel=0.08), (kept, predicted)

@@ -27,6 +27,7 @@ DELICATE = (
     "pod:after:commit_samples:5",  # The same, after a resume.
     "pod:after:commit_evaluation:0",  # Between the two evaluations of the initial model.
     "trainer_shim:after:train:3,pod:before:record_event:3",  # The pod dies during the recovery.
+    "trainer_worker:before:measure:0,pod:before:commit_samples:1",  # The run goes on without a prediction of its time, which the resume makes.
     "rollout_worker:before:rollout:2,rollout_shim:after:start_engine:2,trainer_worker:after:onload:2",
 )
 TERMINATED = (

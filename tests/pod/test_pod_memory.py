@@ -26,8 +26,6 @@ def test_phases_of_a_pod_take_what_was_predicted_for_all_ranks_of_its_mesh(choic
     done = run.train(*WIDE, *(f"--{override}" for override in choice.split()), "--run.max_steps=3")
     assert done.returncode == 0, done.stdout + done.stderr
     row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[-1])
-    # What is on its way to the next phase is not in the prediction.
-    trained = 1.2 if choice == "residents.plan=offload" else 1.1
-    for phase, least, most in (("train", 0.85, trained), ("wait_rollout", 0.85, 1.25), ("rollout", 0.6, 1.1)):
+    for phase, least, most in (("train", 0.85, 1.1), ("wait_rollout", 0.85, 1.25), ("rollout", 0.6, 1.1)):
         measured, predicted = row[f"memory/{phase}/measured"], row[f"memory/{phase}/predicted"]
         assert least * predicted < measured < most * predicted, (phase, measured / 2**20, predicted / 2**20)

@@ -19,15 +19,16 @@ WHOLE_LOGIT_BYTES = 12
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
     """Bytes of a layer for one token. ``replicated``: what tensor-parallel ranks each have whole unless they divide the tokens too; ``divided``: what they
-    divide in any case."""
+    divide in any case; ``gathered``: what each has whole in any case."""
 
     replicated: float
     divided: float
+    gathered: float = 0.0
 
     def of_rank(self, layout: TrainingLayout) -> float:
         """Returns the bytes of one rank for one token."""
         tensor = layout.parallel.tensor
-        return self.replicated / (tensor if layout.shares_tokens else 1) + self.divided / tensor
+        return self.replicated / (tensor if layout.shares_tokens else 1) + self.divided / tensor + self.gathered
 
 
 def element_bytes(layout: TrainingLayout) -> int:

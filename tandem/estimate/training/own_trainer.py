@@ -37,6 +37,10 @@ PIECES_BYTES = 6 * (16 << 20)
 """The pieces of offloaded moments that are on a GPU at once (``trainer.optimizers.adamw_host``)."""
 BUCKETS_UNDER_WAY = 2
 """Gradient reductions in flight (``trainer.parallel.gradient_reducer``); each has a send and a receive buffer."""
+HOLES = 8
+"""Collectives of a layer where tensor-parallel ranks divide the tokens: before and after attention and the MLP, forward and backward. Each leaves one hole of a
+rank's share of a hidden state in the heap: the share is freed as soon as it is sent or added, and what is saved beside it, the statistics of norms and of
+attention, takes a piece of its place, so that the next share does not fit. Counted in the heaps of two ranks with 8 layers (``malloc_info``): 62 and 68."""
 WHOLE_LAYERS = 2
 """Layers whose weights ZeRO 3 has gathered at once: the current one and the next."""
 IN_FP32 = layout_of_trainer(TrainerConfig(), ParallelConfig(), 1)
@@ -72,6 +76,7 @@ def stage_bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Spa
         buffers=0.0 if on_cpu else buffer_bytes(layout, residual_bytes(shapes, layout, tokens, DTYPE_BYTES[trainer.dtype])),
         kept=KEPT_SHARE if on_cpu else FRAGMENTATION, context=rank_process_bytes(trainer, layout.is_forked) if on_cpu else CONTEXT_BYTES,
         keeps_states=on_cpu, most_saved=most_saved, staged=staging_bytes(shapes, trainer, parallel) if on_cpu else 0,
+        holes=HOLES * len(layers) * tokens / parallel.tensor * shapes.hidden_size * DTYPE_BYTES[trainer.dtype] if on_cpu and layout.shares_tokens else 0.0,
     )  # fmt: skip
 
 
@@ -97,8 +102,10 @@ def saved_by_layer(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> L
         return everything
     experts = shapes.experts_of(layer)
     inner = shapes.intermediate_size if experts is None else experts.num_experts_per_tok * experts.intermediate_size
-    again = each * (inner + (shapes.qkv_size if _rotates_apart(shapes, layout) else 0))
-    return LayerBytes(everything.replicated - (2 * each * hidden if layout.on_cpu else 0), everything.divided - again)
+    # What was gathered is not an output of a kernel that could be called again.
+    again = each * ((0 if _gathers_inputs(layout) else inner) + (shapes.qkv_size if _rotates_apart(shapes, layout) else 0))
+    dropped = 2 * each * hidden if layout.on_cpu and not layout.shares_tokens else 0
+    return LayerBytes(everything.replicated - dropped, everything.divided - again, everything.gathered)
 
 
 def whole_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> LayerBytes:
@@ -107,19 +114,28 @@ def whole_bytes(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> Laye
     counted = whole_layer_bytes(shapes, layer, each)
     replicated = counted.replicated + 2 * (DTYPE_BYTES[trainer.dtype] - each) * hidden
     divided = counted.divided + (each * shapes.qkv_size if _rotates_apart(shapes, layout) else 0)
+    experts = shapes.experts_of(layer)
+    routed, inner = (1, shapes.intermediate_size) if experts is None else (experts.num_experts_per_tok, experts.intermediate_size)
     if layout.on_cpu and trainer.precision != "fp32":
         # Emulated precision also saves the rounded input of every product.
-        experts = shapes.experts_of(layer)
-        routed, inner = (1, shapes.intermediate_size) if experts is None else (experts.num_experts_per_tok, experts.intermediate_size)
         replicated += 4 * hidden * (1 + routed)
         divided += 4 * (shapes.query_size + routed * inner)
-    return LayerBytes(replicated, divided)
+    gathered = 0.0
+    if layout.shares_tokens:
+        # Autograd keeps the inputs of products as they were gathered, and of experts as they were sorted: only the norms' own are a rank's share.
+        gathered = each * hidden * (2 if experts is None else 2 + 2 * routed)
+        replicated -= gathered
+    if _gathers_inputs(layout):
+        # Also those of the second products of attention and MLP, in whose place a rank has its part of the MLP's no longer.
+        gathered += each * (shapes.query_size + routed * inner)
+        divided -= each * routed * inner
+    return LayerBytes(replicated, divided, gathered)
 
 
 def largest_layer_bytes_per_token(shapes: ModelShapes, layout: TrainingLayout = IN_FP32) -> int:
     """Returns the bytes that the largest layer saves for one token without recomputation, undivided."""
     every = (whole_bytes(shapes, layer, layout) for layer in range(shapes.num_hidden_layers))
-    return int(max(each.replicated + each.divided for each in every))
+    return int(max(each.replicated + each.divided + each.gathered for each in every))
 
 
 def working_by_layer(shapes: ModelShapes, layer: int, layout: TrainingLayout) -> float:
@@ -132,12 +148,19 @@ def end_bytes(shapes: ModelShapes, layout: TrainingLayout) -> float:
     """Returns the bytes of the last norm's input and output for one token."""
     trainer = trainer_of(layout)
     rounded = 4 if layout.on_cpu and trainer.precision != "fp32" else 0
-    return LayerBytes((DTYPE_BYTES[trainer.dtype] + element_bytes(layout) + rounded) * shapes.hidden_size, 0).of_rank(layout)
+    own, normed = DTYPE_BYTES[trainer.dtype] * shapes.hidden_size, (element_bytes(layout) + rounded) * shapes.hidden_size
+    # The head's input is gathered too.
+    return (LayerBytes(own, 0, normed) if layout.shares_tokens else LayerBytes(own + normed, 0)).of_rank(layout)
 
 
 def staging_bytes(shapes: ModelShapes, trainer: TrainerConfig, parallel: ParallelConfig) -> int:
     """Returns one rank's share of the copy that a checkpoint is written from during training. With offloaded moments it is in a file."""
     return 0 if trainer.offload == "nvme" else checkpoint_bytes(shapes, trainer) // parallel.world
+
+
+def _gathers_inputs(layout: TrainingLayout) -> bool:
+    """Returns whether every tensor-parallel rank has the whole input of each product, of which it computes some columns."""
+    return layout.parallel.tensor > 1 and bool(layout.parallel.deterministic)
 
 
 def _rotates_apart(shapes: ModelShapes, layout: TrainingLayout) -> bool:

@@ -100,9 +100,10 @@ def _of_stage(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span]
         # In the only pass of a step gradients take the place of what was saved: none is left from a pass before.
         saved -= min(saved, held.gradients)
     comes_and_goes = saved + held.working + held.logits + held.gathered + held.reduced
+    fragmentation = held.kept * (comes_and_goes + (held.states if held.keeps_states else 0)) + held.holes
     return RankMemory(
         parameters=held.parameters, gradients=held.gradients, optimizer=held.optimizer, master_weights=held.master_weights,
         activations=math.ceil(saved - stash + held.working), pipeline_stash=math.ceil(stash), logits=math.ceil(held.logits),
         gathered=math.ceil(held.gathered), communication=math.ceil(held.buffers + held.reduced),
-        fragmentation=math.ceil(held.kept * (comes_and_goes + (held.states if held.keeps_states else 0))), staged=held.staged, context=held.context,
+        fragmentation=math.ceil(fragmentation), staged=held.staged, context=held.context,
     )  # fmt: skip

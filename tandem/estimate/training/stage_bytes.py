@@ -9,7 +9,7 @@ class StageBytes:
     its layers keeps for its backward pass, and ``most_saved`` what all of them may have in memory. ``working``: beside it while the backward pass is in the
     largest layer. ``reduced``: gradients on their way to other ranks; ``buffers``: of the communication itself. ``kept``: freed memory that the allocator
     keeps, as a share of what comes and goes, or with ``keeps_states`` of everything. ``context``: the process, its libraries and its driver without any
-    of this. ``staged``: the copy that a checkpoint is written from."""
+    of this. ``staged``: the copy that a checkpoint is written from. ``holes``: in the allocator's memory, of a known size, beside ``kept``."""
 
     parameters: int
     gradients: int
@@ -26,6 +26,7 @@ class StageBytes:
     keeps_states: bool = False
     most_saved: float = float("inf")
     staged: int = 0
+    holes: float = 0.0
 
     @property
     def states(self) -> int:

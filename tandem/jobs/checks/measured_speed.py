@@ -29,3 +29,16 @@ def measure(products: Collection[Product], dtype: str, device: str, machine: Mac
         raise UserError((done.stderr.strip().splitlines() or ["the process that measures was killed"])[-1]) from None
     seconds, cpu = (dict(zip(products, answer[name], strict=True)) for name in ("seconds", "cpu_seconds"))
     return Speed(seconds, answer["bytes_per_s"], cpu, answer["bytes_per_cpu_s"])
+
+
+def with_exchanges(speed: Speed) -> Speed:
+    """Returns ``speed`` with the measured costs of collectives between CPUs of this machine. Raises ``UserError`` where they cannot be measured."""
+    command = [sys.executable, "-m", "tandem.runtime.collectives.measure"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"collectives between two processes took more than {LIMIT_S:.0f} s") from None
+    except ValueError:
+        raise UserError((done.stderr.strip().splitlines() or ["the processes that measure collectives were killed"])[-1]) from None
+    return speed._replace(call_cpu_s=answer["call_cpu_s"], sent_byte_cpu_s=answer["sent_byte_cpu_s"])

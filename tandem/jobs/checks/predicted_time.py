@@ -9,10 +9,11 @@ from tandem.config.machine import MachineConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.mesh_work import mesh_work
 from tandem.estimate.rl_work import forward_and_backward, rl_work
 from tandem.estimate.time import Work, training_work
 from tandem.jobs.checks.check_run import folder_to_check
-from tandem.jobs.checks.measured_speed import measure
+from tandem.jobs.checks.measured_speed import measure, with_exchanges
 from tandem.jobs.data_run.train_data import open_datasets
 from tandem.jobs.display import duration
 from tandem.model.huggingface.model_config import read_shapes
@@ -70,10 +71,7 @@ def data_cpu_seconds(recipe: PretrainRecipe) -> float:
     ``UserError`` where the machine cannot be measured."""
     with folder_to_check(recipe.model) as folder:
         shapes = read_shapes(folder, "any" if recipe.trains_values else "language")
-    trainer, parallel, length = recipe.trainer, recipe.parallel, recipe.data.sequence_length
-    # Without ZeRO every rank that holds the same weights updates all of them.
-    updates = 1 if parallel.zero else parallel.data * parallel.context
-    work = training_work(shapes, trainer.dtype, recipe.step_tokens, length, recipe.most_tokens, forward_and_backward(trainer), updates, 1)
+    work = mesh_work(shapes, recipe.trainer, recipe.parallel, recipe.step_tokens, recipe.data.sequence_length, recipe.most_tokens)
     return _cpu_seconds([work], recipe)
 
 
@@ -89,6 +87,8 @@ def _cpu_seconds(work: Sequence[Work], recipe: AnyRecipe) -> float:
     # Every rank has its share of the threads.
     machine = replace(recipe.machine, threads=max(1, threads_of(recipe.machine) // recipe.parallel.world))
     speed = measure(sorted({product for each in work for product in each.products}), recipe.trainer.dtype, "cpu", machine)
+    if any(each.calls for each in work):
+        speed = with_exchanges(speed)
     return sum(each.cpu_seconds(speed) for each in work)
 
 

@@ -103,6 +103,7 @@ def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed:
 def _predict(run: DataRun) -> None:
     """Journals the predicted memory of a rank and seconds of a step, from the speed that all ranks measure at once."""
     recipe, model = run.recipe, run.model
+    run.records.enter("predict", run.first_step)
     dtype: torch.dtype = getattr(torch, reduced_dtype(recipe.trainer, model.device.type))
 
     def quick(products: Sequence[Product]) -> Mapping[str, Any]:

@@ -187,7 +187,7 @@ def plan(
             disk = saved_bytes_on_disk(shapes, trainer, parallel, residency, **models, ranks=ranks)
             host = predict(
                 shapes, trainer, parallel, tokens=tokens, attended=attended, kv_cache_tokens=cache_tokens, kv_cache_dtype=engine.kv_cache_dtype,
-                swap_bytes=swap, engine_process=FORKED_ENGINE if rollout.backend == "tandem" else VLLM_ENGINE,
+                swap_bytes=swap, engine_processes=FORKED_ENGINE if rollout.backend == "tandem" else VLLM_ENGINE,
                 engine_ranks=engine.tensor_parallel_size, engines=pods * rollout.workers, pods=pods, **models, residency=residency,
                 reads_base=algorithm.needs_reference and not reference, ranks=ranks, shares_weights=shares_weights,
             )  # fmt: skip

@@ -133,9 +133,10 @@ class Communicator:
         if flat.numel() * flat.element_size() <= FEW_BYTES:
             return _sum(self.all_gather(flat, name)).view(x.shape)
         part = -(-flat.numel() // self.size)
-        padded = torch.nn.functional.pad(flat, (0, part * self.size - flat.numel()))
-        own = self.reduce_scatter(padded.view(self.size, part), name)
-        return self.all_gather(own, name).view(-1)[: flat.numel()].view(x.shape)
+        if missing := part * self.size - flat.numel():
+            flat = torch.nn.functional.pad(flat, (0, missing))
+        own = self.reduce_scatter(flat.view(self.size, part), name)
+        return self.all_gather(own, name).view(-1)[: x.numel()].view(x.shape)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
         """Sends the rows of ``x[sum(send), ...]``, ordered by destination rank. Returns the received rows [sum(receive), ...], ordered by

@@ -77,7 +77,9 @@ class FlatBuffer:
                 flat[end:start].zero_()
                 end = start + view.numel()
             if given is not None:
-                view.copy_(given)
+                # It may be there already.
+                if given.data_ptr() != view.data_ptr():
+                    view.copy_(given)
             elif out is not None:
                 view.zero_()
         if out is not None:

@@ -4,6 +4,7 @@ Each layer is a bucket. Its reduce-scatter starts when the last of its gradients
 Buckets are reduced in the same order on all ranks, whatever order autograd completes them in.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -69,13 +70,14 @@ class GradientReducer:
         self._seen: dict[str, int] = {}
         self._pending: list[tuple[int, Pending, tuple[ReservedMemory, ...]]] = []
         self._spare: dict[tuple[int, torch.dtype], list[ReservedMemory]] = {}
+        self._in_place: dict[int, ReservedMemory] = {}
         self._sums: list[Tensor | None] = [None] * len(self.buckets)
         self.after_sum: Callable[[FlatBuffer], None] | None = None
         self.started: list[str] = []
         """Labels of the buckets whose reduction has started in this step."""
-        for bucket in self.buckets:
+        for place, bucket in enumerate(self.buckets):
             for name, parameter in bucket.parameters.items():
-                parameter.register_post_accumulate_grad_hook(self._hook(name))
+                parameter.register_post_accumulate_grad_hook(self._hook(place, name))
 
     def expect(self, backwards: int) -> None:
         """Starts a step in which ``backwards`` backward passes go through every parameter."""
@@ -111,9 +113,8 @@ class GradientReducer:
         """Drops the sums between two steps and releases the memory reserved for those of the next step."""
         self.own = [None] * len(self.buckets)
         self._sums = [None] * len(self.buckets)
-        for spare in self._spare.values():
-            for memory in spare:
-                memory.release()
+        for memory in (*itertools.chain.from_iterable(self._spare.values()), *self._in_place.values()):
+            memory.release()
 
     def norm(self, scale: float = 1.0) -> float:
         """Returns the norm of the global gradient divided by ``scale``; NaN or infinity if an element is not finite. The same on every
@@ -150,13 +151,31 @@ class GradientReducer:
                     own.mul_(factor)
         return norm
 
-    def _hook(self, name: str) -> Callable[[nn.Parameter], None]:
+    def _hook(self, place: int, name: str) -> Callable[[nn.Parameter], None]:
         def arrived(parameter: nn.Parameter) -> None:
+            self._move_in_place(place, name)
             self._seen[name] = self._seen.get(name, 0) + 1
             while self._is_ready(self._next):
                 self._start(self._next)
 
         return arrived
+
+    def _is_in_place(self, place: int) -> bool:
+        """Returns whether the gradients of a bucket add up in its own memory from the first backward pass on: on a CPU, where no other rank has the same."""
+        bucket = self.buckets[place]
+        return bucket.ranks.size == 1 and bucket.like.is_cpu and not self.each_backward and place not in self.kept
+
+    def _move_in_place(self, place: int, name: str) -> None:
+        """Moves the gradient of a parameter to its place in the bucket, to which later backward passes add. The memory that autograd allocated between
+        activations is free again at once: kept for a step, it was measured to leave the heap in pieces that no activation fits in."""
+        if not self._is_in_place(place):
+            return
+        bucket = self.buckets[place]
+        if place not in self._in_place:
+            self._in_place[place] = ReservedMemory(bucket.length, bucket.like.dtype)
+        parameter, view = bucket.parameters[name], bucket.views(self._in_place[place].tensor)[name]
+        if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
+            parameter.grad = view.copy_(parameter.grad)
 
     def _is_ready(self, place: int) -> bool:
         return place < len(self.buckets) and all(self._seen.get(name, 0) >= self._backwards for name in self.buckets[place].parameters)
@@ -174,9 +193,10 @@ class GradientReducer:
             self._take()
         # A GPU's caching allocator reuses the memory of the last bucket; the C library's would fragment it in between.
         memory = (self._take_spare(bucket), self._take_spare(bucket)) if bucket.ranks.size > 1 and bucket.like.is_cpu and place not in self.kept else ()
+        held = memory[0] if memory else self._in_place.get(place) if self._is_in_place(place) else None
         with torch.no_grad():
             self._sum_partial(bucket)
-            flat = bucket.filled(lambda name: bucket.parameters[name].grad, memory[0].tensor if memory else None)
+            flat = bucket.filled(lambda name: bucket.parameters[name].grad, None if held is None else held.tensor)
         for parameter in bucket.parameters.values():
             parameter.grad = None
         if self.after_sum is not None:

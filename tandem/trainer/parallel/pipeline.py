@@ -174,7 +174,9 @@ class _Pass:
         is_last = self.pipeline.spans[stage].is_last
         gradient = None if is_last else self._arrived("receive_gradient", stage, number)
         with self.tracer.span("backward", stage=stage, micro_batch=number):
-            self.returned.pop((stage, number)).backward(gradient)  # type: ignore[no-untyped-call]
+            out = self.returned.pop((stage, number))
+            root = out if gradient is None else _End.apply(out, gradient)
+            root.backward()  # type: ignore[no-untyped-call]
             if stage > 0:
                 made = self.received.pop((stage, number)).grad
                 assert made is not None
@@ -208,6 +210,20 @@ class _Pass:
     def _arrived(self, kind: str, stage: int, number: int) -> Tensor:
         with self.tracer.span(kind, stage=stage, micro_batch=number):
             return self.arriving.pop((kind, stage, number)).wait()
+
+
+class _End(torch.autograd.Function):
+    """The end of a stage before the last: a number whose gradient by the output of the stage is ``gradient``, which the next stage has sent. torch imports
+    sympy for ``Tensor.backward(gradient)``, of which a rank keeps 33 MiB."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return out.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.gradient, None
 
 
 def _name(operation: Operation) -> str:
