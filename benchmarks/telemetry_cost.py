@@ -266,7 +266,8 @@ def main() -> None:
     lines = [
         "# What telemetry costs", "", machine(), "",
         f"`python benchmarks/telemetry_cost.py --steps {options.steps} --requests {options.requests} --scrape-seconds {scrape_s:g}`: with metrics "
-        f"(scraped each {scrape_s:g} s in the runs), traces at their default rates (all steps, 1 % of requests) and log files, beside none of it, in turns: "
+        f"(scraped each {scrape_s:g} s in the runs), traces at their default rates (all steps, 1 % of requests "
+        "and of a step's many parts) and log files, beside none of it, in turns: "
         f"blocks of {BLOCK} steps after the first "
         f"{UNCOUNTED}, single requests, and blocks of {GATEWAY_BLOCK} requests.", "",
         "| what | a side | median without | with telemetry | ratio (95 % interval) |", "| --- | --- | --- | --- | --- |",

@@ -25,6 +25,8 @@ KINDS: tuple[Kind, ...] = ("internal", "server", "client")
 MOST_SPANS = 8192
 """The most spans that a process keeps, about 5 MB."""
 MOST_IN_A_FRAME = 2048
+UNNAMED = "tandem"
+"""The service of a process that has not said what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Spans:
 
     def __init__(self, limit: int = MOST_SPANS) -> None:
         self.limit, self.dropped = limit, 0
-        self.process = Process("tandem")
+        self.process = Process(UNNAMED)
         self.many = MOST_SPANS
         self.on_many: Callable[[], object] = lambda: None
         self._ended: deque[Span | list[Any]] = deque()
