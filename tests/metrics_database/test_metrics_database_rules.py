@@ -23,7 +23,7 @@ from tandem.observability.recording import RECORDS
 from tandem.observability.rules import rules_file
 from tandem.types import UserError
 
-EVERY_S, STEPS = 15, 100
+EVERY_S, STEPS = 15, 64
 RECORDED = [record.name for record in RECORDS]
 OF_DASHBOARDS = {filled(query) for dashboard in DASHBOARDS for query in dashboard.queries() if "ALERTS" in query}
 ASKED = (
