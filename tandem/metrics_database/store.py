@@ -116,15 +116,15 @@ class MetricsWriter:
 
 
 def _series(connection: sqlite3.Connection, matchers: Sequence[Matcher], start_ms: int, end_ms: int) -> list[Series]:
-    found = []
+    listed: list[Series] = []
     for id, labels in _matching(connection, matchers):
         samples = "SELECT time_ms, value FROM samples WHERE series = ? AND time_ms BETWEEN ? AND ? ORDER BY time_ms"
         rows = connection.execute(samples, (id, start_ms, end_ms)).fetchall()
         if rows:
             times, values = zip(*rows, strict=True)
             numbers = [math.nan if value == _NAN else value for value in values]
-            found.append(Series(tuple(sorted(labels.items())), times, numbers))
-    return found
+            listed.append(Series(tuple(sorted(labels.items())), times, numbers))
+    return listed
 
 
 def _matching(connection: sqlite3.Connection, matchers: Sequence[Matcher]) -> list[tuple[int, Mapping[str, str]]]:

@@ -333,7 +333,7 @@ class TrainerWorker:
             return {"corruption": corruption.finding.to_json()}, {}
         self.inferred = None
         committed, moves, residue = models.take_committed(), models.take_moves(), models.find_residue(Phase.TRAIN)
-        blobs = {"entropies": encode_entropies(entropies)} if entropies and self.rank.ranks.world.rank == 0 else {}
+        blobs = {"entropies": encode_entropies(entropies)} if entropies else {}
         return {**learned, "committed": committed, "written": models.take_written(), "moves": moves, "residue": residue}, blobs
 
 

@@ -3,7 +3,8 @@
 The losses have it already: nothing is computed for it.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,15 +36,12 @@ class EntropyRecord:
         return recorded
 
     def take(self, sequences: Sequence[TrainSequence], world: Communicator, device: torch.device) -> TokenEntropies:
-        """Returns what all ranks of ``world`` have kept of ``sequences``, the first of them up to ``MOST_TOKENS``, and forgets it. Every rank calls it."""
-        kept, places, total = list[TrainSequence](), list[Sequence[int]](), 0
-        for sequence in sequences:
-            places.append(counted_indices(sequence))
-            total += len(places[-1])
-            if total > MOST_TOKENS:
-                break
-            kept.append(sequence)
-        counts, rows = [len(each) for each in places[: len(kept)]], self._by_sequence(sequences)
+        """Returns what all ranks of ``world`` have kept of ``sequences``, the first of them up to ``MOST_TOKENS``, and forgets it. Every rank calls it, and
+        the first one is told."""
+        places = {sequence.id: counted_indices(sequence) for sequence in sequences}
+        ends = itertools.accumulate(len(places[sequence.id]) for sequence in sequences)
+        kept = [sequence for sequence, end in zip(sequences, ends, strict=True) if end <= MOST_TOKENS]
+        counts, rows = [len(places[sequence.id]) for sequence in kept], self._by_sequence(places)
         # The second row counts who has it: ranks of one tensor-parallel group have the same tokens, and some stages of a pipeline none.
         values = torch.zeros(2, sum(counts), device=device)
         for part, sequence in zip(values.split(counts, dim=1), kept, strict=True):
@@ -51,19 +49,21 @@ class EntropyRecord:
                 part[0], part[1] = own, 1.0
         if sum(counts):
             values = world.all_reduce(values, "entropies")
+        if world.rank:
+            return {}
         means = (values[0] / values[1]).cpu().split(counts)
         return {
-            sequence.id: pack_halves(_of_completion(sequence, where, own.tolist()))
-            for sequence, where, own in zip(kept, places, means, strict=False) if not own.isnan().any() and len(own)
+            sequence.id: pack_halves(_of_completion(sequence, places[sequence.id], own.tolist()))
+            for sequence, own in zip(kept, means, strict=True) if len(own) and not own.isnan().any()
         }  # fmt: skip
 
-    def _by_sequence(self, sequences: Sequence[TrainSequence]) -> dict[str, Tensor]:
-        """Returns the entropies of each sequence that this rank has passed."""
-        counts, of_rank = {sequence.id: len(counted_indices(sequence)) for sequence in sequences}, dict[str, Tensor]()
+    def _by_sequence(self, places: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """Returns the entropies of each sequence that this rank has passed. ``places``: the counted tokens of all."""
+        of_rank: dict[str, Tensor] = {}
         for ids, entropy in self._passes:
             # A rank without data makes passes of nothing.
             if len(entropy):
-                for name, own in zip(ids, entropy.split([counts[each] for each in ids]), strict=True):
+                for name, own in zip(ids, entropy.split([len(places[each]) for each in ids]), strict=True):
                     of_rank.setdefault(name, own)
         self._passes.clear()
         return of_rank
