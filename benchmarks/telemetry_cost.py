@@ -40,7 +40,7 @@ from tandem.metrics_database.store import MetricsWriter, Retention
 from tandem.runtime.machine.usage import processes_below
 from tandem.runtime.traces.context import new_trace
 from tandem.runtime.traces.otlp import readable
-from tandem.runtime.traces.spans import MOST_SPANS, SPANS, begin_first, from_json, span, to_json
+from tandem.runtime.traces.spans import MOST_SPANS, SPANS, begin_first, span
 from tandem.runtime.traces.steps import STEP
 
 GATEWAY_BLOCK = 400
@@ -59,8 +59,9 @@ with HttpReceiver() as receiver:
 class TracedTurns(Turns):
     """Also records steps as traces in the blocks in which the run is scraped."""
 
-    def __init__(self, flag: Path, scrape_s: float) -> None:
+    def __init__(self, flag: Path, scrape_s: float, collector: int) -> None:
         super().__init__(flag, scrape_s)
+        self._collector = collector
         self.processor_s: dict[bool, list[float]] = {False: [], True: []}
         self._before = 0.0
 
@@ -77,9 +78,9 @@ class TracedTurns(Turns):
         super().row(row)
 
     def _used(self) -> float:
-        """Returns the processor seconds of the run's processes; the scraper stands for Prometheus and is none of them."""
-        scraper = self._scraper.pid if self._scraper is not None else -1
-        return sum(each.cpu_s for each in processes_below(os.getpid()) if each.pid != scraper)
+        """Returns the processor seconds of the run's processes; the scraper and the collector stand for Prometheus and Jaeger and are none of them."""
+        others = {self._collector, self._scraper.pid if self._scraper is not None else -1}
+        return sum(each.cpu_s for each in processes_below(os.getpid()) if each.pid not in others)
 
     @contextlib.contextmanager
     def switching(self) -> Iterator[None]:
@@ -113,8 +114,8 @@ def started(command: list[str], ready: str, **options: Any) -> Iterator[tuple["s
             process.kill()
 
 
-def steps(name: str, recipe: str, settings: list[str], work: Path, endpoint: str, scrape_s: float) -> str:
-    turns = TracedTurns(work / f"{recipe}.flag", scrape_s)
+def steps(name: str, recipe: str, settings: list[str], work: Path, endpoint: str, scrape_s: float, collector: int) -> str:
+    turns = TracedTurns(work / f"{recipe}.flag", scrape_s, collector)
     on = ["metrics.targets_folder=", "metrics.database=false", f"traces.endpoint={endpoint}"]
     config = load_config(ROOT / "recipes" / f"{recipe}.yaml", [*settings, f"run.directory={work}", f"run.name={recipe}", *on])
     with turns.switching():
@@ -150,9 +151,10 @@ def span_us() -> tuple[float, float, float]:
                 for step in range(count):
                     with span("train", {STEP: step, "tandem.sidecar": "trainer"}):
                         pass
-            spans = SPANS.take(count)
         elif number == 1:
-            spans = from_json(json.loads(json.dumps(to_json(spans))))
+            for each in json.loads(json.dumps(SPANS.take_json(count))):
+                SPANS.add(each)
+            spans = SPANS.take(count)
         else:
             encode_spans([readable(each) for each in spans]).SerializeToString()
         costs.append(1e6 * (time.process_time() - began) / count)
@@ -264,19 +266,21 @@ def main() -> None:
     lines = [
         "# What telemetry costs", "", machine(), "",
         f"`python benchmarks/telemetry_cost.py --steps {options.steps} --requests {options.requests} --scrape-seconds {scrape_s:g}`: with metrics "
-        f"(scraped each {scrape_s:g} s in the runs), traces at their default rates (all steps, 1 % of requests) and log files, beside none of it, in turns: "
+        f"(scraped each {scrape_s:g} s in the runs), traces at their default rates (all steps, 1 % of requests "
+        "and of a step's many parts) and log files, beside none of it, in turns: "
         f"blocks of {BLOCK} steps after the first "
         f"{UNCOUNTED}, single requests, and blocks of {GATEWAY_BLOCK} requests.", "",
         "| what | a side | median without | with telemetry | ratio (95 % interval) |", "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, started([sys.executable, "-c", COLLECTOR], "") as (_, port):
+    with tempfile.TemporaryDirectory() as folder, started([sys.executable, "-c", COLLECTOR], "") as (collector, port):
         work, endpoint = Path(folder), f"http://127.0.0.1:{port}"
         # Two threads that wait for each other on a machine with other work vary by more than what is measured.
         tuning = ["checkpoint.every_steps=100000", "machine.threads=1"]
-        lines.append(steps("a step of fine-tuning in one process", "sft_sort", [*tuning, f"run.max_steps={3 * options.steps}"], work, endpoint, scrape_s))
+        given, tuned = (work, endpoint, scrape_s, collector.pid), [*tuning, f"run.max_steps={3 * options.steps}"]
+        lines.append(steps("a step of fine-tuning in one process", "sft_sort", tuned, *given))
         model = ["model.create=null", f"model.path={work / 'sft_sort' / 'model'}", "sft=null", "rollout.prompts_per_step=8"]
         rl = [*NO_PAUSE, *tuning, *model, f"run.max_steps={options.steps}"]
-        lines.append(steps("a step of reinforcement learning in a pod", "sort", rl, work, endpoint, scrape_s))
+        lines.append(steps("a step of reinforcement learning in a pod", "sort", rl, *given))
         recorded, crossed, encoded = span_us()
         written = database_ms(work)
         lines.append(requests(work / "sft_sort" / "model", options.requests, work, endpoint))

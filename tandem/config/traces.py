@@ -8,7 +8,7 @@ from tandem.types.errors import UserError
 
 TracesProtocol = Literal["http/protobuf", "grpc"]
 REQUEST_RATIO = 0.01
-"""The share of requests that are traced if nothing says otherwise. Steps of runs take seconds each, and are all traced."""
+"""The share of requests that are traced if nothing says otherwise, and of the many parts of a step. Steps of runs take seconds each, and are all traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class TracesConfig:
     """The protocol of the endpoint: `http/protobuf` or `grpc`."""
     sample_ratio: float | None = None
     """Share of the traces that begin here which are recorded. Empty: 1 for the steps of a run, 0.01 for the requests of a gateway or server. A request with a
-    `traceparent` keeps its sampling decision."""
+    `traceparent` keeps its sampling decision. It is also the share of the parts of a recorded step of which there may be thousands (requests to the engine,
+    episodes, calls of reward functions), besides the first of each kind; empty: 0.01."""
     timeout_s: float = 10.0
     """Time limit for sending one batch of spans, with its repetitions."""
     max_queue_size: int = 8192

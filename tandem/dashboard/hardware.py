@@ -46,7 +46,7 @@ PANELS = (
 
 @lru_cache(maxsize=16)
 def _answers(reader: MetricsReader) -> Answers:
-    return Answers(reader.read, {})
+    return Answers(reader.read)
 
 
 def _reader(run: OpenRun) -> MetricsReader:

@@ -14,9 +14,11 @@ from tandem.report.advantages import sample_advantages
 from tandem.report.run_facts import RunFacts
 from tandem.report.samples import shortened
 from tandem.report.series import finite
+from tandem.runtime.records.entropies import read_entropies
 from tandem.runtime.records.journal import Journal
-from tandem.types import Sample, Score, UserError
+from tandem.types import RunError, Sample, Score, UserError
 from tandem.types.round import Round, joined
+from tandem.types.token_entropies import unpack_halves
 
 LONGEST_TEXT = 6000
 MOST_TOKENS = 4000
@@ -167,16 +169,30 @@ def one_sample(run: OpenRun, step: int, sample_id: str) -> dict[str, Any]:
         raise UserError(f"step {step} has no sample '{sample_id[:100]}'")
     ids = sample.token_ids[:MOST_TOKENS]
     score = read.scores.get(sample.id)
-    texts = token_texts(ids, decode, sample.prompt_token_ids[-1:])
+    texts, (entropies, missing) = token_texts(ids, decode, sample.prompt_token_ids[-1:]), _entropies(run, step, sample)
     tokens = [
-        [texts[place], ids[place], finite(sample.logprobs[place]), finite(sample.sampling_logprobs[place]), int(sample.is_sampled[place])]
+        [
+            texts[place], ids[place], finite(sample.logprobs[place]), finite(sample.sampling_logprobs[place]), int(sample.is_sampled[place]),
+            finite(entropies[place]) if entropies else None,
+        ]
         for place in range(len(ids))
-    ]
+    ]  # fmt: skip
     return {
         "step": step, "prompt": shortened(decode(sample.prompt_token_ids), 4 * LONGEST_TEXT), **_shown(read, sample, decode), "token_list": tokens,
-        "left_out": len(sample.token_ids) - len(ids), "branches": len(sample.branches), "extra": dict(score.extra) if score is not None else {},
+        "entropy_missing": missing, "left_out": len(sample.token_ids) - len(ids), "branches": len(sample.branches),
+        "extra": dict(score.extra) if score is not None else {},
         "replay": f"tandem replay {run.directory} --step {step}",
     }  # fmt: skip
+
+
+def _entropies(run: OpenRun, step: int, sample: Sample) -> tuple[list[float], str]:
+    """Returns the entropy of the policy at each token of ``sample``, NaN where it was not trained on; or none, and why."""
+    try:
+        halves = read_entropies(run.directory, step).get(sample.id, b"")
+        values = unpack_halves(halves)
+    except (RunError, ValueError) as error:
+        return [], str(error)
+    return (values, "") if values and len(values) == len(sample.token_ids) else ([], "not recorded")
 
 
 def token_texts(ids: Sequence[int], decode: Decode, before: Sequence[int] = ()) -> list[str]:

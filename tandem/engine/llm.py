@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.config.arguments import NotHere
 from tandem.config.engine import EngineArgs
 from tandem.config.lora import LoraConfig
+from tandem.config.traces import TracesProtocol
 from tandem.config.vllm_names import METHODS
 from tandem.engine.engine import DUMMY_VERSION, FIRST_VERSION, Engine
 from tandem.engine.executor.load import check_quantization, load_decoder
@@ -19,6 +20,7 @@ from tandem.engine.executor.ranks import Ranks, RankSettings
 from tandem.engine.llm_inputs import PromptInput, check_count, lora_requests_of, params_of, prompts_of
 from tandem.engine.llm_options import EngineOptions, whole_signature
 from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tokenizer_of
+from tandem.engine.llm_traces import TracedCalls, open_exporter
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.pooling.llm_pooling import GivenParams, LoRARequests, Run, as_list, classified, embedded, encoded, params_for, scored
 from tandem.engine.pooling.outputs import (
@@ -60,7 +62,8 @@ class LLM:
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, weight_version: WeightVersion | None = None,
-        digest_weights: bool = False, precision: Precision = "fp32", trained_lora: LoraConfig | None = None, **options: Unpack[EngineOptions],
+        digest_weights: bool = False, precision: Precision = "fp32", trained_lora: LoraConfig | None = None, otlp_traces_endpoint: str | None = None,
+        otlp_traces_protocol: TracesProtocol = "http/protobuf", **options: Unpack[EngineOptions],
     ) -> None:
         """Loads ``model``, a Hugging Face folder or the address of one in object storage.
 
@@ -72,6 +75,9 @@ class LLM:
                 are emulated. Use ``dtype`` to hold and compute a model in 16 bits.
             trained_lora: ``trainer.lora`` of the trainer: the model gets its adapter, which changes nothing before the first update; updates then hold
                 the adapter alone. Adapters of requests are those of ``enable_lora``.
+            otlp_traces_endpoint: Send the spans of each request that is generated to this OpenTelemetry collector, for example
+                ``http://127.0.0.1:4318``: ``llm_request`` with ``queue``, ``prefill`` and ``decode``. Needs the extra ``traces``.
+            otlp_traces_protocol: The protocol of that address: ``http/protobuf`` or ``grpc``.
             options: Every other field of ``tandem.EngineArgs``, for example ``max_num_seqs=64``; ``tandem serve --help`` describes them. ``None``
                 is the default, ``dtype`` may be a ``torch.dtype`` and ``speculative_config`` a mapping. ``gpu_memory_utilization`` has no effect
                 on a CPU.
@@ -80,6 +86,21 @@ class LLM:
             UserError: An option that is unknown or cannot work, before the weights are read.
         """
         args = engine_args(model, tokenizer, options)
+        exporter = open_exporter(otlp_traces_endpoint, otlp_traces_protocol)
+        self._traces = None if exporter is None else TracedCalls(exporter)
+        self._engine: Engine | None = None
+        try:
+            self._load(args, tokenizer, weight_version, digest_weights, precision, trained_lora)
+        except BaseException:
+            if self._traces is not None:
+                self._traces.close()
+            raise
+
+    def _load(
+        self, args: EngineArgs, tokenizer: str | Path | Tokenizer | None, weight_version: WeightVersion | None, digest_weights: bool, precision: Precision,
+        trained_lora: LoraConfig | None,
+    ) -> None:
+        """Loads the model; the arguments are those of the constructor."""
         dtype = dtype_of(args)
         check_device(args.device)
         self._held = hold_model(
@@ -125,7 +146,7 @@ class LLM:
             draft = load_decoder(
                 find_model(speculative.model), args.kernels, dtype, decoder.embed_tokens.device, "auto", args.seed, deterministic=args.deterministic
             )
-        self._engine: Engine | None = Engine(decoder, settings, own_tokenizer, weight_version, ranks, digest_weights, speculative, draft, model_pooling)
+        self._engine = Engine(decoder, settings, own_tokenizer, weight_version, ranks, digest_weights, speculative, draft, model_pooling)
         self._requests = 0
 
     @classmethod
@@ -145,6 +166,8 @@ class LLM:
         """Stops the other ranks, and frees the weights, the KV cache and the model's folder in the weight cache. May be called twice."""
         if self._engine is not None:
             self._engine.close()
+            if self._traces is not None:
+                self._traces.close()
         self._engine = None
         self._held.release()
 
@@ -230,6 +253,8 @@ class LLM:
                 name, tokens, own, prompt=text, key=key if request_keys is None else request_keys[i], priority=0 if priority is None else priority[i],
                 cache_salt=salt, lora_request=adapters[i], num_draft_tokens=num_draft_tokens,
             )
+            if self._traces is not None:
+                self._traces.added(name, len(tokens), own)
 
         return self._compute(len(asked), add, on_progress or (_show if use_tqdm and sys.stderr.isatty() else None))
 
@@ -290,6 +315,8 @@ class LLM:
         except BaseException:
             for name in names:
                 self.engine.abort(name)
+                if self._traces is not None:
+                    self._traces.dropped(name)
             raise
 
     def _run(self, names: list[str], on_progress: Callable[[int, int], None] | None) -> list[RequestOutput]:
@@ -299,6 +326,9 @@ class LLM:
             outputs = [output for output in self.engine.step() if output.request_id in answers]
             answers.update((output.request_id, output) for output in outputs)
             missing -= len(outputs)
+            if self._traces is not None:
+                for output in outputs:
+                    self._traces.ended(output)
             if outputs and on_progress is not None:
                 on_progress(len(names) - missing, len(names))
         return [output for output in answers.values() if output is not None]

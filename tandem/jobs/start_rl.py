@@ -68,6 +68,7 @@ from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.process.waits import WAITS
 from tandem.runtime.process.watchdog import Watchdog
 from tandem.runtime.records.agreements import trusted_step
+from tandem.runtime.records.entropies import EntropyFile
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.local_checkpoints import forget_local
 from tandem.runtime.records.logs import setup
@@ -161,6 +162,7 @@ def _execute(
             check_inputs=check_inputs, fence=fence, shared_store=shared_store(recipe, directory),
             verify_every=recipe.rollout.verify_weights_every_steps, pods=recipe.pods,
         )
+        pod.entropies = stack.enter_context(contextlib.closing(EntropyFile(directory, callback.message)))
         pod.health = stack.enter_context(_health(recipe, directory, journal, callback, nodes_of(rollout_channel)))
         step = _bring_up(pod, journal)
         near.begun()

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.metrics_database.promql.evaluate import Evaluator, Labels, Read, Value
 from tandem.metrics_database.promql.parse import parse, seconds_of
-from tandem.metrics_database.promql.syntax import NAME, Expression, Matcher, Selector
+from tandem.metrics_database.promql.syntax import NAME, Matcher, Selector
 from tandem.types import UserError
 
 MOST_POINTS = 11_000
@@ -20,10 +20,9 @@ Parameters = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Of the series that ``read`` gives. ``recorded``: the expressions of recording rules by the names of their series, evaluated when they are asked for."""
+    """Of the series that ``read`` gives, those of rules among them."""
 
     read: Read
-    recorded: Mapping[str, Expression]
 
     def answer(self, path: str, given: Parameters) -> Any:
         """Returns the ``data`` of the API's ``path`` below ``/api/v1/``. Raises ``UserError`` where it, or a parameter, is not there."""
@@ -37,12 +36,12 @@ class Answers:
 
     def instant(self, query: str, time_ms: int) -> Value:
         """Returns the value of ``query`` at a moment."""
-        return Evaluator(self.read, [time_ms], self.recorded).at(parse(query), time_ms)
+        return Evaluator(self.read, [time_ms]).at(parse(query), time_ms)
 
     def over(self, query: str, times_ms: Sequence[int]) -> dict[Labels, list[tuple[int, float]]]:
         """Returns the values of ``query`` at each of ``times_ms``, by series."""
         expression, found = parse(query), dict[Labels, list[tuple[int, float]]]()
-        evaluator = Evaluator(self.read, times_ms, self.recorded)
+        evaluator = Evaluator(self.read, times_ms)
         for when in times_ms:
             value = evaluator.at(expression, when)
             if isinstance(value, str):

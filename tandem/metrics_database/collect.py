@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tandem.metrics_database.rules import Rules
 from tandem.metrics_database.scrape import Scraper, Target
 from tandem.metrics_database.store import MetricsWriter, Retention
 from tandem.types import RunError
@@ -18,8 +19,11 @@ from tandem.types import RunError
 THIN_EVERY_S = 300.0
 
 
-def collect(path: Path, targets: Callable[[], Sequence[Target]], interval_s: float, retention: Retention, stop: threading.Event) -> None:
-    """Scrapes ``targets`` each ``interval_s`` into the database ``path`` until ``stop``, and once more then. Raises ``RunError`` where it cannot be written."""
+def collect(
+    path: Path, targets: Callable[[], Sequence[Target]], interval_s: float, retention: Retention, stop: threading.Event, rules: Rules | None = None
+) -> None:
+    """Scrapes ``targets`` each ``interval_s`` into the database ``path``, and evaluates ``rules`` after it, until ``stop``, and once more then. Raises
+    ``RunError`` where it cannot be written."""
     writer, scraper = MetricsWriter(path, retention), Scraper(timeout_s=min(interval_s, 10.0))
     thinned, due = -THIN_EVERY_S, time.monotonic()
     try:
@@ -29,6 +33,8 @@ def collect(path: Path, targets: Callable[[], Sequence[Target]], interval_s: flo
             writer.append(scraper.leave(now))
             for target in now:
                 writer.append(scraper.scrape(target))
+            if rules is not None:
+                writer.evaluate(rules, round(time.time() * 1000))
             if time.monotonic() - thinned >= THIN_EVERY_S:
                 writer.thin()
                 thinned = time.monotonic()

@@ -2,13 +2,16 @@
 
 import json
 import math
+import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.metrics_database.promql.evaluate import Series, matches
 from tandem.metrics_database.promql.syntax import NAME, Matcher
+from tandem.metrics_database.rules import Rules
 from tandem.runtime.records.sqlite_file import close_last, connect, errors, transaction
 from tandem.types import RunError
 
@@ -53,6 +56,17 @@ class MetricsWriter:
         with errors(self.path, _WHAT), transaction(self._connection):
             rows = [(self._id(labels), when, _NAN if value is not None and value != value else value) for labels, when, value in samples]
             self._connection.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?, ?)", rows)
+
+    def evaluate(self, rules: Rules, time_ms: int) -> None:
+        """Adds the samples of ``rules`` at ``time_ms``: those of each recording rule before the next rule is evaluated."""
+        for recording in rules.recording:
+            self.append(rules.record(recording, self.read, time_ms))
+        self.append([sample for alert in rules.alerts for sample in rules.alert(alert, self.read, time_ms)])
+
+    def read(self, matchers: Sequence[Matcher], start_ms: int, end_ms: int) -> list[Series]:
+        """As ``MetricsReader.read``."""
+        with errors(self.path, _WHAT):
+            return _series(self._connection, matchers, start_ms, end_ms)
 
     def _id(self, labels: Labels) -> int:
         found = self._ids.get(labels)
@@ -101,6 +115,26 @@ class MetricsWriter:
         close_last(self._connection, self.path)
 
 
+def _series(connection: sqlite3.Connection, matchers: Sequence[Matcher], start_ms: int, end_ms: int) -> list[Series]:
+    listed: list[Series] = []
+    for id, labels in _matching(connection, matchers):
+        samples = "SELECT time_ms, value FROM samples WHERE series = ? AND time_ms BETWEEN ? AND ? ORDER BY time_ms"
+        rows = connection.execute(samples, (id, start_ms, end_ms)).fetchall()
+        if rows:
+            times, values = zip(*rows, strict=True)
+            numbers = [math.nan if value == _NAN else value for value in values]
+            listed.append(Series(tuple(sorted(labels.items())), times, numbers))
+    return listed
+
+
+def _matching(connection: sqlite3.Connection, matchers: Sequence[Matcher]) -> list[tuple[int, Mapping[str, str]]]:
+    name = next((each.value for each in matchers if each.label == NAME and each.kind == "="), None)
+    where, given = ("", ()) if name is None else (" WHERE name = ?", (name,))
+    rows = connection.execute(f"SELECT id, labels FROM series{where}", given)
+    listed = ((id, json.loads(labels)) for id, labels in rows)
+    return [(id, labels) for id, labels in listed if matches(labels, matchers)]
+
+
 @dataclass(frozen=True, slots=True)
 class MetricsReader:
     """Reads ``path`` while another process may write it; it is opened for each question alone. Raises ``RunError`` where there is none."""
@@ -109,27 +143,8 @@ class MetricsReader:
 
     def read(self, matchers: Sequence[Matcher], start_ms: int, end_ms: int) -> list[Series]:
         """Returns the series that match, with their samples between two times, both included; those without any are left out."""
-        connection = connect(self.path, _WHAT, _VERSION, _SCHEMA, read_only=True, busy_s=2.0, brief=True)
-        found = []
-        with errors(self.path, _WHAT):
-            try:
-                for id, labels in self._matching(connection, matchers):
-                    samples = "SELECT time_ms, value FROM samples WHERE series = ? AND time_ms BETWEEN ? AND ? ORDER BY time_ms"
-                    rows = connection.execute(samples, (id, start_ms, end_ms)).fetchall()
-                    if rows:
-                        times, values = zip(*rows, strict=True)
-                        numbers = [math.nan if value == _NAN else value for value in values]
-                        found.append(Series(tuple(sorted(labels.items())), times, numbers))
-            finally:
-                connection.close()
-        return found
-
-    def _matching(self, connection: object, matchers: Sequence[Matcher]) -> list[tuple[int, Mapping[str, str]]]:
-        name = next((each.value for each in matchers if each.label == NAME and each.kind == "="), None)
-        where, given = ("", ()) if name is None else (" WHERE name = ?", (name,))
-        rows = connection.execute(f"SELECT id, labels FROM series{where}", given)  # type: ignore[attr-defined]
-        listed = ((id, json.loads(labels)) for id, labels in rows)
-        return [(id, labels) for id, labels in listed if matches(labels, matchers)]
+        with closing(connect(self.path, _WHAT, _VERSION, _SCHEMA, read_only=True, busy_s=2.0, brief=True)) as connection, errors(self.path, _WHAT):
+            return _series(connection, matchers, start_ms, end_ms)
 
     def span_ms(self) -> tuple[int, int] | None:
         """Returns the times of the oldest and the newest sample, ``None`` without one."""

@@ -29,6 +29,7 @@ from tandem.runtime.health.run_health import RunHealth
 from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.records.agreements import record_agreement
 from tandem.runtime.records.checkpoint_tiers import Loaded, describe_fetched, record_loaded, record_written
+from tandem.runtime.records.entropies import EntropyFile
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_records import Records
 from tandem.runtime.rpc.calls import Progress
@@ -105,6 +106,7 @@ class Pod:
     shared_store: str = ""
     verify_every: int = 0
     health: RunHealth | None = None
+    entropies: EntropyFile | None = None
     pods: PodsConfig = field(default_factory=PodsConfig)
     memory: dict[str, float] = field(default_factory=dict)
     device_metrics: dict[str, float] = field(default_factory=dict)
@@ -442,6 +444,8 @@ class Pod:
         if self.health is not None:
             self.health.look(step, times)
         self._measure("train", self.trainer.memory())
+        if self.entropies is not None:
+            self.entropies.write(step, trained["entropies"])
         self.device_metrics = trained["device"]
         self._commit(trained)
         metrics: dict[str, float] = trained["metrics"]

@@ -14,6 +14,7 @@ from tandem.pod.rank_models import RankModels
 from tandem.rl.algorithms.batch import make_batch, train_sequence, without_replay
 from tandem.rl.algorithms.critic import critic_metrics, update_critic
 from tandem.rl.algorithms.minibatches import worst
+from tandem.rl.algorithms.token_entropies import EntropyRecord
 from tandem.rl.algorithms.update import update_policy
 from tandem.trainer.corruption.check import CorruptionCheck
 from tandem.trainer.device_speed import DeviceSpeed
@@ -23,18 +24,20 @@ from tandem.trainer.parallel.follow import follow
 from tandem.trainer.step import Progress, StepResult
 from tandem.trainer.tensor_record import TensorRecord
 from tandem.types import Batch, Sample, Score, TrainSequence
+from tandem.types.token_entropies import TokenEntropies
 
 
 def policy_step(
     models: RankModels, inferred: Inferred, scores: Sequence[Score], on_progress: Progress, speed: DeviceSpeed, record: TensorRecord | None,
     check: CorruptionCheck | None = None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], TokenEntropies]:
     """Takes the optimizer step (or steps, with several mini-batches) of ``models.steps`` on the samples of ``inferred``.
 
     Returns the ``metrics``; ``device``, what ``speed`` says of this rank and how well the batch was packed; ``tokens``, those that went through the actor;
     ``verdict``, the worst of any guard; ``learned``: see ``has_learned``;
     ``compared``, the micro-batches that were computed twice;
-    and ``exhausted``, the steps in a row that a guard has skipped if they are more than it may, else 0."""
+    and ``exhausted``, the steps in a row that a guard has skipped if they are more than it may, else 0. Beside them the entropies of the policy at the tokens
+    of the samples."""
     actor, recipe, step = models.enter(Phase.TRAIN), models.recipe, models.steps
     critic, shared = actor.critic, recipe.critic if recipe.has_shared_critic else None
     values = inferred.values if shared is None else _values_of_the_actor(models, inferred.samples)
@@ -50,11 +53,13 @@ def policy_step(
     if check is not None:
         check.begin_step(step)
     learned = _update_critic(models, critic, batch, on_progress) if critic is not None else None
+    entropies = EntropyRecord()
     result = update_policy(
         actor.replica, batch, recipe.algorithm, recipe.trainer, total_steps=recipe.run.max_steps,
         temperature=recipe.rollout.temperature, guard=actor.guard, on_progress=on_progress,
         on_phase=lambda phase: models.rank.enter(phase, step), tracer=actor.tracer,
         is_frozen=critic is not None and step < recipe.critic.warmup_steps, shared_critic=shared, record=record, check=check,
+        entropies=entropies,
     )  # fmt: skip
     if record is not None:
         record.weights(actor.replica, "after the step")
@@ -66,12 +71,13 @@ def policy_step(
         metrics, verdicts = metrics | learned.metrics, [result.verdict, learned.verdict]
     elif shared is not None:
         metrics = metrics | critic_metrics(batch.sequences)
+    of_tokens = entropies.take(batch.sequences, models.rank.ranks.world, actor.replica.model.device)
     return {
         "metrics": metrics, "device": _device_metrics(models, speed, batch.sequences, perf_counter() - began) | dict(result.packing), "tokens": result.tokens,
         "verdict": worst(verdicts), "learned": has_learned(result, recipe.trainer, step),
         "compared": 0 if check is None else check.take_compared(),
         "exhausted": max(guard.skipped_in_a_row if guard.is_exhausted else 0 for guard in guards),
-    }  # fmt: skip
+    }, of_tokens  # fmt: skip
 
 
 def replay_metrics(models: RankModels, sequences: Sequence[TrainSequence]) -> dict[str, float]:

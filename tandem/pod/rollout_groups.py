@@ -11,7 +11,8 @@ from tandem.rl.rollout.groups import InFlightGroups
 from tandem.rl.rollout.sampling_engine import SamplingEngine
 from tandem.rl.rollout.traced_engine import TracedEngine
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress
-from tandem.runtime.traces.context import current, enter, leave
+from tandem.runtime.traces.context import current
+from tandem.runtime.traces.parts import Parts, share_of_parts
 from tandem.types import Sample
 from tandem.types.wire_records import decode_prompts, decode_samples, samples_to_text
 
@@ -24,6 +25,7 @@ class RolloutGroups:
         self._tools: EpisodeTools | None = None
         self._agents: Agents | None = None
         self._groups: InFlightGroups | InFlightEpisodes | InFlightAgents | None = None
+        self._requests, self._episodes = Parts(), Parts()
 
     def open(self, folder: Path) -> None:
         """Starts the processes that the recipe needs, if they do not run. ``folder``: of the tokenizer and its chat template. Raises ``UserError``."""
@@ -44,20 +46,20 @@ class RolloutGroups:
             self.drop()
             self._groups = self._none(engine, context)
         unfinished = decode_samples(blobs["unfinished"]) if "unfinished" in blobs else []
+        step = int(meta["step"])
         # There are thousands of requests in a large step.
-        token = enter(current() if int(meta["step"]) in self._recipe.run.trace_steps else None)
-        try:
-            self._groups.add(int(meta["step"]), decode_prompts(blobs["prompts"]), meta["settings"], unfinished)
-        finally:
-            leave(token)
+        ratio = share_of_parts(self._recipe.traces, is_whole=step in self._recipe.run.trace_steps)
+        for parts in (self._requests, self._episodes):
+            parts.begin(current(), ratio)
+        self._groups.add(step, decode_prompts(blobs["prompts"]), meta["settings"], unfinished)
         on_samples = (lambda finished: progress({"samples": samples_to_text(finished)})) if meta.get("stream") else None
         return self._groups.draw(meta.get("wait", "all"), lambda done, total: progress({"done": done, "total": total}), on_samples)
 
     def _none(self, given: SamplingEngine, context: int) -> InFlightGroups | InFlightEpisodes | InFlightAgents:
-        engine = TracedEngine(given)
+        engine, parent = TracedEngine(given, self._requests.parent), self._episodes.parent
         if self._agents is not None:
-            return InFlightAgents(engine, self._agents, context)
-        return InFlightGroups(engine) if self._tools is None else InFlightEpisodes(engine, self._tools)
+            return InFlightAgents(engine, self._agents, context, parent)
+        return InFlightGroups(engine) if self._tools is None else InFlightEpisodes(engine, self._tools, parent)
 
     def drop(self) -> None:
         """Aborts what is unfinished."""

@@ -13,6 +13,7 @@ from tandem.pod.calls import InferencePart
 from tandem.pod.channel import Channel
 from tandem.runtime.coordination.store import Guard
 from tandem.runtime.rpc.calls import Meta, Progress
+from tandem.runtime.traces.context import untraced
 from tandem.types import Prompt, Sample, Score, WeightVersion
 from tandem.types.wire_records import decode_samples, encode_prompts, encode_samples, encode_scores, samples_from_text
 
@@ -60,9 +61,10 @@ class TrainerSidecar:
         self, step: int, samples: Sequence[Sample], scores: Sequence[Score], on_progress: Progress | None = None
     ) -> dict[str, Any]:
         """One optimizer step from the state after ``step`` steps; returns its ``metrics``, the guard's ``verdict`` and the checkpoints that
-        were ``committed`` meanwhile."""
+        were ``committed`` meanwhile, and the ``entropies`` of the samples' tokens (``encode_entropies``; none where they are missing)."""
         blobs = {"samples": encode_samples(samples), "scores": encode_scores(scores)}
-        return self.channel.call("train", {"step": step}, blobs, on_progress=on_progress).meta
+        frame = self.channel.call("train", {"step": step}, blobs, on_progress=on_progress)
+        return {**frame.meta, "entropies": frame.blobs.get("entropies", b"")}
 
     def offload(self, step: int, release: bool) -> dict[str, Any]:
         """Drop gradients and caches, and begin to move away what a rollout does not need; with ``release`` give the memory back to the machine.
@@ -124,7 +126,8 @@ class TrainerSidecar:
         self.channel.call("forget_local")
 
     def memory(self) -> dict[str, int]:
-        return self.channel.memory()
+        with untraced():
+            return self.channel.memory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,4 +206,5 @@ class RolloutSidecar:
         self.channel.stop_worker()
 
     def memory(self) -> dict[str, int]:
-        return self.channel.memory()
+        with untraced():
+            return self.channel.memory()

@@ -50,6 +50,7 @@ from tandem.trainer.rank_process import Rank, start
 from tandem.trainer.step import Progress as Counts
 from tandem.trainer.tensor_record import tensor_record
 from tandem.types import RunError, WeightVersion
+from tandem.types.token_entropies import encode_entropies
 from tandem.types.weights import Layout
 from tandem.types.wire_records import decode_samples, decode_scores
 from tandem.weight_transfer.register import WeightWriter
@@ -328,7 +329,8 @@ class TrainerWorker:
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Takes the optimizer step (or steps, with several mini-batches) of ``step``. The reply is that of ``policy_step``, with the checkpoints that were
-        ``committed`` meanwhile, the ``moves`` that ended, and the ``residue``; or it has the ``corruption`` that was found."""
+        ``committed`` meanwhile, the ``moves`` that ended, and the ``residue``, and from the first rank the ``entropies`` of tokens; or it has the
+        ``corruption`` that was found."""
         models, step = self._held(), int(meta["step"])
         models.expect(step)
         if self.record is not None:
@@ -337,7 +339,7 @@ class TrainerWorker:
         inferred = self.inferred if self.inferred is not None and self.inferred.step == step else None
         inferred = inferred or infer(models, step, decode_samples(blobs["samples"]), _counts(progress))
         try:
-            learned = policy_step(models, inferred, decode_scores(blobs["scores"]), _counts(progress), self.speed, self.record, self.check)
+            learned, entropies = policy_step(models, inferred, decode_scores(blobs["scores"]), _counts(progress), self.speed, self.record, self.check)
         except SilentCorruption as corruption:
             # Every rank raises it.
             models.close()
@@ -345,7 +347,8 @@ class TrainerWorker:
             return {"corruption": corruption.finding.to_json()}, {}
         self.inferred = None
         committed, moves, residue = models.take_committed(), models.take_moves(), models.find_residue(Phase.TRAIN)
-        return {**learned, "committed": committed, "written": models.take_written(), "moves": moves, "residue": residue}, {}
+        blobs = {"entropies": encode_entropies(entropies)} if entropies else {}
+        return {**learned, "committed": committed, "written": models.take_written(), "moves": moves, "residue": residue}, blobs
 
 
 def _counts(progress: Progress) -> Counts:

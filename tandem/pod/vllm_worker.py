@@ -64,7 +64,7 @@ class VllmWorker:
         replays = recipe.replays_routing(shapes.experts is not None)
         arguments = serve_arguments(
             engine, dtype=dtype, seed=recipe.run.seed, max_model_len=length, cache_bytes=self.kv_cache_bytes, device=device,
-            reads_weights=bool(meta.get("reads_weights")), returns_routing=replays,
+            reads_weights=bool(meta.get("reads_weights")), returns_routing=replays, returns_times=recipe.traces is not None,
         )  # fmt: skip
         self.server = VllmServer(
             folder, arguments, self.folder, self.log, store_address(recipe.coordination, self.directory),

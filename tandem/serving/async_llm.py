@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tandem.config.engine import EngineArgs
+from tandem.config.traces import TracesProtocol
 from tandem.engine.llm_inputs import PromptInput, prompts_of
+from tandem.engine.llm_traces import begun, open_exporter
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.pooling.params import PoolingParams, PoolingTask
 from tandem.engine.processing.outputs import RequestOutput
 from tandem.engine.sample.sampling_params import RequestOutputKind, SamplingParams
 from tandem.model.huggingface.pooling_config import read_pooling
 from tandem.runtime.process.processes import available_cores
+from tandem.runtime.rpc.traced import receive_spans
 from tandem.serving.engines.instance import Instance
 from tandem.serving.engines.messages import EngineInfo, EngineRequest, Step
 from tandem.text.tokenizer import Tokenizer
 from tandem.types import RunError, UserError
+from tandem.types.one_line import describe
 
 if TYPE_CHECKING:
     from tandem.engine.pooling.outputs import (
@@ -52,9 +56,14 @@ class AsyncLLM:
     used from several event loops, one after the other or in several threads.
     """
 
-    def __init__(self, engine_args: EngineArgs) -> None:
-        """Starts the engine and waits until it has loaded the model. Raises ``UserError`` if it cannot be loaded."""
+    def __init__(
+        self, engine_args: EngineArgs, *, otlp_traces_endpoint: str | None = None, otlp_traces_protocol: TracesProtocol = "http/protobuf"
+    ) -> None:
+        """Starts the engine and waits until it has loaded the model. ``otlp_traces_endpoint``: an OpenTelemetry collector, which each request is sent to as
+        the span ``generate``, with the engine's ``llm_request`` below it; ``otlp_traces_protocol``: of that address. Raises ``UserError`` if the model cannot
+        be loaded."""
         self._engine_args = engine_args
+        self._exporter = open_exporter(otlp_traces_endpoint, otlp_traces_protocol)
         self._streams: dict[str, Deliver] = {}
         """By the engine's names of requests, which differ for two requests with one id, of which one was aborted."""
         self._names: dict[str, str] = {}
@@ -69,17 +78,22 @@ class AsyncLLM:
             self._instance, self._info = self._wait(self._start(engine_args))
         except BaseException:
             self._end_thread()
+            if self._exporter is not None:
+                self._exporter.close()
             raise
         folder = self._info.tokenizer_folder
         self._tokenizer = None if folder is None else Tokenizer.from_folder(folder)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Returns an engine with the options ``engine_args``. Raises ``UserError``."""
-        return cls(engine_args)
+    def from_engine_args(
+        cls, engine_args: EngineArgs, *, otlp_traces_endpoint: str | None = None, otlp_traces_protocol: TracesProtocol = "http/protobuf"
+    ) -> Self:
+        """Returns an engine with the options ``engine_args``. The other arguments are those of the constructor. Raises ``UserError``."""
+        return cls(engine_args, otlp_traces_endpoint=otlp_traces_endpoint, otlp_traces_protocol=otlp_traces_protocol)
 
     async def generate(
         self, prompt: PromptInput, sampling_params: SamplingParams, request_id: str, *, lora_request: LoRARequest | None = None, priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the outputs of a request; the last is ``finished``. Ending the iteration earlier aborts the request.
 
@@ -91,6 +105,8 @@ class AsyncLLM:
             request_id: Unique among unfinished requests.
             lora_request: The adapter; loaded if it is not.
             priority: Lower values are scheduled first.
+            trace_headers: With a W3C ``traceparent``, the request belongs to that trace, and is recorded if its sender says so; without one it begins a
+                trace. Needs ``otlp_traces_endpoint``.
 
         Raises:
             UserError: The request cannot be served.
@@ -102,9 +118,21 @@ class AsyncLLM:
             id="", prompt_token_ids=tokens, params=_plain(sampling_params), stream=True, cache_salt=salt, priority=priority,
             key=0 if sampling_params.seed is not None else next(self._keys), adapter=_adapter(lora_request),
         )  # fmt: skip
-        async with contextlib.aclosing(self._outputs(request_id, request)) as outputs:
-            async for output in outputs:
-                yield replace(output, prompt=text)
+        traced = None if self._exporter is None else begun("generate", trace_headers)
+        if traced is not None:
+            traced.update({"gen_ai.request.id": request_id, "gen_ai.operation.name": "text_completion"})
+            request = replace(request, traceparent=traced.context.traceparent)
+        try:
+            async with contextlib.aclosing(self._outputs(request_id, request)) as outputs:
+                async for output in outputs:
+                    yield replace(output, prompt=text)
+        except Exception as error:
+            if traced is not None:
+                traced.error = describe(error)
+            raise
+        finally:
+            if traced is not None:
+                traced.end()
 
     async def encode(
         self, prompt: PromptInput, pooling_params: PoolingParams, request_id: str, *, lora_request: LoRARequest | None = None, priority: int = 0,
@@ -218,6 +246,8 @@ class AsyncLLM:
             return
         self._wait(self._stop())
         self._end_thread()
+        if self._exporter is not None:
+            self._exporter.close()
 
     def __enter__(self) -> Self:
         return self
@@ -285,6 +315,8 @@ class AsyncLLM:
         await self._instance.call(name)
 
     def _take(self, step: Step) -> None:
+        if step.spans:
+            receive_spans(step.spans)
         for output in step.outputs:
             deliver = self._remove(output.request_id) if output.finished else self._streams.get(output.request_id)
             if deliver is not None:

@@ -97,7 +97,7 @@ def running(
     buffers, store = WeightBuffers.create("test", size), folder / "store.sqlite"
     arguments = serve_arguments(
         EngineArgs(max_num_seqs=64, tensor_parallel_size=tensor_parallel_size), dtype=dtype, seed=0, max_model_len=MAX_MODEL_LEN, cache_bytes=cache_bytes,
-        device="cpu", reads_weights=False, returns_routing=returns_routing,
+        device="cpu", reads_weights=False, returns_routing=returns_routing, returns_times=True,
     )  # fmt: skip
     server = VllmServer(model, arguments, folder / "vllm", folder / "vllm.log", str(store), 2, environment("cpu", tensor_parallel_size), returns_routing, lora)
     writer = WeightWriter(buffers, EmbeddedStore(store), threads=1)

@@ -32,6 +32,10 @@ from tandem.config.lora import LoraConfig
 from tandem.config.model import NewModelConfig
 from tandem.model.create_model import create_model
 from tandem.model.huggingface.model_folder import read_tensors
+from tandem.rl.rollout.groups import InFlightGroups
+from tandem.rl.rollout.traced_engine import TracedEngine
+from tandem.runtime.traces.context import SpanContext
+from tandem.runtime.traces.spans import SPANS
 from tandem.types import DamagedWeights, EngineDied, Prompt, RunError, Sample, WeightVersion
 from tandem.weight_transfer.publication import current
 from tandem.weight_transfer.shared_memory import Segment
@@ -82,6 +86,23 @@ def test_tokens_and_logprobs_are_those_of_transformers_after_each_update(engine:
             assert sample.text == engine.tokenizer.decode(sample.token_ids)
         for sample, logprobs in zip(samples[:12], reference_logprobs(model, tensors, samples[:12]), strict=True):
             assert (logprobs.max(1).values - logprobs.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]).max() < 1e-5
+
+
+def test_a_request_has_the_parts_that_vllm_has_measured_in_its_trace(engine: Engine, model: Path) -> None:
+    brought(engine, model, 2, seed=2)
+    SPANS.take()
+    groups = InFlightGroups(TracedEngine(engine.engine(), lambda: SpanContext("a" * 32, "b" * 16)))
+    groups.add(0, prompts(3, 99), {**SAMPLED, "n": 2})
+    assert len(groups.draw("all", lambda done, total: None)) == 6
+    spans = SPANS.take()
+    requests = [span for span in spans if span.name == "llm_request"]
+    assert [span.parent_id for span in requests] == ["b" * 16] * 3
+    for request in requests:
+        queue, prefill, decode = sorted((span for span in spans if span.parent_id == request.context.span_id), key=lambda span: (span.start_ns, span.end_ns))
+        assert (queue.name, prefill.name, decode.name) == ("queue", "prefill", "decode")
+        assert request.start_ns == queue.start_ns <= queue.end_ns == prefill.start_ns < prefill.end_ns == decode.start_ns < decode.end_ns == request.end_ns
+        # Eleven tokens follow the first of twelve.
+        assert decode.end_ns - decode.start_ns > prefill.end_ns - prefill.start_ns and request.attributes["gen_ai.latency.time_in_model_prefill"] > 0
 
 
 def test_first_tokens_have_the_distribution_of_the_model_and_seeds_decide_them(engine: Engine, model: Path) -> None:

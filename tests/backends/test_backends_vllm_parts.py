@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from tandem.backends.vllm import held_weights as held_weights_module
 from tandem.backends.vllm.engine import VllmEngine
-from tandem.backends.vllm.generate import routing_of
+from tandem.backends.vllm.generate import routing_of, times_of
 from tandem.backends.vllm.held_weights import PROBE_ROWS, digest, held_weights, shard_of
 from tandem.backends.vllm.http_client import VllmClient
 from tandem.backends.vllm.raw_logprobs import report_raw_logprobs
 from tandem.config.load import to_mapping
 from tandem.config.recipe import Recipe, load_config
+from tandem.engine.processing.outputs import RequestTimes
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.jobs.checks import check_rl
 from tandem.jobs.start import dry_run
@@ -209,6 +210,21 @@ def generated(body: dict[str, Any], label: str = "3.8", reason: str = "length") 
     content = [{"token_id": token, "logprob": -token / 100, "top_logprobs": both(token)[: params["logprobs"]]} for token in tokens]
     spans = [{"version": label, "start": 0, "end": len(tokens)}]
     return {"choices": [{"token_ids": tokens, "finish_reason": reason, "stop_reason": None, "logprobs": {"content": content}, "weight_versions": spans}]}
+
+
+# As vLLM 0.32 answers with statistics; without them each is null.
+MEASURED = {
+    "time_to_first_token_ms": 20.0, "generation_time_ms": 50.0, "queue_time_ms": 4.0, "mean_itl_ms": 10.0, "tokens_per_second": 85.7,
+    "speculative_decoding": None,
+}  # fmt: skip
+
+
+def test_the_times_of_a_request_are_counted_back_from_its_answer() -> None:
+    assert times_of({"metrics": MEASURED}, 100.0, 100.08) == RequestTimes(100.0, pytest.approx(100.01), pytest.approx(100.03))
+    # An answer that was quicker than the parts, as measured by another clock, has none before it was asked for.
+    assert times_of({"metrics": MEASURED}, 100.0, 100.04) == RequestTimes(100.0, 100.0, 100.0)
+    for answer in ({}, {"metrics": None}, {"metrics": dict.fromkeys(MEASURED)}):
+        assert times_of(answer, 100.0, 100.08) is None
 
 
 def engine_of(client: VllmClient, tokenizer: Tokenizer, *, most: int) -> VllmEngine:

@@ -7,9 +7,11 @@ from typing import Any
 
 from tandem.config.recipe import load_config
 from tandem.jobs.run_files import write_recipe
+from tandem.runtime.records.entropies import EntropyFile
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.types import FinishReason, Sample, Score, ScoreState, WeightVersion
+from tandem.types.token_entropies import encode_entropies, pack_halves
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "</script><img src=x onerror='window.hacked=1'><b id=title>bold</b> مرحبا 👩‍👩‍👧‍👦 \u202egnp\u202c \x1b[31m\ud83d &amp;"
@@ -74,6 +76,11 @@ def make_run(folder: Path, rows: Iterable[dict[str, Any]], *, steps: int = 4, te
         for step in (0, len(kept)):
             example = {"prompt": text or "3 1 2", "completion": text or "1 2 3", "correct": True}
             journal.commit_evaluation(step, "sampled", {"accuracy": 0.25 + step / 1000, "standard_error": 0.01, "count": 4, "examples": [example]})
+        # As of a version that did not record them, the first step has none.
+        entropies = EntropyFile(folder, print)
+        for step in range(1, steps):
+            entropies.write(step, encode_entropies({sample.id: pack_halves([0.0625, 1.5, math.nan]) for sample in samples_of(step)[0]}))
+        entropies.close()
         journal.record_event("recovery", {"step": 2, "role": "trainer", "reason": text or "rank 1 was killed"})
         if finished:
             journal.set("result", {"steps": len(kept), "reached": True})

@@ -101,7 +101,9 @@ def test_samples_have_rewards_advantages_and_tokens(dashboard: Dashboard) -> Non
     # Rewards 1, 0, 0, 0: mean 1/4, sample standard deviation 1/2.
     assert [sample["advantage"] for sample in newest["prompts"][0]["samples"]] == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-4)
     one = dashboard.ask("sample", run="a", step=3, id=first["id"])
-    assert [token[1:] for token in one["token_list"]] == [[9, -0.1, -0.1, 1], [10, -1.5, -1.2, 1], [2, -0.01, -0.01, 1]]
+    assert [token[1:] for token in one["token_list"]] == [[9, -0.1, -0.1, 1, 0.0625], [10, -1.5, -1.2, 1, 1.5], [2, -0.01, -0.01, 1, None]]
+    before = dashboard.ask("sample", run="a", step=0, id="0/p0/0")
+    assert (one["entropy_missing"], before["entropy_missing"], before["token_list"][1][-1]) == ("", "not recorded", None)
     assert one["replay"].endswith("/a --step 3") and one["versions"] == ["1.3"]
     assert [len(prompt["samples"]) for prompt in dashboard.ask("samples", run="a", step=2, only="correct")["prompts"]] == [1, 1, 1]
     assert dashboard.ask("samples", run="a", step=2, text="ANSWER 3 of")["matched"] == 3, "whatever the case"

@@ -158,9 +158,13 @@ def test_samples_are_filtered_searched_and_coloured_by_token(chromium: Any, serv
         by_probability = page.page.evaluate(colour)
         page.page.get_by_label("Colour by").select_option("advantage")
         assert page.page.evaluate(colour) != by_probability
+        page.page.get_by_label("Colour by").select_option("entropy")
+        shares = [page.page.evaluate(f"() => document.querySelectorAll('.token')[{number}].style.getPropertyValue('--share')") for number in range(3)]
+        assert shares == ["2%", "49%", "0%"], "of 2 nats, at most 65 %; the last has none"
         page.page.locator(".token").first.focus()
         page.page.keyboard.press("ArrowRight")
-        assert "log-probability -1.5 (22.3 %), when it was drawn -1.2" in page.page.locator(".token-detail").inner_text()
+        detail = page.page.locator(".token-detail").inner_text()
+        assert "log-probability -1.5 (22.3 %), when it was drawn -1.2" in detail and "entropy of the policy 1.5 nats" in detail
         page.page.get_by_role("button", name="The same prompt in all steps").first.click()
         page.page.wait_for_function("() => document.querySelectorAll('.sample .of').length === 16")
         page.page.get_by_role("button", name="Back to the step").click()

@@ -158,7 +158,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Answer
     writer.append((tuple(sorted(labels.items())), when, value) for labels, when, value in samples)
     writer.close()
     with prometheus_with(folder, samples) as url:
-        yield url, Answers(MetricsReader(folder / "metrics.sqlite").read, {})
+        yield url, Answers(MetricsReader(folder / "metrics.sqlite").read)
 
 
 def compare(both: tuple[str, Answers], query: str) -> int:

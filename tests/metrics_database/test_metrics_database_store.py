@@ -148,7 +148,7 @@ def test_a_query_that_cannot_be_is_one_line(tmp_path: Path, query: str) -> None:
     writer.append((((NAME, name), ("instance", instance), ("job", "j")), 1000, 1.0) for name in ("up", "x") for instance in ("a", "b"))
     writer.close()
     with pytest.raises(UserError) as raised:
-        Answers(MetricsReader(path).read, {}).answer("query", {"query": [query], "time": ["1"]})
+        Answers(MetricsReader(path).read).answer("query", {"query": [query], "time": ["1"]})
     assert "\n" not in str(raised.value)
 
 
@@ -186,6 +186,12 @@ def test_the_command_keeps_what_processes_expose_and_answers_for_grafana(tmp_pat
             until(lambda: len(ask("query", query="count_over_time(x[1m])")["data"]["result"]) and
                   float(ask("query", query="count_over_time(x[1m])")["data"]["result"][0]["value"][1]) > 2, "three samples")  # fmt: skip
             assert httpx.get(f"{url}/api/v1/label/__name__/values").json()["data"] == ["scrape_duration_seconds", "scrape_samples_scraped", "up", "x"]
+            (targets / "two.json").write_text(json.dumps([{"targets": ["127.0.0.1:9"], "labels": {"job": "down"}}]))
+            of_alerts = 'count_over_time(ALERTS{alertname="TandemTargetDown"}[1m])'
+            until(lambda: any(float(each["value"][1]) > 1 for each in ask("query", query=of_alerts)["data"]["result"]), "two evaluations of the rules")
+            [alert] = ask("query", query="ALERTS")["data"]["result"]
+            rest = {"alertname": "TandemTargetDown", "alertstate": "pending", "severity": "critical", "job": "down", "instance": "127.0.0.1:9"}
+            assert alert["metric"] == {NAME: "ALERTS", **rest} and alert["value"][1] == "1"
             assert ask("query", query="up")["data"]["result"][0]["metric"] == {NAME: "up", "instance": address, "job": "j"}
             assert ask("query", query="nonsense(")["errorType"] == "bad_data"
             process.send_signal(signal.SIGINT)

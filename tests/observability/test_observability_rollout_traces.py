@@ -1,5 +1,6 @@
 """Episodes with tools and episodes of an agent are in the trace of their step, with each request of the model, as a real OTLP receiver gets it."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,10 @@ def below(spans: list[Received], parent: Received) -> list[Received]:
 @pytest.mark.full
 def test_the_turns_and_the_tools_of_an_episode_are_in_the_trace_of_a_step_whose_parts_are_traced(tmp_path: Path) -> None:
     untraced, spans = traces_of(tmp_path, "calculator.yaml")
-    assert {"step", "rollout"} <= {span.name for span in untraced} and not {"invoke_agent", "llm_request"} & {span.name for span in untraced}
+    # Of the other steps, the first episode and the first request, and 1 % of the others.
+    of_step = Counter(span.name for span in untraced)
+    assert 1 <= of_step["invoke_agent"] < EPISODES and of_step["llm_request"] >= 1 and of_step["judge"] >= 1, of_step
+    assert {span.parent_id for span in untraced if span.name == "queue"} <= {span.span_id for span in untraced if span.name == "llm_request"}
     known = {span.span_id: span for span in spans}
     episodes = [span for span in spans if span.name == "invoke_agent"]
     assert len(episodes) == EPISODES == len({span.attributes["tandem.sample"] for span in episodes})

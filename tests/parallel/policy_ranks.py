@@ -22,6 +22,7 @@ from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import load_tensors
 from tandem.rl.algorithms.batch import make_batch, train_sequence
+from tandem.rl.algorithms.token_entropies import EntropyRecord
 from tandem.rl.algorithms.update import update_policy
 from tandem.trainer.grad_scaler import GradScaler
 from tandem.trainer.logprobs import infer_sequences, sequence_logprobs
@@ -139,7 +140,8 @@ def train_policy(here: RankContext | None, policy: Policy, folder: Path | None =
     (replica, reference), algorithm = replica_of(policy, here, folder), policy.algorithm
     model, ranks, guard = replica.model, replica.ranks, GradScaler(policy.trainer)
     tensor, expert = ranks.groups["tensor"], ranks.groups["expert"]
-    found: dict[str, Any] = {"metrics": [], "tokens": [], "cut": ShardSpec(tensor.rank, tensor.size, policy.case.deterministic, expert.rank, expert.size)}
+    found: dict[str, Any] = {"metrics": [], "tokens": [], "entropies": []}
+    found |= {"cut": ShardSpec(tensor.rank, tensor.size, policy.case.deterministic, expert.rank, expert.size)}
     gradients = {} if policy.offloaded else _gradients_before_clipping(replica)
     for step in range(policy.case.steps):
         samples, scores = scored_samples(policy, step)
@@ -147,9 +149,9 @@ def train_policy(here: RankContext | None, policy: Policy, folder: Path | None =
         if step == 0:
             found["logprobs"] = infer_sequences(replica, sequences, policy.micro_batch_tokens, TEMPERATURE)
         known = sequence_logprobs(reference, sequences, policy.micro_batch_tokens) if algorithm.needs_reference else None
-        result = update_policy(
-            replica, make_batch(step, samples, scores, algorithm, 14, known), algorithm, policy.trainer, temperature=TEMPERATURE, guard=guard
-        )
+        batch, entropies = make_batch(step, samples, scores, algorithm, 14, known), EntropyRecord()
+        result = update_policy(replica, batch, algorithm, policy.trainer, temperature=TEMPERATURE, guard=guard, entropies=entropies)
+        found["entropies"].append(entropies.take(batch.sequences, ranks.world, model.device))
         found["metrics"].append(result.metrics)
         found["tokens"].append(result.tokens)
     with replica.whole():

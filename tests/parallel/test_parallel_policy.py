@@ -12,6 +12,7 @@ from ranks import Ranks
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.layout.mesh import MeshShape
+from tandem.types.token_entropies import unpack_halves
 
 FULL = pytest.mark.full
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,6 +32,11 @@ def check(found: list[dict[str, Any]], wanted: dict[str, Any], policy: Policy, c
         for mine, its in zip(rank["metrics"], wanted["metrics"], strict=True):
             assert mine == pytest.approx(its, rel=1e-4 if is_float32 else 1e-9, abs=1e-6 if is_float32 else 1e-11)
         assert all(wanted["biases"][layer] == bias for layer, bias in rank["biases"].items())
+        assert rank is found[0] or not any(rank["entropies"]), "the first rank is told"
+    for own, alone in zip(found[0]["entropies"], wanted["entropies"], strict=True):
+        assert list(own) == list(alone) != []
+        for name, halves in own.items():
+            assert unpack_halves(halves) == pytest.approx(unpack_halves(alone[name]), rel=2e-3, nan_ok=True), name
     if "gradients" in found[0]:
         assert distance(gather_shards(found, "gradients", policy), wanted["gradients"]) < (1e-6 if is_float32 else close)
     parameters = gather_shards(found, "parameters", policy)

@@ -1,5 +1,6 @@
 """The ways to run and to end a pod differ in processes, not in bits."""
 
+import math
 import os
 import re
 import shutil
@@ -16,10 +17,12 @@ from tandem.model.huggingface.model_folder import read_tensors
 from tandem.pod.states import RolloutState
 from tandem.report.run_facts import RESULT_KEY
 from tandem.runtime.callback import Callback
+from tandem.runtime.records.entropies import read_entropies
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.logs import readable
 from tandem.runtime.records.run_lock import RunLock
 from tandem.types import UserError
+from tandem.types.token_entropies import unpack_halves
 
 
 def wait_for_row(run: PodRun, step: int, limit_s: float = 240.0) -> None:
@@ -65,6 +68,11 @@ def test_inline_gives_the_bits_of_the_pod(undisturbed: PodRun, tmp_path: Path) -
     assert difference(run, undisturbed) == []
     assert run.left_behind() == []
     assert not (run.directory / "logs" / "trainer_worker.log").exists()
+    for step, row in enumerate(run.rows()):
+        inline, of_pod = (read_entropies(each.directory, step) for each in (run, undisturbed))
+        assert {name: bytes(halves) for name, halves in inline.items()} == {name: bytes(halves) for name, halves in of_pod.items()}
+        of_tokens = [value for halves in inline.values() for value in unpack_halves(halves) if not math.isnan(value)]
+        assert math.fsum(of_tokens) / len(of_tokens) == pytest.approx(row["actor/entropy"], rel=1e-3)
 
 
 @pytest.mark.full

@@ -5,9 +5,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from observability.otlp_receiver import HttpReceiver
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from tandem.config.traces import TracesConfig
 from tandem.runtime.process.processes import Threads
 from tandem.runtime.process.worker import Worker
 from tandem.runtime.rpc.calls import RemoteError
@@ -17,6 +19,8 @@ from tandem.runtime.rpc.rpc_client import RpcClient
 from tandem.runtime.rpc.rpc_server import RpcServer
 from tandem.runtime.rpc.traced import receive_spans, sent_with
 from tandem.runtime.traces.context import SpanContext, current, in_context, is_sampled, new_trace, parse_traceparent
+from tandem.runtime.traces.exporter import BATCH, Exporter
+from tandem.runtime.traces.parts import Parts, share_of_parts
 from tandem.runtime.traces.spans import SPANS, Spans, begin_first, from_json, span, to_json
 from tandem.runtime.traces.steps import trace_of_step
 
@@ -100,8 +104,10 @@ def test_what_another_process_could_not_keep_is_counted_here():
     SPANS.dropped += 3
     _, sent = sent_with("result")
     assert SPANS.dropped == 0 and sent[-1] == before + 3 and len(sent) == 2
-    receive_spans([*sent, "not a span", -5])
-    assert SPANS.dropped == before + 4 and len(SPANS.take()) == 1
+    receive_spans([*sent, "not a span", ["no span either"], -5])
+    assert sent_with("result") == ("", [sent[0], ["no span either"], before + 4]), "what is passed on is not read"
+    receive_spans([sent[0], ["no span either"], before + 4])
+    assert len(SPANS.take()) == 1 and SPANS.dropped == before + 5
     SPANS.dropped = before
 
 
@@ -125,11 +131,52 @@ def test_spans_beyond_the_limit_are_counted_and_those_of_other_processes_are_che
     for _ in range(5):
         spans.add(one)
     assert (len(spans), spans.dropped) == (2, 3)
-    [back] = from_json(to_json([one]))
-    assert back == one
-    for broken in (None, [], [1], [["a" * 31]], [[*to_json([one])[0][:-1], ["x"]]], [["z" * 32, *to_json([one])[0][1:]]]):
-        with pytest.raises((ValueError, TypeError)):
-            from_json(broken if isinstance(broken, list) and broken else [broken])
+    assert from_json(to_json(one)) == one
+    for broken in (None, [], 1, ["a" * 31], [*to_json(one)[:-1], ["x"]], ["z" * 32, *to_json(one)[1:]], [*to_json(one)[:4], 9, *to_json(one)[5:]]):
+        with pytest.raises(ValueError, match=r"not a span|invalid literal"):
+            from_json(broken)
+
+
+def test_of_many_parts_of_a_call_the_first_and_a_share_are_recorded_with_all_that_belongs_to_them():
+    parts, call = Parts(), SpanContext("a" * 32, "b" * 16)
+    assert parts.parent() is None and parts.choose() is None, "nothing has begun"
+    with begin_first("rollout", call):
+        parts.begin(call, 0.0)
+        assert [parts.parent() for _ in range(50)] == [call] + [None] * 49
+        again = call.child()
+        parts.begin(again, 0.0)
+        assert parts.choose() is None, "another call of the same step has no further first part"
+        parts.begin(SpanContext("c" * 32, "b" * 16), 0.0)
+        assert parts.choose() is not None, "another step has one"
+        parts.begin(call, 1.0)
+        assert [parts.choose() for _ in range(50)] == [call] * 50
+        parts.begin(call, 0.01)
+        assert 10 < sum(parts.choose() is not None for _ in range(5000)) < 150
+        parts.begin(call, 0.0)
+        with span("episode") as episode, span("turn"):
+            assert parts.parent() == current() != episode.context, "what belongs to a part is no part"
+        parts.begin(SpanContext("d" * 32, "b" * 16, sampled=False), 1.0)
+        assert parts.choose() is None
+    SPANS.take()
+
+
+@pytest.mark.parametrize(("section", "is_whole", "share"), [(None, False, 1.0), ({}, False, 0.01), ({}, True, 1.0), ({"sample_ratio": 0.2}, False, 0.2)])
+def test_the_share_of_the_parts_is_that_of_requests_unless_the_recipe_says_otherwise(section, is_whole, share):
+    assert share_of_parts(None if section is None else TracesConfig(**section), is_whole=is_whole) == share
+
+
+def test_spans_are_sent_when_there_are_many_and_at_the_end():
+    with HttpReceiver() as receiver:
+        exporter = Exporter(TracesConfig(receiver.endpoint), spans := Spans())
+        with begin_first("one", SpanContext("a" * 32, "b" * 16)):
+            pass
+        [one] = SPANS.take()
+        for number in range(BATCH + 1):
+            spans.add(to_json(one) if number % 2 else one)
+        spans.add(["no span"])
+        exporter.close()
+        assert len(receiver.spans) == BATCH + 1 and len({(each.name, str(each.resource)) for each in receiver.spans}) == 1
+    assert len(receiver.paths) >= 2 and spans.dropped == 1
 
 
 def test_a_step_has_the_same_trace_in_every_process_and_attempt_and_no_other_step_has_it(tmp_path):

@@ -11,11 +11,15 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.model.decoder import Decoder
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
+from tandem.rl.algorithms import token_entropies
+from tandem.rl.algorithms.token_entropies import EntropyRecord
 from tandem.rl.algorithms.update import update_policy
 from tandem.trainer.logprobs import sequence_logprobs
+from tandem.trainer.micro_batch import counted_indices
 from tandem.trainer.optimizers.adamw import AdamW
 from tandem.trainer.parallel.ranks import alone
 from tandem.trainer.parallel.replica import FrozenReplica, Replica
+from tandem.types.token_entropies import unpack_halves
 
 TEMPERATURE = 0.8
 
@@ -84,6 +88,37 @@ def test_the_gradient_of_a_grpo_step_is_that_of_transformers_model_and_plain_tor
     norm = math.fsum(value.square().sum().item() for value in wanted.values())
     assert math.sqrt(difference / norm) < 1e-8
     assert metrics["actor/grad_norm"] == pytest.approx(math.sqrt(norm), rel=1e-8)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_the_entropies_of_tokens_are_those_of_transformers_model_and_cost_no_bit_of_the_update(truth, make_model, make_batch, share_prompts):
+    batch, trainer = make_batch(), TrainerConfig(dtype="float64", micro_batch_tokens=40, share_prompts=share_prompts)
+    record, results = EntropyRecord(), []
+    for entropies in (None, record):
+        replica = Replica(alone(), model := make_model(), AdamW(model.named_parameters(), trainer))
+        result = update_policy(replica, batch, AlgorithmConfig(epochs=2), trainer, temperature=TEMPERATURE, entropies=entropies)
+        results.append((result.metrics, torch.cat([each.detach().flatten() for each in model.parameters()])))
+    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+    of_tokens = record.take(batch.sequences, replica.ranks.world, model.device)
+    assert list(of_tokens) == [sequence.id for sequence in batch.sequences if any(sequence.loss_mask)]
+    for sequence in batch.sequences:
+        if not any(sequence.loss_mask):
+            continue
+        with torch.no_grad():
+            logprobs = (truth(torch.tensor([sequence.token_ids])).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        entropy = [math.nan, *(-(logprobs.exp() * logprobs).sum(-1)).tolist()]
+        wanted = [value if counts else math.nan for value, counts in zip(entropy, sequence.loss_mask, strict=True)][sequence.prompt_length :]
+        assert unpack_halves(of_tokens[sequence.id]) == pytest.approx(wanted, rel=1e-3, nan_ok=True)
+    assert not record.take(batch.sequences, replica.ranks.world, model.device), "it forgets"
+
+
+def test_the_entropies_of_a_step_have_a_bound(make_model, make_batch, monkeypatch):
+    batch, trainer = make_batch(), TrainerConfig(dtype="float64")
+    counted = [len(counted_indices(sequence)) for sequence in batch.sequences]
+    monkeypatch.setattr(token_entropies, "MOST_TOKENS", sum(counted[:3]))
+    replica, record = Replica(alone(), model := make_model(), AdamW(model.named_parameters(), trainer)), EntropyRecord()
+    update_policy(replica, batch, AlgorithmConfig(), trainer, entropies=record)
+    assert list(record.take(batch.sequences, replica.ranks.world, model.device)) == [each.id for each in batch.sequences[:3]] and all(counted[:4])
 
 
 def test_inferred_logprobs_are_those_of_transformers_model(truth, make_model, make_batch):

@@ -31,9 +31,10 @@ def kv_cache_bytes(shapes: ModelShapes, dtype: str, tokens: int, max_num_seqs: i
 
 def serve_arguments(
     engine: EngineArgs, *, dtype: str, seed: int, max_model_len: int, cache_bytes: int, device: str, reads_weights: bool, returns_routing: bool = False,
+    returns_times: bool = False,
 ) -> list[str]:
     """Returns the arguments after the model. ``cache_bytes``: of the KV cache over all ranks. ``reads_weights``: begin with those of the folder instead of
-    dummy weights. ``returns_routing``: answers have the experts of each token."""
+    dummy weights. ``returns_routing``: answers have the experts of each token; ``returns_times``: how long a request waited and was computed."""
     options = {
         "served-model-name": MODEL_NAME,
         "load-format": "auto" if reads_weights else "dummy",
@@ -51,7 +52,9 @@ def serve_arguments(
         "weight-transfer-config": json.dumps({"backend": BACKEND}),
         "worker-extension-cls": "tandem.backends.vllm.worker_extension.WorkerExtension",
     }
-    switches = ["enable-scale-out", "disable-uvicorn-access-log", "disable-log-stats", "no-enable-log-requests"]
+    switches = ["enable-scale-out", "disable-uvicorn-access-log", "no-enable-log-requests"]
+    if not returns_times:
+        switches.append("disable-log-stats")
     if device == "cpu" or engine.enforce_eager:
         # On a CPU compiling takes a minute at each start.
         switches.append("enforce-eager")

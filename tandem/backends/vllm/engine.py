@@ -4,15 +4,16 @@ The seed of a completion depends on the run's seed, its request and its index, a
 which other requests are in a batch, so that a completion which is drawn again may differ all the same.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from tandem.backends.vllm.generate import NOTHING, completion_of, generate_request, seed_of
+from tandem.backends.vllm.generate import NOTHING, completion_of, generate_request, seed_of, times_of
 from tandem.backends.vllm.http_client import Call
 from tandem.backends.vllm.server import VllmServer
-from tandem.engine.processing.outputs import CompletionOutput, Continuation, RequestOutput
+from tandem.engine.processing.outputs import CompletionOutput, Continuation, RequestOutput, RequestTimes
 from tandem.engine.processing.prompt_check import check_prompt
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.text.tokenizer import Tokenizer
@@ -24,7 +25,8 @@ STEP_S = 0.01
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request with ``waiting``: the calls of the server for its completions, by their indices, and the completions that are ``drawn``."""
+    """A request with ``waiting``: the calls of the server for its completions, by their indices, and the completions that are ``drawn``, with the ``times`` of
+    each that vLLM has told."""
 
     id: str
     prompt: list[int]
@@ -34,6 +36,15 @@ class _Request:
     seeds: list[int]
     waiting: dict[int, Call] = field(default_factory=dict)
     drawn: list[CompletionOutput] = field(default_factory=list)
+    asked_s: float = field(default_factory=time.monotonic)
+    times: list[RequestTimes] = field(default_factory=list)
+
+    def output(self) -> RequestOutput:
+        """Returns the output of the finished request: it was scheduled, and had a first token, when its first completion had."""
+        told = bool(self.times)
+        scheduled_s, first_token_s = (min(getattr(each, name) for each in self.times) if told else 0.0 for name in ("scheduled_s", "first_token_s"))
+        times = RequestTimes(self.asked_s, scheduled_s, first_token_s) if told else None
+        return RequestOutput(self.id, None, self.prompt, sorted(self.drawn, key=lambda completion: completion.index), times=times)
 
 
 class VllmEngine:
@@ -74,6 +85,8 @@ class VllmEngine:
             room = self.max_model_len - len(request.prompt)
             body = generate_request(request.prompt, request.params, request.seeds[index], self._tokenizer.eos_token_ids, room, request.continues)
             answer = self._server.client.post("/inference/v1/generate", body, call)
+            if (times := times_of(answer, request.asked_s, time.monotonic())) is not None:
+                request.times.append(times)
             completion = completion_of(
                 answer, f"completion {index} of {request.id}", index, len(request.prompt), request.params, self._tokenizer, request.version,
                 request.continues, self._server.returns_routing,
@@ -98,7 +111,7 @@ class VllmEngine:
                 self._on_completion(request.id, answer)
             if not request.waiting:
                 del self._requests[request.id]
-                finished.append(RequestOutput(request.id, None, request.prompt, sorted(request.drawn, key=lambda completion: completion.index)))
+                finished.append(request.output())
         return finished
 
     def _new_answers(self) -> list[tuple[_Request, int, CompletionOutput | BaseException]]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from tandem.backends.vllm.arguments import BOTH_LOGPROBS, MODEL_NAME, version_label
-from tandem.engine.processing.outputs import CompletionOutput, Continuation
+from tandem.engine.processing.outputs import CompletionOutput, Continuation, RequestTimes
 from tandem.engine.processing.repetition import RepetitionDetector
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.text.tokenizer import Tokenizer
@@ -80,6 +80,18 @@ def completion_of(
         choice["stop_reason"] if reason == "stop" and isinstance(choice["stop_reason"], str) else None, routed_experts=routed,
     )  # fmt: skip
     return _ended(_not_repeated(whole, len(begun.token_ids), prompt_tokens, params), len(begun.token_ids), prompt_tokens, params.stop_texts, tokenizer)
+
+
+def times_of(answer: Mapping[str, Any], asked_s: float, answered_s: float) -> RequestTimes | None:
+    """Returns when the completion of ``answer`` was asked for, scheduled and drew its first token, in seconds of the clock of ``asked_s`` and ``answered_s``;
+    ``None`` where vLLM does not say it. vLLM has measured the parts; that the last one ends with the answer is an assumption, and what remains before them is
+    the queue's."""
+    measured = answer.get("metrics") or {}
+    decode_ms, prefill_ms = measured.get("generation_time_ms"), measured.get("time_to_first_token_ms")
+    if decode_ms is None or prefill_ms is None:
+        return None
+    first_token_s = max(asked_s, answered_s - decode_ms / 1000)
+    return RequestTimes(asked_s, max(asked_s, first_token_s - prefill_ms / 1000), first_token_s)
 
 
 def _not_repeated(completion: CompletionOutput, begun: int, prompt_tokens: int, params: SamplingParams) -> CompletionOutput:

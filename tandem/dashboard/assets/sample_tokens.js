@@ -9,18 +9,24 @@ const quoted = (text) => JSON.stringify(text).slice(1, -1);
 const percent = (logprob) => (logprob === null ? "–" : `${+(Math.exp(logprob) * 100).toPrecision(3)} %`);
 const FULL = 65;
 const STRONG_ADVANTAGE = 2;
+/** Nats: as of seven tokens with the same probability. */
+const STRONG_ENTROPY = 2;
 
 /** How strongly a token is coloured, from 0 to 1, and whether it is good. */
 const COLOURS = {
   logprob: ["log-probability", (token) => [token.logprob === null ? 0 : 1 - Math.exp(token.logprob), "doubt"]],
   advantage: ["advantage", (token, sample) => [Math.min(1, Math.abs(sample.advantage ?? 0) / STRONG_ADVANTAGE), sample.advantage > 0 ? "good" : "bad"]],
+  entropy: ["entropy", (token) => [Math.min(1, (token.entropy ?? 0) / STRONG_ENTROPY), "doubt"]],
   difference: ["model – sampling", (token) => [token.logprob === null || token.sampling === null ? 0 : Math.min(1, 2 * Math.abs(Math.exp(token.logprob) - Math.exp(token.sampling))), "doubt"]],
 };
 let chosen = "logprob";
 
+/** Returns why a colour is not one of this sample, or nothing. */
+const missing = (colour, sample) => (colour === "advantage" && sample.advantage === null ? "not of one sample" : colour === "entropy" ? sample.entropy_missing : "");
+
 /** Returns the tokens as a row of buttons, of which one is reached by Tab and the others by the arrows, and below it what is known of the chosen one. */
 export function tokenView(sample) {
-  const tokens = sample.token_list.map(([text, id, logprob, sampling, isSampled]) => ({ text, id, logprob, sampling, isSampled: Boolean(isSampled) }));
+  const tokens = sample.token_list.map(([text, id, logprob, sampling, isSampled, entropy]) => ({ text, id, logprob, sampling, isSampled: Boolean(isSampled), entropy }));
   const detail = make("p", { className: "token-detail quiet" }, "Choose a token.");
   const row = make("div", { className: "tokens", attributes: { role: "group" }, aria: { label: "Tokens of the completion" } });
   const parts = tokens.map((token, number) => make("button", {
@@ -33,10 +39,11 @@ export function tokenView(sample) {
     part.style.setProperty("--share", `${Math.round(share * FULL)}%`);
     part.style.setProperty("--hue", `var(--${hue === "doubt" ? "doubt-hue" : hue})`);
   });
-  const select = make("select", { on: { change: () => { chosen = select.value; paint(); } } }, ...Object.entries(COLOURS).map(([value, [title]]) => (
-    make("option", { value, disabled: value === "advantage" && sample.advantage === null }, value === "advantage" && sample.advantage === null ? "advantage (not of one sample)" : title))),
-    make("option", { value: "", disabled: true }, "entropy (not recorded by token)"));
-  if (chosen === "advantage" && sample.advantage === null) chosen = "logprob";
+  const select = make("select", { on: { change: () => { chosen = select.value; paint(); } } }, ...Object.entries(COLOURS).map(([value, [title]]) => {
+    const why = missing(value, sample);
+    return make("option", { value, disabled: Boolean(why) }, why ? `${title} (${why})` : title);
+  }));
+  if (missing(chosen, sample)) chosen = "logprob";
   select.value = chosen;
   paint();
   let current = 0;
@@ -50,7 +57,7 @@ export function tokenView(sample) {
     if (focus) parts[current].focus();
     const token = tokens[number];
     detail.textContent = token.isSampled
-      ? `Token ${number + 1}, id ${token.id}: log-probability ${figure(token.logprob)} (${percent(token.logprob)}), when it was drawn ${figure(token.sampling)} (${percent(token.sampling)}), advantage ${figure(sample.advantage)}.`
+      ? `Token ${number + 1}, id ${token.id}: log-probability ${figure(token.logprob)} (${percent(token.logprob)}), when it was drawn ${figure(token.sampling)} (${percent(token.sampling)}), advantage ${figure(sample.advantage)}${token.entropy === null ? "" : `, entropy of the policy ${figure(token.entropy)} nats`}.`
       : `Token ${number + 1}, id ${token.id}: an observation, which the model has not sampled.`;
   };
   row.addEventListener("click", (event) => {

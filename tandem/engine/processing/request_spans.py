@@ -36,7 +36,7 @@ def record_request(
     if reason is not None:
         attributes["gen_ai.response.finish_reason"] = str(reason)
     SPANS.add(Span(own, parent.span_id, "llm_request", "internal", at(times.arrival_s), at(ended_s), SPANS.process, attributes))
-    # An engine of another library says no more than when its request was asked for and had ended.
+    # An engine of another library may say no more than when its request was asked for and had ended.
     if times.scheduled_s or output.times is not None:
         part("queue", times.arrival_s, times.scheduled_s or ended_s)
     part("prefill", times.scheduled_s, times.first_token_s or (ended_s if times.scheduled_s else 0.0))

@@ -9,6 +9,7 @@ from tandem.pod.pod import Pod
 from tandem.rl.rewards.judging import Judging, RewardTime
 from tandem.rl.rewards.model_scores import with_model_scores
 from tandem.rl.rewards.pool import check_fault_share
+from tandem.runtime.traces.parts import share_of_parts
 from tandem.runtime.traces.spans import span
 from tandem.runtime.traces.steps import STEP
 from tandem.types import Prompt, RunError, Sample, Score, ScoreState
@@ -19,7 +20,9 @@ def judge(run: RLRun, of: tuple[int, int | str], prompts: Sequence[Prompt], grou
     left behind. ``has_inference``: whether the inference phase follows."""
     if (left := run.judgements.pop(of, None)) is not None:
         left.fail(RunError("the rollout was repeated"))
-    run.judgements[of] = run.rewards.open(prompts, run.prompts.trainer_state(of[0]), group_size=group_size, has_inference=has_inference)
+    ratio = share_of_parts(run.recipe.traces, is_whole=of[0] in run.recipe.run.trace_steps)
+    state = run.prompts.trainer_state(of[0])
+    run.judgements[of] = run.rewards.open(prompts, state, group_size=group_size, has_inference=has_inference, trace_ratio=ratio)
     return run.judgements[of]
 
 

@@ -44,14 +44,10 @@ def matches(labels: Mapping[str, str], matchers: Iterable[Matcher]) -> bool:
 
 
 class Evaluator:
-    """Evaluates at any of ``times_ms``.
+    """Evaluates at any of ``times_ms``, over the series that ``read`` gives."""
 
-    Args:
-        recorded: expressions by the names of series that recording rules make.
-    """
-
-    def __init__(self, read: Read, times_ms: Sequence[int], recorded: Mapping[str, Expression]) -> None:
-        self._read, self._recorded = read, recorded
+    def __init__(self, read: Read, times_ms: Sequence[int]) -> None:
+        self._read = read
         self._first, self._last = min(times_ms), max(times_ms)
         self._series: dict[Selector, list[Series]] = {}
 
@@ -103,11 +99,6 @@ class Evaluator:
     def _selected(self, selector: Selector, time_ms: int) -> Vector:
         if selector.range_s is not None:
             raise UserError("a range such as [5m] is where a function of ranges such as rate(...) should be around it")
-        name = next((each.value for each in selector.matchers if each.label == NAME and each.kind == "="), "")
-        if name in self._recorded:
-            others = [each for each in selector.matchers if each.label != NAME]
-            made = [(without_name(labels), value) for labels, value in self._vector(self._recorded[name], time_ms)]
-            return [(with_label(labels, NAME, name), value) for labels, value in made if matches(dict(labels), others)]
         found: Vector = []
         for series in self._loaded(selector):
             place = bisect_right(series.times, time_ms) - 1

@@ -20,7 +20,7 @@ from tandem.rl.agents.agent_server import AgentServer
 from tandem.rl.agents.conversations import Conversations
 from tandem.rl.agents.session import Asked, Session
 from tandem.rl.rollout.sampling_engine import SamplingEngine
-from tandem.runtime.traces.context import enter, leave
+from tandem.runtime.traces.context import SpanContext, current, enter, leave
 from tandem.types import Prompt, Sample, UserError
 
 
@@ -56,10 +56,11 @@ def _close(pool: AgentPool, server: AgentServer) -> None:
 
 
 class InFlightAgents:
-    """The groups of episodes that ``engine`` draws, with the interface of ``InFlightGroups``. ``context``: tokens that a request and its answer may have."""
+    """The groups of episodes that ``engine`` draws, with the interface of ``InFlightGroups``. ``context``: tokens that a request and its answer may have.
+    ``parent``: returns the span that an episode which begins now is recorded below."""
 
-    def __init__(self, engine: SamplingEngine, agents: Agents, context: int) -> None:
-        self._engine, self._agents, self._context = engine, agents, context
+    def __init__(self, engine: SamplingEngine, agents: Agents, context: int, parent: Callable[[], SpanContext | None] = current) -> None:
+        self._engine, self._agents, self._context, self._parent = engine, agents, context, parent
         self._groups: dict[int, dict[int, Sample | None]] = {}
         """The unfinished groups, by the order in which they were added, with the sample of each index."""
         self._sessions: dict[tuple[int, int], Session] = {}
@@ -74,7 +75,12 @@ class InFlightAgents:
             self._groups[group] = dict.fromkeys(range(settings["n"]))
             for index in range(settings["n"]):
                 place = (group, index)
-                self._agents.pool.run(partial(self._begin, place, step, prompt, settings)).add_done_callback(partial(self._end, place))
+                token = enter(self._parent())
+                try:
+                    ended = self._agents.pool.run(partial(self._begin, place, step, prompt, settings))
+                finally:
+                    leave(token)
+                ended.add_done_callback(partial(self._end, place))
 
     def _end(self, place: tuple[int, int], sample: "Future[Sample]") -> None:
         self._agents.events.put(_Ended(self, place, sample))

@@ -11,6 +11,7 @@ from tandem.config.critic import CriticConfig
 from tandem.config.trainer import TrainerConfig
 from tandem.rl.algorithms.loss import make_loss
 from tandem.rl.algorithms.minibatches import mean_metrics, minibatches_of, packing_metrics, worst
+from tandem.rl.algorithms.token_entropies import EntropyRecord
 from tandem.runtime.records.tracing import NO_TRACE, Tracer
 from tandem.trainer.backend import TrainedReplica
 from tandem.trainer.grad_scaler import GradScaler
@@ -41,6 +42,7 @@ def update_policy(
     shared_critic: CriticConfig | None = None,
     record: TensorRecord | None = None,
     check: DoubleCheck | None = None,
+    entropies: EntropyRecord | None = None,
 ) -> StepResult:
     """Takes ``epochs`` passes over ``batch`` in ``minibatches`` optimizer updates each, at the learning rate of ``batch.step``.
     ``total_steps``: where a decaying schedule ends; a constant one ignores it.
@@ -52,7 +54,7 @@ def update_policy(
     ``mismatch_kl`` (the mean of k3, nats) and ``mismatch_max_abs`` compare the weights before the first update with ``rollout_logprobs`` on
     every token that these weights sampled, masked samples included. Tokens that are not part of the first update cost an extra forward pass.
     ``is_frozen``: this comparison is all that is done. ``shared_critic``: the policy's value head is trained with it. ``record``: of the
-    gradients. ``check``: of micro-batches that are computed twice.
+    gradients. ``check``: of micro-batches that are computed twice. ``entropies``: of the policy at the tokens of the updates.
 
     ``on_progress`` is called with (micro-batches done, total micro-batches) of this rank's updates. Raises ``RunError`` if a loss or a
     gradient is not finite and there is no ``guard``."""
@@ -87,6 +89,8 @@ def update_policy(
         loss = make_loss(algorithm, counts, temperature, mismatch_tokens)
         if shared_critic is not None:
             loss = with_value_loss(loss, make_value_loss(shared_critic.value_clip, algorithm.loss_agg_mode, counts), shared_critic.loss_coef)
+        if entropies is not None:
+            loss = entropies.of(loss)
         report = None if on_progress is None else lambda here, _, before=done: on_progress(before + here, total)
         results.append(
             train_step(

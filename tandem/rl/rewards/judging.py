@@ -15,7 +15,8 @@ from tandem.config.rewards import RewardsConfig
 from tandem.rl.rewards.judgement import Item, Judgement, Scope, TrainerState, infrastructure_fault, not_applicable
 from tandem.rl.rewards.rule_based import compose, is_correct
 from tandem.runtime.process.deadline import Deadline
-from tandem.runtime.traces.context import SpanContext, current
+from tandem.runtime.traces.context import current
+from tandem.runtime.traces.parts import Parts
 from tandem.types import Prompt, Sample, Score, ScoreState
 
 
@@ -70,8 +71,10 @@ class Judging:
     prompts: Mapping[str, Prompt]
     state: TrainerState
     group_size: int = 0
-    trace: SpanContext | None = field(default_factory=current)
-    """The span that it is made for, which the calls of workers belong to."""
+    trace_ratio: float = 1.0
+    """Share of the calls of workers, besides the first, that are recorded below the span that it is made for."""
+    parts: Parts = field(default_factory=Parts)
+    """Those calls."""
     _items: dict[str, Item] = field(default_factory=dict)
     _groups: dict[str, list[str]] = field(default_factory=dict)
     _indices: dict[str, int] = field(default_factory=dict)
@@ -88,6 +91,9 @@ class Judging:
     _waits: list[tuple[float, float]] = field(default_factory=list)
     _scores: "Future[list[Score]]" = field(default_factory=Future)
     _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self.parts.begin(current(), self.trace_ratio)
 
     # -- samples -------------------------------------------------------------------------------------------------------
 

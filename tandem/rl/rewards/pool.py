@@ -67,12 +67,14 @@ class RewardPool:
         labels = (function.label for function in self.config.composition)
         return dict(zip(labels, self._slots[0].worker.columns, strict=True))
 
-    def open(self, prompts: Sequence[Prompt], state: TrainerState = NO_STATE, *, group_size: int = 0, has_inference: bool = False) -> Judging:
+    def open(
+        self, prompts: Sequence[Prompt], state: TrainerState = NO_STATE, *, group_size: int = 0, has_inference: bool = False, trace_ratio: float = 1.0
+    ) -> Judging:
         """Begins a judgement to which samples are added as they finish. ``prompts`` contains each sample's prompt. ``state``: of the run, for the functions
         that ask for it. ``group_size``: samples of each prompt (0: not known). ``has_inference``: ``add_inferred`` follows; without it the functions that
-        need it do not apply."""
+        need it do not apply. ``trace_ratio``: share of the calls, besides the first, that have a span."""
         stages = [stage for stage in self._stages if has_inference or not stage.needs_inference]
-        judging = Judging(self.config, stages, self._work.put, {prompt.id: prompt for prompt in prompts}, state, group_size)
+        judging = Judging(self.config, stages, self._work.put, {prompt.id: prompt for prompt in prompts}, state, group_size, trace_ratio)
         self._open.add(judging)
         judging.future.add_done_callback(lambda _: self._open.discard(judging))
         if self._closed.is_set():
@@ -175,7 +177,7 @@ class _Slot:
             if changed := [file for file, digest in self.worker.files.items() if files.get(file) != digest]:
                 self.worker.kill()
                 raise UserError(f"'{changed[0]}' was changed while the run used it: restore it, or resume the run with it")
-        began, token = time.perf_counter(), enter(judging.trace)
+        began, token = time.perf_counter(), enter(judging.parts.choose())
         try:
             return self.worker.judge(judges, items, deadline_s, judging.state)
         except (CallHung, CallDied) as failure:

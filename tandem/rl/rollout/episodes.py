@@ -18,7 +18,7 @@ from tandem.rl.rollout.episode_tools import Answer, EpisodeTools
 from tandem.rl.rollout.groups import sampling_params
 from tandem.rl.rollout.sampling_engine import SamplingEngine
 from tandem.rl.rollout.tool_worker import ToolAnswer
-from tandem.runtime.traces.context import current, enter, leave
+from tandem.runtime.traces.context import SpanContext, current, enter, leave
 from tandem.runtime.traces.spans import OpenSpan, begin
 from tandem.text.tool_calls import ToolCall, content_before_calls, parse_tool_calls
 from tandem.text.tool_turns import Call
@@ -26,8 +26,7 @@ from tandem.types import FinishReason, Prompt, RoutedExperts, Sample, WeightVers
 from tandem.types.routed_experts import extended
 
 
-def _begun() -> OpenSpan | None:
-    parent = current()
+def _span_below(parent: SpanContext | None) -> OpenSpan | None:
     return None if parent is None else begin("invoke_agent", parent, {"gen_ai.operation.name": "invoke_agent"})
 
 
@@ -53,7 +52,7 @@ class Episode:
     fault: str = ""
     budget_left: int | None = None
     """How many tokens the model may still sample in this round of a partial rollout; ``None``: any number."""
-    span: OpenSpan | None = field(default_factory=lambda: _begun())
+    span: OpenSpan | None = None
     """Of an episode that is traced."""
 
     @classmethod
@@ -134,10 +133,11 @@ class _Calls:
 
 
 class InFlightEpisodes:
-    """The groups of episodes that ``engine`` draws, with the interface of ``InFlightGroups``. Tools run while other episodes are sampled."""
+    """The groups of episodes that ``engine`` draws, with the interface of ``InFlightGroups``. Tools run while other episodes are sampled. ``parent``: returns
+    the span that an episode which begins now is recorded below."""
 
-    def __init__(self, engine: SamplingEngine, tools: EpisodeTools) -> None:
-        self._engine, self._tools = engine, tools
+    def __init__(self, engine: SamplingEngine, tools: EpisodeTools, parent: Callable[[], SpanContext | None] = current) -> None:
+        self._engine, self._tools, self._parent = engine, tools, parent
         self._groups: dict[int, list[Episode]] = {}
         """The unfinished groups, by the order in which they were added."""
         self._requests: dict[str, list[Episode]] = {}
@@ -159,6 +159,8 @@ class InFlightEpisodes:
             # The first turns are one request, which computes the prompt once.
             group = [episode for episode, _ in rest] or [Episode.begin(step, prompt, settings, index) for index in range(settings["n"])]
             self._groups[self._added] = group
+            for episode in group:
+                episode.span = _span_below(self._parent())
             for episode, begun in rest:
                 self._ask_alone(episode, settings["max_tokens"] - len(episode.tokens), begun)
             if not rest:

@@ -8,7 +8,7 @@ from tandem.engine.processing.outputs import CompletionOutput, Continuation, Req
 from tandem.engine.processing.request_spans import record_request
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.rl.rollout.sampling_engine import SamplingEngine
-from tandem.runtime.traces.context import SpanContext, current
+from tandem.runtime.traces.context import SpanContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class _Asked:
 
 
 class TracedEngine:
-    """``engine`` with the spans of its requests: of those that are added where a span is current; others cost one look-up."""
+    """``engine`` with the spans of its requests. ``parent``: returns the span that a request which is added now is recorded below, ``None`` for none."""
 
-    def __init__(self, engine: SamplingEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: SamplingEngine, parent: Callable[[], SpanContext | None]) -> None:
+        self._engine, self._parent = engine, parent
         self._asked: dict[str, _Asked] = {}
 
     def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -35,7 +35,7 @@ class TracedEngine:
         continues: Continuation | None = None,
     ) -> None:  # fmt: skip
         self._engine.add_request(request_id, prompt_token_ids, params, key=key, first_index=first_index, continues=continues)
-        parent = current()
+        parent = self._parent()
         if parent is not None and parent.sampled:
             begun = 0 if continues is None else len(continues.token_ids)
             self._asked[request_id] = _Asked(parent, len(prompt_token_ids), params, begun, time.monotonic())

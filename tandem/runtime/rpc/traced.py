@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import TYPE_CHECKING, Any
 
 from tandem.runtime.traces.context import current, parse_traceparent
-from tandem.runtime.traces.spans import MOST_IN_A_FRAME, MOST_SPANS, SPANS, OpenSpan, begin, from_json, to_json
+from tandem.runtime.traces.spans import MOST_IN_A_FRAME, MOST_SPANS, SPANS, OpenSpan, begin
 from tandem.types.wire import Frame
 
 if TYPE_CHECKING:
@@ -24,24 +24,19 @@ def sent_with(kind: str) -> tuple[str, list[Any]]:
         return "" if context is None else context.traceparent, []
     if len(SPANS) and kind in _ANSWERS:
         # What follows an answer would wait for the next call.
-        spans: list[Any] = to_json(SPANS.take(MOST_SPANS if kind in ("result", "error") else MOST_IN_A_FRAME))
+        spans: list[Any] = SPANS.take_json(MOST_SPANS if kind in ("result", "error") else MOST_IN_A_FRAME)
         return "", [*spans, SPANS.take_dropped()] if SPANS.dropped else spans
     return "", []
 
 
 def receive_spans(spans: Sequence[Any]) -> None:
     """Keeps the ``spans`` that came from another process, as JSON; a number among them is that of those which it has dropped. One that is not a span is
-    counted as dropped: no call fails because of it."""
+    counted as dropped, here or when it is read: no call fails because of it."""
     for value in spans:
-        if type(value) is int:
-            SPANS.dropped += max(0, value)
-            continue
-        try:
-            [span] = from_json([value])
-        except ValueError:
-            SPANS.dropped += 1
+        if type(value) is list:
+            SPANS.add(value)
         else:
-            SPANS.add(span)
+            SPANS.dropped += max(0, value) if type(value) is int else 1
 
 
 def call_span(call: Frame, name: str = "") -> "AbstractContextManager[OpenSpan | None]":

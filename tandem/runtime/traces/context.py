@@ -1,10 +1,11 @@
 """The place of a piece of work in a trace, as W3C's trace context carries it between processes (https://www.w3.org/TR/trace-context/)."""
 
+import contextlib
 import contextvars
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import ParamSpec, TypeVar
 
@@ -30,7 +31,7 @@ class SpanContext:
 
     def child(self) -> "SpanContext":
         """Returns a new span of the same trace."""
-        return replace(self, span_id=os.urandom(8).hex())
+        return SpanContext(self.trace_id, os.urandom(8).hex(), self.sampled)
 
 
 def parse_traceparent(text: str) -> SpanContext | None:
@@ -85,6 +86,16 @@ def enter(context: SpanContext | None) -> "contextvars.Token[SpanContext | None]
 def leave(token: "contextvars.Token[SpanContext | None]") -> None:
     """Makes that before ``enter`` the current one again."""
     _CURRENT.reset(token)
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Inside, nothing is recorded: for questions between processes that are no work of what is traced."""
+    token = _CURRENT.set(None)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 def in_context(function: Callable[_P, _T]) -> Callable[_P, _T]:

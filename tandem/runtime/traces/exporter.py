@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 logger = logging.getLogger(__name__)
-PERIOD_S = 0.25
+PERIOD_S = 1.0
+"""Seconds between two batches; ``BATCH`` spans are sent at once."""
 BATCH = 512
 CLOSE_S = 2.0
 """Seconds in which the end of a process waits for its last spans."""
@@ -59,32 +60,37 @@ SENT = Sent()
 
 
 class Exporter:
-    """Sends what ``spans`` has every ``PERIOD_S``, until ``close``."""
+    """Sends what ``spans`` has every ``PERIOD_S``, and when there are ``BATCH``, until ``close``."""
 
     def __init__(self, config: TracesConfig, spans: Spans = SPANS) -> None:
         self._spans, self._config, self._is_failing = spans, config, False
         spans.limit = config.max_queue_size
-        self._closing = threading.Event()
+        self._is_closing, self._wakes = False, threading.Event()
+        spans.many, spans.on_many = min(BATCH, config.max_queue_size) - 1, self._wakes.set
         self._exporter = _otlp(config)
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Sends what is left, within ``CLOSE_S``; what is not sent then is dropped."""
-        self._closing.set()
+        self._is_closing = True
+        self._wakes.set()
         self._thread.join(CLOSE_S)
         with contextlib.suppress(Exception):
             self._exporter.shutdown()
         self._thread.join(0.5)
         if left := len(self._spans.take(self._spans.limit)):
             SENT.failed += left
-        self._spans.limit = MOST_SPANS
+        self._spans.limit, self._spans.many = MOST_SPANS, MOST_SPANS
 
     def _run(self) -> None:
         while True:
-            is_last = self._closing.wait(PERIOD_S)
-            while batch := self._spans.take(BATCH):
-                self._send(batch)
+            self._wakes.wait(PERIOD_S)
+            self._wakes.clear()
+            is_last = self._is_closing
+            while len(self._spans):
+                if batch := self._spans.take(BATCH):
+                    self._send(batch)
             if is_last:
                 return
 

@@ -1,6 +1,6 @@
 """Spans as those of OpenTelemetry's SDK, which its exporters encode."""
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
@@ -29,6 +29,20 @@ def _context(trace_id: str, span_id: str, *, is_remote: bool = False) -> OtelCon
     return OtelContext(int(trace_id, 16), int(span_id, 16), is_remote, TraceFlags(TraceFlags.SAMPLED))
 
 
+class _Resource(Resource):
+    """Is a key of each of its spans as they are encoded, and OpenTelemetry's makes JSON of itself for that."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 @lru_cache(maxsize=1024)
 def _resource(process: Process) -> Resource:
     """Returns the process by OpenTelemetry's names (https://opentelemetry.io/docs/specs/semconv/resource/)."""
@@ -40,4 +54,4 @@ def _resource(process: Process) -> Resource:
         values |= {"service.namespace": process.run, "tandem.run": process.run}
     if process.rank >= 0:
         values["tandem.rank"] = process.rank
-    return Resource(values)
+    return _Resource(values)

@@ -9,8 +9,9 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ KINDS: tuple[Kind, ...] = ("internal", "server", "client")
 MOST_SPANS = 8192
 """The most spans that a process keeps, about 5 MB."""
 MOST_IN_A_FRAME = 2048
+UNNAMED = "tandem"
+"""The service of a process that has not said what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +59,47 @@ class Span:
 
 
 class Spans:
-    """The spans of this process that have ended and were not taken yet, at most ``limit``; further ones are counted in ``dropped``. Thread-safe."""
+    """The spans of this process that have ended and were not taken yet, at most ``limit``; further ones are counted in ``dropped``. Thread-safe.
+
+    Those of other processes stay as they came until they are read: most are only passed on. ``on_many`` is called when there are ``many``."""
 
     def __init__(self, limit: int = MOST_SPANS) -> None:
         self.limit, self.dropped = limit, 0
-        self.process = Process("tandem")
-        self._ended: deque[Span] = deque()
+        self.process = Process(UNNAMED)
+        self.many = MOST_SPANS
+        self.on_many: Callable[[], object] = lambda: None
+        self._ended: deque[Span | list[Any]] = deque()
 
     def identify(self, service: str, run: str = "", rank: int = -1) -> None:
         """Says what this process is."""
         self.process = Process(service, run, rank)
 
-    def add(self, span: Span) -> None:
-        """Takes a span of this or another process."""
-        if len(self._ended) < self.limit:
+    def add(self, span: "Span | list[Any]") -> None:
+        """Takes a span of this process, or one of another as ``to_json`` wrote it."""
+        count = len(self._ended)
+        if count < self.limit:
             self._ended.append(span)
+            if count == self.many:
+                self.on_many()
         else:
             self.dropped += 1
 
     def take(self, most: int = MOST_IN_A_FRAME) -> list[Span]:
-        """Returns the oldest spans, at most ``most``, and forgets them."""
+        """Returns the oldest spans, at most ``most``, and forgets them. What came from another process and is no span is counted as dropped."""
         taken: list[Span] = []
+        for each in self._oldest(most):
+            try:
+                taken.append(each if isinstance(each, Span) else from_json(each))
+            except ValueError:
+                self.dropped += 1
+        return taken
+
+    def take_json(self, most: int = MOST_IN_A_FRAME) -> list[list[Any]]:
+        """Does as ``take`` for another process: each span is as ``to_json`` returns it."""
+        return [to_json(each) if isinstance(each, Span) else each for each in self._oldest(most)]
+
+    def _oldest(self, most: int) -> "list[Span | list[Any]]":
+        taken: list[Span | list[Any]] = []
         with contextlib.suppress(IndexError):
             while len(taken) < most:
                 taken.append(self._ended.popleft())
@@ -165,21 +188,19 @@ def note(name: str, parent: SpanContext, start_ns: int, end_ns: int, attributes:
 # -- between processes ----------------------------------------------------------------------------------------------------
 
 
-def to_json(spans: Iterable[Span]) -> list[list[Any]]:
-    """Returns ``spans`` as JSON values."""
+def to_json(span: Span) -> list[Any]:
+    """Returns ``span`` as a JSON value."""
+    process = span.process
     return [
-        [
-            each.context.trace_id, each.context.span_id, each.parent_id, each.name, KINDS.index(each.kind), each.start_ns, each.end_ns, each.error,
-            each.attributes, each.events, [each.process.service, each.process.run, each.process.rank, each.process.host, each.process.pid],
-        ]
-        for each in spans
+        span.context.trace_id, span.context.span_id, span.parent_id, span.name, KINDS.index(span.kind), span.start_ns, span.end_ns, span.error,
+        span.attributes, span.events, [process.service, process.run, process.rank, process.host, process.pid],
     ]  # fmt: skip
 
 
-def from_json(values: Iterable[Any]) -> list[Span]:
-    """Returns the spans that ``to_json`` wrote. Raises ``ValueError`` for anything else."""
+def from_json(value: Any) -> Span:
+    """Returns the span that ``to_json`` wrote. Raises ``ValueError`` for anything else."""
     try:
-        return [_span_of(*value) for value in values]
+        return _span_of(*value)
     except (TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"not a span: {error}") from None
 
@@ -194,10 +215,15 @@ def _span_of(
         int(digits, 16)
     if not (isinstance(name, str) and isinstance(error, str) and type(start_ns) is int and type(end_ns) is int):
         raise ValueError("not a span: its name, error or times have other types")
-    service, run, rank, host, pid = process
-    owner = replace(SPANS.process, service=str(service), run=str(run), rank=int(rank), host=str(host), pid=int(pid))
     happened = tuple((str(what), int(at), _values(more)) for what, at, more in events)
-    return Span(SpanContext(trace_id, span_id), parent_id, name, KINDS[kind], start_ns, end_ns, owner, _values(attributes), happened, error)
+    return Span(
+        SpanContext(trace_id, span_id), parent_id, name, KINDS[kind], start_ns, end_ns, _process_of(*process), _values(attributes), happened, error
+    )
+
+
+@lru_cache(maxsize=1024)
+def _process_of(service: Any, run: Any, rank: Any, host: Any, pid: Any) -> Process:
+    return Process(str(service), str(run), int(rank), str(host), int(pid))
 
 
 def _values(attributes: dict[Any, Any]) -> dict[str, Value]:

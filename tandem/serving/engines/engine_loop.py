@@ -22,7 +22,7 @@ from tandem.engine.structured_output.params import StructuredOutputsParams
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.runtime.rpc.calls import PeerDied, error_meta, message_from
 from tandem.runtime.rpc.channel import Channel
-from tandem.runtime.traces.spans import SPANS, to_json
+from tandem.runtime.traces.spans import SPANS
 from tandem.serving.engines.messages import Abort, EngineRequest, Step, step_meta
 from tandem.serving.engines.traced import TracedRequests
 from tandem.types import RunError, UserError, WeightSource, WeightVersion
@@ -133,7 +133,7 @@ class EngineLoop:
         self._traced.forget([*refused, *failed])
         events = [] if self._block_events is None else self._block_events.take()
         self._traced.take(outputs)
-        spans = to_json(SPANS.take()) if len(SPANS) else []
+        spans = SPANS.take_json() if len(SPANS) else []
         self._server.send(step_meta(Step(outputs, stats, refused, failed, events, spans)), kind="event", method="step")
 
     # -- requests ------------------------------------------------------------------------------------------------------
