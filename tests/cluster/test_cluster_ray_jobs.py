@@ -107,7 +107,7 @@ def test_a_run_is_cancelled_after_its_step_or_at_once_and_is_resumed_as_another_
     long = ("--run.max_steps=1000000", "--checkpoint.every_steps=100000")
     runs.tandem("train", TINY, "--on", "ray", "--run.name=job", *long)
     runs.wait_for_step("job", 3)
-    assert runs.refusal("resume", "runs/job", "--on", "local").startswith("the run directory runs/job is in use by process ")
+    assert runs.refusal("resume", "runs/job", "--on", "local").startswith("'runs/job' is running as job job-")
     assert runs.tandem("cancel", "runs/job").startswith("asked job job-")
     status = runs.wait_for_state("job", "stopped", "failed")
     assert status["state"] == "stopped" and status["checkpoint"] == status["steps"] >= 3, (status, runs.output("job"))

@@ -15,7 +15,7 @@ from tandem.config.bundled import recipe_file
 from tandem.config.cluster import ClusterConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.recipe import ON_DATA, AnyRecipe, recipe_of
-from tandem.jobs.start import prepare
+from tandem.jobs.prepare import prepare
 from tandem.runtime.process.program import program
 from tandem.runtime.records.run_lock import lock_holder
 from tandem.types import UserError

@@ -5,7 +5,6 @@ from tandem.estimate.hardware.load import hardware_of_device
 from tandem.planner.automatic import with_layout
 from tandem.runtime.machine.gpus import chosen_device, probe
 from tandem.runtime.process.processes import available_cores
-from tandem.types.errors import UserError
 
 
 def on_this_machine(recipe: AnyRecipe) -> tuple[AnyRecipe, str]:
@@ -17,12 +16,3 @@ def on_this_machine(recipe: AnyRecipe) -> tuple[AnyRecipe, str]:
     chosen, line = with_layout(recipe, gpus, hardware_of_device(gpus[0]) if gpus else None, available_cores())
     chosen.check()
     return chosen, line
-
-
-def refuse_automatic(recipe: AnyRecipe) -> None:
-    """Raises ``UserError`` for a layout that is to be chosen where the machines of the run are not known yet."""
-    if recipe.parallel.layout == "auto":
-        raise UserError(
-            "'parallel.layout' is 'auto', which chooses for the GPUs of this machine, and the run is placed on others; write its layout into a recipe with "
-            "'tandem plan RECIPE --gpu KIND --gpus N --emit recipe'"
-        )
