@@ -9,11 +9,7 @@ from typing import Any
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, Recipe, load_config, recipe_of
 from tandem.jobs.callbacks import Callbacks
-from tandem.jobs.checks.check_data import check_data_run
-from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.checks.chosen_layout import on_this_machine
-from tandem.jobs.checks.predicted_time import describe_data_time, describe_rl_time
-from tandem.jobs.data_run.supervise import supervise
 from tandem.jobs.exposed.exposed_run import check_metrics, exposed, metrics_listener
 from tandem.jobs.finished import check_steps, describe_finished, finished_result
 from tandem.jobs.hub_models import describe_download, with_commits
@@ -21,11 +17,9 @@ from tandem.jobs.prepare import check_may_change, new_directory, read_recipe
 from tandem.jobs.python_inputs import Rewards, python_inputs, with_dataset_task, written_for_checks
 from tandem.jobs.result import RunResult
 from tandem.jobs.run_files import INPUTS_FOLDER, SFT_FOLDER, record_config, write_recipe
-from tandem.jobs.start_rl import execute_rl
 from tandem.jobs.tracked import Tracked
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.jobs.verify.resume_checks import check_recipe_text, check_records
-from tandem.pod.start import check_inline
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.records.journal import Journal
@@ -87,12 +81,21 @@ def train(
 def _check(recipe: AnyRecipe) -> list[str]:
     """Returns what the run will need, one line for each figure. Raises ``UserError`` or ``RunError`` where the run cannot work."""
     check_trackers(recipe.trackers)
-    return check_data_run(recipe) if isinstance(recipe, PretrainRecipe) else check_rl_run(recipe).lines()
+    # Of each kind of run, what it needs alone is imported: all of it takes as long as the rest of the start.
+    if isinstance(recipe, PretrainRecipe):
+        from tandem.jobs.checks.check_data import check_data_run
+
+        return check_data_run(recipe)
+    from tandem.jobs.checks.check_rl import check_rl_run
+
+    return check_rl_run(recipe).lines()
 
 
 def _check_inline(recipe: AnyRecipe, inline: bool) -> None:
     """Raises ``UserError`` if a run that is to be ``inline`` needs processes."""
     if isinstance(recipe, Recipe):
+        from tandem.pod.start import check_inline
+
         check_inline(recipe, inline)
     elif inline and recipe.parallel.world > 1:
         raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
@@ -193,12 +196,16 @@ def _run_job(
     recipe: AnyRecipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
     if isinstance(recipe, PretrainRecipe) and recipe.parallel.world > 1:
+        from tandem.jobs.data_run.supervise import supervise
+
         return supervise(recipe, directory, callback, resumed, faults)
     if isinstance(recipe, PretrainRecipe):
         # It needs torch, which a pod's controller runs without.
         from tandem.jobs.data_run.start_data import execute_data_run
 
         return execute_data_run(recipe, directory, callback, resumed)
+    from tandem.jobs.start_rl import execute_rl
+
     return execute_rl(recipe, directory, inline, callback, faults, resumed)
 
 
@@ -208,10 +215,16 @@ def dry_run(recipe: AnyRecipe, recipe_path: str | Path, inline: bool = False) ->
     check_metrics(recipe.metrics)
     check_traces(recipe.traces)
     check_trackers(recipe.trackers)
+    from tandem.jobs.checks.predicted_time import describe_data_time, describe_rl_time
+
     recipe, layout = on_this_machine(with_commits(recipe, "description"))
     if isinstance(recipe, PretrainRecipe):
+        from tandem.jobs.checks.check_data import check_data_run
+
         lines = [*check_data_run(recipe), describe_data_time(recipe)]
     else:
+        from tandem.jobs.checks.check_rl import check_rl_run
+
         plan = check_rl_run(recipe)
         lines = [*plan.lines(), describe_rl_time(recipe, plan.prompt_tokens)]
     return "\n".join([f"recipe {recipe_path} is valid", *describe_download(recipe.model), *([layout] if layout else []), *lines])
