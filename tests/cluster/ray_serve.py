@@ -51,15 +51,15 @@ class Serve:
 
     def engines(self) -> list[int]:
         """Returns the processes of the servers."""
-        found = []
+        engines = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
             if b"serve" in words and any(str(self._models).encode() in word for word in words) and b"--served-model-name" in words:
-                found.append(int(entry.name))
-        return found
+                engines.append(int(entry.name))
+        return engines
 
 
 @pytest.fixture(scope="module")

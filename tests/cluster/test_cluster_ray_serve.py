@@ -100,11 +100,15 @@ def test_a_file_that_ray_serve_could_not_run_is_refused(text: str | None, line: 
 
 def test_the_emitted_file_is_one(tmp_path: Path) -> None:
     topology = InferenceTopology(served_model("llama-70b"))
-    (tmp_path / "serve.yaml").write_text(ray_inference(topology, "", tmp_path)["serve.yaml"])
+    files = ray_inference(topology, "", tmp_path)
+    (tmp_path / "serve.yaml").write_text(files["serve.yaml"])
     assert read_file(tmp_path / "serve.yaml") == ["tandem"]
     (application,) = yaml.safe_load((tmp_path / "serve.yaml").read_text())["applications"]
     config = read_section(application["args"])
     assert (config.count, config.gpus_each, application["deployments"][0]["ray_actor_options"]) == (8, 2, {"num_cpus": 24, "num_gpus": 2})
+    # The gateways before Serve's proxy know that it stands for all of them.
+    (proxy,) = yaml.safe_load(files["gateway-0.yaml"])["backends"]
+    assert proxy["replicated"] is True and proxy["max_requests"] == 8 * 256
 
 
 def asked_all_the_time(serve: Serve, answers: list[tuple[int, str]], ends: threading.Event) -> None:

@@ -21,7 +21,8 @@ TOKENS = 400
 
 def stream(url: str, request: dict[str, Any], begun: threading.Barrier) -> tuple[str, list[int], str]:
     """Returns text, tokens and the last line of a stream; ``begun`` is waited for after its first event."""
-    text, ids, last = "", [], ""
+    text, last = "", ""
+    ids: list[int] = []
     with httpx.Client(timeout=240) as client, client.stream("POST", f"{url}/v1/completions", json={**request, "stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         for line in filter(None, answer.iter_lines()):

@@ -3,8 +3,8 @@
     python fault_backend.py NAME MODEL[,MODEL] [WEIGHTS [HOST PORT]]      prints its port; with WEIGHTS it says that it is Tandem's server
 
 ``POST /mode`` with ``{"mode": ..., "delay_s": ...}`` sets what it does with the next requests (``gate``: they wait for another mode); ``GET /stats`` says
-what it has seen. ``times`` of a mode: for so many requests. ``adapters``: adapters that it has loaded, with their models. ``kv_cache``: what it says of its KV cache. ``echo`` of a request:
-the word that it answers with.
+what it has seen. ``times`` of a mode: for so many requests. ``adapters``: adapters that it has loaded, with their models. ``kv_cache``: what it says of its
+KV cache. ``echo`` of a request: the word that it answers with.
 """
 
 import asyncio

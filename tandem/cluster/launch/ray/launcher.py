@@ -19,7 +19,7 @@ from tandem.config.load import build, to_mapping
 from tandem.config.ray import RayConfig
 from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.jobs.prepare import read_recipe
-from tandem.runtime.machine.gpus import probe
+from tandem.runtime.machine.gpus import DRIVER, probe
 from tandem.types import UserError
 
 
@@ -190,8 +190,8 @@ def _check_own(recipe: AnyRecipe) -> None:
         if value:
             raise UserError(f"'ray.{name}' is {getattr(config, name)}, and the cluster that is started on this machine has nodes of one core; leave it out")
     needed = config.most_nodes * config.num_gpus
-    if needed and needed > (found := len(probe().gpus)):
-        raise UserError(f"'ray.num_gpus' is {config.num_gpus} for each of {config.most_nodes} nodes, and this machine has {found} GPUs; lower one of them")
+    if needed and needed > (there := len(probe().gpus) if any(path.exists() for path in DRIVER) else 0):
+        raise UserError(f"'ray.num_gpus' is {config.num_gpus} for each of {config.most_nodes} nodes, and this machine has {there} GPUs; lower one of them")
 
 
 def _nodes(data: Mapping[str, Any]) -> tuple[int, str]:

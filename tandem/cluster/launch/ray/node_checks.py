@@ -61,11 +61,11 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]], asked: Asked) -> None:
 
 def _closer(nodes: Sequence[Mapping[str, Any]], asked: Asked, answers: Mapping[str, _Answer]) -> Mapping[str, _Answer]:
     """Returns the ``answers`` with offsets that are known well: the first ones had to wait for processes to start."""
-    found = dict(answers)
+    closer = dict(answers)
     for node in nodes:
-        if found[node["NodeID"]].error_s > _CLOSE * asked.max_clock_offset_s:
-            found |= _ask([node], asked)
-    return found
+        if closer[node["NodeID"]].error_s > _CLOSE * asked.max_clock_offset_s:
+            closer |= _ask([node], asked)
+    return closer
 
 
 def _check_clocks(answers: Mapping[str, _Answer], limit_s: float) -> None:
