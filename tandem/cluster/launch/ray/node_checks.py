@@ -56,7 +56,7 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]], asked: Asked) -> None:
         where = ", ".join(sorted(names.values()))
         raise UserError(f"{next(iter(answers.values())).taken}: it is taken on every node of the Ray cluster that fits the run ({where})")
     if asked.max_clock_offset_s and len(nodes) > 1:
-        _check_clocks({names[identity]: answer for identity, answer in _closer(nodes, asked, answers).items()}, asked.max_clock_offset_s)
+        _check_clocks([(names[identity], answer) for identity, answer in _closer(nodes, asked, answers).items()], asked.max_clock_offset_s)
 
 
 def _closer(nodes: Sequence[Mapping[str, Any]], asked: Asked, answers: Mapping[str, _Answer]) -> Mapping[str, _Answer]:
@@ -68,17 +68,18 @@ def _closer(nodes: Sequence[Mapping[str, Any]], asked: Asked, answers: Mapping[s
     return closer
 
 
-def _check_clocks(answers: Mapping[str, _Answer], limit_s: float) -> None:
-    """Raises ``UserError`` for a clock that differs from the median one. Of two that differ it is not known which is wrong, so the line names both."""
+def _check_clocks(answers: Sequence[tuple[str, _Answer]], limit_s: float) -> None:
+    """Raises ``UserError`` for a clock of ``answers``, each with the name of its node, that differs from the median one. Of two that differ it is not known
+    which is wrong, so the line names both."""
     from tandem.config.cluster import ClusterConfig
     from tandem.runtime.health.compare import clock_findings
     from tandem.runtime.health.node_report import NodeReport
 
-    middle_s = statistics.median_low(answer.offset_s for answer in answers.values())
-    first = next(name for name, answer in answers.items() if answer.offset_s == middle_s)
+    middle_s = statistics.median_low(answer.offset_s for _, answer in answers)
+    first, middle = next(each for each in answers if each[1].offset_s == middle_s)
     config = replace(ClusterConfig(), max_clock_offset_s=limit_s)
-    for name, answer in answers.items():
-        report = NodeReport(name, clock_offset_s=middle_s - answer.offset_s, clock_error_s=answer.error_s + answers[first].error_s)
+    for name, answer in answers:
+        report = NodeReport(name, clock_offset_s=middle_s - answer.offset_s, clock_error_s=answer.error_s + middle.error_s)
         for finding in clock_findings(report, first, config):
             raise UserError(finding.text)
 
