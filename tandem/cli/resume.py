@@ -22,7 +22,7 @@ examples:
 import argparse
 from pathlib import Path
 
-from tandem.cluster.launch.launcher import LAUNCHERS
+from tandem.cluster.launch.launcher import LAUNCHERS, Launcher
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,18 +31,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on", choices=LAUNCHERS, help="where it continues (default: where it was launched)")
     parser.add_argument("--inline", action="store_true", help="run both sidecars in this process, for a debugger")
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
+    # The process of a job, which has the run already.
+    parser.add_argument("--of-job", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(takes_overrides=True)
 
 
 def run(options: argparse.Namespace) -> int:
     from tandem.cluster.launch.choose import launcher, launcher_of
-    from tandem.cluster.launch.local import LocalLauncher
-    from tandem.jobs.uploads import restore
+    from tandem.cluster.launch.elsewhere import check_not_elsewhere
 
     directory = Path(options.run_directory)
     if options.source:
+        from tandem.jobs.uploads import restore
+
         restore(options.run_directory, options.source)
-    is_here = options.on == "local" or options.inline or bool(options.fault)
-    chosen = LocalLauncher(options.inline, options.fault) if is_here else launcher(options.on) if options.on else launcher_of(directory)
+    if options.on == "local" or options.inline or options.fault:
+        from tandem.cluster.launch.local import LocalLauncher
+
+        chosen: Launcher = LocalLauncher(options.inline, options.fault)
+    else:
+        chosen = launcher(options.on) if options.on else launcher_of(directory)
+    if not options.of_job:
+        check_not_elsewhere(directory, chosen.name)
     print(chosen.resume(directory, options.overrides).text)
     return 0

@@ -32,7 +32,7 @@ def _show(directory: Path, as_json: bool) -> None:
     from tandem.cluster.launch.choose import launcher_of
     from tandem.cluster.launch.progress import read_progress
     from tandem.cluster.nodes import read_nodes
-    from tandem.jobs.start import read_recipe
+    from tandem.jobs.prepare import read_recipe
     from tandem.runtime.records.checkpoint_tiers import describe_tier, tiers_of
 
     chosen = launcher_of(directory)

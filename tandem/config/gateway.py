@@ -35,6 +35,10 @@ class BackendConfig:
     """Its name in logs and metrics. Empty: host and port of the URL."""
     models: tuple[str, ...] = ()
     """The models that it serves. Empty: it is asked for them (`/v1/models`)."""
+    replicated: bool = False
+    """Several servers answer at its URL, such as replicas behind a proxy of Ray Serve or a Service of Kubernetes. What one of them fails is sent there again,
+    as to another backend, and a stream that breaks off goes on. Failures do not open its circuit breaker, because they are those of one of the servers: probes
+    alone say whether it answers. The KV caches behind it are not looked at."""
     weight: float = 1.0
     """Its capacity beside the others: with 2 it is given twice the work."""
     max_requests: int = 256

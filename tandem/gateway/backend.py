@@ -209,7 +209,9 @@ class Attempt:
                 self.backend.unseen_tokens -= self._size
 
     def report(self, outcome: Outcome) -> None:
-        """Tells the breaker, once, what the attempt says about the backend."""
+        """Tells the breaker, once, what the attempt says about the backend. A failure of one of several servers says nothing about the others."""
+        if outcome is Outcome.FAILURE and self.backend.config.replicated:
+            outcome = Outcome.UNKNOWN
         breaker = self.backend.breaker
         was_closed = breaker.is_closed
         breaker.report(self._pass, outcome)

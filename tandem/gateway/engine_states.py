@@ -55,7 +55,8 @@ class EngineStates:
         while True:
             await asyncio.sleep(self._interval_s)
             read.skips = max(0, read.skips - 1)
-            if not backend.is_tandem or not backend.is_ready or read.skips:
+            # Behind an address of several servers another one answers each time.
+            if not backend.is_tandem or not backend.is_ready or read.skips or backend.config.replicated:
                 backend.engine = backend.engine if backend.is_ready else None
                 continue
             try:

@@ -92,8 +92,8 @@ class Pool:
         return self._router.choose(request, able if weights is None else [backend for backend in able if backend.weights == weights])
 
     def has_other(self, request: InferenceRequest, tried: Sequence[Backend]) -> bool:
-        """Returns whether a backend that is not one of ``tried`` can take ``request``."""
-        return any(backend not in tried for backend in self._able_for(request))
+        """Returns whether a server that is not one of ``tried`` can take ``request``."""
+        return any(backend not in tried or backend.config.replicated for backend in self._able_for(request))
 
     @property
     def index(self) -> PrefixIndex | None:

@@ -67,6 +67,9 @@ class Probes:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 status = await self._status(backend)
+                if status >= 400 and backend.config.replicated:
+                    # One of several servers says so, and the others may be ready.
+                    raise ValueError(f"it answers {status}")
                 if status < 400 and (backend.health is not Health.READY or self._count[backend.name] % _MODELS_EVERY == 0):
                     await self._read_models(backend)
                 self._count[backend.name] += 1

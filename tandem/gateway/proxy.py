@@ -157,7 +157,11 @@ class Proxy:
         """Returns the backend of the next attempt, after the last one's ``failure``; ``None`` if none can take it."""
         weights = exchange.needed_weights
         backend = self._pool.choose(exchange.request, exchange.tried, weights)
-        return self._pool.choose(exchange.request, weights=weights) if backend is None and failure.is_lost and not exchange.has_begun else backend
+        if backend is not None:
+            return backend
+        may_repeat = failure.is_lost and not exchange.has_begun
+        # Another of the servers at the same address may answer.
+        return self._pool.choose(exchange.request, [each for each in exchange.tried if not (may_repeat or each.config.replicated)], weights)
 
     async def _attempt(self, exchange: Exchange, backend: Backend, *, is_last: bool) -> None:
         """Makes one attempt. Raises ``BackendFailed`` if another one may be made."""

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tandem.config.recipe import Recipe
+from tandem.jobs.prepare import read_recipe
 from tandem.jobs.run_files import rl_start_folder
-from tandem.jobs.start import read_recipe
 from tandem.runtime.coordination.open import store_address
 from tandem.runtime.process.program import program
 from tandem.runtime.records.run_lock import lock_holder

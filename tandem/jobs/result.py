@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.dashboard.report import write_report
 from tandem.jobs.metrics_table import MetricsTable
 from tandem.report.phases import PhaseFigures, phase_figures, phase_lines, to_json
 from tandem.report.run_facts import PHASES_KEY, PREDICTION_KEY, REPORT, RESULT_KEY, predicted_memory
@@ -104,6 +103,9 @@ def finish_run(
     journal.set(PHASES_KEY, to_json(phases))
     journal.set("commands", list(commands))
     journal.set(RESULT_KEY, result.to_json())
+    # Of the end of a run: its start does not wait for it.
+    from tandem.dashboard.report import write_report
+
     write_report([directory], directory / REPORT)
     return result
 

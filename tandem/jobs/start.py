@@ -1,34 +1,25 @@
-"""Starts or resumes a run of any job: makes its directory, reads its recipe and chooses the job."""
+"""Starts or resumes a run of any job: checks it and chooses the job."""
 
 import contextlib
-import shlex
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.config.load import read_yaml
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe, Recipe, load_config, recipe_of
-from tandem.config.run import RunConfig
 from tandem.jobs.callbacks import Callbacks
-from tandem.jobs.checks.check_data import check_data_run
-from tandem.jobs.checks.check_rl import check_rl_run
-from tandem.jobs.checks.chosen_layout import on_this_machine, refuse_automatic
-from tandem.jobs.checks.predicted_time import describe_data_time, describe_rl_time
-from tandem.jobs.data_run.supervise import supervise
+from tandem.jobs.checks.chosen_layout import on_this_machine
 from tandem.jobs.exposed.exposed_run import check_metrics, exposed, metrics_listener
 from tandem.jobs.finished import check_steps, describe_finished, finished_result
 from tandem.jobs.hub_models import describe_download, with_commits
+from tandem.jobs.prepare import check_may_change, new_directory, read_recipe
 from tandem.jobs.python_inputs import Rewards, python_inputs, with_dataset_task, written_for_checks
 from tandem.jobs.result import RunResult
-from tandem.jobs.run_files import INPUTS_FOLDER, PRIVATE, SFT_FOLDER, record_config, write_recipe
-from tandem.jobs.start_rl import execute_rl
+from tandem.jobs.run_files import INPUTS_FOLDER, SFT_FOLDER, record_config, write_recipe
 from tandem.jobs.tracked import Tracked
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.jobs.verify.resume_checks import check_recipe_text, check_records
-from tandem.jobs.verify.verify_config import MAY_CHANGE, may_change
-from tandem.pod.start import check_inline
 from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.records.journal import Journal
@@ -36,7 +27,6 @@ from tandem.runtime.records.run_lock import RunLock
 from tandem.runtime.traces.exporter import check_traces, exporting
 from tandem.trackers.open import check_trackers
 from tandem.trackers.tracker import Status
-from tandem.trainer.checkpoint.format.older_version import checkpoint_of_older_version
 from tandem.types import RunError, UserError
 
 
@@ -79,7 +69,7 @@ def train(
         warnings = [line for line in _check(checked) if line.startswith("warning: ")]
     check_upload_is_free(recipe.checkpoint)
     with metrics_listener(recipe.metrics) as listener:
-        directory = _new_directory(recipe.run, Path(recipe_path).stem or "run")
+        directory = new_directory(recipe.run, Path(recipe_path).stem or "run")
         recipe = inputs.write(directory / INPUTS_FOLDER)
         write_recipe(recipe, directory)
         with _shown(told, progress):
@@ -88,38 +78,24 @@ def train(
             return _execute(recipe, directory, inline, told, faults, listener)
 
 
-def prepare(recipe: AnyRecipe, recipe_path: str | Path = "") -> Path:
-    """Makes the folder of a run that ``resume`` begins, now or later and on this machine or another one, and returns it. What depends on the machine is
-    checked there."""
-    refuse_automatic(recipe)
-    recipe = with_commits(recipe, "description")
-    check_upload_is_free(recipe.checkpoint)
-    directory = _new_directory(recipe.run, Path(recipe_path).stem or "run")
-    write_recipe(recipe, directory)
-    return directory
-
-
-def check_resume(directory: Path, overrides: Sequence[str]) -> tuple[AnyRecipe, str]:
-    """Returns the recipe with which the run in ``directory`` would be resumed and, if it has finished and is only reported, a line that says so. Raises
-    ``UserError`` for ``overrides`` that it cannot continue with."""
-    recipe = read_recipe(directory, overrides)
-    _check_may_change(overrides)
-    finished = finished_result(recipe, directory)
-    if finished is not None:
-        return recipe, describe_finished(recipe, finished, overrides)
-    check_steps(recipe, directory)
-    return recipe, ""
-
-
 def _check(recipe: AnyRecipe) -> list[str]:
     """Returns what the run will need, one line for each figure. Raises ``UserError`` or ``RunError`` where the run cannot work."""
     check_trackers(recipe.trackers)
-    return check_data_run(recipe) if isinstance(recipe, PretrainRecipe) else check_rl_run(recipe).lines()
+    # Of each kind of run, what it needs alone is imported: all of it takes as long as the rest of the start.
+    if isinstance(recipe, PretrainRecipe):
+        from tandem.jobs.checks.check_data import check_data_run
+
+        return check_data_run(recipe)
+    from tandem.jobs.checks.check_rl import check_rl_run
+
+    return check_rl_run(recipe).lines()
 
 
 def _check_inline(recipe: AnyRecipe, inline: bool) -> None:
     """Raises ``UserError`` if a run that is to be ``inline`` needs processes."""
     if isinstance(recipe, Recipe):
+        from tandem.pod.start import check_inline
+
         check_inline(recipe, inline)
     elif inline and recipe.parallel.world > 1:
         raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
@@ -145,7 +121,7 @@ def _resume(directory: Path, callback: Callbacks, inline: bool, overrides: Seque
         raise
     _check_inline(recipe, inline)
     check_records(directory, isinstance(recipe, Recipe), callback)
-    _check_may_change(overrides)
+    check_may_change(overrides)
     finished = finished_result(recipe, directory)
     if finished is not None:
         callback.message(describe_finished(recipe, finished, overrides))
@@ -180,58 +156,6 @@ def _write_new_values(recipe: AnyRecipe, directory: Path) -> AnyRecipe:
             with Journal(directory / "journal.sqlite") as journal:
                 record_config(directory, journal)
     return before
-
-
-def _check_may_change(overrides: Sequence[str]) -> None:
-    for override in overrides:
-        key = override.lstrip("-").split("=")[0]
-        if not may_change(key):
-            raise UserError(
-                f"'{override}' cannot change when a run is resumed: a run may continue with other values of {MAY_CHANGE}, everything else stays; leave "
-                "it out or start a new run"
-            )
-
-
-def read_recipe(directory: Path, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """Returns the recipe of the run in ``directory``. Raises ``UserError`` where there is none, and for a run of an older version."""
-    if not (directory / "config.yaml").is_file():
-        raise UserError(f"'{directory}' is not a run: it has no config.yaml; name a folder under runs/")
-    path, model = directory / "config.yaml", directory / "model"
-    read_yaml(path)
-    start = f"start a new run with --model.path={shlex.quote(str(model))}" if model.is_dir() else "start a new run"
-    try:
-        recipe = load_config(path)
-    except UserError as error:
-        # A recipe is valid when it is written.
-        raise UserError(f"'{directory}' was written by another version of Tandem ({error}); resume it with that version, or {start}") from None
-    for run in (directory, directory / SFT_FOLDER):
-        if (checkpoint := checkpoint_of_older_version(run)) is not None:
-            raise UserError(
-                f"'{directory}' was written by an older version of Tandem (its checkpoint '{checkpoint.name}' has the layout of version 0.1); resume it "
-                f"with that version, or {start}"
-            )
-    return load_config(path, overrides) if overrides else recipe
-
-
-def _new_directory(run: RunConfig, stem: str) -> Path:
-    """Makes the run's folder: ``run.name``, or the first free name of STEM, STEM-2, STEM-3, ..."""
-    parent, name = Path(run.directory), run.name
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        if name:
-            with contextlib.suppress(FileExistsError):
-                (parent / name).mkdir(PRIVATE)
-                return parent / name
-            raise UserError(f"the run '{parent / name}' exists; use 'tandem resume {shlex.quote(str(parent / name))}' or another run.name")
-        number = 1
-        while True:
-            chosen = parent / (stem if number == 1 else f"{stem}-{number}")
-            with contextlib.suppress(FileExistsError):
-                chosen.mkdir(PRIVATE)
-                return chosen
-            number += 1
-    except OSError as error:
-        raise UserError(f"'run.directory' is '{parent}', where a folder cannot be made: {error.strerror}") from None
 
 
 @contextlib.contextmanager
@@ -272,12 +196,16 @@ def _run_job(
     recipe: AnyRecipe, directory: Path, inline: bool, callback: Callback, faults: FaultPlan | None, resumed: bool
 ) -> RunResult:
     if isinstance(recipe, PretrainRecipe) and recipe.parallel.world > 1:
+        from tandem.jobs.data_run.supervise import supervise
+
         return supervise(recipe, directory, callback, resumed, faults)
     if isinstance(recipe, PretrainRecipe):
         # It needs torch, which a pod's controller runs without.
         from tandem.jobs.data_run.start_data import execute_data_run
 
         return execute_data_run(recipe, directory, callback, resumed)
+    from tandem.jobs.start_rl import execute_rl
+
     return execute_rl(recipe, directory, inline, callback, faults, resumed)
 
 
@@ -287,10 +215,16 @@ def dry_run(recipe: AnyRecipe, recipe_path: str | Path, inline: bool = False) ->
     check_metrics(recipe.metrics)
     check_traces(recipe.traces)
     check_trackers(recipe.trackers)
+    from tandem.jobs.checks.predicted_time import describe_data_time, describe_rl_time
+
     recipe, layout = on_this_machine(with_commits(recipe, "description"))
     if isinstance(recipe, PretrainRecipe):
+        from tandem.jobs.checks.check_data import check_data_run
+
         lines = [*check_data_run(recipe), describe_data_time(recipe)]
     else:
+        from tandem.jobs.checks.check_rl import check_rl_run
+
         plan = check_rl_run(recipe)
         lines = [*plan.lines(), describe_rl_time(recipe, plan.prompt_tokens)]
     return "\n".join([f"recipe {recipe_path} is valid", *describe_download(recipe.model), *([layout] if layout else []), *lines])

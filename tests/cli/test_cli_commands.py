@@ -187,10 +187,10 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(command, recipe) -> None:
 
 def test_runs_without_a_name_take_the_next_free_one(recipe) -> None:
     from tandem.config.recipe import load_config
-    from tandem.jobs.start import _new_directory
+    from tandem.jobs.prepare import new_directory
 
     config = load_config(recipe)
-    assert [_new_directory(config.run, "recipe").name for _ in range(3)] == ["recipe", "recipe-2", "recipe-3"]
+    assert [new_directory(config.run, "recipe").name for _ in range(3)] == ["recipe", "recipe-2", "recipe-3"]
 
 
 @pytest.mark.parametrize(

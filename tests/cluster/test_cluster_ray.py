@@ -2,16 +2,20 @@
 
 import importlib.util
 import json
+import os
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launched_runs import TINY
+from launched_runs import COMMAND, TINY
 
 from tandem.cluster.launch.ended import CANCELLED, Ended, read_end, write_end
 from tandem.cluster.launch.record import Record, write_record
 from tandem.config.ray import RayConfig
+from tandem.runtime.records.run_lock import RunLock
+from tandem.runtime.rpc.listener import listen
 
 Here = Callable[..., str]
 has_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed, so runs on Ray are NOT tested")
@@ -34,6 +38,7 @@ RL = Path(__file__).parents[1] / "pod" / "tiny.yaml"
         ("resources={GPU: 1}", "'ray.resources' has 'GPU'; set ray.num_gpus instead"),
         ("resources={spot: 0}", "'ray.resources.spot' is 0.0; it must be above 0"),
         ("ndoes=2", "unknown key 'ray.ndoes'"),
+        ("num_gpus=5000", "'ray.num_gpus' is 5000 for each of 1 nodes, and this machine has "),
     ],
 )
 def test_a_section_that_asks_for_what_is_no_amount_is_refused(here: Here, setting: str, line: str, tmp_path: Path) -> None:
@@ -63,6 +68,29 @@ def test_an_address_at_which_no_ray_answers_is_refused_and_leaves_nothing(here: 
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         assert here("train", TINY, "--on", "ray", f"--ray.address={address}").startswith(f"no Ray answers at '{address}' (Connection refused); start it")
     assert not (tmp_path / "runs").exists()
+
+
+@has_ray
+def test_a_port_that_is_taken_is_refused_before_a_cluster_is_started(here: Here, tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert here("train", TINY, "--on", "ray", f"--metrics.port={port}").startswith(f"port {port} on 127.0.0.1 cannot be taken (Address already in use)")
+    assert not (tmp_path / "runs").exists()
+
+
+@has_ray
+def test_a_run_that_works_in_another_container_is_not_placed_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(TINY.read_text())
+    apart = ["unshare", "--fork", "--pid", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("no namespace of processes may be made here, so a run in another container is NOT tested")
+    with RunLock(run):
+        # Its holder is not among the locks that this process sees.
+        done = subprocess.run([*apart, str(COMMAND), "resume", str(run), "--on", "ray"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith(f"tandem: the run directory {run} is in use by process {os.getpid()}; wait for it"), done.stderr
+    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "lock"]
 
 
 def test_the_end_of_a_job_is_known_when_its_cluster_is_gone(here: Here, tmp_path: Path) -> None:

@@ -1,52 +1,14 @@
-"""Runs on a real Ray that is started for them, over several nodes of this machine: they have the bits of the local run, though nodes die or stand still, and
-nothing is left of them."""
+"""Runs on a real Ray that is started for them, over several nodes of this machine: they have the bits of the local run, and nothing is left of them."""
 
-import importlib.util
-import os
 import re
-import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-from etcd_server import WHY_SKIPPED, program
 from launched_runs import TINY, LaunchedRuns, left_behind
-from pod_runs import RECIPE, PodRun, difference
-from ray_cluster import descendants, pause
+from pod_runs import RECIPE, difference
+from ray_runs import ended, marks, ran, runs
 
-from tandem.cluster.launch.ray.own_cluster import node_processes
-
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed, so runs on Ray are NOT tested"),
-    pytest.mark.skipif(program() is None, reason=WHY_SKIPPED),
-]
-LONG = ("--run.max_steps=60", "--evaluation.target_accuracy=1.0", "--evaluation.every_steps=60", "--checkpoint.every_steps=5")
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[LaunchedRuns]:
-    runs = LaunchedRuns(tmp_path)
-    yield runs
-    for path in tmp_path.glob("runs/*/launch/record.json"):
-        runs.begin("cancel", path.parents[1], "--now").communicate(timeout=300)
-
-
-def ran(runs: LaunchedRuns, name: str) -> PodRun:
-    return PodRun(runs.folder / "runs", name=name)
-
-
-def ends(runs: LaunchedRuns, name: str) -> None:
-    assert runs.wait_for_state(name, "finished", "failed", "stopped")["state"] == "finished", runs.output(name)
-
-
-def placed(runs: LaunchedRuns, name: str) -> dict[str, str]:
-    """Returns the node of each role of a run of three nodes. To ask takes longer than some of its steps."""
-    until = time.monotonic() + 120
-    while len(roles := dict(re.findall(r"([\w-]+) on (node-\d)", runs.status(name)["where"]))) < 3:
-        assert time.monotonic() < until, roles
-    return roles
+pytestmark = marks
+__all__ = ["runs"]
 
 
 def test_a_run_over_three_nodes_has_the_bits_of_the_local_one_and_leaves_nothing(runs: LaunchedRuns) -> None:
@@ -55,7 +17,7 @@ def test_a_run_over_three_nodes_has_the_bits_of_the_local_one_and_leaves_nothing
     assert runs.refusal("resume", "runs/three").startswith(f"'{runs.directory('three')}' is ")
     runs.tandem("train", RECIPE, "--run.name=local")
     followed = runs.tandem("logs", "runs/three", "--follow")
-    ends(runs, "three")
+    ended(runs, "three")
     assert followed == runs.tandem("logs", "runs/three") and "pod 2 (ray-2) joined the run" in followed
     assert difference(ran(runs, "three"), ran(runs, "local")) == []
     assert "pod ray-1 joined" in runs.tandem("logs", "runs/three", "--role", "pods/ray-1/rollout_shim")
@@ -67,47 +29,17 @@ def test_trainer_ranks_on_three_nodes_have_the_bits_of_three_ranks_on_one(runs: 
     mesh = ("--parallel.data=3", "--rollout.prompts_per_step=6")
     runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--trainer-pods", "3", *mesh)
     runs.tandem("train", RECIPE, "--run.name=local", *mesh)
-    ends(runs, "three")
+    ended(runs, "three")
     logs = runs.directory("three") / "logs" / "pods"
     assert all(re.search(rf"pod ray-{number} trains with rank \d", (logs / f"ray-{number}" / "pod.log").read_text()) for number in (1, 2))
     assert runs.model("three") == runs.model("local") and left_behind(runs.folder) == []
-
-
-@pytest.mark.parametrize("node", ["node-1", "node-2"])
-def test_a_node_that_is_killed_takes_no_bit_with_it(runs: LaunchedRuns, node: str) -> None:
-    runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--pods.min_count=3", *LONG)
-    roles = placed(runs, "three")
-    runs.wait_for_step("three", 12)
-    # Both the controller's node and a pod's, whichever names they have.
-    chosen = roles["controller"] if node == "node-1" else roles["ray-1"]
-    for process in descendants(node_processes(runs.directory("three"))[chosen])[:2]:
-        os.kill(process, signal.SIGKILL)
-    runs.tandem("train", RECIPE, "--run.name=local", *LONG)
-    ends(runs, "three")
-    if node == "node-1":
-        assert "from its newest checkpoint" in runs.output("three") and ran(runs, "three").events("resume")[-1].detail["step"] >= 10
-    else:
-        assert len([event for event in ran(runs, "three").events("membership") if "joined" in event.detail]) >= 3, runs.output("three")
-    assert difference(ran(runs, "three"), ran(runs, "local")) == [] and left_behind(runs.folder) == []
-
-
-@pytest.mark.parametrize("role", ["controller", "ray-1"])
-def test_a_node_that_stands_still_takes_no_bit_with_it(runs: LaunchedRuns, role: str) -> None:
-    runs.tandem("train", RECIPE, "--on", "ray", "--run.name=three", "--ray.nodes=3", "--pods.min_count=2", "--pods.heartbeat_timeout_s=5", *LONG)
-    roles = placed(runs, "three")
-    runs.wait_for_step("three", 12)
-    # So long that Ray takes it for dead and goes on elsewhere.
-    pause(node_processes(runs.directory("three"))[roles[role]], 20)
-    runs.tandem("train", RECIPE, "--run.name=local", *LONG)
-    ends(runs, "three")
-    assert difference(ran(runs, "three"), ran(runs, "local")) == [] and left_behind(runs.folder) == []
 
 
 def test_a_run_is_cancelled_after_its_step_or_at_once_and_is_resumed_as_another_job(runs: LaunchedRuns) -> None:
     long = ("--run.max_steps=1000000", "--checkpoint.every_steps=100000")
     runs.tandem("train", TINY, "--on", "ray", "--run.name=job", *long)
     runs.wait_for_step("job", 3)
-    assert runs.refusal("resume", "runs/job", "--on", "local").startswith("the run directory runs/job is in use by process ")
+    assert runs.refusal("resume", "runs/job", "--on", "local").startswith("'runs/job' is running as job job-")
     assert runs.tandem("cancel", "runs/job").startswith("asked job job-")
     status = runs.wait_for_state("job", "stopped", "failed")
     assert status["state"] == "stopped" and status["checkpoint"] == status["steps"] >= 3, (status, runs.output("job"))
@@ -132,7 +64,7 @@ def test_pods_that_join_and_leave_while_the_run_trains_take_no_bit_with_them(run
         time.sleep(0.2)
     runs.tandem("scale", "runs/scaled", "1")
     runs.tandem("train", RECIPE, "--run.name=local", *long)
-    ends(runs, "scaled")
+    ended(runs, "scaled")
     assert runs.model("scaled") == runs.model("local") and left_behind(runs.folder) == []
     assert runs.refusal("scale", "runs/local", "2").startswith("the run in 'runs/local' was placed by 'local', which gives a run its nodes when it starts;")
 

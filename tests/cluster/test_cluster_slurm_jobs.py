@@ -109,7 +109,7 @@ def test_a_run_is_cancelled_after_its_step_or_at_once_and_not_started_twice(slur
     slurm.wait_for_step("job", 3)
     job = job_of(slurm, "job")
     assert slurm.refusal("resume", "runs/job").startswith(f"'{slurm.directory('job')}' is running as job {job} on n1; wait for it, or end it first:")
-    assert slurm.refusal("resume", "runs/job", "--on", "local").startswith("the run directory runs/job is in use by process ")
+    assert slurm.refusal("resume", "runs/job", "--on", "local").startswith(f"'runs/job' is running as job {job} on n1;")
     assert slurm.tandem("cancel", "runs/job") == f"asked job {job} to stop after its step, which it saves first\n"
     status = slurm.wait_for_state("job", "stopped", "failed")
     assert status["state"] == "stopped" and status["checkpoint"] == status["steps"] >= 3, (status, slurm.output("job"))
@@ -121,6 +121,7 @@ def test_a_run_is_cancelled_after_its_step_or_at_once_and_not_started_twice(slur
     # A job that waits has nothing to save.
     slurm.tandem("resume", "runs/job", "--slurm.options=[--begin=now+1hour]")
     assert slurm.status("job")["state"] == "queued"
+    assert slurm.refusal("resume", "runs/job", "--on", "local").startswith(f"'runs/job' is queued as job {job_of(slurm, 'job')};")
     assert slurm.tandem("cancel", "runs/job").startswith("cancelled job ")
     assert slurm.status("job")["state"] == "stopped"
 

@@ -3,8 +3,8 @@
     python fault_backend.py NAME MODEL[,MODEL] [WEIGHTS [HOST PORT]]      prints its port; with WEIGHTS it says that it is Tandem's server
 
 ``POST /mode`` with ``{"mode": ..., "delay_s": ...}`` sets what it does with the next requests (``gate``: they wait for another mode); ``GET /stats`` says
-what it has seen. ``adapters`` of a mode: adapters that it has loaded, with their models. ``kv_cache``: what it says of its KV cache. ``echo`` of a request:
-the word that it answers with.
+what it has seen. ``times`` of a mode: for so many requests. ``adapters``: adapters that it has loaded, with their models. ``kv_cache``: what it says of its
+KV cache. ``echo`` of a request: the word that it answers with.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ class Backend:
         self.owner = {"owned_by": "tests"} if weights is None else {"owned_by": "tandem", "weight_version": [0, int(weights)]}
         self.word = "w"
         self.mode, self.delay_s, self.is_ready = "ok", 0.0, True
+        self.times = 0
         self.seen: Counter[str] = Counter()
         self.last: dict[str, Any] = {}
         self.adapters: dict[str, str] = {}
@@ -53,6 +54,7 @@ class Backend:
         if path == "/mode":
             given = json.loads(body)
             self.mode, self.delay_s, self.is_ready = given.get("mode", "ok"), given.get("delay_s", 0.0), given.get("ready", True)
+            self.times = given.get("times", 0)
             self.opened.clear() if self.mode == "gate" else self.opened.set()
             self.word, self.adapters = given.get("word", "w"), given.get("adapters", {})
             self.kv_cache = given.get("kv_cache")
@@ -94,6 +96,9 @@ class Backend:
         if self.mode == "gate":
             await self.opened.wait()
         mode = self.mode
+        if self.times:
+            self.times -= 1
+            self.mode = mode if self.times else "ok"
         if mode in ("hang", "deaf"):
             await asyncio.sleep(3600)
         if mode == "reset":

@@ -184,6 +184,30 @@ def test_a_stream_goes_on_at_the_other_backend(tmp_path: Path) -> None:
         assert texts[-1].endswith("data: [DONE]\n\n") and begun[0].startswith("v0 ") and "w" not in begun[0]
 
 
+def test_what_one_of_several_servers_at_an_address_fails_is_sent_there_again(tmp_path: Path) -> None:
+    ask = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 12}
+    whole = "".join(f"w{i} " for i in range(12))
+    breaker = {"failures": 1, "open_s": 60.0, "max_open_s": 60.0}
+    with fault_backend("all", "m", "1") as backend, fault_backend("one", "other", "1") as one:
+        listed = [{"url": backend.url, "name": "all", "replicated": True}, {"url": one.url, "name": "one"}]
+        with gateway(tmp_path, [], backends=listed, breaker=breaker) as running:
+            for mode in ("cut", "half_closed", "unfinished", "reset", "500", "503"):
+                backend.mode(mode, times=1)
+                events = content(running.post("/v1/completions", ask).content)
+                assert events[0] == {0: whole} and events[-1] == 1, mode
+            for mode in ("truncated", "reset", "500", "502"):
+                backend.mode(mode, times=2)
+                answer = running.complete(max_tokens=12)
+                assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == whole, mode
+            assert running.metric("resumed_streams_total") == 3 and running.metric("backend_breaker_open", backend="all") == 0
+            # What fails every time ends, and one server that fails is one that fails.
+            backend.mode("500")
+            before = backend.seen()
+            assert running.complete().status_code == 500 and backend.seen() == before + 3
+            one.mode("cut", times=1)
+            assert "broke off" in running.post("/v1/completions", {**ask, "model": "other"}).text
+
+
 @pytest.mark.full
 def test_streams_of_killed_servers_go_on_with_the_same_tokens(tmp_path: Path) -> None:
     """Real servers and engines: of two, one is killed while it streams, sampled at temperature 1 without a seed of the client's."""

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.config.recipe import load_config
 from tandem.estimate.hardware.load import load_hardware
-from tandem.jobs.checks.chosen_layout import refuse_automatic
+from tandem.jobs.prepare import refuse_automatic
 from tandem.planner.automatic import best_layout, with_layout
 from tandem.types.errors import UserError
 

@@ -10,8 +10,9 @@ from pod_runs import HERE, RECIPE, PodRun, difference, finish
 from reward_models import write_reward_model
 
 from tandem.config.recipe import load_config
+from tandem.jobs.prepare import read_recipe
 from tandem.jobs.replay.replay_rl import replay_rl_step
-from tandem.jobs.start import read_recipe, train
+from tandem.jobs.start import train
 from tandem.runtime.callback import Callback
 from tandem.runtime.records.journal import Journal
 from tandem.types import Round

@@ -12,7 +12,7 @@ from reward_models import write_reward_model
 
 from tandem.config.recipe import Recipe
 from tandem.jobs.checks.check_value_model import check_value_model
-from tandem.jobs.start import read_recipe
+from tandem.jobs.prepare import read_recipe
 from tandem.kernels import select
 from tandem.model.huggingface.model_folder import load_model, read_shapes, read_tensors
 from tandem.model.value_folder import make_value_folder

@@ -99,15 +99,16 @@ def envoy_lines(file: str, within: str = "", after: str = "") -> list[str]:
 
 def gateway_files(
     topology: InferenceTopology, engines: list[str], hosts: list[str], jaeger: str, folder: Path = Path(), *, host: str = "0.0.0.0",
-    engine_key: str = ENGINE_KEY,
+    engine_key: str = ENGINE_KEY, replicas: int = 0,
 ) -> dict[str, str]:  # fmt: skip
     """Returns the settings of each gateway, and of Envoy in front of them. ``hosts``: of the gateways, as Envoy reaches them; ``host``: on which they listen.
-    ``folder``: of all files, where the settings are moved to another one. ``engine_key``: the file with the engines' key; empty: they ask for none."""
+    ``folder``: of all files, where the settings are moved to another one. ``engine_key``: the file with the engines' key; empty: they ask for none.
+    ``replicas``: as of ``gateway_settings``."""
     folders = {"targets_folder": str(folder / TARGETS), "log_folder": str(folder / LOGS)}
     settings = [
         gateway_settings(
             engines, topology.gateway_port(number), _PRIVATE, host=host, jaeger=jaeger, engine_key=str(folder / engine_key) if engine_key else "",
-            folders=folders,
+            folders=folders, replicas=replicas,
         )
         for number in range(topology.gateways)
     ]

@@ -30,7 +30,8 @@ def ray_inference(topology: InferenceTopology, jaeger: str, folder: Path) -> dic
     proxy = f"http://127.0.0.1:{topology.engine_port(0)}"
     return {
         "cluster.yaml": ray_cluster("tandem-inference", "head", nodes), "serve.yaml": _serve_file(topology, jaeger, folder), "start.sh": start,
-        "keep.sh": KEEP, **gateway_files(topology, [proxy], ["127.0.0.1"] * topology.gateways, jaeger, folder, engine_key=""),
+        "keep.sh": KEEP,
+        **gateway_files(topology, [proxy], ["127.0.0.1"] * topology.gateways, jaeger, folder, engine_key="", replicas=topology.instances),
     }  # fmt: skip
 
 

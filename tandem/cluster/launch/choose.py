@@ -1,21 +1,28 @@
 """Finds the launcher by its name, or the one of a run."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-from tandem.cluster.launch.kubernetes.launcher import KubernetesLauncher
 from tandem.cluster.launch.launcher import Launcher, LauncherName
-from tandem.cluster.launch.local import LocalLauncher
-from tandem.cluster.launch.ray.launcher import RayLauncher
 from tandem.cluster.launch.record import read_record
-from tandem.cluster.launch.slurm.launcher import SlurmLauncher
 
 
 def launcher(name: LauncherName) -> Launcher:
-    made: dict[LauncherName, Callable[[], Launcher]] = {
-        "local": LocalLauncher, "slurm": SlurmLauncher, "ray": RayLauncher, "kubernetes": KubernetesLauncher,
-    }  # fmt: skip
-    return made[name]()
+    # Each is imported where it is chosen: the local one imports all that trains.
+    if name == "slurm":
+        from tandem.cluster.launch.slurm.launcher import SlurmLauncher
+
+        return SlurmLauncher()
+    if name == "ray":
+        from tandem.cluster.launch.ray.launcher import RayLauncher
+
+        return RayLauncher()
+    if name == "kubernetes":
+        from tandem.cluster.launch.kubernetes.launcher import KubernetesLauncher
+
+        return KubernetesLauncher()
+    from tandem.cluster.launch.local import LocalLauncher
+
+    return LocalLauncher()
 
 
 def launcher_of(directory: Path) -> Launcher:

@@ -45,7 +45,7 @@ class RunProcess:
         """Runs it until it ends, with new values ``overrides``. ``output``: a file for what it tells its user; ``None``: this process's output. Returns the
         exit status of the job."""
         threads = Threads(recipe.machine.threads or available_cores())
-        arguments = ["resume", str(self._directory), "--on", "local", *overrides]
+        arguments = ["resume", str(self._directory), "--on", "local", "--of-job", *overrides]
         process = spawn("tandem.cli.main", arguments, threads=threads, new_session=True, output=output)
         with self._lock:
             self._process = process

@@ -11,7 +11,8 @@ from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, Status
 from tandem.config.recipe import load_config
 from tandem.jobs.display import display
 from tandem.jobs.finished import finished_result
-from tandem.jobs.start import dry_run, read_recipe, resume, train
+from tandem.jobs.prepare import read_recipe
+from tandem.jobs.start import dry_run, resume, train
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.program import program
 from tandem.runtime.records.run_lock import lock_holder

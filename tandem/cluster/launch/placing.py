@@ -12,7 +12,7 @@ from tandem.cluster.launch.record import Record, read_record, write_record
 from tandem.cluster.launch.several_nodes import NodesOf, check_not_running, for_nodes
 from tandem.config.load import to_mapping
 from tandem.config.recipe import AnyRecipe
-from tandem.jobs.start import check_resume, read_recipe
+from tandem.jobs.prepare import check_resume, read_recipe
 from tandem.runtime.process.program import program
 from tandem.types import UserError
 

@@ -15,9 +15,9 @@ from tandem.config.bundled import recipe_file
 from tandem.config.cluster import ClusterConfig
 from tandem.config.load import apply_overrides, build, read_yaml
 from tandem.config.recipe import ON_DATA, AnyRecipe, recipe_of
-from tandem.jobs.start import prepare
+from tandem.jobs.prepare import prepare
 from tandem.runtime.process.program import program
-from tandem.runtime.records.run_lock import lock_holder
+from tandem.runtime.records.run_lock import RunLock, lock_holder
 from tandem.types import UserError
 
 NodesOf = Callable[[Mapping[str, Any]], tuple[int, str]]
@@ -73,12 +73,15 @@ def prepared(recipe: AnyRecipe, launch: Launch) -> Iterator[Path]:
 
 
 def check_not_running(directory: Path, status: Status) -> None:
-    """Raises ``UserError`` for a run that cannot be resumed because it is queued or running as ``status`` says, or holds its lock on this machine."""
+    """Raises ``UserError`` for a run that cannot be resumed because it is queued or running as ``status`` says, or because a process, here or on another
+    machine, holds its lock."""
     if status.is_active:
         end = f"{program()} cancel {shlex.quote(str(directory))}"
         raise UserError(f"'{directory}' is {status.state} as {status.where}; wait for it, or end it first: {end}")
     if (holder := lock_holder(directory)) is not None:
         raise UserError(f"the run directory {directory} is in use by process {holder} on this machine; wait for it or stop it")
+    # Holders in other containers and on other machines are not listed here.
+    RunLock(directory).release()
 
 
 def section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:

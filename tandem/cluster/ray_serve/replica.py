@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ from tandem.runtime.process.processes import available_cores, describe_exit
 from tandem.runtime.process.temporary import choose_temporary_folder, temporary_folder
 from tandem.types import RunError
 
+logger = logging.getLogger("ray.serve")
 _LOOK_S, _ANSWER_S = 0.05, 10.0
 
 
@@ -50,6 +53,7 @@ class Replica:
         except BaseException:
             await self._stack.aclose()
             raise
+        self._watch = asyncio.create_task(self._end_with_server(), name="server")
 
     async def __call__(self, request: Request) -> Response:
         headers = to_backend(request.headers.raw, authorization=f"Bearer {self._server.api_key}", client=request.client.host if request.client else "")
@@ -78,11 +82,21 @@ class Replica:
 
     async def __del__(self) -> None:
         """Serve calls this when the replica has finished what it had."""
+        self._watch.cancel()
         self._server.end()
         ends = time.monotonic() + GRACE_S
         while self._server.process.poll() is None and time.monotonic() < ends:
             await asyncio.sleep(_LOOK_S)
         await self._stack.aclose()
+
+    async def _end_with_server(self) -> None:
+        """Ends this process as soon as the server has ended: Serve sends no more requests here, which would fail at once and so look like the least load
+        until the next check of the health."""
+        while (status := self._server.process.poll()) is None:
+            await asyncio.sleep(_LOOK_S)
+        logger.error("the server ended (%s): %s", describe_exit(status), self._server.last_words)
+        logging.shutdown()
+        os._exit(1)
 
     async def _until_ready(self, limit_s: float) -> None:
         """Raises ``RunError`` if the server does not become ready."""

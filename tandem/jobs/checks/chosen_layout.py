@@ -1,11 +1,8 @@
 """The layout of a recipe that leaves it to the planner, on this machine. Imports no torch."""
 
 from tandem.config.recipe import AnyRecipe
-from tandem.estimate.hardware.load import hardware_of_device
-from tandem.planner.automatic import with_layout
 from tandem.runtime.machine.gpus import chosen_device, probe
 from tandem.runtime.process.processes import available_cores
-from tandem.types.errors import UserError
 
 
 def on_this_machine(recipe: AnyRecipe) -> tuple[AnyRecipe, str]:
@@ -13,16 +10,11 @@ def on_this_machine(recipe: AnyRecipe) -> tuple[AnyRecipe, str]:
     without a line. Raises ``UserError`` if none fits."""
     if recipe.parallel.layout == "given":
         return recipe, ""
+    # Most runs need no planner.
+    from tandem.estimate.hardware.load import hardware_of_device
+    from tandem.planner.automatic import with_layout
+
     gpus = [gpu.name for gpu in probe().gpus] if chosen_device(recipe.machine, 1) == "cuda" else []
     chosen, line = with_layout(recipe, gpus, hardware_of_device(gpus[0]) if gpus else None, available_cores())
     chosen.check()
     return chosen, line
-
-
-def refuse_automatic(recipe: AnyRecipe) -> None:
-    """Raises ``UserError`` for a layout that is to be chosen where the machines of the run are not known yet."""
-    if recipe.parallel.layout == "auto":
-        raise UserError(
-            "'parallel.layout' is 'auto', which chooses for the GPUs of this machine, and the run is placed on others; write its layout into a recipe with "
-            "'tandem plan RECIPE --gpu KIND --gpus N --emit recipe'"
-        )

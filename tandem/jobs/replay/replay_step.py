@@ -9,10 +9,10 @@ from typing import Any
 import tandem
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import AnyRecipe
+from tandem.jobs.prepare import read_recipe
 from tandem.jobs.replay.comparison import PARTS, Comparison, Part
 from tandem.jobs.replay.replay_data import replay_data_step
 from tandem.jobs.replay.replay_rl import replay_rl_step
-from tandem.jobs.start import read_recipe
 from tandem.runtime.callback import Callback
 from tandem.runtime.records.replays import FILE, add_replay
 from tandem.runtime.records.tensor_digests import COMPLETE

@@ -9,8 +9,8 @@ from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import Recipe
 from tandem.data.shard_files import ShardFiles
 from tandem.jobs.data_run.train_data import dataset_paths
+from tandem.jobs.prepare import read_recipe
 from tandem.jobs.run_files import CRITIC_FOLDER, SFT_FOLDER
-from tandem.jobs.start import read_recipe
 from tandem.jobs.verify.finding import Finding
 from tandem.jobs.verify.input_files import KEY as INPUT_FILES
 from tandem.jobs.verify.input_files import verify_input_files

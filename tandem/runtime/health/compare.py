@@ -37,7 +37,7 @@ def findings(
     for report in reports:
         found += [Finding(report.node, f"node {report.node}: {what}: {why}") for what, why in report.failed.items()]
         found += _space(report, config)
-        found += _clock(report, reports[0].node, config)
+        found += clock_findings(report, reports[0].node, config)
         found += _versions(report, controller or reports[0])
     kind_of = {report.node: (kinds or {}).get(report.node, "") for report in reports}
     for kind in dict.fromkeys(kind_of.values()):
@@ -56,7 +56,8 @@ def _space(report: NodeReport, config: ClusterConfig) -> Iterator[Finding]:
             yield Finding(report.node, text)
 
 
-def _clock(report: NodeReport, first: str, config: ClusterConfig) -> Iterator[Finding]:
+def clock_findings(report: NodeReport, first: str, config: ClusterConfig) -> Iterator[Finding]:
+    """Yields a finding if the clock of ``report`` differs from that of node ``first`` by more than the limit, beyond doubt."""
     apart = abs(report.clock_offset_s) - report.clock_error_s
     if apart > config.max_clock_offset_s:
         side = "behind" if report.clock_offset_s > 0 else "ahead of"

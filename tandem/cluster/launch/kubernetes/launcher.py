@@ -30,7 +30,7 @@ from tandem.config.load import build, to_mapping
 from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.jobs.checks.check_rl import weight_buffers_bytes
 from tandem.jobs.finished import finished_result
-from tandem.jobs.start import read_recipe
+from tandem.jobs.prepare import read_recipe
 from tandem.runtime.rpc.credentials import new_credential
 from tandem.types import RunError, UserError
 

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,26 +27,49 @@ class RayAt:
 
     def ask(self, task: str, **request: Any) -> Mapping[str, Any]:
         """Returns the answer of Ray to ``task`` (see ``tandem.cluster.launch.ray.driver``). Raises ``UserError`` if it is refused."""
+        with self.connecting() as driver:
+            return driver.ask(task, **request)
+
+    @contextlib.contextmanager
+    def connecting(self) -> "Iterator[Driver]":
+        """Yields a process that connects to Ray meanwhile, and ends with the block. Raises ``UserError`` if nothing listens at the address."""
         check_answers(self.address, "start it ('ray start --head'), or leave ray.address out")
-        warnings, environment = UnnamedFile("tandem-ray"), ray_environment(self.token)
-        with contextlib.closing(warnings):
-            process = spawn(
-                "tandem.cluster.launch.ray.driver", threads=Threads(1), stdin=subprocess.PIPE, capture=True, output=warnings.path, environment=environment
-            )
-            try:
-                said, _ = process.communicate(json.dumps({"task": task, "address": self.address, **request}).encode(), timeout=_ANSWER_S)
-            except subprocess.TimeoutExpired:
-                raise RunError(f"Ray at '{self.address}' did not answer within {_ANSWER_S:.0f} s; see 'ray status', and try again") from None
-            finally:
-                kill(process)
-            lines = [line.strip() for line in warnings.read_text().splitlines() if line.strip()] or ["it says nothing"]
+        with contextlib.closing(Driver(self)) as driver:
+            yield driver
+
+
+class Driver:
+    """A process of ``tandem.cluster.launch.ray.driver``, which is asked once."""
+
+    def __init__(self, at: RayAt) -> None:
+        self._at, self._warnings = at, UnnamedFile("tandem-ray")
+        self._process = spawn(
+            "tandem.cluster.launch.ray.driver", [at.address], threads=Threads(1), stdin=subprocess.PIPE, capture=True, output=self._warnings.path,
+            environment=ray_environment(at.token),
+        )  # fmt: skip
+
+    def ask(self, task: str, **request: Any) -> Mapping[str, Any]:
+        """As ``RayAt.ask``."""
+        try:
+            said, _ = self._process.communicate(json.dumps({"task": task, **request}).encode(), timeout=_ANSWER_S)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"Ray at '{self._at.address}' did not answer within {_ANSWER_S:.0f} s; see 'ray status', and try again") from None
+        lines = [line.strip() for line in self._warnings.read_text().splitlines() if line.strip()] or ["it says nothing"]
         try:
             answer = dict(json.loads(said))
         except ValueError:
-            raise RunError(f"Ray at '{self.address}' could not be asked: {lines[-1][:300]}") from None
+            raise RunError(f"Ray at '{self._at.address}' could not be asked: {lines[-1][:300]}") from None
         if "refused" in answer:
             raise UserError(answer["refused"])
         return answer
+
+    def close(self) -> None:
+        """Ends the process."""
+        kill(self._process)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._warnings.close()
 
 
 def check_answers(address: str, fix: str) -> None:

@@ -1,5 +1,5 @@
-"""The process that talks to Ray for the launcher: ``python -m tandem.cluster.launch.ray.driver``. It reads a request from standard input, as JSON, and prints
-the answer, or ``{"refused": LINE}``. The command itself does not connect to Ray, which takes over signals and logging of a process."""
+"""The process that talks to Ray for the launcher: ``python -m tandem.cluster.launch.ray.driver ADDRESS``. It connects, reads a request from standard input, as
+JSON, and prints the answer, or ``{"refused": LINE}``. The command itself does not connect to Ray, which takes over signals and logging of a process."""
 
 import json
 import logging
@@ -7,14 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import tandem
 from tandem.cluster.launch.ray.actors import RunActor
+from tandem.cluster.launch.ray.node_checks import Asked, check_nodes
 from tandem.cluster.launch.ray.placement import CONTROLLER, NAMESPACE, group_name, groups_of, in_group, make_group, remove_groups
 from tandem.config.load import build
 from tandem.config.ray import RayConfig
@@ -47,7 +45,9 @@ def plan(request: Mapping[str, Any]) -> dict[str, Any]:
         wanted = ", ".join(_described(bundle))
         raise UserError(f"'ray.nodes' is {most}, and the Ray cluster has room for {room} with {wanted} each; lower it, or add nodes ('ray status')")
     if not request["is_own"]:
-        _check_nodes(fitting, Path(request["folder"]))
+        host, port = request["listen"]
+        limit_s = float(request["max_clock_offset_s"]) if config.most_nodes > 1 else 0.0
+        check_nodes(fitting, Asked(tuple(request["folders"]), (str(host), int(port)), limit_s))
     return {"bundle": bundle, "nodes": [node["NodeName"] for node in fitting], "room": room}
 
 
@@ -121,34 +121,6 @@ def _described(bundle: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _check_nodes(nodes: list[dict[str, Any]], folder: Path) -> None:
-    """Raises ``UserError`` for a node on which another version of Tandem or none is installed, or which does not have the folder of the run."""
-    probe = ray.remote(_facts)
-    asked = {}
-    for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        asked[node["NodeName"]] = probe.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(str(folder))
-    ours = tandem.__version__
-    for name, answer in asked.items():
-        try:
-            version, is_there = ray.get(answer, timeout=_ANSWER_S)
-        except ray.exceptions.GetTimeoutError:
-            raise UserError(f"node '{name}' of the Ray cluster did not answer within {_ANSWER_S:.0f} s; end it, or try again") from None
-        except ray.exceptions.RayError as error:
-            why = next((line.strip() for line in reversed(str(error).splitlines()) if "Error" in line), type(error).__name__)
-            raise UserError(f"node '{name}' of the Ray cluster cannot run Tandem ({why}); install version {ours} there, in the Python of its Ray") from None
-        if version != ours:
-            raise UserError(f"node '{name}' of the Ray cluster has Tandem {version}, and this machine {ours}; install the same version on all nodes")
-        if not is_there:
-            raise UserError(f"node '{name}' of the Ray cluster has no folder '{folder}'; all nodes of a run share its folder, under the same path")
-
-
-def _facts(folder: str) -> tuple[str, bool]:
-    import tandem
-
-    return tandem.__version__, os.path.isdir(folder)  # noqa: PTH112
-
-
 def _connect(address: str) -> None:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
@@ -161,10 +133,11 @@ def main() -> int:
     # What Ray prints goes where its warnings go.
     answers = os.dup(1)
     os.dup2(2, 1)
-    request = json.load(sys.stdin)
     tasks = {"plan": plan, "place": place, "status": status, "stop": stop, "scale": scale}
     try:
-        _connect(request["address"])
+        _connect(sys.argv[1])
+        # Read after it has connected: the command makes it meanwhile.
+        request = json.load(sys.stdin)
         answer = tasks[request["task"]](request)
     except UserError as error:
         answer = {"refused": str(error)}

@@ -1,7 +1,8 @@
 """Runs on Ray. A job of a run is a detached actor, which Ray starts again on another node when its node is lost, with an actor for each further pod."""
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,15 @@ from tandem.cluster.launch.ended import CANCELLED, Ended, read_end, write_end
 from tandem.cluster.launch.job import SAVED, last_error
 from tandem.cluster.launch.launcher import Launch, LauncherName, Placed, State, Status
 from tandem.cluster.launch.placing import placed, recorded, refuse_inline, resumed
-from tandem.cluster.launch.ray.commands import RayAt, check_installed
+from tandem.cluster.launch.ray.commands import Driver, RayAt, check_installed
 from tandem.cluster.launch.ray.own_cluster import TOKEN, own_address_of, start_cluster
 from tandem.cluster.launch.record import FOLDER, Record, read_record, write_secrets
 from tandem.cluster.launch.several_nodes import placed_recipe, prepared, run_folder
 from tandem.config.load import build, to_mapping
 from tandem.config.ray import RayConfig
 from tandem.config.recipe import AnyRecipe, Recipe
-from tandem.jobs.finished import finished_result
-from tandem.jobs.start import read_recipe
-from tandem.runtime.machine.gpus import probe
+from tandem.jobs.prepare import read_recipe
+from tandem.runtime.machine.gpus import DRIVER, probe
 from tandem.types import UserError
 
 
@@ -34,9 +34,9 @@ class RayLauncher:
         config = recipe.ray
         groups = f"{config.nodes} placement group{'s' if config.nodes > 1 else ''} (strict pack)"
         if not config.address:
-            _check_own(config)
+            _check_own(recipe)
             return f"starts a Ray cluster of {config.most_nodes} nodes on this machine for the run, and places {groups} of one core and {config.num_gpus} GPUs"
-        planned = RayAt(config.address).ask("plan", **_asked(recipe, run_folder(to_mapping(recipe)["run"])))
+        planned = RayAt(config.address).ask("plan", **_asked(recipe, run_folder(to_mapping(recipe)["run"]), str(Path.cwd())))
         asked = ", ".join(f"{name} {amount:g}" for name, amount in planned["bundle"].items())
         return f"places {groups} of {asked} on the Ray cluster at {config.address}, which has room for {planned['room']} on {', '.join(planned['nodes'])}"
 
@@ -44,10 +44,8 @@ class RayLauncher:
         refuse_inline(launch, self.name, "a job")
         check_installed()
         recipe, starts_etcd = placed_recipe(launch, _nodes)
-        if not recipe.ray.address:
-            _check_own(recipe.ray)
-        with prepared(recipe, launch) as directory:
-            return _submitted(directory, recipe, Record("ray", starts_etcd=starts_etcd, folder=str(Path.cwd())))
+        with _connecting(recipe) as driver, prepared(recipe, launch) as directory:
+            return _submitted(directory, recipe, Record("ray", starts_etcd=starts_etcd, folder=str(Path.cwd())), driver)
 
     def resume(self, directory: Path, overrides: Sequence[str]) -> Placed:
         check_installed()
@@ -55,9 +53,8 @@ class RayLauncher:
         run = resumed(directory, overrides, self.name, self.status, _nodes)
         if run.finished:
             return Placed(directory, run.finished)
-        if not run.recipe.ray.address:
-            _check_own(run.recipe.ray)
-        return _submitted(directory, run.recipe, run.record)
+        with _connecting(run.recipe) as driver:
+            return _submitted(directory, run.recipe, run.record, driver)
 
     def status(self, directory: Path) -> Status:
         record = read_record(directory)
@@ -117,17 +114,29 @@ class RayLauncher:
         return f"asked job {record.job} for {nodes} node{'s' if nodes > 1 else ''}"
 
 
-def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
+@contextlib.contextmanager
+def _connecting(recipe: AnyRecipe) -> Iterator[Driver | None]:
+    """Yields what connects to the cluster that exists, while the run is prepared; ``None`` for one that is started for the run, once that could be."""
+    if not recipe.ray.address:
+        _check_own(recipe)
+        yield None
+        return
+    with RayAt(recipe.ray.address).connecting() as driver:
+        yield driver
+
+
+def _submitted(directory: Path, recipe: AnyRecipe, record: Record, driver: Driver | None) -> Placed:
+    """Places a job of the run. ``driver``: which the cluster is asked by; ``None``: one is started."""
     (directory / "logs").mkdir(exist_ok=True)
     if recipe.ray.most_nodes > 1:
         write_secrets(directory)
     attempt = 1 + max((int(path.stem.rpartition("-")[2]) for path in (directory / "logs").glob("ray-*.out")), default=0)
     job = f"{directory.name}-{hashlib.sha256(str(directory).encode()).hexdigest()[:8]}-{attempt}"
-    is_own, config = not recipe.ray.address, recipe.ray
+    config = recipe.ray
     record = replace(record, job=job, address=config.address)
-    request = {**_asked(recipe, directory), "job": job, "directory": str(directory), "folder": record.folder}
+    request = {**_asked(recipe, directory, record.folder), "job": job, "directory": str(directory), "folder": record.folder}
     with recorded(directory, record):
-        if is_own:
+        if driver is None:
             starting = start_cluster(directory, job, config.most_nodes, config.num_gpus)
             try:
                 starting.at.ask("place", **request)
@@ -136,12 +145,15 @@ def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:
                 starting.end()
                 raise
         else:
-            RayAt(config.address).ask("place", **request)
-    where = "a Ray cluster on this machine" if is_own else f"the Ray cluster at {config.address}"
+            driver.ask("place", **request)
+    where = "a Ray cluster on this machine" if driver is None else f"the Ray cluster at {config.address}"
     return placed(directory, f"submitted job {job} to {where}")
 
 
 def _is_finished(directory: Path) -> bool:
+    # It imports the report of a run, which placing one does not need.
+    from tandem.jobs.finished import finished_result
+
     return finished_result(read_recipe(directory), directory) is not None
 
 
@@ -154,9 +166,13 @@ def _at(directory: Path, record: Record) -> RayAt:
     return RayAt(address, directory / FOLDER / TOKEN)
 
 
-def _asked(recipe: AnyRecipe, directory: Path) -> dict[str, Any]:
-    config = recipe.ray
-    return {"ray": asdict(config), "nodes": config.nodes, "is_own": not config.address, "folder": str(_existing(directory))}
+def _asked(recipe: AnyRecipe, directory: Path, folder: str) -> dict[str, Any]:
+    config, metrics = recipe.ray, recipe.metrics
+    return {
+        "ray": asdict(config), "nodes": config.nodes, "is_own": not config.address, "folders": [str(_existing(directory)), folder],
+        "listen": ("", 0) if metrics is None else (metrics.host, metrics.port),
+        "max_clock_offset_s": recipe.cluster.max_clock_offset_s if isinstance(recipe, Recipe) and recipe.cluster.preflight else 0.0,
+    }  # fmt: skip
 
 
 def _existing(folder: Path) -> Path:
@@ -164,14 +180,18 @@ def _existing(folder: Path) -> Path:
     return next(each for each in (folder, *folder.parents) if each.is_dir())
 
 
-def _check_own(config: RayConfig) -> None:
+def _check_own(recipe: AnyRecipe) -> None:
     """Raises ``UserError`` for what a cluster on this machine could not have."""
+    from tandem.jobs.exposed.exposed_run import check_metrics
+
+    config = recipe.ray
+    check_metrics(recipe.metrics)
     for name, value in (("num_cpus", config.num_cpus > 1), ("memory_gib", config.memory_gib), ("resources", config.resources)):
         if value:
             raise UserError(f"'ray.{name}' is {getattr(config, name)}, and the cluster that is started on this machine has nodes of one core; leave it out")
     needed = config.most_nodes * config.num_gpus
-    if needed and needed > (found := len(probe().gpus)):
-        raise UserError(f"'ray.num_gpus' is {config.num_gpus} for each of {config.most_nodes} nodes, and this machine has {found} GPUs; lower one of them")
+    if needed and needed > (there := len(probe().gpus) if any(path.exists() for path in DRIVER) else 0):
+        raise UserError(f"'ray.num_gpus' is {config.num_gpus} for each of {config.most_nodes} nodes, and this machine has {there} GPUs; lower one of them")
 
 
 def _nodes(data: Mapping[str, Any]) -> tuple[int, str]:

@@ -17,7 +17,7 @@ from tandem.cluster.launch.slurm.script import batch_script
 from tandem.config.load import to_mapping
 from tandem.config.recipe import AnyRecipe
 from tandem.jobs.finished import finished_result
-from tandem.jobs.start import read_recipe
+from tandem.jobs.prepare import read_recipe
 from tandem.types import UserError
 
 _BEGINNINGS = ("tandem: ", "slurmstepd: error: ")
