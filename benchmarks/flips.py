@@ -26,6 +26,8 @@ from tandem.jobs.verify.verify_run import parts_of
 from tandem.types import UserError
 
 UNREAD = ("logs/",
+    "entropies.sqlite",
+    "metrics.sqlite",
     "lock",
     "report.html",
     "journal.sqlite-shm",

@@ -77,7 +77,7 @@ def life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
     options = argparse.Namespace(
         health="{}",
         run=str(tmp_path), of_run="r", member="n", agent="a", join=str(tmp_path / "store.sqlite"), host="127.0.0.1", credential=str(tmp_path / "credential"),
-        port=0, threads=1, lease=60.0, join_timeout=60.0, faults="", tls=None, trains=1, keeper=-1, keeps=0,
+        port=0, threads=1, lease=60.0, join_timeout=60.0, faults="", tls=None, trains=1, keeper=-1, keeps=0, again=False,
     )  # fmt: skip
     made = Life(JoiningShim(options))
     monkeypatch.setattr(made.shim, "end", lambda status, why: made.ends.append((status, why)))

@@ -8,7 +8,7 @@ import pytest
 from observability.otlp_receiver import GrpcReceiver, HttpReceiver, Received
 
 from tandem import LLM, AsyncLLM, EngineArgs, SamplingParams, UserError
-from tandem.runtime.traces.spans import SPANS
+from tandem.runtime.traces.spans import SPANS, UNNAMED, Process
 
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"
@@ -18,7 +18,9 @@ def below(spans: list[Received], parent: Received) -> list[Received]:
     return [span for span in spans if span.parent_id == parent.span_id]
 
 
-def test_each_request_of_an_llm_is_a_trace_with_its_parts(model: Path) -> None:
+def test_each_request_of_an_llm_is_a_trace_with_its_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Another test may have said what this process is.
+    monkeypatch.setattr(SPANS, "process", Process(UNNAMED))
     with HttpReceiver() as receiver, GrpcReceiver() as other:
         with LLM(model, max_num_seqs=2, otlp_traces_endpoint=receiver.endpoint) as llm:
             with pytest.raises(UserError, match=f"{other.endpoint}.*{receiver.endpoint}"):
