@@ -281,6 +281,7 @@ def main() -> None:
         model = ["model.create=null", f"model.path={work / 'sft_sort' / 'model'}", "sft=null", "rollout.prompts_per_step=8"]
         rl = [*NO_PAUSE, *tuning, *model, f"run.max_steps={options.steps}"]
         lines.append(steps("a step of reinforcement learning in a pod", "sort", rl, *given))
+        span_us()  # Without what is imported and made once.
         recorded, crossed, encoded = span_us()
         written = database_ms(work)
         lines.append(requests(work / "sft_sort" / "model", options.requests, work, endpoint))
