@@ -1,8 +1,10 @@
 """Seconds from the command to the end of the first training step: ``tandem train`` on two ranks beside plain ``torchrun`` with an equivalent script, in turn.
 
-    python benchmarks/launch_time.py [--rounds 10] [--ray]
+    python benchmarks/launch_time.py [--rounds 10] [--ray] [--slurm]
 
-``--ray``: also as a job on a Ray that runs already (``--on ray --ray.address``), whose own start is apart.
+``--ray``: also as a job on a Ray that runs already (``--on ray --ray.address``), whose own start is apart. ``--slurm``: also as a job of a Slurm of one node
+that runs already; what it takes to start a job that only makes a file (``sbatch``), which is measured in the same turns, is its own start, and apart. Slurm
+needs root and the Debian packages slurm-wlm and munge.
 
 Both train a decoder of one layer on two data-parallel ranks over gloo, with one thread each, and are ended after their first step. Tandem also makes and
 tokenizes its data, checks the recipe and the machine, and keeps a journal; ``peers/plain_torchrun.py`` draws random tokens.
@@ -17,13 +19,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from machine import ROOT, best_and_median, machine, write_report
 from options import parser
 
+sys.path.insert(0, str(ROOT / "tests"))
+
+from slurm_cluster import WHY_SKIPPED, SlurmCluster, is_installed
+
 TANDEM = (sys.executable, "-m", "tandem.cli.main")
 LIMIT = 1.3
+ON_RAY, ON_SLURM, EMPTY_JOB = "tandem train --on ray", "tandem train --on slurm", "sbatch of an empty job"
 _LIMIT_S = 180.0
 
 
@@ -57,9 +65,9 @@ def tandem_s(folder: Path, *more: str) -> float:
     return seconds(command, lambda: metrics.exists() and metrics.stat().st_size > 0, folder)
 
 
-def on_ray_s(address: str, folder: Path) -> float:
+def launched_s(folder: Path, *where: str) -> float:
     try:
-        return tandem_s(folder, "--on", "ray", f"--ray.address={address}")
+        return tandem_s(folder, *where)
     finally:
         subprocess.run([*TANDEM, "cancel", str(folder / "run"), "--now"], check=True, capture_output=True)
 
@@ -91,6 +99,35 @@ def ray_cluster() -> Iterator[tuple[str, float]]:
             process.wait()
 
 
+@contextlib.contextmanager
+def slurm_node(folder: Path) -> Iterator[SlurmCluster]:
+    """Yields a Slurm of one node with two cores on this machine, which the commands of this process find."""
+    if not is_installed():
+        sys.exit(WHY_SKIPPED)
+    cluster = SlurmCluster(folder, nodes=1)
+    try:
+        os.environ |= cluster.start().environment
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def empty_job_s(cluster: SlurmCluster, folder: Path) -> float:
+    """Returns the seconds from ``sbatch`` to the first command of its job."""
+    mark = folder / "begun"
+    try:
+        return seconds(["sbatch", "--output=/dev/null", f"--wrap=touch {mark}"], mark.exists, folder)
+    finally:
+        cluster.clear()
+
+
+def on_slurm_s(cluster: SlurmCluster, folder: Path) -> float:
+    try:
+        return launched_s(folder, "--on", "slurm")
+    finally:
+        cluster.clear()
+
+
 def torchrun_s(folder: Path) -> float:
     script, mark = str(ROOT / "benchmarks" / "peers" / "plain_torchrun.py"), folder / "first-step"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, str(mark)]
@@ -101,6 +138,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--ray", action="store_true", help="also on a Ray that runs already")
+    options.add_argument("--slurm", action="store_true", help="also on a Slurm that runs already")
     chosen = options.parse_args()
     text = machine()
     with contextlib.ExitStack() as stack:
@@ -108,29 +146,34 @@ def main() -> None:
         start_s = 0.0
         if chosen.ray:
             address, start_s = stack.enter_context(ray_cluster())
-            ways["tandem train --on ray"] = lambda folder: on_ray_s(address, folder)
-        found: dict[str, list[float]] = {name: [] for name in ways}
+            ways[ON_RAY] = lambda folder: launched_s(folder, "--on", "ray", f"--ray.address={address}")
+        if chosen.slurm:
+            cluster = stack.enter_context(slurm_node(Path(stack.enter_context(tempfile.TemporaryDirectory()), "slurm")))
+            ways |= {ON_SLURM: partial(on_slurm_s, cluster), EMPTY_JOB: partial(empty_job_s, cluster)}
+        taken: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(chosen.rounds + 1):
             for name, measured in ways.items():
                 with tempfile.TemporaryDirectory() as scratch:
                     took = measured(Path(scratch))
                 # The first of each warms the disk's cache.
                 if turn:
-                    found[name].append(took)
-    medians = {name: best_and_median(values)[1] for name, values in found.items()}
-    ratios = {name: median / medians["torchrun"] for name, median in medians.items() if name != "torchrun"}
+                    taken[name].append(took)
+    medians = {name: best_and_median(values)[1] for name, values in taken.items()}
+    own_s = {ON_SLURM: medians.get(EMPTY_JOB, 0.0)}
+    ratios = {name: (median - own_s.get(name, 0.0)) / medians["torchrun"] for name, median in medians.items() if name not in ("torchrun", EMPTY_JOB)}
     words = {name: 'met' if ratio <= LIMIT else 'MISSED' for name, ratio in ratios.items()}
     verdicts = [
         f"`{name}` takes {ratio:.2f} times as long as `torchrun`; the limit is {LIMIT}: {words[name]}." for name, ratio in ratios.items()
     ]
     report = "\n".join([
         "# From the command to the end of the first step", "", text, "", f"{chosen.rounds} of each, in turn; two ranks on this machine.", "",
-        "| command | best s | median s |", "|---|---|---|", *(f"| {name} | {min(values):.2f} | {medians[name]:.2f} |" for name, values in found.items()), "",
+        "| command | best s | median s |", "|---|---|---|", *(f"| {name} | {min(values):.2f} | {medians[name]:.2f} |" for name, values in taken.items()), "",
         *verdicts,
         *(["", f"Ray's own start, which is apart, took {start_s:.1f} s."] if chosen.ray else []),
+        *(["", f"Slurm's own start, which is apart, is that of a job that only makes a file: {own_s[ON_SLURM]:.2f} s."] if chosen.slurm else []),
     ])  # fmt: skip
     print(report)
-    write_report("launch-time-ray" if chosen.ray else "launch-time", report, chosen.out)
+    write_report("-".join(["launch-time", *(["ray"] if chosen.ray else []), *(["slurm"] if chosen.slurm else [])]), report, chosen.out)
 
 
 if __name__ == "__main__":

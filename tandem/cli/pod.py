@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     from tandem.cluster.health.measure import measure_node
     from tandem.config.recipe import Recipe, load_config
     from tandem.pod.joining_pod import serve_run
-    from tandem.pod.start import threads_of
+    from tandem.runtime.process.processes import threads_of
 
     recipe = load_config(options.recipe, options.overrides)
     if not isinstance(recipe, Recipe):

@@ -9,7 +9,6 @@ import yaml
 
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.load import to_mapping
-from tandem.config.machine import MachineConfig
 from tandem.config.pods import PodsConfig
 from tandem.config.recipe import Recipe
 from tandem.config.run_paths import with_run_paths
@@ -29,7 +28,7 @@ from tandem.pod.worker import make_worker
 from tandem.runtime.coordination.open import cluster_address, open_store, store_address, with_deadline
 from tandem.runtime.process.faults import FaultPlan
 from tandem.runtime.process.learned_deadline import LearnedDeadline
-from tandem.runtime.process.processes import available_cores
+from tandem.runtime.process.processes import threads_of
 from tandem.runtime.process.waits import WAITS
 from tandem.runtime.rpc.credentials import new_credential, read_credential, write_credential
 from tandem.runtime.rpc.listener import listen
@@ -38,11 +37,6 @@ from tandem.types import UserError
 
 _CORDONS_S = 5.0
 """A run waits so long for the cordons of the cluster, and goes on with those that it read last."""
-
-
-def threads_of(machine: MachineConfig, at_once: int = 1) -> int:
-    """Returns the threads of each worker: as configured, or the cores that this process may use, which as many workers as work ``at_once`` divide."""
-    return machine.threads or max(1, available_cores() // at_once)
 
 
 def pod_threads(recipe: Recipe) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from tandem.config.machine import MachineConfig
 from tandem.estimate.time import Product, Speed
-from tandem.pod.start import threads_of
+from tandem.runtime.process.processes import threads_of
 from tandem.types import UserError
 
 LIMIT_S = 120.0

@@ -18,8 +18,8 @@ from tandem.jobs.data_run.train_data import open_datasets
 from tandem.jobs.display import duration
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.pod.rl_models import rl_models
-from tandem.pod.start import threads_of
 from tandem.runtime.machine.gpus import Device, check_pod_device, chosen_device
+from tandem.runtime.process.processes import threads_of
 from tandem.types import UserError
 
 

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Protocol
 
+from tandem.config.machine import MachineConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Threads:
@@ -64,6 +66,11 @@ def available_cores() -> int:
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
     return max(1, cores)
+
+
+def threads_of(machine: MachineConfig, at_once: int = 1) -> int:
+    """Returns the threads of each worker: as configured, or the cores that this process may use, which as many workers as work ``at_once`` divide."""
+    return machine.threads or max(1, available_cores() // at_once)
 
 
 def spawn(
