@@ -86,6 +86,10 @@ class PodRun:
         with Journal(self.directory / "journal.sqlite", read_only=True) as journal:
             return [event for event in journal.events() if event.kind == kind]
 
+    def loaded(self) -> list[dict[str, Any]]:
+        """Returns what the journal has of each checkpoint that was loaded."""
+        return [event.detail for event in self.events("checkpoint_loaded")]
+
     def transitions(self) -> list[Transition]:
         with Journal(self.directory / "journal.sqlite", read_only=True) as journal:
             return journal.transitions()
@@ -140,6 +144,14 @@ def recipe_with(folder: Path, **sections: Any) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+def trained(folder: Path, *settings: str) -> PodRun:
+    """Returns a run with ``settings`` in ``folder`` that has ended well."""
+    run = PodRun(folder)
+    done = run.train(*settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run
 
 
 def difference(found: PodRun, expected: PodRun) -> list[str]:

@@ -6,12 +6,11 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from etcd_server import EtcdServer
 from joined_machines import Machines, needs_etcd
-from pod_runs import PodRun, difference, finish
+from pod_runs import PodRun, difference, finish, trained
 
 from tandem.runtime.records.checkpoint_tiers import read_tiers
 from tandem.runtime.records.journal import Journal
@@ -22,10 +21,7 @@ SETTINGS = ("--parallel.data=2", "--checkpoint.every_steps=100", "--checkpoint.k
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
-    run = PodRun(tmp_path_factory.mktemp("expected"))
-    done = run.train(*SETTINGS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run
+    return trained(tmp_path_factory.mktemp("expected"), *SETTINGS)
 
 
 @pytest.fixture
@@ -56,10 +52,6 @@ def wait_until_written(run: PodRun, step: int) -> dict[str, list[int]]:
         time.sleep(0.05)
 
 
-def loaded(run: PodRun) -> list[dict[str, Any]]:
-    return [event.detail for event in run.events("checkpoint_loaded")]
-
-
 def rank_of(pod: PodRun) -> int:
     return next(pid for pid, line in pod.processes().items() if "tandem.pod.trainer_worker" in line)
 
@@ -75,7 +67,7 @@ def test_a_killed_rank_is_restarted_and_each_reads_its_own_disk(machines: Machin
     os.kill(rank_of(machines.pods["a"]), signal.SIGKILL)
     done = finish(command)
     assert done.returncode == 0, done.stdout + done.stderr
-    [event] = loaded(machines.run)
+    [event] = machines.run.loaded()
     assert event["tier"] == "local" and event["step"] >= 2 and event["read_bytes"] == {"local": event["bytes"], "folder": 0}
     assert event["where"] == {
         "rank-00000.json": "127.0.0.1", "rank-00000.safetensors": "127.0.0.1", "rank-00001.json": "127.0.0.2", "rank-00001.safetensors": "127.0.0.2",
@@ -94,7 +86,7 @@ def test_with_the_machine_of_a_rank_lost_the_next_tier_is_read(machines: Machine
         os.kill(pid, signal.SIGKILL)
     done = finish(command)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [(event["tier"], event["step"]) for event in loaded(machines.run)][-1] == ("folder", 0)
+    assert [(event["tier"], event["step"]) for event in machines.run.loaded()][-1] == ("folder", 0)
     reasons = [event.detail["reason"] for event in machines.run.events("checkpoint_damaged")]
     assert reasons and all("in local disk" in reason and "no node has a whole copy of 'rank-00001.json'" in reason for reason in reasons), reasons
     assert difference(machines.run, expected) == []

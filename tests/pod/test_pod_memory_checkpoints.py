@@ -5,10 +5,9 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pod_runs import PodRun, difference, finish
+from pod_runs import PodRun, difference, finish, trained
 
 pytestmark = pytest.mark.full
 # One checkpoint in the folder, at the end, and one of the start.
@@ -19,14 +18,7 @@ MEMORY = "--checkpoint.memory_every_steps=1"
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
     """Without faults, and without any tier before the folder."""
-    run = PodRun(tmp_path_factory.mktemp("expected"))
-    done = run.train(*SETTINGS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run
-
-
-def loaded(run: PodRun) -> list[dict[str, Any]]:
-    return [event.detail for event in run.events("checkpoint_loaded")]
+    return trained(tmp_path_factory.mktemp("expected"), *SETTINGS)
 
 
 def assert_same(run: PodRun, expected: PodRun) -> None:
@@ -44,7 +36,7 @@ def test_a_trainer_that_is_killed_goes_on_from_memory_and_reads_nothing_of_the_f
     run, step = PodRun(tmp_path), int(fault.rpartition(":")[2])
     done = run.train(*SETTINGS, MEMORY, "--fault", fault)
     assert done.returncode == 0, done.stdout + done.stderr
-    [event] = loaded(run)
+    [event] = run.loaded()
     assert event["tier"] == "memory" and 1 <= event["step"] <= step
     assert event["read_bytes"] == {"memory": event["bytes"], "folder": 0} and event["bytes"] > 0
     assert "kept by one node alone, and do not survive its loss" in done.stdout + done.stderr
@@ -57,7 +49,7 @@ def test_ranks_of_two_pods_go_on_from_memory_when_one_is_killed(tmp_path: Path) 
     assert quiet.train(*SETTINGS, *two).returncode == 0
     done = run.train(*SETTINGS, *two, MEMORY, "--fault", "pod1_trainer_shim:before:train:4")
     assert done.returncode == 0, done.stdout + done.stderr
-    [event] = loaded(run)
+    [event] = run.loaded()
     assert event["tier"] == "memory" and event["read_bytes"]["folder"] == 0 and len(event["where"]) == 4, "an index and a file of each rank"
     assert_same(run, quiet)
 
@@ -93,7 +85,7 @@ def test_a_run_whose_processes_are_all_killed_is_resumed_from_its_local_disk(exp
     done = run.resume()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is loaded from the local disk" in done.stdout + done.stderr
-    [event] = loaded(run)
+    [event] = run.loaded()
     assert event["tier"] == "local" and event["step"] >= 1 and event["read_bytes"]["folder"] == 0
     assert list((tmp_path / "nvme").iterdir()) == [], "a run that has finished leaves nothing there"
     assert_same(run, expected)
@@ -111,7 +103,7 @@ def test_without_a_whole_checkpoint_anywhere_else_the_copy_in_storage_is_fetched
         path.write_bytes(b"")
     done = finish(command)
     assert done.returncode == 0, done.stdout + done.stderr
-    [event] = loaded(run)
+    [event] = run.loaded()
     assert event["tier"] == "upload" and event["step"] == 4 and event["read_bytes"]["upload"] == event["bytes"] > 0
     assert "no checkpoint in the run's folder is whole; that of step 4 is fetched from" in done.stdout + done.stderr
     assert_same(run, expected)

@@ -7,13 +7,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from etcd_server import EtcdServer
 from four_pods import FourPods
 from joined_machines import Machines, needs_etcd, shim_of
-from pod_runs import PodRun, difference, finish
+from pod_runs import PodRun, difference, finish, trained
 
 from tandem.runtime.records.checkpoint_tiers import read_tiers
 from tandem.runtime.records.journal import Journal
@@ -46,16 +45,9 @@ def kill_machine(run: PodRun) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def loaded(run: PodRun) -> list[dict[str, Any]]:
-    return [event.detail for event in run.events("checkpoint_loaded")]
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
-    run = PodRun(tmp_path_factory.mktemp("expected"))
-    done = run.train(*ALONE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run
+    return trained(tmp_path_factory.mktemp("expected"), *ALONE)
 
 
 @pytest.fixture
@@ -80,7 +72,7 @@ def test_a_resume_elsewhere_reads_the_memory_of_a_peer_and_nothing_of_the_folder
     os.kill(shim_of(joined.pods["a"]), signal.SIGKILL)
     done = joined.run.resume("--pods.host=127.0.0.4", f"--checkpoint.local_directory={tmp_path / 'other'}")
     assert done.returncode == 0, done.stdout + done.stderr
-    [event] = loaded(joined.run)
+    [event] = joined.run.loaded()
     assert event["tier"] == "memory" and event["step"] >= 4
     assert event["read_bytes"] == {"memory": event["bytes"], "local": 0, "folder": 0} and set(event["where"].values()) <= {"a", "b"}
     assert difference(joined.run, expected) == []
@@ -101,7 +93,7 @@ def test_a_resume_that_finds_no_keeper_says_so_and_reads_the_folder(joined: Mach
     finish(pod)
     done = joined.run.resume("--pods.host=127.0.0.3", "--pods.min_count=1")
     assert done.returncode == 0, done.stdout + done.stderr
-    [event] = loaded(joined.run)
+    [event] = joined.run.loaded()
     assert event["tier"] == "folder" and event["step"] == 0
     assert "the memory of a is not in reach; what it had is read from the next tier" in done.stdout + done.stderr
     assert difference(joined.run, expected) == [] and joined.left_behind() == []
@@ -131,7 +123,7 @@ def test_with_the_coordination_store_lost_too_the_resume_names_it_and_then_reads
         again = machines.pod("b", "--pods.host=127.0.0.4")
         done = machines.run.resume(*elsewhere, f"--coordination.cluster_id={cluster}")
         assert done.returncode == 0, done.stdout + done.stderr
-        [event] = loaded(machines.run)
+        [event] = machines.run.loaded()
         assert event["tier"] == "folder" and difference(machines.run, expected) == []
         pod.terminate()
         finish(pod)
@@ -154,5 +146,5 @@ def test_ranks_on_two_machines_go_on_from_memory_after_the_loss_of_the_controlle
     four.commands["run"] = four.run.begin("resume", str(four.run.directory), "--pods.min_count=1", f"--pods.host={host.address}")
     four.wait()
     assert four.ends == [] and difference(four.run, quiet) == [] and four.left_behind() == []
-    event = loaded(four.run)[0]
+    event = four.run.loaded()[0]
     assert event["tier"] == "memory" and event["step"] >= 4 and event["read_bytes"] == {"memory": event["bytes"], "folder": 0}

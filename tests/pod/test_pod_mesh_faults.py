@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fault_points import NAMED_ON_A_MESH, WRITING, every_fault_point_of_a_mesh, states, trainer_calls
-from pod_runs import PodRun, difference, finish
+from pod_runs import PodRun, difference, finish, trained
 
 from tandem.runtime.process.faults import Fault, FaultPlan
 from tandem.runtime.records.journal import Journal
@@ -68,10 +68,7 @@ DRAWN = drawn_runs()
 
 @pytest.fixture(scope="module")
 def undisturbed_mesh(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
-    run = PodRun(tmp_path_factory.mktemp("undisturbed"))
-    done = run.train(*SETTINGS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return run
+    return trained(tmp_path_factory.mktemp("undisturbed"), *SETTINGS)
 
 
 def assert_lost_nothing(run: PodRun, undisturbed: PodRun) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import xxhash
 import yaml
 from damaged_memory import children, flip_pattern
-from pod_runs import RECIPE, PodRun, difference, finish
+from pod_runs import RECIPE, PodRun, difference, finish, trained
 from trainer_pod_runs import BOTH_TRAIN, FEW_STEPS, train
 
 from tandem.config.load import to_mapping
@@ -56,10 +56,7 @@ BOTH_TRAIN_KEYS = ("--pods.count=2", "--pods.trainer_count=2")
 @pytest.fixture(scope="module")
 def one_pod(tmp_path_factory: pytest.TempPathFactory) -> PodRun:
     """Two data-parallel ranks in one pod, without faults."""
-    run = PodRun(tmp_path_factory.mktemp("one-pod"))
-    done = run.train(*TWO_RANKS)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return run
+    return trained(tmp_path_factory.mktemp("one-pod"), *TWO_RANKS)
 
 
 # -- which ranks are where ---------------------------------------------------------------------------------------------------
