@@ -232,6 +232,7 @@ def main() -> int:
     made.add_argument("--device", default="cuda")
     made.add_argument("--models", nargs="+", default=["0.6B", "8B"], choices=MODELS)
     made.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
+    made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--fast", action="store_true", help="without the law of bits: torch's products")
     made.add_argument("--without-peer", action="store_true")
     options = made.parse_args()
@@ -239,7 +240,7 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device is found; run this on a machine with one, or try it with --device cpu --models tiny")
     is_trial = device.type != "cuda"
-    load = Load(64, 8, 64, 256, 4, 1) if is_trial else Load()
+    load = Load(64, 8, 64, 256, 4, 1) if is_trial else Load(rounds=options.rounds)
     options.batches = [min(batch, 4) for batch in options.batches[:2]] if is_trial else options.batches
     ceiling = ceilings(device, torch.float32 if is_trial else torch.bfloat16)
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU: a trial, whose figures mean nothing"
@@ -249,12 +250,12 @@ def main() -> int:
         f"rounds; {'fast' if options.fast else 'deterministic'} kernels; decoding is timed over {load.steps} steps at a context of {load.context}.",
         "", "| model | what | measured | share or ratio | aimed at |", "|---|---|---|---|---|",
     ]  # fmt: skip
+    print("\n".join(lines), flush=True)
     for name in options.models:
         lines += measure(name, options, load, device, ceiling)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     text = "\n".join(lines)
-    print(text)
     if not is_trial:
         print(f"wrote {write_report('engine-gpu', text, options.out)}")
     return 0

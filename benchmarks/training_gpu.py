@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,13 @@ from engine_gpu import seconds
 from machine import machine, write_report
 from options import parser
 
+from tandem.config.parallel import ParallelConfig
 from tandem.config.trainer import TrainerConfig
+from tandem.estimate.hardware.hardware import Hardware
 from tandem.estimate.hardware.load import hardware_of_device, source_of
+from tandem.estimate.training.layout import layout_of_trainer
+from tandem.estimate.training.predict import predict_step_time
+from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.kernels import select
 from tandem.kernels.attention_backends import fast_attention
 from tandem.kernels.mixed import in_precision, is_emulated
@@ -142,6 +148,16 @@ def measured(sides: dict[str, Any], given: list[list[list[int]]], warm: int, dev
     return found
 
 
+def predicted(shapes: ModelShapes, length: int, options: argparse.Namespace, precision: Any, offload: Any, hardware: Hardware) -> tuple[float, float]:
+    """Returns the planner's seconds of a step and the bytes that tensors take at most, without the device's context and the allocator's fragments."""
+    config = TrainerConfig(learning_rate=RATE, precision=precision, offload=offload)
+    passes = options.sequences // options.micro_batch
+    layout = layout_of_trainer(config, ParallelConfig(), options.micro_batch * length, attended=length, on_cpu=False, micro_batches=passes)
+    layout = replace(layout, sequence=length, micro_batch=options.micro_batch, global_batch=options.sequences)
+    memory = predict_rank_memory(shapes, layout)
+    return predict_step_time(shapes, layout, hardware).seconds, memory.total - memory.context - memory.fragmentation
+
+
 def peak_gib(device: torch.device) -> str:
     return f"{torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB" if device.type == "cuda" else "-"
 
@@ -162,7 +178,6 @@ def main() -> int:
         sys.exit("no CUDA device is found; run this on a machine with one, or try it with --device cpu --model tiny")
     with tempfile.TemporaryDirectory() as made_folder:
         text = report(options, device, is_trial, options.folder or Path(made_folder))
-    print(text)
     if not is_trial:
         print(f"wrote {write_report('training-gpu', text, options.out)}")
     return 0
@@ -181,9 +196,10 @@ def report(options: argparse.Namespace, device: torch.device, is_trial: bool, fo
         + (
             f"{hardware.peak_flops['bf16'] / 1e12} TFLOP/s ({source_of(hardware, 'peak_flops')})." if hardware else "in no hardware file, so there is no MFU."
         ), "",
-        "| side | step | tokens/s | MFU | of torch's product | memory | peer's step / this | losses apart | aimed at |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| side | step | tokens/s | MFU | of torch's product | memory | peer's step / this | losses apart | predicted | aimed at |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
+    print("\n".join(lines), flush=True)
     tokens = options.sequences * (length - 1)
     theirs: list[tuple[float, float]] = []
     sixteen = "fp32" if is_trial else "bf16"
@@ -208,7 +224,11 @@ def report(options: argparse.Namespace, device: torch.device, is_trial: bool, fo
             label = f"{side} (emulated)" if precision == "fp8" and is_emulated("fp8", device) else side
             aim = f"MFU {TARGET_MFU:.0%}" if (precision, offload) == (sixteen, "none") and side == name else ""
             took = f"{best * 1e3:,.1f} ms ({median * 1e3:,.1f})"
-            cells = [label, took, f"{tokens / best:,.0f}", mfu, f"{flops / best / rate:.1%}", memory, ratio, f"{apart:.1e}", aim]
+            foretold = ""
+            if hardware and not side.startswith("transformers"):
+                step_s, held = predicted(shapes, length, options, precision, offload, hardware)
+                foretold = f"{step_s * 1e3:,.0f} ms, {held / 2**30:.1f} GiB"
+            cells = [label, took, f"{tokens / best:,.0f}", mfu, f"{flops / best / rate:.1%}", memory, ratio, f"{apart:.1e}", foretold, aim]
             lines.append("| " + " | ".join(cells) + " |")
             print(lines[-1], flush=True)
         del ours, both

@@ -72,13 +72,14 @@ def _xformers(module: Any) -> Attention:
 
 
 def _torch(module: Any) -> Attention:
-    """Returns torch's FlashAttention 2 (Dao, 2023), in 16 bits; a window excludes a query's own key."""
+    """Returns torch's FlashAttention 2 (Dao, 2023), in 16 bits; a window excludes a query's own key. Where the function does not ask whether
+    key-value heads are shared (torch 2.11 and 2.12), it takes shared ones as they are."""
+    asks = "enable_gqa" in inspect.signature(module.varlen_attn).parameters
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None) -> Tensor:
         left = -1 if window is None else window - 1
-        out: Tensor = module.varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
-        )
+        shared: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if asks else {}
+        out: Tensor = module.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=(left, 0), **shared)
         return out
 
     return attend
@@ -87,7 +88,7 @@ def _torch(module: Any) -> Attention:
 BACKENDS = {
     "flash3": _Backend("flash_attn_interface", "FlashAttention's hopper folder", _flash),
     "flash4": _Backend("flash_attn.cute.interface", "flash-attn-4", _flash_4),
-    "torch": _Backend("torch.nn.attention.varlen", "torch 2.13 or later", _torch),
+    "torch": _Backend("torch.nn.attention.varlen", "torch 2.11 or later", _torch),
     "xformers": _Backend("xformers.ops", "xformers", _xformers),
 }
 
@@ -117,7 +118,7 @@ def fast_attention(head_dim: int) -> str | None:
         given = inspect.signature(importlib.import_module(BACKENDS["torch"].module).varlen_attn).parameters
     except (ImportError, AttributeError):
         return None
-    return "torch" if {"scale", "window_size", "enable_gqa"} <= set(given) else None
+    return "torch" if {"scale", "window_size"} <= set(given) else None
 
 
 def with_attention(kernels: Kernels, name: str, dtype: torch.dtype, device: torch.device, deterministic: bool) -> Kernels:
@@ -173,8 +174,8 @@ def broken_law(kernels: Kernels, attention: Attention, dtype: torch.dtype, devic
     """Returns how ``attention`` breaks the invariance law on a few sequences, in words; empty if it does not."""
     lengths, heads = [70, 5, 300], (4, 2, 64)
     total, (query_heads, kv_heads, size) = sum(lengths), heads
-    numbers = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(total, count, size, generator=numbers).to(device, dtype) for count in (query_heads, kv_heads, kv_heads))
+    numbers = torch.Generator("cpu").manual_seed(0)
+    q, k, v = (torch.randn(total, count, size, generator=numbers, device="cpu").to(device, dtype) for count in (query_heads, kv_heads, kv_heads))
 
     def bounds(*ends: int) -> Tensor:
         return torch.tensor([0, *ends], dtype=torch.int32, device=device)

@@ -21,10 +21,10 @@ KEPT_LOGITS = 1 << 25
 """Up to this many logits are kept for the backward pass: computing them again is a third of the head's work."""
 PACKED_FLOATS = 1 << 24
 """Heads up to this size are packed once for all rows of a forward pass; larger ones panel by panel in the kernel."""
-GPU_LOGITS = 1 << 26
-"""Logits that the Triton kernels hold at a time."""
-GPU_LOGIT_BYTES = 16
-"""Bytes per logit: the logit, its fp32 form and two gradients."""
+GPU_LOGITS = 1 << 28
+"""Logits that the Triton kernels hold at a time. Each chunk of rows adds its gradient to the head's once: smaller ones move more memory."""
+GPU_LOGIT_BYTES = 4
+"""Bytes per logit at most: its gradient takes its place."""
 PARTS_OF_A_CHUNK = 4
 """Tensors as large as a chunk of logits that a tensor-parallel rank holds at a time, each in fp32."""
 

@@ -13,7 +13,12 @@ from tandem.layout.shapes import ModelShapes, RopeScaling
 
 def rotary_table(shapes: ModelShapes) -> Tensor:
     """Returns ``cos_sin[P, D]`` fp32 on CPU for all ``max_position_embeddings`` P: cosines in the first D / 2 columns, sines in the rest.
-    YaRN's attention factor is folded in."""
+    YaRN's attention factor is folded in. Computed on the CPU also where torch's default device is another, whose cosines have other last bits."""
+    with torch.device("cpu"):
+        return _table(shapes)
+
+
+def _table(shapes: ModelShapes) -> Tensor:
     frequencies, attention_factor = inverse_frequencies(shapes.rope_scaling, shapes.rope_theta, shapes.head_dim)
     angles = torch.arange(shapes.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * frequencies
     table = torch.cat((angles.cos(), angles.sin()), dim=1)

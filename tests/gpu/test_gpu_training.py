@@ -29,6 +29,7 @@ from tandem.trainer.losses.aggregate import counts_of
 from tandem.trainer.losses.cross_entropy import make_cross_entropy_loss
 from tandem.trainer.micro_batch import collate
 from tandem.trainer.optimizers.adamw import AdamW
+from tandem.trainer.optimizers.adamw_host import HostAdamW
 from tandem.trainer.step import train_step
 from tandem.types import TrainSequence
 
@@ -104,6 +105,15 @@ def test_offloaded_moments_change_no_bit(tmp_path: Path, data: Path, offload: st
     assert apart(run(tmp_path / offload, data, f"--trainer.offload={offload}"), run(tmp_path / "none", data)) == 0
 
 
+def test_moments_in_the_host_are_unpinned_with_their_optimizer() -> None:
+    model = torch.nn.Linear(3000, 1000, device="cuda")
+    optimizer = HostAdamW(model.named_parameters(), TrainerConfig(learning_rate=1e-3))
+    moments = list(optimizer._held.values())
+    assert all(tensor.is_pinned() for tensor in moments)
+    del optimizer
+    assert not any(tensor.is_pinned() for tensor in moments)
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
 def test_other_optimizers_learn(tmp_path: Path, data: Path, optimizer: str) -> None:
     found = run(tmp_path, data, f"--trainer.optimizer={optimizer}")
@@ -162,7 +172,7 @@ def test_torchs_attention_has_the_outputs_and_gradients_of_ours(window: int | No
     given = [torch.randn(sum(lengths), heads, 64, device=device) for heads in (8, 2, 2)]
     found = []
     for kernels, dtype in ((own, torch.float32), (fast, torch.bfloat16)):
-        q, k, v = (x.to(dtype).requires_grad_() for x in given)
+        q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in given)
         out = kernels.packed_attention(q, k, v, bounds, max(lengths), 0.125, window)
         out.float().square().sum().backward()
         found.append([x.float() for x in (out, q.grad, k.grad, v.grad) if x is not None])

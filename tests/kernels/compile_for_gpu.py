@@ -94,6 +94,9 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
     kernels.silu_mul(x).sum().backward()
     x = x.detach()
     logits, ones = torch.zeros(64, 4096), torch.ones(64)
+    hidden = x.clone().requires_grad_()
+    scored = kernels.token_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), 0.5)
+    (scored.raw + scored.scaled).sum().backward()
     kernels.sample_rows(logits, ones, ones.long(), ones, ones, ones.double())
     qkv, table, positions = torch.zeros(64, 12 * size, dtype=dtype), torch.zeros(512, size), torch.zeros(64, dtype=torch.int64)
     heads, norm = (8, 2, size), torch.zeros(size, dtype=dtype)
@@ -109,6 +112,8 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
         for splits in (True, False):
             kernels._splits = splits
             kernels.paged_attention(q, cache, batch, 0.1, 4096 if splits else None)
+        one = PagedBatch(starts.clamp(max=1), starts[1:], batch.block_tables, positions[:1])
+        kernels.paged_attention(q[:1], cache, one, 0.1, None)
 
 
 if __name__ == "__main__":

@@ -49,15 +49,19 @@ def test_a_backend_that_is_asked_for_computes_packed_attention(kernels: Kernels,
     assert not torch.equal(out, kernels.packed_attention(q, k, v, bounds_of([5, 40]), 40, 0.25, window))
 
 
-def test_torchs_own_is_given_packed_sequences_and_the_keys_beside_a_querys_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def varlen_attn(
-        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, most: int, most_keys: int, *, scale: float, window_size: tuple[int, int],
-        enable_gqa: bool,
-    ) -> Tensor:  # fmt: skip
-        assert torch.equal(starts, key_starts) and most == most_keys == 40 and window_size[1] == 0 and enable_gqa
+@pytest.mark.parametrize("asks", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_torchs_own_is_given_packed_sequences_and_the_keys_beside_a_querys_own(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_gqa(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, most: int, most_keys: int, *, scale: float, window_size: tuple[int, int]
+    ) -> Tensor:
+        assert torch.equal(starts, key_starts) and most == most_keys == 40 and window_size[1] == 0
         return torch_attention(q, k, v, starts, window_size, scale)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    def with_gqa(*given: Any, enable_gqa: bool, scale: float, window_size: tuple[int, int]) -> Tensor:
+        assert enable_gqa
+        return without_gqa(*given, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", with_gqa if asks else without_gqa)
     q, k, v = make([5, 40], 16, 4, 2)
     for window in (None, 7):
         out = load_backend("torch")(q, k, v, bounds_of([5, 40]), 40, 0.25, window)

@@ -57,4 +57,4 @@ def test_ranks_hold_the_logits_of_their_tokens_or_their_ids() -> None:
 def test_bytes_of_more_tokens_than_any_memory_holds_are_counted_at_once() -> None:
     # A list of all the chunks would not fit in memory.
     assert lm_head.parallel_logits_bytes(10**30, 50) == 4 * 4 * ((4 << 20) // (64 * 50) * 64) * 50
-    assert lm_head.gpu_logits_bytes(10**30, 1 << 20) == 16 * (64 << 20)
+    assert lm_head.gpu_logits_bytes(10**30, 1 << 20) == 4 * (256 << 20)

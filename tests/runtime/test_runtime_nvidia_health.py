@@ -1,7 +1,8 @@
 """What NVIDIA's driver says of GPUs, read from output in its formats.
 
-`recorded/` follows what drivers 450 and 550 print, by `nvsmi_device_v11.dtd` and `nvsmi_device_v12.dtd`, with the elements that are read; the lines of the
-kernel are those of NVIDIA's catalog of XID errors and of public reports of them (open-gpu-kernel-modules 507, NVSentinel 155).
+`recorded/` has the whole output of driver 580 for an H200, without the numbers that name the card. Its other files follow what drivers 450 and 550 print, by
+`nvsmi_device_v11.dtd` and `nvsmi_device_v12.dtd`, with the elements that are read; the lines of the kernel are those of NVIDIA's catalog of XID errors and of
+public reports of them (open-gpu-kernel-modules 507, NVSentinel 155).
 """
 
 from pathlib import Path
@@ -24,6 +25,12 @@ def test_errors_throttling_and_lost_lanes_are_named_and_a_gpu_at_rest_has_none()
         "3 uncorrected ECC errors", "a page is to be retired at the next reset", "the remapping of a row failed", "throttled: hardware slowdown",
         "throttled: hardware thermal slowdown", "PCIe has 8 of 16 lanes",
     ]  # fmt: skip
+
+
+def test_what_an_h200_at_rest_answers_is_read_whole() -> None:
+    (gpu,) = parse_smi((RECORDED / "nvidia-smi-580-h200.xml").read_text())
+    assert (gpu.bus, gpu.name, gpu.temperature_c, gpu.power_w, gpu.utilization_percent) == ("00000000:00:06.0", "NVIDIA H200", 35, 78.21, 0)
+    assert gpu.link == gpu.link_most == (5, 16) and gpu.uncorrected == 0 and gpu.faults() == []
 
 
 def test_the_elements_of_older_drivers_are_read_and_what_a_gpu_does_not_have_is_unknown() -> None:

@@ -21,6 +21,8 @@ READ_GRADIENT_BYTES = 2
 written once more after they are gathered (PyTorch, ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``)."""
 BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK = 40_000_000, 1_000_000
 """Parameters of a collective with ZeRO 0 to 2: Megatron-Core's ``bucket_size``, at least a million a rank."""
+MOMENT_BYTES = 8
+"""Of a parameter: both moments, which Tandem's own trainer streams through the GPU, where it updates (``trainer.optimizers.adamw_host``)."""
 STATE_BYTES = 12
 """Of a parameter: master weight and two moments."""
 HOST_MEMORY_BANDWIDTH = 400e9
@@ -83,8 +85,13 @@ def hidden_seconds(seconds: float, hidden_by: float, given: Efficiency) -> float
 def optimizer_seconds(hardware: Hardware, layout: TrainingLayout, shared: Sequence[Shared], given: Efficiency) -> float:
     """Returns the seconds of AdamW on a rank's parameters, or its share of them from ZeRO 1 on, with the transfers of an offloaded state."""
     parameters = sum(each.parameters / (each.size if layout.parallel.zero else 1) for each in shared)
+    on_gpu = ADAM_BYTES * parameters / (hardware.memory_bandwidth * given.memory)
     if layout.offload == "none":
-        return ADAM_BYTES * parameters / (hardware.memory_bandwidth * given.memory)
+        return on_gpu
+    if layout.trainer is not None and not layout.on_cpu:
+        # Pieces come and go at the same time, PCIe's directions being apart.
+        streamed = max(on_gpu, MOMENT_BYTES * parameters / hardware.host_bandwidth)
+        return streamed if layout.offload == "cpu" else max(streamed, 2 * MOMENT_BYTES * parameters / hardware.disk_bandwidth)
     moved = max(OFFLOADED_BYTES.values()) * parameters / hardware.host_bandwidth
     updated = ADAM_BYTES * parameters / (HOST_MEMORY_BANDWIDTH / hardware.gpus_per_node)
     if layout.offload == "cpu":

@@ -12,6 +12,8 @@ LOG2_E = 1.4426950408889634
 _CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}
 _MOST_PARTIAL = 1 << 28
 """Maximum bytes of partial results of split attention."""
+_TALL_SIZE = 128
+"""Larger heads leave no registers for tall tiles."""
 
 
 def packed(
@@ -36,7 +38,7 @@ def paged(q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: in
     most = -(-width * BLOCK_TOKENS // tiles.split)
     tokens, query_heads, size = q.shape
     if splits is None:
-        busy = _places(len(batch.query_start) - 1, tokens, query_heads // keys.shape[1], tiles) * keys.shape[1]
+        busy = _places(len(batch.query_start) - 1, tokens, query_heads // keys.shape[1], tiles.attention_rows) * keys.shape[1]
         partial = tokens * query_heads * most * (size + 2) * 4
         splits = most > 1 and busy < 2 * processors(q.device) and partial <= _MOST_PARTIAL
     return _launch(
@@ -62,14 +64,16 @@ def _launch(
         return out
     group = query_heads // kv_heads
     group_rows = power_of_two(group)
-    rows = max(tiles.attention_rows, group_rows)
+    rows, warps = max(tiles.attention_rows, group_rows), tiles.attention_warps
+    if not splits and tiles.tall_rows and size <= _TALL_SIZE and tokens * group_rows >= sequences * tiles.tall_rows:
+        rows, warps = max(tiles.tall_rows, group_rows), tiles.tall_warps
     shape = (tokens, query_heads, splits or 0)
     partial, partial_largest, partial_total = out, out, out
     if splits:
         partial = torch.empty(*shape, size, dtype=torch.float32, device=q.device)
         partial_largest, partial_total = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
     block_d = max(16, power_of_two(size))
-    grid = (_places(sequences, tokens, group, tiles), kv_heads, splits or 1)
+    grid = (_places(sequences, tokens, group, rows), kv_heads, splits or 1)
     programs.attention[grid](
         q, k, v, k if k_scales is None else k_scales, v if v_scales is None else v_scales, tables, starts, lengths, out,
         out if log_total is None else log_total, partial, partial_largest, partial_total,
@@ -77,7 +81,7 @@ def _launch(
         scale * LOG2_E, splits or 0, KEEPS_TOTAL=log_total is not None,
         GROUP=group, GROUP_ROWS=group_rows, WINDOW=window or 0, SPLIT=tiles.split, IS_SPLIT=bool(splits), PAGED=splits is not None,
         CODES=codes, D=size, BLOCK_M=rows, BLOCK_N=tiles.attention_keys, BLOCK_D=block_d, WIDEN=IS_INTERPRETED,
-        num_warps=tiles.attention_warps, num_stages=tiles.attention_stages, **UNFUSED,
+        num_warps=warps, num_stages=tiles.attention_stages, **UNFUSED,
     )  # fmt: skip
     if splits:
         heads = min(16, power_of_two(query_heads))
@@ -88,10 +92,10 @@ def _launch(
     return out
 
 
-def _places(sequences: int, tokens: int, group: int, tiles: Tiles) -> int:
-    """Returns the maximum number of tiles of rows: one more per sequence than the rows fill (see ``sequence_of``)."""
+def _places(sequences: int, tokens: int, group: int, rows: int) -> int:
+    """Returns the maximum number of tiles of ``rows`` rows: one more per sequence than the rows fill (see ``sequence_of``)."""
     group_rows = power_of_two(group)
-    return tokens // (max(tiles.attention_rows, group_rows) // group_rows) + sequences
+    return tokens // (max(rows, group_rows) // group_rows) + sequences
 
 
 def _bytes(tensor: Tensor) -> Tensor:

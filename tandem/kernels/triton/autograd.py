@@ -163,34 +163,27 @@ class TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, multiply: Callable[..., Tensor], block: int,
         chunks: list[slice],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.multiply, ctx.chunks = temperature, multiply, chunks
         raw, scaled, entropy = (torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3))
         for chunk in chunks:
             part = logit_calls.logprobs(multiply(hidden[chunk], weight, None), targets[chunk], temperature, block)
             raw[chunk], scaled[chunk], entropy[chunk] = part.raw, part.scaled, part.entropy
+        ctx.save_for_backward(hidden, weight, targets, raw, scaled)
+        ctx.temperature, ctx.multiply, ctx.block, ctx.chunks = temperature, multiply, block, chunks
         ctx.mark_non_differentiable(entropy)
         return raw, scaled, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_raw: Tensor, grad_scaled: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, targets = ctx.saved_tensors
+        hidden, weight, targets, raw, scaled = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
         for chunk in ctx.chunks:
-            logits = ctx.multiply(hidden[chunk], weight, None).float()
-            grad = _logprob_grad(logits, targets[chunk], grad_raw[chunk])
-            if ctx.temperature != 1:
-                grad += _logprob_grad(logits / ctx.temperature, targets[chunk], grad_scaled[chunk] / ctx.temperature)
-            grad = grad.to(hidden.dtype)
+            logits = ctx.multiply(hidden[chunk], weight, None)
+            grad = logit_calls.logprobs_backward(
+                logits, targets[chunk], raw[chunk], scaled[chunk], grad_raw[chunk], grad_scaled[chunk], ctx.temperature, ctx.block
+            )
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[chunk]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
-
-
-def _logprob_grad(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Returns the gradient of ``log_softmax(z)[target]`` by z, ``onehot - softmax(z)``, times ``grad[T]``."""
-    out = logits.softmax(-1).mul_(-grad.unsqueeze(1))
-    return out.scatter_add_(1, targets.unsqueeze(1), grad.unsqueeze(1))

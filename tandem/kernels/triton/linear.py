@@ -73,10 +73,9 @@ class LinearTiles:
 
 def agreeing_tiles(tiles: tuple[LinearTile, ...], device: torch.device, dtype: torch.dtype) -> tuple[LinearTile, ...]:
     """Returns those of ``tiles`` that give the bits of the first, tested on numbers of very different magnitudes."""
-    # Generated on a CPU, so that every device is tested on the same numbers.
-    numbers = torch.Generator().manual_seed(0)
-    x, weight = (
-        (torch.randn(rows, 328, generator=numbers) * torch.randn(rows, 328, generator=numbers).exp2()).to(device, dtype) for rows in (70, 96)
-    )
+    # Generated on a CPU, so that every device is tested on the same numbers, whatever torch's default device is.
+    numbers = torch.Generator("cpu").manual_seed(0)
+    draw = lambda rows: torch.randn(rows, 328, generator=numbers, device="cpu")
+    x, weight = ((draw(rows) * draw(rows).exp2()).to(device, dtype) for rows in (70, 96))
     expected = linear(x, weight, None, tiles[0])
     return tiles[:1] + tuple(tile for tile in tiles[1:] if torch.equal(linear(x, weight, None, tile), expected))

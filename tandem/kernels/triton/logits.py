@@ -35,6 +35,23 @@ def logprobs(logits: Tensor, targets: Tensor, temperature: float | None, block: 
     return _combined(logits, targets, temperatures, _chunk_sums(logits, temperatures, block))
 
 
+def logprobs_backward(
+    logits: Tensor, targets: Tensor, raw: Tensor, scaled: Tensor, grad_raw: Tensor, grad_scaled: Tensor, temperature: float, block: int
+) -> Tensor:
+    """Returns the gradient by ``logits[R, V]`` of the log-probabilities ``raw[R]`` and ``scaled[R]`` of their ``targets[R]``, in the memory of the
+    logits."""
+    rows, width = logits.shape
+    check("logprobs logits", logits, rows, width)
+    # Gathered before any program writes over them.
+    chosen = logits.gather(1, targets.unsqueeze(1)).float().squeeze(1)
+    if rows:
+        programs.logprobs_backward[(rows, -(-width // block))](
+            logits, targets, chosen, raw, scaled, grad_raw.float().contiguous(), grad_scaled.float().contiguous(), temperature, width,
+            SCALED=temperature != 1, BLOCK=block, num_warps=4, **UNFUSED,
+        )  # fmt: skip
+    return logits
+
+
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor, block: int
 ) -> SampledRows:

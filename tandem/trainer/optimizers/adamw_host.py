@@ -1,13 +1,14 @@
 """AdamW with moments in host memory and weights and gradients on a GPU (Ren et al., 2021, "ZeRO-Offload"; there the CPU updates, here the
 GPU does and the moments are streamed through it)."""
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tandem.config.trainer import TrainerConfig
-from tandem.trainer.offload.host_memory import host_zeros
+from tandem.trainer.offload.host_memory import host_zeros, unpin
 from tandem.trainer.offload.pages import Pages
 from tandem.trainer.offload.streams import Streams, streams_of
 from tandem.trainer.optimizers.adamw import MOMENTS, HeldGradients, OptimizerState, check_state, fused_adamw
@@ -37,6 +38,8 @@ class HostAdamW(HeldGradients):
         self._piece = max(1, min(piece, self._pages.length))
         self._streams = streams or streams_of(like.device)
         self._held = {kind: host_zeros(self._pages.length, like.dtype, like.is_cuda) for kind in MOMENTS}
+        # CUDA refuses to pin an address that freed memory has left pinned.
+        weakref.finalize(self, _unpin_all, self._streams, list(self._held.values())).atexit = False
         self._sides = [[torch.empty(self._piece, dtype=like.dtype, device=like.device) for _ in MOMENTS] for _ in range(SIDES)]
 
     @torch.no_grad()
@@ -116,3 +119,9 @@ class HostAdamW(HeldGradients):
 
     def _views(self) -> dict[str, Tensor]:
         return {f"{kind}/{name}": view for kind, held in self._held.items() for name, view in self._pages.views(held)}
+
+
+def _unpin_all(streams: Streams, held: Sequence[Tensor]) -> None:
+    streams.synchronize()
+    for tensor in held:
+        unpin(tensor)

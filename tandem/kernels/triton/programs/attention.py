@@ -13,78 +13,111 @@ from tandem.kernels.triton.programs.common import decode_fp8, group_rows, produc
 
 
 @triton.jit
-def _load_keys(k, scales, table, at, read, head, d, start_row, kv_heads, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr):
-    """Loads keys [BLOCK_D, BLOCK_N] at the positions ``at``; zeros where not ``read``. ``CODES``: 0 values, 1 int8, 2 e4m3."""
+def _block_of(table, at, read, MASKED: tl.constexpr):
+    """Returns the blocks of the cache that hold the positions ``at``."""
+    block = tl.load(table + at // 16, mask=read, other=0) if MASKED else tl.load(table + at // 16)
+    return block.to(tl.int64)
+
+
+@triton.jit
+def _load_keys(
+    k, scales, table, at, read, head, d, start_row, kv_heads,
+    MASKED: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Loads keys [BLOCK_D, BLOCK_N] at the positions ``at``; zeros where not ``read``. ``MASKED``: not all are read. ``CODES``: 0 values, 1 int8, 2 e4m3."""
     mask = (d < D)[:, None] & read[None, :]
+    UNMASKED: tl.constexpr = not MASKED and D == BLOCK_D
     if PAGED:
-        block = tl.load(table + at // 16, mask=read, other=0).to(tl.int64)
+        block = _block_of(table, at, read, MASKED)
         offset = ((block * kv_heads + head) * D * 16 + at % 16)[None, :] + d[:, None] * 16
         # Sixteen keys are contiguous, and every block starts at a multiple of 16.
         offset = tl.max_contiguous(tl.multiple_of(offset, (1, 16)), (1, 16))
-        keys = tl.load(k + offset, mask=mask, other=0)
+        keys = tl.load(k + offset) if UNMASKED else tl.load(k + offset, mask=mask, other=0)
         if CODES != 0:
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
             wide = decode_fp8(keys) if CODES == 2 else keys.to(tl.float32)
             keys = wide * scale[None, :]
     else:
         offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
-        keys = tl.load(k + offset[None, :] + d[:, None], mask=mask, other=0)
+        own = k + offset[None, :] + d[:, None]
+        keys = tl.load(own) if UNMASKED else tl.load(own, mask=mask, other=0)
     return keys
 
 
 @triton.jit
-def _load_values(v, scales, table, at, read, head, d, start_row, kv_heads, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr):
+def _load_values(
+    v, scales, table, at, read, head, d, start_row, kv_heads,
+    MASKED: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Loads values [BLOCK_N, BLOCK_D], as ``_load_keys``."""
     mask = read[:, None] & (d < D)[None, :]
+    UNMASKED: tl.constexpr = not MASKED and D == BLOCK_D
     if PAGED:
-        block = tl.load(table + at // 16, mask=read, other=0).to(tl.int64)
+        block = _block_of(table, at, read, MASKED)
         offset = ((block * kv_heads + head) * 16 + at % 16) * D
-        values = tl.load(v + offset[:, None] + d[None, :], mask=mask, other=0)
+        own = v + offset[:, None] + d[None, :]
+        values = tl.load(own) if UNMASKED else tl.load(own, mask=mask, other=0)
         if CODES != 0:
             scale = tl.load(scales + (block * kv_heads + head) * 16 + at % 16, mask=read, other=0.0)
             wide = decode_fp8(values) if CODES == 2 else values.to(tl.float32)
             values = wide * scale[:, None]
     else:
         offset = ((start_row + at).to(tl.int64) * kv_heads + head) * D
-        values = tl.load(v + offset[:, None] + d[None, :], mask=mask, other=0)
+        own = v + offset[:, None] + d[None, :]
+        values = tl.load(own) if UNMASKED else tl.load(own, mask=mask, other=0)
     return values
+
+
+@triton.jit
+def _attend_block(
+    largest, total, acc, q, position, low, start, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys ``start .. start + BLOCK_N - 1``, none below ``low`` or from ``end`` on, for ``q[BLOCK_M, BLOCK_D]`` at ``position[BLOCK_M]``
+    (-1: no row): the largest score in units of log 2, the sum of weights and the weighted values. ``MASKED``: not every row sees all of them.
+    ``CAREFUL``: 0 times a value that is not finite is 0, and rows that attend to such a value become NaN."""
+    d = tl.arange(0, BLOCK_D)
+    at = start + tl.arange(0, BLOCK_N)
+    read = (at < end) & (at >= low) if MASKED else at >= 0
+    keys = _load_keys(k, k_scales, table, at, read, head, d, start_row, kv_heads, MASKED, PAGED, CODES, D, BLOCK_D).to(q.dtype)
+    scores = product(q, keys, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDEN) * scale_log2
+    if MASKED:
+        seen = (at[None, :] <= position[:, None]) & read[None, :]
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)
+    shrink = tl.exp2(largest - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = tl.fma(total, shrink, tl.sum(weights, 1))
+    values = _load_values(v, v_scales, table, at, read, head, d, start_row, kv_heads, MASKED, PAGED, CODES, D, BLOCK_D).to(q.dtype)
+    if CAREFUL:
+        finite = tl.abs(values.to(tl.float32)) < float("inf")
+        spoiled = tl.max(tl.where(finite, 0, 1), 1)
+        values = tl.where(finite, values, 0.0).to(q.dtype)
+        hit = tl.max(tl.where(seen & (spoiled[None, :] > 0), 1, 0), 1)
+        total = tl.where(hit > 0, float("nan"), total)
+    acc = product(weights.to(q.dtype), values, acc * shrink[:, None], WIDEN)
+    return new, total, acc
 
 
 @triton.jit
 def _attend_split(
     q, position, low, begin, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
-    WINDOW: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attends to keys ``begin .. end - 1``, none below ``low``, for ``q[BLOCK_M, BLOCK_D]`` at ``position[BLOCK_M]`` (-1: no row) -> the
-    largest score in units of log 2, the sum of weights and the weighted values."""
+    """Attends to keys ``begin .. end - 1`` of one split."""
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    d = tl.arange(0, BLOCK_D)
     for start in range(begin, end, BLOCK_N):
-        at = start + tl.arange(0, BLOCK_N)
-        read = (at < end) & (at >= low)
-        keys = _load_keys(k, k_scales, table, at, read, head, d, start_row, kv_heads, PAGED, CODES, D).to(q.dtype)
-        scores = product(q, keys, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDEN) * scale_log2
-        seen = (at[None, :] <= position[:, None]) & read[None, :]
-        if WINDOW > 0:
-            seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        new = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        shrink = tl.exp2(largest - base)
-        weights = tl.exp2(scores - base[:, None])
-        values = _load_values(v, v_scales, table, at, read, head, d, start_row, kv_heads, PAGED, CODES, D).to(q.dtype)
-        # 0 times a non-finite value is not 0: such values are replaced by 0, and rows that attend to one become NaN.
-        finite = tl.abs(values.to(tl.float32)) < float("inf")
-        spoiled = tl.max(tl.where(finite, 0, 1), 1)
-        values = tl.where(finite, values, 0.0).to(q.dtype)
-        hit = tl.max(tl.where(seen & (spoiled[None, :] > 0), 1, 0), 1)
-        total = tl.fma(total, shrink, tl.sum(weights, 1))
-        total = tl.where(hit > 0, float("nan"), total)
-        acc = product(weights.to(q.dtype), values, acc * shrink[:, None], WIDEN)
-        largest = new
+        largest, total, acc = _attend_block(
+            largest, total, acc, q, position, low, start, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
+            MASKED, CAREFUL, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+        )  # fmt: skip
     return largest, total, acc
 
 
@@ -98,6 +131,48 @@ def _merge(largest, total, acc, split_largest, split_total, split_acc):
     total = tl.fma(split_total, own, total * old)
     acc = tl.fma(split_acc, own[:, None] + tl.zeros_like(acc), acc * old[:, None])
     return new, total, acc
+
+
+@triton.jit
+def _attend_all(
+    q, position, low, whole, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
+    CAREFUL: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attends to all splits, in order. Every row sees all keys before ``whole``, a border of splits: one loop over their blocks, so that loads are
+    issued ahead across the borders."""
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    begun = low // SPLIT * SPLIT
+    if not CAREFUL and WINDOW == 0:
+        one = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        sum_of_one = tl.zeros((BLOCK_M,), tl.float32)
+        acc_of_one = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for start in range(begun, whole, BLOCK_N):
+            one, sum_of_one, acc_of_one = _attend_block(
+                one, sum_of_one, acc_of_one, q, position, low, start, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
+                False, False, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+            )  # fmt: skip
+            if (start + BLOCK_N) % SPLIT == 0:
+                largest, total, acc = _merge(largest, total, acc, one, sum_of_one, acc_of_one)
+                one = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+                sum_of_one = tl.zeros((BLOCK_M,), tl.float32)
+                acc_of_one = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        begun = tl.maximum(begun, whole)
+    for begin in range(begun, end, SPLIT):
+        last, sum_of_last, acc_of_last = _attend_split(
+            q, position, low, begin, tl.minimum(begin + SPLIT, end), k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
+            True, CAREFUL, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+        )  # fmt: skip
+        largest, total, acc = _merge(largest, total, acc, last, sum_of_last, acc_of_last)
+    return largest, total, acc
+
+
+@triton.jit
+def _not_finite(acc):
+    """Returns whether a number of ``acc[M, N]`` is not finite."""
+    return tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) > 0
 
 
 @triton.jit
@@ -130,29 +205,46 @@ def attention(
         low = tl.maximum(0, before + first - WINDOW + 1)
     queries = tl.load(q + offset, mask=mask, other=0)
     table = tables + s.to(tl.int64) * table_width
+    # Without a window every row sees all keys up to that of the tile's first token.
+    whole = 0
+    if WINDOW == 0:
+        whole = (before + first + 1) // SPLIT * SPLIT
     if IS_SPLIT:
         split = tl.program_id(2)
         begin = split * SPLIT
         if (begin >= end) | (begin + SPLIT <= low):
             return
-        largest, total, acc = _attend_split(
-            queries, position, low, begin, tl.minimum(begin + SPLIT, end), k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
-            WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
-        )  # fmt: skip
+        until = tl.minimum(begin + SPLIT, end)
+        if begin + SPLIT <= whole:
+            largest, total, acc = _attend_split(
+                queries, position, low, begin, until, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
+                False, False, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+            )  # fmt: skip
+        else:
+            largest, total, acc = _attend_split(
+                queries, position, low, begin, until, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
+                True, False, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+            )  # fmt: skip
+        if _not_finite(acc):
+            largest, total, acc = _attend_split(
+                queries, position, low, begin, until, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
+                True, True, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+            )  # fmt: skip
         to = at * splits + split
         tl.store(partial_largest + to, largest, mask=is_row)
         tl.store(partial_total + to, total, mask=is_row)
         tl.store(partial + to[:, None] * D + tl.arange(0, BLOCK_D)[None, :], acc, mask=mask)
     else:
-        largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for begin in range(low // SPLIT * SPLIT, end, SPLIT):
-            one, sum_of_one, acc_of_one = _attend_split(
-                queries, position, low, begin, tl.minimum(begin + SPLIT, end), k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
-                WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+        largest, total, acc = _attend_all(
+            queries, position, low, whole, end, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
+            False, WINDOW, SPLIT, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+        )  # fmt: skip
+        # 0 times a value that is not finite is not 0: only then is the tile computed once more, with care.
+        if _not_finite(acc):
+            largest, total, acc = _attend_all(
+                queries, position, low, whole, end, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
+                True, WINDOW, SPLIT, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
             )  # fmt: skip
-            largest, total, acc = _merge(largest, total, acc, one, sum_of_one, acc_of_one)
         result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
         tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)
         if KEEPS_TOTAL:

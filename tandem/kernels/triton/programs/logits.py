@@ -56,3 +56,24 @@ def logprobs(
         mean = tl.sum(parts + tl.where(sums > 0, sums * distance, 0.0), 0) / whole
         tl.store(tempered + row, tl.div_rn(chosen - top, temperature) - tl.log(whole))
         tl.store(entropy + row, tl.log(whole) - mean)
+
+
+@triton.jit
+def logprobs_backward(
+    logits, targets, chosen, raw, tempered, grad_raw, grad_tempered, temperature, width, SCALED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Replaces ``logits[R, V]`` by the gradient of ``raw[R]`` and, with ``SCALED``, of ``tempered[R]``: ``onehot - softmax(z)`` times ``grad_raw``
+    and ``grad_tempered``. Probabilities follow from those of the targets and the logits of these, ``chosen[R]``. Grid: (R, chunks)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    x = tl.load(logits + row * width + at, mask=mask, other=float("-inf")).to(tl.float32)
+    hit = tl.where(at == tl.load(targets + row), 1.0, 0.0)
+    distance = x - tl.load(chosen + row)
+    given = tl.load(grad_raw + row)
+    # A row without a gradient has none whatever its logits are.
+    grad = tl.where(given == 0, 0.0, given * (hit - tl.exp(distance + tl.load(raw + row))))
+    if SCALED:
+        given = tl.load(grad_tempered + row) / temperature
+        grad += tl.where(given == 0, 0.0, given * (hit - tl.exp(distance / temperature + tl.load(tempered + row))))
+    tl.store(logits + row * width + at, grad.to(logits.dtype.element_ty), mask=mask)
