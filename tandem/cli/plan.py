@@ -117,9 +117,14 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
         ("experts_as", ("each", "padded", "grouped"), "products of each expert a kernel of its own, padded to a capacity, or grouped in one (default: each)"),
         ("reduce_precision", ("fp32", "bf16"), "of gradients that ranks sum (default: fp32)"),
         ("state_precision", ("fp32", "bf16"), "of the weights that the optimizer updates and its moments (default: fp32)"),
+        ("fp8_scaling", ("delayed", "current", "block"), "of fp8 operands, by earlier steps, their own largest value or their blocks' (default: delayed)"),
+        ("loss_precision", ("fp32", "bf16"), "of the softmax of the logits (default: fp32)"),
     ):
         layout.add_argument(f"--{name.replace('_', '-')}", choices=choices, default=choices[0], help=text)
     layout.add_argument("--sum-gradients-once", action="store_true", help="with --zero 3, gradients stay whole until the last micro-batch")
+    layout.add_argument("--whole-vocabulary", action="store_true", help="each tensor-parallel rank has the whole embedding and all logits")
+    layout.add_argument("--overlap-experts", action="store_true", help="the exchange between experts is hidden behind another micro-batch")
+    layout.add_argument("--expert-imbalance", type=float, default=1.0, metavar="X", help="tokens of the fullest expert-parallel rank over the mean")
     layout.add_argument("--cuda-graphs", action="store_true", help="kernels are not started one by one")
     parser.set_defaults(takes_overrides=True)
     layout.add_argument("--offload", choices=("none", "cpu", "nvme"), default="none", help="where the optimizer's state is (default: none)")
@@ -364,6 +369,8 @@ def _layout(options: argparse.Namespace, request: "PlanRequest") -> "TrainingLay
         options.offload, reshard_after_forward=pipeline == 1, attention=options.attention,
         tensor_overlap=options.tensor_overlap, expert_dispatch=options.expert_dispatch, experts_as=options.experts_as, cuda_graphs=options.cuda_graphs,
         reduce_precision=options.reduce_precision, state_precision=options.state_precision, reduces_each_pass=not options.sum_gradients_once,
+        fp8_scaling=options.fp8_scaling, loss_precision=options.loss_precision, whole_vocabulary=options.whole_vocabulary,
+        overlaps_experts=options.overlap_experts, expert_imbalance=options.expert_imbalance,
     )  # fmt: skip
     check_training_layout(request.shapes, layout, request.gpus)
     return request.completed(replace(layout, parallel=with_stages(parallel, request.shapes.num_hidden_layers)))
