@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.cli.number_types import token_count
 from tandem.cli.plan import model_of, size_arguments
+from tandem.estimate.serving.host import HIDDEN, SEQUENCE_S
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-model-len", type=token_count, help="tokens of a sequence (default: what 999 of 1,000 requests need)")
     engine.add_argument("--max-num-seqs", type=int, default=256, help="sequences that run at once in an engine (default: 256)")
     engine.add_argument("--max-num-batched-tokens", type=token_count, default=8192, help="tokens of a step (default: 8192)")
+    engine.add_argument(
+        "--engine-host", choices=tuple(SEQUENCE_S), default=HIDDEN, help="what the host adds to a step, by the engine's release (default: hidden)"
+    )
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory for the engine (default: 0.9)")
 
 
@@ -100,8 +104,9 @@ def _request(options: argparse.Namespace) -> "PoolRequest":
     # A longer request is refused, so that neither part is longer than a sequence.
     traffic = replace(demand.traffic, prompts=prompts.cut(length), outputs=outputs.cut(length))
     layout = ServingLayout(
-        1, "bf16", options.kv_cache_dtype, options.max_num_seqs, options.max_num_batched_tokens, options.gpu_memory_utilization, length
-    )
+        1, "bf16", options.kv_cache_dtype, options.max_num_seqs, options.max_num_batched_tokens, options.gpu_memory_utilization, length,
+        host_sequence_s=SEQUENCE_S[options.engine_host],
+    )  # fmt: skip
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise UserError(
             f"--max-num-batched-tokens is {options.max_num_batched_tokens}; it must be at least --max-num-seqs ({options.max_num_seqs}), a token for each"
