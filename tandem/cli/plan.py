@@ -51,7 +51,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", metavar="FILE", help="with --emit: also write the recipe to this file")
     parser.add_argument("--checklist", action="store_true", help="print the production checklist of the recipe instead")
     hardware = parser.add_argument_group("GPUs")
-    hardware.add_argument("--gpu", default="H100-80GB", help="a kind of GPU, or a YAML file with its figures (default: H100-80GB)")
+    hardware.add_argument(
+        "--gpu", default="H100-80GB", help="a kind of GPU, a YAML file with its figures, or this-machine: its GPUs, or its CPU measured (default: H100-80GB)",
+    )  # fmt: skip
     hardware.add_argument("--gpus", type=int, help="how many (default: the product of the axes, or a node)")
     hardware.add_argument("--price", metavar="DOLLARS", help="US dollars of an hour of one GPU (default: the hardware file's price_per_hour)")
     hardware.add_argument(
@@ -215,13 +217,13 @@ def _rl_recipe(options: argparse.Namespace) -> "Recipe | None":
 def _print_checklist(options: argparse.Namespace) -> int:
     """Prints the checklist of a recipe. Returns 1 if an item is not met."""
     from tandem.config.recipe import load_config
-    from tandem.estimate.hardware.load import load_hardware
+    from tandem.jobs.checks.named_hardware import named_hardware
     from tandem.planner.checklist import checklist, checklist_text
     from tandem.planner.model_input import is_recipe
 
     if options.model is None or not is_recipe(options.model):
         raise UserError("--checklist is of a recipe; name one, for example 'tandem plan sort --checklist'")
-    items = checklist(load_config(options.model), load_hardware(options.gpu))
+    items = checklist(load_config(options.model), named_hardware(options.gpu))
     print(json.dumps([asdict(each) for each in items], indent=2) if options.json else checklist_text(items))
     return 0 if all(each.is_met for each in items) else 1
 
@@ -262,12 +264,12 @@ def _progress(done: int, of: int) -> None:
 
 
 def _request(options: argparse.Namespace) -> "PlanRequest":
-    from tandem.estimate.hardware.load import load_hardware
+    from tandem.jobs.checks.named_hardware import named_hardware
     from tandem.planner.request import PlanRequest
     from tandem.planner.what_if import price
 
     shapes, defaults = model_of(options)
-    hardware = load_hardware(options.gpu)
+    hardware = named_hardware(options.gpu)
     if options.price is not None:
         hardware = replace(hardware, price_per_hour=price(options.price, "--price"), sources={**hardware.sources, "price_per_hour": "--price"})
     axes = [getattr(options, name) for name in ("tp", "pp", "cp", "dp")]

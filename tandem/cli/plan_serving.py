@@ -32,7 +32,9 @@ MOST_TOKENS = 10_000_000
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a Hugging Face folder or config.json, or a recipe; otherwise the sizes below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--gpu", default="H100-80GB", help="a kind of GPU, or a YAML file with its figures (default: H100-80GB)")
+    parser.add_argument(
+        "--gpu", default="H100-80GB", help="a kind of GPU, a YAML file with its figures, or this-machine: its GPUs, or its CPU measured (default: H100-80GB)",
+    )  # fmt: skip
     parser.add_argument(
         "--simulate", action="store_true", help="also play the load through the engine's own scheduler and KV cache manager, which takes seconds"
     )
@@ -81,14 +83,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> "PoolRequest":
-    from tandem.estimate.hardware.load import load_hardware
     from tandem.estimate.serving.layout import ServingLayout
     from tandem.estimate.serving.weight_formats import format_named
+    from tandem.jobs.checks.named_hardware import named_hardware
     from tandem.planner.serving.pool import PoolRequest
     from tandem.planner.serving.rules import longest_sequence
 
     shapes, _ = model_of(options)
-    hardware, demand = load_hardware(options.gpu), _demand(options)
+    hardware, demand = named_hardware(options.gpu), _demand(options)
     if options.quantization is not None:
         format_named(options.quantization)
     context = shapes.max_position_embeddings
