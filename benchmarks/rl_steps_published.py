@@ -9,6 +9,7 @@ without gradients (the policy's and the reference's log-probabilities), packed m
 lengths only; completions are lognormal with the planner's usual spread, cut at the longest sequence, so that their mean is the published one. The prompt is
 what is left of the trained tokens (tokens/s/GPU x seconds x GPUs / samples), the median of all rows of a model, since each figure is a mean of five steps.
 With a policy that is one step off half of the GPUs train and half generate.
+The host's work between the steps of an engine is that of the release of vLLM that each version has (``serving.host``); it was added after the errors were seen.
 Megatron-Core's expert-parallel ranks may take the place of tensor-parallel ones; here they are within data and context, and tensor-parallel ranks divide the
 experts' matrices: as many parts.
 """
@@ -25,6 +26,7 @@ from tandem.config.parallel import ParallelConfig
 from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.lengths import USUAL_SPREAD, Lengths
 from tandem.estimate.rl_step import RLStep, RLStepTime, predict_rl_step
+from tandem.estimate.serving.host import HIDDEN, SEQUENCE_S
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.rank_memory import predict_rank_memory
@@ -58,6 +60,8 @@ COLOCATED_SHARE, APART_SHARE, LARGE_APART_SHARE = 0.6, 0.8, 0.88
 SEQUENCES, BATCHED_TOKENS = 1024, 16384
 """vLLM's defaults of ``LLM`` on an H100, which the recipes leave: ``max_num_seqs`` and ``max_num_batched_tokens``."""
 PASSES = 2
+HOSTS = {"nemo-rl-0.4": "vllm-0.8", "nemo-rl-0.5": "vllm-0.8", "nemo-rl-0.6": HIDDEN}
+"""Of the engines: NeMo RL 0.4 has vLLM 0.10.0, 0.5 has 0.11.2 and 0.6 has 0.17.1 (its ``pyproject.toml``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,10 @@ def published(row: Mapping[str, str], prompt: float) -> Published:
     )  # fmt: skip
     memory = predict_rank_memory(shapes, layout)
     share = COLOCATED_SHARE if not is_ahead else LARGE_APART_SHARE if row["model"] == "qwen3-235b-a22b" else APART_SHARE
-    engine = ServingLayout(whole["engine_tensor"], "bf16", "auto", SEQUENCES, BATCHED_TOKENS, share, max_model_len=whole["max_sequence"])
+    engine = ServingLayout(
+        whole["engine_tensor"], "bf16", "auto", SEQUENCES, BATCHED_TOKENS, share, max_model_len=whole["max_sequence"],
+        host_sequence_s=SEQUENCE_S[HOSTS[row["source"]]],
+    )  # fmt: skip
     step = RLStep(
         whole["prompts"], whole["group"], Lengths.around(prompt, 0.0), outputs, layout, engine, (gpus - training if is_ahead else gpus) // engine.tensor,
         passes=PASSES, minibatches=samples // whole["update_samples"], micro_batch_tokens=whole["max_sequence"],

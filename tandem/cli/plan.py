@@ -51,7 +51,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", metavar="FILE", help="with --emit: also write the recipe to this file")
     parser.add_argument("--checklist", action="store_true", help="print the production checklist of the recipe instead")
     hardware = parser.add_argument_group("GPUs")
-    hardware.add_argument("--gpu", default="H100-80GB", help="a kind of GPU, or a YAML file with its figures (default: H100-80GB)")
+    hardware.add_argument(
+        "--gpu", default="H100-80GB", help="a kind of GPU, a YAML file with its figures, or this-machine: its GPUs, or its CPU measured (default: H100-80GB)",
+    )  # fmt: skip
     hardware.add_argument("--gpus", type=int, help="how many (default: the product of the axes, or a node)")
     hardware.add_argument("--price", metavar="DOLLARS", help="US dollars of an hour of one GPU (default: the hardware file's price_per_hour)")
     hardware.add_argument(
@@ -117,9 +119,14 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
         ("experts_as", ("each", "padded", "grouped"), "products of each expert a kernel of its own, padded to a capacity, or grouped in one (default: each)"),
         ("reduce_precision", ("fp32", "bf16"), "of gradients that ranks sum (default: fp32)"),
         ("state_precision", ("fp32", "bf16"), "of the weights that the optimizer updates and its moments (default: fp32)"),
+        ("fp8_scaling", ("delayed", "current", "block"), "of fp8 operands, by earlier steps, their own largest value or their blocks' (default: delayed)"),
+        ("loss_precision", ("fp32", "bf16"), "of the softmax of the logits (default: fp32)"),
     ):
         layout.add_argument(f"--{name.replace('_', '-')}", choices=choices, default=choices[0], help=text)
     layout.add_argument("--sum-gradients-once", action="store_true", help="with --zero 3, gradients stay whole until the last micro-batch")
+    layout.add_argument("--whole-vocabulary", action="store_true", help="each tensor-parallel rank has the whole embedding and all logits")
+    layout.add_argument("--overlap-experts", action="store_true", help="the exchange between experts is hidden behind another micro-batch")
+    layout.add_argument("--expert-imbalance", type=float, default=1.0, metavar="X", help="tokens of the fullest expert-parallel rank over the mean")
     layout.add_argument("--cuda-graphs", action="store_true", help="kernels are not started one by one")
     parser.set_defaults(takes_overrides=True)
     layout.add_argument("--offload", choices=("none", "cpu", "nvme"), default="none", help="where the optimizer's state is (default: none)")
@@ -210,13 +217,13 @@ def _rl_recipe(options: argparse.Namespace) -> "Recipe | None":
 def _print_checklist(options: argparse.Namespace) -> int:
     """Prints the checklist of a recipe. Returns 1 if an item is not met."""
     from tandem.config.recipe import load_config
-    from tandem.estimate.hardware.load import load_hardware
+    from tandem.jobs.checks.named_hardware import named_hardware
     from tandem.planner.checklist import checklist, checklist_text
     from tandem.planner.model_input import is_recipe
 
     if options.model is None or not is_recipe(options.model):
         raise UserError("--checklist is of a recipe; name one, for example 'tandem plan sort --checklist'")
-    items = checklist(load_config(options.model), load_hardware(options.gpu))
+    items = checklist(load_config(options.model), named_hardware(options.gpu))
     print(json.dumps([asdict(each) for each in items], indent=2) if options.json else checklist_text(items))
     return 0 if all(each.is_met for each in items) else 1
 
@@ -257,12 +264,12 @@ def _progress(done: int, of: int) -> None:
 
 
 def _request(options: argparse.Namespace) -> "PlanRequest":
-    from tandem.estimate.hardware.load import load_hardware
+    from tandem.jobs.checks.named_hardware import named_hardware
     from tandem.planner.request import PlanRequest
     from tandem.planner.what_if import price
 
     shapes, defaults = model_of(options)
-    hardware = load_hardware(options.gpu)
+    hardware = named_hardware(options.gpu)
     if options.price is not None:
         hardware = replace(hardware, price_per_hour=price(options.price, "--price"), sources={**hardware.sources, "price_per_hour": "--price"})
     axes = [getattr(options, name) for name in ("tp", "pp", "cp", "dp")]
@@ -364,6 +371,8 @@ def _layout(options: argparse.Namespace, request: "PlanRequest") -> "TrainingLay
         options.offload, reshard_after_forward=pipeline == 1, attention=options.attention,
         tensor_overlap=options.tensor_overlap, expert_dispatch=options.expert_dispatch, experts_as=options.experts_as, cuda_graphs=options.cuda_graphs,
         reduce_precision=options.reduce_precision, state_precision=options.state_precision, reduces_each_pass=not options.sum_gradients_once,
+        fp8_scaling=options.fp8_scaling, loss_precision=options.loss_precision, whole_vocabulary=options.whole_vocabulary,
+        overlaps_experts=options.overlap_experts, expert_imbalance=options.expert_imbalance,
     )  # fmt: skip
     check_training_layout(request.shapes, layout, request.gpus)
     return request.completed(replace(layout, parallel=with_stages(parallel, request.shapes.num_hidden_layers)))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.cli.number_types import token_count
 from tandem.cli.plan import model_of, size_arguments
+from tandem.estimate.serving.host import HIDDEN, SEQUENCE_S
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ MOST_TOKENS = 10_000_000
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a Hugging Face folder or config.json, or a recipe; otherwise the sizes below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--gpu", default="H100-80GB", help="a kind of GPU, or a YAML file with its figures (default: H100-80GB)")
+    parser.add_argument(
+        "--gpu", default="H100-80GB", help="a kind of GPU, a YAML file with its figures, or this-machine: its GPUs, or its CPU measured (default: H100-80GB)",
+    )  # fmt: skip
     parser.add_argument(
         "--simulate", action="store_true", help="also play the load through the engine's own scheduler and KV cache manager, which takes seconds"
     )
@@ -56,6 +59,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-model-len", type=token_count, help="tokens of a sequence (default: what 999 of 1,000 requests need)")
     engine.add_argument("--max-num-seqs", type=int, default=256, help="sequences that run at once in an engine (default: 256)")
     engine.add_argument("--max-num-batched-tokens", type=token_count, default=8192, help="tokens of a step (default: 8192)")
+    engine.add_argument(
+        "--engine-host", choices=tuple(SEQUENCE_S), default=HIDDEN, help="what the host adds to a step, by the engine's release (default: hidden)"
+    )
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory for the engine (default: 0.9)")
 
 
@@ -77,14 +83,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> "PoolRequest":
-    from tandem.estimate.hardware.load import load_hardware
     from tandem.estimate.serving.layout import ServingLayout
     from tandem.estimate.serving.weight_formats import format_named
+    from tandem.jobs.checks.named_hardware import named_hardware
     from tandem.planner.serving.pool import PoolRequest
     from tandem.planner.serving.rules import longest_sequence
 
     shapes, _ = model_of(options)
-    hardware, demand = load_hardware(options.gpu), _demand(options)
+    hardware, demand = named_hardware(options.gpu), _demand(options)
     if options.quantization is not None:
         format_named(options.quantization)
     context = shapes.max_position_embeddings
@@ -100,8 +106,9 @@ def _request(options: argparse.Namespace) -> "PoolRequest":
     # A longer request is refused, so that neither part is longer than a sequence.
     traffic = replace(demand.traffic, prompts=prompts.cut(length), outputs=outputs.cut(length))
     layout = ServingLayout(
-        1, "bf16", options.kv_cache_dtype, options.max_num_seqs, options.max_num_batched_tokens, options.gpu_memory_utilization, length
-    )
+        1, "bf16", options.kv_cache_dtype, options.max_num_seqs, options.max_num_batched_tokens, options.gpu_memory_utilization, length,
+        host_sequence_s=SEQUENCE_S[options.engine_host],
+    )  # fmt: skip
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise UserError(
             f"--max-num-batched-tokens is {options.max_num_batched_tokens}; it must be at least --max-num-seqs ({options.max_num_seqs}), a token for each"

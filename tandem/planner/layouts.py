@@ -42,6 +42,8 @@ def check_training_layout(shapes: ModelShapes, layout: TrainingLayout, gpus: int
             f"--tp {parallel.tensor} x --pp {parallel.pipeline} x --cp {parallel.context} x --dp {parallel.data} are {parallel.world:,} GPUs, and --gpus is "
             f"{gpus:,}; change one of them" + _fitting_data(parallel, gpus)
         )
+    if not 1 <= layout.expert_imbalance <= parallel.expert:
+        raise UserError(f"--expert-imbalance is {layout.expert_imbalance:g}; it must be from 1 to --ep = {parallel.expert}, where one rank has all tokens")
     if parallel.data * parallel.context % parallel.expert:
         raise UserError(f"--ep is {parallel.expert}; it must divide --dp x --cp = {parallel.data * parallel.context}")
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:

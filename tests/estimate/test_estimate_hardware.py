@@ -29,6 +29,9 @@ def test_each_kind_of_gpu_has_a_file_whose_figures_have_sources() -> None:
 
 def test_products_without_a_measured_rate_reach_the_share_that_bf16_reaches(tmp_path: Path) -> None:
     assert load_hardware("A100-80GB").product_rate("fp16") == pytest.approx(271.2e12)
+    # Nothing is published of products in int8: they reach the share of fp8 where that is measured, otherwise of bf16.
+    assert load_hardware("H100-80GB").product_rate("int8") == load_hardware("H100-80GB").product_rate("fp8")
+    assert load_hardware("A100-80GB").product_rate("int8") == pytest.approx(2 * 271.2e12)
     assert load_hardware(file(tmp_path, product_flops={}, sources=dict.fromkeys(FIGURES, "-"))).product_rate("bf16") == pytest.approx(0.8 * 312e12)
 
 

@@ -1,13 +1,17 @@
 """The memory of a GPU against closed forms of the literature, the real schedules, the real sharding plan and published peaks."""
 
 import sys
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.config.parallel import ParallelConfig
-from tandem.estimate.training.activations import saved_bytes, whole_layer_bytes
+from tandem.estimate.training.activations import logit_bytes, saved_bytes, whole_layer_bytes
 from tandem.estimate.training.held_parameters import held_on_span
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.rank_memory import chunks_in_flight, memory_by_stage, predict_rank_memory
@@ -94,8 +98,8 @@ def test_16_bit_states_are_a_third_and_gradients_stay_whole_until_the_last_micro
     assert memory.gradients == pytest.approx(gradient_bytes * count, abs=8)
 
 
-@pytest.mark.parametrize(("system", "count", "mean", "worst"), (("torchtitan", 18, 0.08, 0.20), ("kempnerforge", 23, 0.19, 0.35)))
-def test_published_peaks_are_predicted_within_8_percent_on_average_for_torchtitan_and_19_for_kempnerforge(
+@pytest.mark.parametrize(("system", "count", "mean", "worst"), (("torchtitan", 18, 0.065, 0.20), ("kempnerforge", 23, 0.06, 0.12)))
+def test_published_peaks_are_predicted_within_8_percent_on_average(
     system: str, count: int, mean: float, worst: float
 ) -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -107,3 +111,32 @@ def test_published_peaks_are_predicted_within_8_percent_on_average_for_torchtita
     assert len(each) == count
     assert sum(each) / len(each) < mean
     assert max(each) < worst
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loss_of_whole_logits_holds_the_bytes_that_pytorch_has_at_once(precision: str) -> None:
+    # Of 256 tokens and 512 words: what is alive after each operation of a real forward and backward pass, in numbers of the logits' size.
+    tokens, words, most = 256, 512, 0
+    alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    class Alive(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None) -> object:
+            nonlocal most
+            out = func(*args, **(kwargs if isinstance(kwargs, dict) else {}))
+            for each in out if isinstance(out, tuple) else (out,):
+                if isinstance(each, torch.Tensor) and each.numel() == tokens * words:
+                    storage = each.untyped_storage()
+                    alive[storage.data_ptr()] = weakref.ref(storage)
+            sizes = [held.nbytes() for reference in list(alive.values()) if (held := reference()) is not None]
+            most = max(most, sum(sizes))
+            return out
+
+    hidden, head = torch.randn(tokens, 8, dtype=torch.bfloat16), torch.randn(words, 8, dtype=torch.bfloat16, requires_grad=True)
+    with Alive():
+        logits = hidden @ head.T
+        loss = torch.nn.functional.cross_entropy(logits.float() if precision == "fp32" else logits, torch.zeros(tokens, dtype=torch.long))
+        if precision == "fp32":
+            del logits
+        loss.backward()
+    layout = TrainingLayout(ParallelConfig(), tokens, 1, loss_precision=precision)  # type: ignore[arg-type]
+    assert most == logit_bytes(replace(LLAMA, vocab_size=words), layout)

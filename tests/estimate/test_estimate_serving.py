@@ -9,6 +9,7 @@ import torch
 from tandem.engine import settings
 from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.serving.engine_memory import predict_engine_memory
+from tandem.estimate.serving.host import HIDDEN, SEQUENCE_S
 from tandem.estimate.serving.kv_cache import held_tokens, read_bytes, token_bytes
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.step_time import (
@@ -115,6 +116,18 @@ def test_an_all_reduce_has_a_latency_and_the_time_of_its_bytes() -> None:
     assert all_reduce_seconds(1e9, ServingLayout(1), H100) == 0
     assert all_reduce_seconds(0, ServingLayout(8), H100) == REDUCE_S
     assert all_reduce_seconds(1e9, ServingLayout(2), H100) - REDUCE_S == pytest.approx(1e9 / (REDUCE_SHARE * H100.link_bandwidth))
+    # Four nodes: 7 steps within a node and 2 between nodes, up and down; the bytes through eight network cards.
+    latency = all_reduce_seconds(0, ServingLayout(32), H100)
+    assert latency == pytest.approx(6.8e-6 + 2 * (7 * 0.6e-6 + 2 * 2.7e-6))
+    assert all_reduce_seconds(1e9, ServingLayout(32), H100) - latency == pytest.approx(2 * 31 / 32 * 1e9 / (REDUCE_SHARE * 8 * H100.network_bandwidth))
+
+
+@pytest.mark.parametrize(("sequences", "saved_ms"), [(32, 0.34), (64, 0.78), (128, 1.70), (256, 3.26)])
+def test_the_host_of_an_engine_adds_what_scheduling_ahead_was_published_to_save(sequences: int, saved_ms: float) -> None:
+    ahead, waits = (
+        predict_decode_step(LLAMA_3_8B, ServingLayout(host_sequence_s=SEQUENCE_S[name]), H100, sequences, 1000).seconds for name in (HIDDEN, "vllm-0.8")
+    )
+    assert 1e3 * (waits - ahead) == pytest.approx(saved_ms, rel=0.22)
 
 
 def test_a_prompt_in_chunks_takes_longer_than_at_once_and_a_closed_batch_is_its_prompts_and_its_steps() -> None:

@@ -24,7 +24,7 @@ from tandem.estimate.training.layer_time import LayerTimes
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.pipeline import bubble_seconds
 from tandem.estimate.training.predict import predict_step_time
-from tandem.estimate.training.products import product_seconds
+from tandem.estimate.training.products import chance_tiles, product_seconds
 from tandem.layout.schedules import PipelineShape, published_bubble_share, schedule, simulate
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 from tandem.types.errors import UserError
@@ -47,9 +47,9 @@ def test_published_steps_are_predicted_within_six_percent_on_average_and_fifteen
 def test_steps_that_nothing_was_fitted_on_are_predicted_better_than_by_a_constant_utilisation() -> None:
     rows, held = (planner_errors.read(planner_errors.FOLDER / f"planner-{name}.csv") for name in ("measured", "held-out"))
     tested = [abs(error) for error in planner_errors.folds(rows, planner_errors.by_fit)]
-    assert fmean(tested) < 0.06 and max(tested) < 0.16
+    assert fmean(tested) < 0.06 and max(tested) < 0.18
     constant = planner_errors.utilisation(rows)
-    for day, most in {"2026-11-26": 0.075, "2026-11-27": 0.2}.items():
+    for day, most in {"2026-11-26": 0.075, "2026-11-27": 0.18, "2026-11-27 later": 0.15}.items():
         added = [row for row in held if row.collected == day]
         ours = fmean(abs(row.predicted(FITTED) / row.seconds - 1) for row in added)
         assert ours < most and ours < 0.6 * fmean(abs(row.baseline(constant) / row.seconds - 1) for row in added)
@@ -146,9 +146,10 @@ def test_a_ring_takes_a_latency_for_every_rank() -> None:
 
 def test_collectives_follow_the_topology() -> None:
     within, beyond, one_card = (gather_seconds(H100, size, stride, 1e9, FITTED) for size, stride in ((8, 1), (64, 1), (8, 8)))
-    assert within == pytest.approx(1e9 * 7 / 8 / (450e9 * FITTED.links), rel=0.02)
+    # 370 of NVLink's 450 GB/s carry data.
+    assert within == pytest.approx(1e9 * 7 / 8 / 370e9, rel=0.02)
     # Eight GPUs of a node use their eight cards together; ranks that are a node apart have one each.
-    assert beyond == pytest.approx(1e9 * 63 / 64 / (400e9 * FITTED.links), rel=0.12)
+    assert beyond == pytest.approx(1e9 * 63 / 64 / min(370e9, 400e9 * FITTED.links), rel=0.12)
     assert one_card == pytest.approx(1e9 * 7 / 8 / (50e9 * FITTED.links), rel=0.01)
     assert all_to_all_seconds(H100, 64, 1, 1e8, FITTED) > 5 * all_to_all_seconds(H100, 8, 1, 1e8, FITTED)
     assert gather_seconds(H100, 1, 1, 1e9, FITTED) == 0
@@ -157,7 +158,7 @@ def test_collectives_follow_the_topology() -> None:
 def test_each_stage_of_zero_moves_what_its_paper_counts() -> None:
     quiet = replace(FITTED, contention=1.0)  # All communication counts, hidden or not.
     comm = [predict_step_time(GPT, replace(ONE, parallel=replace(ONE.parallel, zero=stage)), H100, quiet).data_communication for stage in (0, 1, 2, 3)]  # type: ignore[arg-type]
-    held, passes, rate = 6.86e9 * 7 / 8, ONE.micro_batches, 450e9 * FITTED.links
+    held, passes, rate = 6.86e9 * 7 / 8, ONE.micro_batches, 370e9
     # A reduce-scatter and an all-gather of each bucket of 40 million parameters.
     started = 2 * round(6.86e9 / 40e6) * (8.4e-6 + 7 * 3.4e-6)
     assert comm[0] == pytest.approx(held * 8 / rate + started, rel=0.03) and comm[1] == pytest.approx(held * 6 / rate + started, rel=0.03)
@@ -235,9 +236,51 @@ def test_a_small_model_takes_the_time_in_which_the_host_starts_its_kernels() -> 
 def test_the_host_delays_experts_whose_sizes_it_awaits_and_less_those_it_knows_or_that_are_one_kernel() -> None:
     layout = TrainingLayout(ParallelConfig(data=8, expert=8), 8192, 64)
     each, padded, grouped = (predict_step_time(MIXTURE, replace(layout, experts_as=kind), H100) for kind in ("each", "padded", "grouped"))  # type: ignore[arg-type]
-    assert each.seconds > padded.seconds and each.host > grouped.host == padded.host == 0
+    # The number of a layer's tokens is awaited in each of 8 layers and micro-batches, and nothing is queued behind it.
+    assert each.seconds > padded.seconds and each.host > grouped.host == pytest.approx(8 * 8 * START_S) and padded.host == 0
     # Of 8 local experts, 16 kernels forward and 32 backward, less the time in which the GPU computes them.
-    assert each.host < 8 * 8 * 48 * START_S
+    assert each.host - grouped.host < 8 * 8 * 48 * START_S
+
+
+def test_experts_that_get_their_tokens_by_chance_need_the_tiles_and_wait_for_the_rank_that_draws_say() -> None:
+    generator = random.Random(0)
+
+    def drawn(mean: float) -> int:
+        return max(0, round(generator.gauss(mean, mean**0.5)))
+
+    for mean in (90, 250, 1024, 2000):
+        tiles = fmean(-(-drawn(mean) // 256) for _ in range(20_000))
+        assert chance_tiles(mean, 256) == pytest.approx(tiles, rel=0.01)
+    assert product_seconds(H100, "bf16", 512, 2048, 2048, FITTED, 16, is_chance=True) > product_seconds(H100, "bf16", 512, 2048, 2048, FITTED, 16)
+    hottest = fmean(max(drawn(32768) for _ in range(16)) for _ in range(500))
+    times = LayerTimes(replace(MIXTURE, experts=ExpertShapes(64, 8, 32)), TrainingLayout(ParallelConfig(data=16, expert=16), 4096, 64), H100, FITTED)
+    assert times._expert_rows(times.shapes.experts) == pytest.approx(hottest, rel=0.005)  # type: ignore[arg-type]
+
+
+def test_an_imbalance_slows_experts_and_their_exchange_and_an_overlap_hides_the_exchange_but_for_what_it_costs() -> None:
+    layout = TrainingLayout(ParallelConfig(data=16, expert=16), 8192, 64)
+    even, uneven, hidden = (
+        predict_step_time(MIXTURE, each, H100) for each in (layout, replace(layout, expert_imbalance=1.5), replace(layout, overlaps_experts=True))
+    )
+    assert uneven.expert_communication == pytest.approx(1.5 * even.expert_communication, rel=0.02) and uneven.products > even.products
+    assert hidden.expert_communication == pytest.approx(FITTED.contention * even.expert_communication, rel=0.001)
+
+
+def test_pytorch_copies_what_tensor_parallel_ranks_gather_and_scatter_and_gathers_in_eight_bits() -> None:
+    layout = TrainingLayout(ParallelConfig(data=2, tensor=4, zero=3), 4096, 8, 4)
+    times = [LayerTimes(GPT, replace(layout, precision=each), H100, FITTED)._tensor_seconds(0.0) for each in ("bf16", "fp8")]  # type: ignore[arg-type]
+    moved = 2.0 * 4 * 4096 * 4096
+    # Over the link and, read and written, over the memory.
+    one = gather_seconds(H100, 4, 1, moved, FITTED) + 2 * moved / (3.35e12 * FITTED.memory)
+    assert times[0] == pytest.approx((4 * one, 4 * one)) and times[1] == pytest.approx((3 * one, 4 * one), rel=0.02)
+
+
+def test_operands_scaled_by_their_own_largest_value_are_read_once_more_and_their_casts_are_more_kernels() -> None:
+    layout = TrainingLayout(ParallelConfig(data=8), 2048, 64, 2, "fp8")
+    delayed, current = (predict_step_time(GPT, replace(layout, fp8_scaling=each), H100).memory_bound for each in ("delayed", "current"))  # type: ignore[arg-type]
+    operands = 2 * 2048 * (3 * 4096 + 16384)
+    kernels = 3 * 4 * FITTED.kernel_s
+    assert current - delayed == pytest.approx(4 * 32 * 2 * (2 * operands / (3.35e12 * FITTED.memory) + kernels), rel=0.01)
 
 
 def test_tokens_that_travel_once_are_those_that_a_random_choice_sends_to_a_node_or_gpu() -> None:

@@ -11,6 +11,8 @@ from tandem.types.errors import UserError
 
 FOLDER = Path(__file__).parent
 MOST_BYTES = 2**16
+THIS_MACHINE = "this-machine"
+"""The name of what is measured here (``jobs.checks.named_hardware``), which no file has."""
 
 
 def known_hardware() -> dict[str, Path]:
@@ -28,6 +30,8 @@ def load_hardware(name_or_path: str) -> Hardware:
     path = Path(name_or_path)
     if path.suffix in (".yaml", ".yml") or "/" in name_or_path:
         return _read(name_or_path)
+    if name_or_path.lower() == THIS_MACHINE:
+        raise UserError(f"GPU '{THIS_MACHINE}' is what is measured where the plan is made: name it with --gpu alone")
     near = [name for name in by_name if name_or_path.lower() in name][:1] or difflib.get_close_matches(name_or_path.lower(), by_name, n=1, cutoff=0.5)
     hint = f"did you mean '{by_name[near[0]].stem}'?" if near else f"known here: {', '.join(known)}"
     raise UserError(f"GPU '{name_or_path}' is unknown; {hint} (or name a YAML file with its figures)")

@@ -13,8 +13,8 @@ from tandem.types.kv_cache import KV_CACHE_DTYPES, KVCacheDtype
 @dataclass(frozen=True, slots=True)
 class ServingLayout:
     """One engine. ``tensor``: its GPUs. ``quantization``: of the weights. ``max_num_seqs``, ``max_num_batched_tokens``, ``gpu_memory_utilization``,
-    ``max_model_len`` (0: the model's context) and ``kv_cache_dtype``: the engine's options. ``host_s``: what the host adds to a step,
-    where it is not hidden behind the GPU."""
+    ``max_model_len`` (0: the model's context) and ``kv_cache_dtype``: the engine's options. ``host_s`` and ``host_sequence_s``: what the host adds to a step
+    and for each sequence in it (``serving.host``), where it is not hidden behind the GPU."""
 
     tensor: int = 1
     quantization: Quantization = "bf16"
@@ -24,6 +24,7 @@ class ServingLayout:
     gpu_memory_utilization: float = 0.9
     max_model_len: int = 0
     host_s: float = 0.0
+    host_sequence_s: float = 0.0
 
     def engine_args(self) -> EngineArgs:
         """Returns the options of the engine."""

@@ -5,6 +5,7 @@ A kernel takes the longer of its operations at the product rate of the GPU and i
 share the step share the weights. The arithmetic of Pope et al., 2022 (arXiv 2211.05102, section 3), with the engine's own formats.
 """
 
+import math
 from dataclasses import dataclass
 
 from tandem.estimate.hardware.hardware import Hardware
@@ -23,6 +24,9 @@ REDUCE_S = 6e-6
 """An all-reduce of a few rows over NVLink: one kernel in which every GPU reads from every other."""
 REDUCE_SHARE = 0.75
 """Of the link bandwidth, which an all-reduce of many bytes reaches (bus bandwidth, nccl-tests)."""
+TREE_S, TREE_LINK_S, TREE_NETWORK_S = 6.8e-6, 0.6e-6, 2.7e-6
+"""Of NCCL's trees with the protocol of the least latency, which an all-reduce of a few rows takes beyond a node: before they start, and of each step within a
+node and between two (github.com/NVIDIA/nccl, src/graph/tuning.cc, ``baseLat`` and ``hwLat``)."""
 ATTENTION_SHARE = 0.55
 """Of the product rate, which attention over whole prompts reaches (FlashAttention 2 and 3: 50 to 75 %)."""
 
@@ -84,7 +88,7 @@ def predict_step(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware,
         memory_bound=moved / bandwidth,
         communication=all_reduce_seconds(2 * rows * hidden, layout, hardware) * 2 * shapes.num_hidden_layers,
         launches=launches,
-        host=layout.host_s,
+        host=layout.host_s + drawn * layout.host_sequence_s,
         reads_weights=is_read,
     )
 
@@ -111,12 +115,16 @@ def predict_prefill(
 
 
 def all_reduce_seconds(size: float, layout: ServingLayout, hardware: Hardware) -> float:
-    """Returns the seconds of an all-reduce of ``size`` bytes over the GPUs of an engine: its latency, and 2 (n - 1) / n of the bytes over each link."""
+    """Returns the seconds of an all-reduce of ``size`` bytes over the GPUs of an engine: its latency, and 2 (n - 1) / n of the bytes over each link, or beyond
+    a node over the network cards of all its GPUs."""
     if layout.tensor == 1:
         return 0.0
-    sent = 2 * (layout.tensor - 1) / layout.tensor * size
-    link = hardware.link_bandwidth if layout.tensor <= hardware.gpus_per_node else hardware.network_bandwidth
-    return REDUCE_S + sent / (REDUCE_SHARE * link)
+    sent = 2 * (layout.tensor - 1) / layout.tensor * size / (REDUCE_SHARE * hardware.group_bandwidth(layout.tensor, 1))
+    nodes = -(-layout.tensor // hardware.gpus_per_node)
+    if nodes == 1:
+        return REDUCE_S + sent
+    # Up the trees and down again, along the GPUs of a node and through the levels of the nodes.
+    return TREE_S + 2 * ((hardware.gpus_per_node - 1) * TREE_LINK_S + math.ceil(math.log2(nodes)) * TREE_NETWORK_S) + sent
 
 
 def _matrices(shapes: ModelShapes, ranks: int, rows: float) -> list[tuple[float, int, int, float, float]]:

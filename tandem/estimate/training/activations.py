@@ -12,8 +12,10 @@ from tandem.layout.lm_head import gpu_logits_bytes
 from tandem.layout.shapes import ModelShapes
 
 LOG_SUM_EXP_BYTES = 4
-WHOLE_LOGIT_BYTES = 12
-"""Of a logit where the head is not chunked: its logarithm of the softmax, the gradient of that and the gradient of the logit, each in fp32."""
+WHOLE_LOGIT_BYTES, PARALLEL_LOGIT_BYTES = {"fp32": 12, "bf16": 8}, 16
+"""Of a logit where the head is not chunked, by ``loss_precision``: its logarithm of the softmax, the gradient of that and the gradient of the logit, each in
+fp32; in 16 bits also the logit itself, which nothing else replaces. Where PyTorch's tensor-parallel ranks divide the vocabulary: beside logarithm and gradient
+the exponential and the sum of both (torch/distributed/tensor/parallel/loss.py, ``_nll_loss_and_log_softmax_backward``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,4 +127,23 @@ def logit_bytes(shapes: ModelShapes, layout: TrainingLayout) -> float:
     """Returns the bytes of the logits of a micro-batch on a rank of the last stage, at the worst moment."""
     if layout.chunked_head:
         return gpu_logits_bytes(int(pass_tokens(layout)), -(-shapes.head_rows // layout.parallel.tensor))
-    return pass_tokens(layout) * shapes.head_rows / layout.parallel.tensor * WHOLE_LOGIT_BYTES
+    rows = shapes.head_rows / layout.parallel.tensor
+    if layout.whole_vocabulary and layout.parallel.tensor > 1:
+        # Beside its own part, which was gathered.
+        return pass_tokens(layout) * (element_bytes(layout) * rows + shapes.head_rows * WHOLE_LOGIT_BYTES[layout.loss_precision])
+    return pass_tokens(layout) * rows * (PARALLEL_LOGIT_BYTES if layout.copies_collectives else WHOLE_LOGIT_BYTES[layout.loss_precision])
+
+
+def freed_logit_bytes(shapes: ModelShapes, layout: TrainingLayout) -> float:
+    """Returns the bytes of the 16-bit logits of a loss in fp32, which the caching allocator keeps: nothing that follows fits their place."""
+    if layout.chunked_head or layout.loss_precision == "bf16" or layout.precision == "fp32":
+        return 0.0
+    return pass_tokens(layout) * element_bytes(layout) * shapes.head_rows / layout.parallel.tensor
+
+
+def kept_logit_bytes(shapes: ModelShapes, layout: TrainingLayout) -> float:
+    """Returns the bytes of the logits on a rank of the last stage while the layers' backward pass runs: of a loss in 16 bits the logits, which a training loop
+    still names (torchtitan deletes them before)."""
+    if layout.chunked_head or layout.loss_precision == "fp32":
+        return 0.0
+    return pass_tokens(layout) * element_bytes(layout) * shapes.head_rows / (1 if layout.whole_vocabulary else layout.parallel.tensor)

@@ -26,6 +26,8 @@ PROTOCOLS = (Protocol(8.4e-6, 3.4e-6, 5.7e-6, 9.6e-6, 1.0), Protocol(10e-6, 1.9e
 """NCCL's Simple and LL128, which carries a flag of 8 bytes beside 120 of data. The faster one is chosen."""
 SLOWEST_NVLINK = 1e11
 """Bytes per second from which links within a node are NVLink (or Infinity Fabric), not PCIe."""
+NVLINK_SHARE = 370 / 450
+"""Of the line rate that carries data: the headers of NVLink's packets take about a fifth (github.com/NVIDIA/nccl-tests/issues/212, an author of NCCL)."""
 
 
 def gather_seconds(hardware: Hardware, size: int, stride: int, moved: float, given: Efficiency, times: int = 1) -> float:
@@ -33,7 +35,7 @@ def gather_seconds(hardware: Hardware, size: int, stride: int, moved: float, giv
     ``times`` collectives one after the other."""
     if size == 1 or moved == 0:
         return 0.0
-    bandwidth = hardware.group_bandwidth(size, stride) * given.links
+    bandwidth = _data_bandwidth(hardware, size, stride, given)
     nodes = -(-size // max(1, hardware.gpus_per_node // stride))
     sent = moved * (size - 1) / size / bandwidth
 
@@ -59,7 +61,7 @@ def all_to_all_seconds(
         beyond = moved * (nodes - 1) * _with_one(nodes, copies)
     else:
         within, beyond = copies * moved * (local - 1) / size, copies * moved * (size - local) / size
-    seconds = max(within / hardware.link_bandwidth, beyond / hardware.network_bandwidth) / given.links
+    seconds = max(within / link_data_bandwidth(hardware, given), beyond / (hardware.network_bandwidth * given.links))
     return seconds + math.ceil(math.log2(size)) * given.latency_s
 
 
@@ -70,4 +72,16 @@ def _with_one(places: float, copies: int) -> float:
 
 def send_seconds(hardware: Hardware, stride: int, moved: float, given: Efficiency) -> float:
     """Returns the seconds of sending ``moved`` bytes to the rank ``stride`` further."""
-    return moved / (hardware.group_bandwidth(2, stride) * given.links) + given.latency_s
+    return moved / _data_bandwidth(hardware, 2, stride, given) + given.latency_s
+
+
+def link_data_bandwidth(hardware: Hardware, given: Efficiency) -> float:
+    """Returns the bytes of data per second of a GPU to the others of its node, in one direction."""
+    return hardware.link_bandwidth * (NVLINK_SHARE if hardware.link_bandwidth >= SLOWEST_NVLINK else given.links)
+
+
+def _data_bandwidth(hardware: Hardware, size: int, stride: int, given: Efficiency) -> float:
+    """Returns the bytes of data per second at which a GPU takes part in a collective: over its links, and beyond its node over the network cards of the
+    group."""
+    links = link_data_bandwidth(hardware, given)
+    return links if size * stride <= hardware.gpus_per_node else min(links, hardware.group_bandwidth(size, stride) * given.links)

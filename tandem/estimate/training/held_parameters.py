@@ -66,9 +66,12 @@ def _one_layer(shapes: ModelShapes, spec: ShardSpec, *, has_experts: bool) -> tu
     return before, inside, after
 
 
-def held_on_span(shapes: ModelShapes, span: Span, tensor: int, expert: int) -> Held:
-    """Returns the parameters of the layers of ``span``, and of the embedding and the heads at the ends of the model."""
+def held_on_span(shapes: ModelShapes, span: Span, tensor: int, expert: int, *, whole_embedding: bool = False) -> Held:
+    """Returns the parameters of the layers of ``span``, and of the embedding and the heads at the ends of the model. ``whole_embedding``: each tensor-parallel
+    rank has all of it."""
     parts = held_by_part(shapes, tensor, expert)
+    if whole_embedding:
+        parts = replace(parts, embedding=held_by_part(shapes, 1, expert).embedding)
     held = NOTHING
     for layer in range(span.start, span.stop):
         held += parts.plain_layer if shapes.experts_of(layer) is None else parts.expert_layer

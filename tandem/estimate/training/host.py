@@ -15,15 +15,40 @@ FUSED_KERNELS, EAGER_KERNELS = 8, 30
 """Elementwise kernels of a layer forward, of a compiler or a library and of eager PyTorch; a backward pass has twice as many."""
 ROUTING_KERNELS = 20
 """Of a mixture forward: the router's softmax, choice and counts, two permutations there and back, and two exchanges (Megatron-Core,
-``MoEAlltoAllTokenDispatcher``)."""
+``MoEAlltoAllTokenDispatcher``). With the others of a layer in 16 bits and 8 experts on a GPU they make 150 a layer and micro-batch, forward and backward; a
+profile of that has 463,348 in 64 x 48, 151 (Megatron-Bridge, skills/nemo-mbridge-perf-moe-comm-overlap, 16 H100s)."""
+CAST_KERNELS = {"delayed": 1, "current": 4, "block": 1}
+"""That cast an operand to fp8, by ``fp8_scaling``; with the scale of its own largest value, that value is cleared, found and made a scale before (Transformer
+Engine, pytorch/csrc/quantizer.cpp and common/recipe/current_scaling.cu)."""
+FOLLOWING_S = 5e-6
+"""Seconds of a host to start a kernel in the same call of C++ as the one before: the upper end of a start in CUDA."""
+EXPERT_STREAMS = 4
+"""That products of single experts are computed on side by side (Transformer Engine, ``num_compute_streams``)."""
 
 
-def kernels_of_layer(layout: TrainingLayout, products: int, *, has_experts: bool) -> int:
+def kernels_of_layer(layout: TrainingLayout, products: int, *, has_experts: bool) -> float:
     """Returns the kernels of a layer forward, without those of single experts: ``products``, attention and what is elementwise; in fp8 each product's operand
     is cast."""
-    elementwise = FUSED_KERNELS if layout.fused_elementwise else EAGER_KERNELS
-    casts = products if layout.precision == "fp8" else 0
-    return products + casts + 1 + elementwise + (ROUTING_KERNELS if has_experts else 0)
+    return products * (1 + _casts(layout)) + 1 + _elementwise(layout, has_experts)
+
+
+def gap_seconds(layout: TrainingLayout, products: int, local: int, kernel_s: float) -> tuple[float, float]:
+    """Returns the seconds between the kernels of a layer on its GPU, ``kernel_s`` each, forward and backward, but those of ``products`` and attention, which
+    have their own. ``local``: experts (0: no mixture), whose products are on several streams."""
+    kernels = CAST_KERNELS[layout.fp8_scaling] if layout.precision == "fp8" else 0
+    kinds = 1 if layout.experts_as == "grouped" else local
+    forward = products * kernels + 2 * kinds * kernels + _elementwise(layout, local > 0)
+    beside = max(0, kinds - 1) / EXPERT_STREAMS
+    return (forward + 2 * beside) * kernel_s, (forward + _elementwise(layout, local > 0) + 4 * beside) * kernel_s
+
+
+def _elementwise(layout: TrainingLayout, has_experts: bool) -> int:
+    return (FUSED_KERNELS if layout.fused_elementwise else EAGER_KERNELS) + (ROUTING_KERNELS if has_experts else 0)
+
+
+def _casts(layout: TrainingLayout) -> float:
+    """Returns the starts of kernels that the cast of an operand takes as long as."""
+    return 1 + (CAST_KERNELS[layout.fp8_scaling] - 1) * FOLLOWING_S / START_S if layout.precision == "fp8" else 0.0
 
 
 def waited_seconds(layout: TrainingLayout, kernels: float, gpu_s: float) -> float:
@@ -31,18 +56,18 @@ def waited_seconds(layout: TrainingLayout, kernels: float, gpu_s: float) -> floa
     return 0.0 if layout.cuda_graphs else max(0.0, kernels * START_S - gpu_s)
 
 
-def expert_kernels(layout: TrainingLayout, local: int) -> tuple[int, int]:
+def expert_kernels(layout: TrainingLayout, local: int) -> tuple[float, float]:
     """Returns the kernels of ``local`` experts in a layer, forward and backward: two products of each forward and four backward, and in fp8 a cast of each
     operand that is not a weight. Grouped, those of one."""
     kinds = 1 if layout.experts_as == "grouped" else local
-    casts = 2 * kinds if layout.precision == "fp8" else 0
+    casts = 2 * kinds * _casts(layout)
     return 2 * kinds + casts, 4 * kinds + casts
 
 
 def expert_waits(layout: TrainingLayout, local: int, gpu_s: tuple[float, float]) -> tuple[float, float]:
     """Returns the seconds for which a GPU with ``local`` experts waits in a layer, forward and backward, whose products take it ``gpu_s``: none where the host
-    knows their sizes."""
-    if layout.experts_as == "padded":
+    knows their sizes. Once they are read, nothing is queued until the next kernel starts."""
+    if layout.experts_as == "padded" or layout.cuda_graphs:
         return 0.0, 0.0
     forward, backward = expert_kernels(layout, local)
-    return waited_seconds(layout, forward, gpu_s[0]), waited_seconds(layout, backward, gpu_s[1])
+    return START_S + waited_seconds(layout, forward, gpu_s[0]), waited_seconds(layout, backward, gpu_s[1])

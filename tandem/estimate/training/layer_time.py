@@ -1,5 +1,6 @@
 """Seconds of one layer, and of the head, on one GPU, by what they are spent on. Imports no torch."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -8,9 +9,20 @@ from tandem.estimate.training.attention import Attention, attention_seconds
 from tandem.estimate.training.collectives import all_to_all_seconds, gather_seconds
 from tandem.estimate.training.data_parallel import hidden_seconds
 from tandem.estimate.training.efficiency import Efficiency
-from tandem.estimate.training.host import EAGER_KERNELS, FUSED_KERNELS, expert_kernels, expert_waits, kernels_of_layer
+from tandem.estimate.training.host import expert_kernels, expert_waits, gap_seconds, kernels_of_layer
 from tandem.estimate.training.layout import TrainingLayout
-from tandem.estimate.training.memory_bound import EAGER_NORM, FUSED_LOGITS, FUSED_NORM, LOGITS, QUANTISED, ROUTED, Moved, layer_bytes
+from tandem.estimate.training.memory_bound import (
+    ALIGNED,
+    EAGER_NORM,
+    FUSED_LOGITS,
+    FUSED_NORM,
+    HALF_LOGITS,
+    LOGITS,
+    QUANTISED,
+    ROUTED,
+    Moved,
+    layer_bytes,
+)
 from tandem.estimate.training.products import RESULT_BYTES, product_seconds
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 
@@ -65,12 +77,13 @@ NO_PASSES = Passes(Seconds(), Seconds())
 
 
 class Shape(NamedTuple):
-    """``batch`` products of ``rows`` tokens with a matrix of ``columns`` x ``inner``."""
+    """``batch`` products of ``rows`` tokens with a matrix of ``columns`` x ``inner``. ``is_chance``: ``rows`` is a mean of tokens by chance."""
 
     rows: int
     columns: int
     inner: int
     batch: int = 1
+    is_chance: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +112,28 @@ class LayerTimes:
             inner = _part(self.shapes.intermediate_size, tensor)
             shapes += [Shape(rows, (self.shapes.mlp_matrices - 1) * inner, hidden), Shape(rows, hidden, inner)]
         else:
-            inner, rows = _part(experts.intermediate_size, tensor), self.tokens * experts.num_experts_per_tok
+            inner, rows = _part(experts.intermediate_size, tensor), self._expert_rows(experts)
             local = max(1, experts.num_experts // self.layout.parallel.expert)
-            each = max(1, rows // local)
-            of_experts = [Shape(each, 2 * inner, hidden, local), Shape(each, hidden, inner, local)]
+            each, is_chance = max(1, rows // local), self.layout.experts_as != "padded"
+            of_experts = [Shape(each, 2 * inner, hidden, local, is_chance), Shape(each, hidden, inner, local, is_chance)]
             shapes += [Shape(self.tokens, experts.num_experts, hidden), *of_experts]
             if experts.shared_intermediate_size:
                 shared = _part(experts.shared_intermediate_size, tensor)
                 shapes += [Shape(self.tokens, 2 * shared, hidden), Shape(self.tokens, hidden, shared)]
         forward, backward = self._products(shapes, self.layout.precision)
         attention = self._attention(window)
-        moved = self._memory_bound(rows, inner, shapes, experts)
+        moved = self._memory_bound(rows, inner, shapes, of_experts, experts)
         tensor_forward, tensor_backward = self._tensor_seconds(forward)
-        expert_s = 0.0 if experts is None else self._expert_seconds(experts)
+        exchange = (0.0, 0.0)
+        if experts is not None:
+            sent = self._expert_seconds(experts)
+            # Behind the pass of another micro-batch in the other direction.
+            hidden_by = [a + b + c for a, b, c in zip((forward, backward), attention, moved, strict=True)] if self.layout.overlaps_experts else [0.0, 0.0]
+            exchange = hidden_seconds(sent, hidden_by[1], self.given), hidden_seconds(sent, hidden_by[0], self.given)
         host = (0.0, 0.0) if experts is None else expert_waits(self.layout, of_experts[0].batch, self._products(of_experts, self.layout.precision))
         context_s = self._context_seconds()
-        forward_s = Seconds(forward, attention.forward, moved.forward, tensor_forward, expert_s, max(0.0, context_s - attention.forward), host[0])
-        backward_s = Seconds(backward, attention.backward, moved.backward, tensor_backward, expert_s, max(0.0, 2 * context_s - attention.backward), host[1])
+        forward_s = Seconds(forward, attention.forward, moved.forward, tensor_forward, exchange[0], max(0.0, context_s - attention.forward), host[0])
+        backward_s = Seconds(backward, attention.backward, moved.backward, tensor_backward, exchange[1], max(0.0, 2 * context_s - attention.backward), host[1])
         kernels = (4 if self.layout.recompute == "full" else 3) * kernels_of_layer(self.layout, len(shapes) - len(of_experts), has_experts=bool(of_experts))
         if of_experts:
             kernels += sum(expert_kernels(self.layout, of_experts[0].batch))
@@ -127,9 +145,22 @@ class LayerTimes:
         # Recipes in fp8 keep the head in bf16.
         precision = "bf16" if self.layout.precision == "fp8" else self.layout.precision
         forward, backward = self._products([Shape(self.tokens, columns, self.shapes.hidden_size)], precision)
-        bytes_each = FUSED_LOGITS if self.layout.fused_loss else LOGITS
+        bytes_each = FUSED_LOGITS if self.layout.fused_loss else LOGITS if self.layout.loss_precision == "fp32" else HALF_LOGITS
+        gathered = 0.0
+        if self.layout.whole_vocabulary and self.layout.parallel.tensor > 1:
+            columns, moved = self.shapes.head_rows, float(ACTIVATION_BYTES * self.tokens * self.shapes.head_rows)
+            gathered = gather_seconds(self.hardware, self.layout.parallel.tensor, 1, moved, self.given)
+            bytes_each += 2 * ACTIVATION_BYTES
         moved = bytes_each * self.tokens * columns / (self.hardware.memory_bandwidth * self.given.memory)
-        return Passes(Seconds(forward, memory_bound=moved / 2), Seconds(backward, memory_bound=moved / 2))
+        return Passes(Seconds(forward, memory_bound=moved / 2, tensor=gathered), Seconds(backward, memory_bound=moved / 2))
+
+    def _expert_rows(self, experts: ExpertShapes) -> int:
+        """Returns the tokens of the experts of the expert-parallel rank with the most: of n ranks that get their tokens by chance, about sqrt(2 ln n) standard
+        deviations more than on average."""
+        mean = self.tokens * experts.num_experts_per_tok
+        if self.layout.experts_as == "padded":
+            return mean
+        return round((mean + math.sqrt(2 * math.log(self.layout.parallel.expert) * mean)) * self.layout.expert_imbalance)
 
     @property
     def _token_ranks(self) -> int:
@@ -139,13 +170,14 @@ class LayerTimes:
     def _products(self, shapes: list[Shape], precision: str) -> tuple[float, float]:
         """Returns the seconds of ``shapes`` forward, and of both products of each backward: the gradient of its input and of its weights."""
 
-        def seconds(rows: int, columns: int, inner: int, count: int, result_bytes: float = RESULT_BYTES) -> float:
-            return product_seconds(self.hardware, precision, rows, columns, inner, self.given, count, result_bytes)
+        def seconds(rows: int, columns: int, inner: int, count: int, result_bytes: float = RESULT_BYTES, *, is_chance: bool = False) -> float:
+            return product_seconds(self.hardware, precision, rows, columns, inner, self.given, count, result_bytes, is_chance=is_chance)
 
         # The gradient of a weight is added to the sum of the step, which is read and written.
         added = 2.0 * self.layout.gradient_bytes
-        forward = sum(seconds(each.rows, each.columns, each.inner, each.batch) for each in shapes)
-        backward = sum(seconds(e.rows, e.inner, e.columns, e.batch) + seconds(e.columns, e.inner, e.rows, e.batch, added) for e in shapes)
+        forward = sum(seconds(e.rows, e.columns, e.inner, e.batch, is_chance=e.is_chance) for e in shapes)
+        backward = sum(seconds(e.rows, e.inner, e.columns, e.batch, is_chance=e.is_chance) for e in shapes)
+        backward += sum(seconds(e.columns, e.inner, e.rows, e.batch, added) for e in shapes)
         return forward, backward
 
     def _attention(self, window: int | None) -> Attention:
@@ -159,7 +191,7 @@ class LayerTimes:
             self.given,
         )  # fmt: skip
 
-    def _memory_bound(self, rows: int, inner: int, products: list[Shape], experts: ExpertShapes | None) -> Moved:
+    def _memory_bound(self, rows: int, inner: int, products: list[Shape], of_experts: list[Shape], experts: ExpertShapes | None) -> Moved:
         """Returns the seconds of elementwise kernels, forward and backward."""
         hidden, tensor = self.shapes.hidden_size, self.layout.parallel.tensor
         latent = self.shapes.latent
@@ -177,16 +209,22 @@ class LayerTimes:
             moved = Moved(*(m + n * self.tokens * of_heads for m, n in zip(moved, FUSED_NORM if self.layout.fused_elementwise else EAGER_NORM, strict=True)))
         activated = rows * inner + (0 if experts is None else self.tokens * experts.shared_intermediate_size / tensor)
         of_mlp = layer_bytes(1, 0, hidden, 0, activated, gated, self.layout.fused_elementwise)
-        routed = ROUTED * rows * hidden / self._token_ranks if experts is not None else 0
-        cast = QUANTISED * sum(each.batch * each.rows * each.inner for each in products) if self.layout.precision == "fp8" else 0
+        routed, cast, in_fp8 = 0.0, 0.0, self.layout.precision == "fp8"
+        if experts is not None:
+            bytes_each = ROUTED[self.layout.expert_dispatch] + (ALIGNED if in_fp8 and self.layout.experts_as != "padded" else 0)
+            routed = bytes_each * rows * hidden / self._token_ranks
+        if in_fp8:
+            cast = QUANTISED[self.layout.fp8_scaling] * sum(each.batch * each.rows * each.inner for each in products)
         memory = self.hardware.memory_bandwidth * self.given.memory
-        launches = (FUSED_KERNELS if self.layout.fused_elementwise else EAGER_KERNELS) * self.given.kernel_s
-        return Moved(*((moved[i] + of_mlp[i] + routed + cast) / memory + launches for i in (0, 1)))
+        local = of_experts[0].batch if of_experts else 0
+        gaps = gap_seconds(self.layout, len(products) - len(of_experts), local, self.given.kernel_s)
+        return Moved(*((moved[i] + of_mlp[i] + routed + cast) / memory + gaps[i] for i in (0, 1)))
 
     def _expert_seconds(self, experts: ExpertShapes) -> float:
         """Returns the seconds of sending tokens to their experts and back."""
         moved = ACTIVATION_BYTES * self.tokens * self.shapes.hidden_size / self._token_ranks
         copies, parallel = experts.num_experts_per_tok, self.layout.parallel
+        moved *= self.layout.expert_imbalance
         return 2 * all_to_all_seconds(self.hardware, parallel.expert, parallel.tensor, moved, self.given, copies, once=self.layout.expert_dispatch == "once")
 
     def _tensor_seconds(self, products: float) -> tuple[float, float]:
@@ -196,6 +234,10 @@ class LayerTimes:
         tensor, hides = self.layout.parallel.tensor, self.layout.hidden_tensor_communication
         if tensor == 1:
             return 0.0, 0.0
+        if self.layout.copies_collectives:
+            # Autograd keeps what was gathered; in fp8 the inputs of products are cast before (torchtitan, docs/float8.md).
+            forward, backward = 2 * self._copied_seconds(self.layout.product_bytes) + 2 * self._copied_seconds(), 4 * self._copied_seconds()
+            return forward, backward
         one = gather_seconds(self.hardware, tensor, 1, ACTIVATION_BYTES * self.tokens * self.shapes.hidden_size, self.given)
         forward, backward = 4 * one, (6 if self.layout.shares_tokens else 4) * one
         if hides == "none":
@@ -207,6 +249,12 @@ class LayerTimes:
         # Of as many parts as ranks, the first waits for its input or the last for its output.
         first = 1 / tensor
         return tuple(first * each + hidden_seconds((1 - first) * each, by, self.given) for each, by in ((forward, products), (backward, 2 * products)))  # type: ignore[return-value]
+
+    def _copied_seconds(self, bytes_each: int = ACTIVATION_BYTES) -> float:
+        """Returns the seconds of gathering or scattering an activation, and of reading and writing it once more."""
+        moved = float(bytes_each * self.tokens * self.shapes.hidden_size)
+        copied = 2 * moved / (self.hardware.memory_bandwidth * self.given.memory)
+        return gather_seconds(self.hardware, self.layout.parallel.tensor, 1, moved, self.given) + copied
 
     def _context_seconds(self) -> float:
         """Returns the seconds of gathering the keys and values of all context-parallel ranks, which attention to the parts that have arrived hides."""

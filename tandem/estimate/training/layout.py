@@ -26,9 +26,14 @@ class TrainingLayout:
     each (a compiler's or a library's), not several; ``fused_loss``: the cross-entropy is. ``reduce_precision``: of the gradients that ranks sum and hold
     (Megatron-Core's ``grad_reduce_in_fp32``). ``reduces_each_pass``: with ZeRO 3, gradients are summed after each micro-batch; otherwise they stay whole until
     the last one (FSDP2 without gradient synchronisation). ``state_precision``: of the weights that the optimizer updates and of its moments; ``bf16``: no fp32
-    copy of either. ``expert_dispatch``: a token travels once for each of its experts (``copies``), or ``once`` to each node and each GPU that has some of them
+    copy of either. ``loss_precision``: of the softmax of whole logits (``bf16``: PyTorch's cross-entropy of 16-bit logits). ``whole_vocabulary``: each
+    tensor-parallel rank has the whole embedding and gathers the logits of all (PyTorch, where the embedding is replicated and the head's output is gathered
+    for the loss). ``expert_dispatch``: a token travels once for each of its experts (``copies``), or ``once`` to each node and each GPU that has some of them
     (DeepEP, HybridEP). ``experts_as``: the products of each expert of a GPU are kernels of their own, whose sizes the host awaits (``each``) or knows, because
-    they are padded to a capacity (``padded``), or those of all experts are one kernel (``grouped``). ``cuda_graphs``: kernels are not started one by one.
+    they are padded to a capacity (``padded``), or those of all experts are one kernel (``grouped``). ``expert_imbalance``: tokens of the expert-parallel rank
+    with the most over those of a rank on average, beyond chance; the others wait for it. ``overlaps_experts``: the exchange of a micro-batch is hidden behind
+    the kernels of another. ``fp8_scaling``: of an operand, by the largest values of earlier steps (``delayed``), by its own (``current``), or by those of
+    its blocks (``block``: MXFP8). ``cuda_graphs``: kernels are not started one by one.
 
     ``trainer``: section ``trainer`` of a recipe, whose choices Tandem's own trainer follows; ``None``: a trainer of the literature (Megatron-Core, FSDP2).
     With a ``trainer``: ``on_cpu``: ranks compute on a CPU; ``pass_tokens``: of the largest micro-batch (0: ``micro_batch`` sequences); ``attended``: with
@@ -51,8 +56,13 @@ class TrainingLayout:
     reduce_precision: Literal["fp32", "bf16"] = "fp32"
     reduces_each_pass: bool = True
     state_precision: Literal["fp32", "bf16"] = "fp32"
+    loss_precision: Literal["fp32", "bf16"] = "fp32"
+    whole_vocabulary: bool = False
     expert_dispatch: Literal["copies", "once"] = "copies"
     experts_as: Literal["each", "padded", "grouped"] = "each"
+    expert_imbalance: float = 1.0
+    overlaps_experts: bool = False
+    fp8_scaling: Literal["delayed", "current", "block"] = "delayed"
     cuda_graphs: bool = False
     trainer: TrainerConfig | None = None
     on_cpu: bool = False
@@ -75,6 +85,17 @@ class TrainingLayout:
         if self.tensor_overlap != "auto":
             return self.tensor_overlap
         return "none" if self.parallel.zero == 3 or not self.shares_tokens else "backward" if self.precision == "fp16" else "all"
+
+    @property
+    def copies_collectives(self) -> bool:
+        """Whether tensor-parallel ranks read and write what they gather or scatter once more: PyTorch's collectives divide the first dimension, and tokens are
+        the second (torch/distributed/_functional_collectives.py, ``all_gather_tensor`` and ``reduce_scatter_tensor``)."""
+        return self.parallel.zero == 3 and self.hidden_tensor_communication == "none" and self.shares_tokens
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of an operand of a layer's products."""
+        return 1 if self.precision == "fp8" else 4 if self.precision == "fp32" else 2
 
     @property
     def gradient_bytes(self) -> int:

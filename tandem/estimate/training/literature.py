@@ -3,7 +3,16 @@
 import math
 from collections.abc import Sequence
 
-from tandem.estimate.training.activations import element_bytes, end_bytes, logit_bytes, pass_tokens, saved_bytes, working_bytes
+from tandem.estimate.training.activations import (
+    element_bytes,
+    end_bytes,
+    freed_logit_bytes,
+    kept_logit_bytes,
+    logit_bytes,
+    pass_tokens,
+    saved_bytes,
+    working_bytes,
+)
 from tandem.estimate.training.held_parameters import NOTHING, Held, held_by_part, held_on_span
 from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.stage_bytes import StageBytes
@@ -23,7 +32,8 @@ MASTER_BYTES, MOMENT_BYTES, HALF_MOMENT_BYTES = 4, 8, 4
 def stage_bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Span]) -> StageBytes:
     """Returns the bytes of a rank that has ``spans`` of the layers."""
     parallel, tokens = layout.parallel, pass_tokens(layout)
-    held = sum((held_on_span(shapes, span, parallel.tensor, parallel.expert) for span in spans), NOTHING)
+    whole = layout.whole_vocabulary
+    held = sum((held_on_span(shapes, span, parallel.tensor, parallel.expert, whole_embedding=whole) for span in spans), NOTHING)
     parts = held_by_part(shapes, parallel.tensor, parallel.expert)
     layers = [layer for span in spans for layer in range(span.start, span.stop)]
     is_first, is_last = spans[0].is_first, spans[-1].is_last
@@ -43,18 +53,26 @@ def stage_bytes(shapes: ModelShapes, layout: TrainingLayout, spans: Sequence[Spa
     logits = logit_bytes(shapes, layout) if is_last else 0.0
 
     largest = max((parts.plain_layer, parts.expert_layer), key=lambda part: part.total)
-    gathered, reduced = 0.0, 0.0
+    gathered, ends_gathered, reduced = 0.0, 0.0, 0.0
     if parallel.zero == 3:
         # Two blocks, the current and the prefetched one; the ends stay gathered from the forward to the backward pass.
-        ends = (parts.embedding.total if is_first else 0) + (parts.head.total if is_last else 0)
+        embedding = held_by_part(shapes, 1, parallel.expert).embedding if whole else parts.embedding
+        ends = (embedding.total if is_first else 0) + (parts.head.total if is_last else 0)
         gathered = each * (2 * largest.total + ends) if layout.reshard_after_forward else each * held.total
+        ends_gathered = each * ends if layout.reshard_after_forward else gathered
     if parallel.zero >= 2 and _reduces_each_pass(layout):
         # The gradients of one block, in the precision of the products and in that of the sum, until they are reduced.
         reduced = (each + layout.gradient_bytes) * largest.total
+    # The logits' gradients are there before the backward pass of the last layer, and are dropped when the head's is done.
+    left = kept_logit_bytes(shapes, layout) if is_last else 0.0
+    if logits + ends_gathered > left + working + gathered + reduced:
+        working, gathered, reduced, holes = 0.0, ends_gathered, 0.0, freed_logit_bytes(shapes, layout)
+    else:
+        logits, holes = left, 0.0
     parameters, gradients, optimizer, master = _states(held, layout)
     return StageBytes(
         parameters, gradients, optimizer, master, saved=saved, working=working, logits=logits, gathered=gathered, reduced=reduced,
-        buffers=buffer_bytes(layout, residual), kept=FRAGMENTATION, context=CONTEXT_BYTES,
+        buffers=buffer_bytes(layout, residual), kept=FRAGMENTATION, context=CONTEXT_BYTES, holes=holes,
     )  # fmt: skip
 
 
@@ -83,7 +101,9 @@ def _states(held: Held, layout: TrainingLayout) -> tuple[int, int, int, int]:
     moments = cut(HALF_MOMENT_BYTES if is_halved else MOMENT_BYTES, 1) if on_device else 0
     # A summed gradient has the precision of the weight that it updates.
     shard_bytes = 2 if is_halved else layout.gradient_bytes
-    gradients = cut(shard_bytes, 2) if _reduces_each_pass(layout) else layout.gradient_bytes * held.total
+    # Nothing is summed between ranks that one has all data of.
+    whole_bytes = layout.gradient_bytes if replicas > 1 else shard_bytes
+    gradients = cut(shard_bytes, 2) if _reduces_each_pass(layout) else whole_bytes * held.total
     if layout.precision == "fp32":
         return cut(4, 3), gradients, moments, 0
     if is_halved:

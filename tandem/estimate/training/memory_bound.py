@@ -19,11 +19,19 @@ LOGITS = 58
 scaled, cast, and read by two products (Megatron-LM's vocabulary-parallel cross-entropy)."""
 FUSED_LOGITS = 20
 """The same in a kernel that makes the gradient where the logit was: 2 of the product, 4 read twice, 4 written, cast, 4 read by two products."""
-ROUTED = 16
-"""For an element of a token on its way to an expert: four kernels read and write it. Tokens are sorted by the rank of their expert, after the exchange by
-expert, after the experts by the rank that they came from, and added up by token (Megatron-Core, ``MoEAlltoAllTokenDispatcher``)."""
-QUANTISED = 4
-"""For an element of an operand of an fp8 product: read in 16 bits, its largest value first, written in 8 and transposed."""
+HALF_LOGITS = 18
+"""Of eager PyTorch's cross-entropy in 16 bits: the product writes a logit, log-softmax reads and writes, its gradient is filled and written from two, and two
+products read it."""
+ROUTED = {"copies": 16, "once": 8}
+"""For an element of a token on its way to an expert, by ``expert_dispatch``. Four kernels read and write it: tokens are sorted by the rank of their expert,
+after the exchange by expert, after the experts by the rank that they came from, and added up by token (Megatron-Core, ``MoEAlltoAllTokenDispatcher``). Sent
+once, it is spread to its experts after the exchange and added up before the way back (``_DeepepManager``)."""
+ALIGNED = 8
+"""For the same element in fp8 without a capacity: the groups of the experts are copied to whole tiles of rows, and back (Transformer Engine, ``Fp8Padding`` and
+``Fp8Unpadding`` in Megatron-Core's ``TEGroupedMLP``)."""
+QUANTISED = {"delayed": 4, "current": 6, "block": 4}
+"""For an element of an operand of an fp8 product, by ``fp8_scaling``: read in 16 bits, written in 8 and transposed; scaled by its own largest value, it is read
+for that before."""
 
 
 class Moved(NamedTuple):

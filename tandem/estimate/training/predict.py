@@ -71,7 +71,8 @@ def _passes_of_ranks(shapes: ModelShapes, layout: TrainingLayout, hardware: Hard
 def _shared(shapes: ModelShapes, layout: TrainingLayout, spans: list[Span]) -> list[Shared]:
     """Returns the parameters of a rank: those that every data-parallel rank has, and those of its experts."""
     parallel = layout.parallel
-    held = reduce(add, (held_on_span(shapes, span, parallel.tensor, parallel.expert) for span in spans), NOTHING)
+    whole = layout.whole_vocabulary
+    held = reduce(add, (held_on_span(shapes, span, parallel.tensor, parallel.expert, whole_embedding=whole) for span in spans), NOTHING)
     ranks = parallel.data * parallel.context
     shared = [Shared(held.dense, ranks, parallel.tensor)]
     if held.expert:

@@ -5,6 +5,7 @@ import os
 
 from tandem.config.machine import MachineConfig
 from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.hardware.load import THIS_MACHINE
 from tandem.estimate.time import Product
 from tandem.jobs.checks.measured_speed import measure
 from tandem.runtime.machine.available_memory import total_bytes
@@ -34,6 +35,6 @@ def this_machine(machine: MachineConfig) -> Hardware:
     # A copy is read and written: what one rank sends another through memory moves at half the rate.
     measured = f"measured: a product of {LARGEST.rows} x {LARGEST.inputs} with {LARGEST.inputs} x {LARGEST.outputs}, and a copy"
     return Hardware(
-        "this", rates, memory_bytes, bandwidth, units, bandwidth / 2, bandwidth / 2, count, product_flops=rates,
+        THIS_MACHINE, rates, memory_bytes, bandwidth, units, bandwidth / 2, bandwidth / 2, count, product_flops=rates,
         sources=dict.fromkeys(("peak_flops", "product_flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth"), measured),
     )  # fmt: skip
