@@ -72,7 +72,7 @@ class SlurmCluster:
 
     def daemon(self, name: str) -> "subprocess.Popen[bytes]":
         """Returns the newest daemon of a node."""
-        return next(process for process in reversed(self.processes) if process.args[-2:] == ["-N", name])  # type: ignore[index]
+        return next(process for process in reversed(self.processes) if list(process.args[-2:]) == ["-N", name])  # type: ignore[index, arg-type]
 
     @property
     def names(self) -> list[str]:
