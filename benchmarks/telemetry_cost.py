@@ -7,6 +7,10 @@ Steps: one run of each of two jobs, in which blocks of ``BLOCK`` steps with all 
 processor time of all processes of the run in each block, which other work on the machine hardly changes. What the process of ``metrics.sqlite`` takes for a
 scrape is counted by itself, as it scrapes each 15 s and not by blocks.
 
+Entropies: a run of reinforcement learning in one process (``--inline``), in which blocks of steps that keep the entropy of each token, for the page of the run,
+and blocks that do not take turns: recorded in the update, gathered, packed, and written to ``entropies.sqlite``. In a pod there is a socket between the last
+two; the bytes of a step are beside it.
+
 Requests: two systems of a gateway and a server of a tiny model, one with all of it, one without, which are asked in turns; and the processor time of two
 gateways before a backend that computes nothing, where a request has least to hide behind.
 """
@@ -15,6 +19,7 @@ import contextlib
 import http.client
 import json
 import os
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -37,11 +42,14 @@ from tandem.jobs.rl_run import rl_run
 from tandem.jobs.start import train
 from tandem.metrics_database.scrape import Target, samples_of
 from tandem.metrics_database.store import MetricsWriter, Retention
+from tandem.pod import policy_step
 from tandem.runtime.machine.usage import processes_below
+from tandem.runtime.records.entropies import FILE
 from tandem.runtime.traces.context import new_trace
 from tandem.runtime.traces.otlp import readable
 from tandem.runtime.traces.spans import MOST_SPANS, SPANS, begin_first, span
 from tandem.runtime.traces.steps import STEP
+from tandem.trainer.step import Loss
 
 GATEWAY_BLOCK = 400
 COLLECTOR = f"""
@@ -54,6 +62,16 @@ with HttpReceiver() as receiver:
         time.sleep(1)
         receiver.spans.clear()
 """
+
+
+class NoEntropies:
+    """In the place of ``EntropyRecord``: keeps nothing."""
+
+    def of(self, loss: Loss) -> Loss:
+        return loss
+
+    def take(self, *_: Any) -> dict[str, bytes]:
+        return {}
 
 
 class TracedTurns(Turns):
@@ -98,6 +116,26 @@ class TracedTurns(Turns):
         return lambda config, *arguments, **options: step_span(config if self.is_on() else None, *arguments, **options)
 
 
+class EntropyTurns(TracedTurns):
+    """Keeps the entropies of tokens in the blocks in which ``flag`` exists. Nothing is scraped."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__(flag, USUAL_S, -1)
+
+    def message(self, text: str) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def switching(self) -> Iterator[None]:
+        """Inside, steps in the other blocks keep none."""
+        kept = policy_step.EntropyRecord
+        policy_step.EntropyRecord = lambda: kept() if self.is_on() else NoEntropies()
+        try:
+            yield
+        finally:
+            policy_step.EntropyRecord = kept
+
+
 @contextlib.contextmanager
 def started(command: list[str], ready: str, **options: Any) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """Runs a command; yields its process and the line that ends with what ``ready`` is followed by."""
@@ -121,6 +159,24 @@ def steps(name: str, recipe: str, settings: list[str], work: Path, endpoint: str
     with turns.switching():
         train(config, callbacks=[turns], progress=False)
     turns.end()
+    return rows(name, turns)
+
+
+def entropy_steps(settings: list[str], work: Path) -> tuple[str, str]:
+    """Returns the rows, and a line with the bytes of a step."""
+    turns, name = EntropyTurns(work / "entropies.flag"), "entropies"
+    config = load_config(ROOT / "recipes" / "sort.yaml", [*settings, f"run.directory={work}", f"run.name={name}"])
+    with turns.switching():
+        train(config, callbacks=[turns], progress=False, inline=True)
+    with contextlib.closing(sqlite3.connect(work / name / FILE)) as connection:
+        sizes = [size for (size,) in connection.execute("SELECT length(sequences) FROM entropies")]
+    # As many steps as had the flag, so that the other side really kept none.
+    assert abs(len(sizes) - len(turns.seconds[True])) <= BLOCK, (len(sizes), len(turns.seconds[True]))
+    said = f"The entropies of a step, {len(sizes)} of them in `{FILE}`: {statistics.median(sizes) / 1024:.1f} KiB (median)."
+    return rows("a step of reinforcement learning in one process, with the entropies of its tokens", turns), said
+
+
+def rows(name: str, turns: TracedTurns) -> str:
     wall = row(name, turns.seconds[False], turns.seconds[True], 1000, "ms")
     return wall + "\n" + row(f"processor time of {name}, all processes", turns.processor_s[False], turns.processor_s[True], 1000, "ms")
 
@@ -269,8 +325,9 @@ def main() -> None:
         f"(scraped each {scrape_s:g} s in the runs), traces at their default rates (all steps, 1 % of requests "
         "and of a step's many parts) and log files, beside none of it, in turns: "
         f"blocks of {BLOCK} steps after the first "
-        f"{UNCOUNTED}, single requests, and blocks of {GATEWAY_BLOCK} requests.", "",
-        "| what | a side | median without | with telemetry | ratio (95 % interval) |", "| --- | --- | --- | --- | --- |",
+        f"{UNCOUNTED}, single requests, and blocks of {GATEWAY_BLOCK} requests. "
+        "The rows that name entropies of tokens have these on one side, and no other difference.", "",
+        "| what | a side | median without | with it | ratio (95 % interval) |", "| --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, started([sys.executable, "-c", COLLECTOR], "") as (collector, port):
         work, endpoint = Path(folder), f"http://127.0.0.1:{port}"
@@ -281,6 +338,8 @@ def main() -> None:
         model = ["model.create=null", f"model.path={work / 'sft_sort' / 'model'}", "sft=null", "rollout.prompts_per_step=8"]
         rl = [*NO_PAUSE, *tuning, *model, f"run.max_steps={options.steps}"]
         lines.append(steps("a step of reinforcement learning in a pod", "sort", rl, *given))
+        table, entropies = entropy_steps([*rl, "metrics=null"], work)
+        lines.append(table)
         span_us()  # Without what is imported and made once.
         recorded, crossed, encoded = span_us()
         written = database_ms(work)
@@ -288,6 +347,7 @@ def main() -> None:
         lines.append(gateways(max(4, options.requests // 30), work, endpoint))
     said = f"{recorded:.1f} us to be recorded, {crossed:.1f} us to cross a frame, {encoded:.1f} us to be encoded for the collector"
     lines += ["", f"Processor time of a span: {said}. A scrape of a run, each 15 s, into its metrics.sqlite: {written:.1f} ms."]
+    lines += ["", entropies]
     print(write_report("telemetry-cost", "\n".join(lines), options.out))
 
 

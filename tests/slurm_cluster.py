@@ -30,7 +30,7 @@ def _here(*command: str) -> Sequence[str]:
 class SlurmCluster:
     """Nodes ``n1``, ``n2``, ... in partition ``main``, each with ``cores``. ``small`` has the first node alone. ``addresses``: of each, and ``inside`` the
     functions that return the command that runs another one there; empty for this machine. ``address``: of this machine, which they reach. ``gpus``: of each
-    node, which Slurm counts and which are not there; empty: none."""
+    node, which Slurm counts and which are not there; empty: none. ``spool``: the folder in which the nodes have their own files; ``None``: ``folder``."""
 
     folder: Path
     nodes: int = 2
@@ -39,6 +39,7 @@ class SlurmCluster:
     gpus: Sequence[int] = ()
     addresses: Sequence[str] = ()
     inside: "Sequence[Callable[..., Sequence[str]]]" = ()
+    spool: Path | None = None
     processes: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     @property
@@ -60,10 +61,18 @@ class SlurmCluster:
         )  # fmt: skip
         self._wait(lambda: munge["socket"].exists(), "munged")
         self._run("slurmctld", "-D", "-c")
-        for number, name in enumerate(self.names):
-            self._run("slurmd", "-D", "-N", name, inside=self.inside[number] if self.inside else _here)
+        for name in self.names:
+            self.start_node(name)
         self._wait(lambda: self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split().count("idle") == self.nodes, "Slurm")
         return self
+
+    def start_node(self, name: str) -> None:
+        """Starts the daemon of a node, also again after it was killed."""
+        self._run("slurmd", "-D", "-N", name, inside=self.inside[self.names.index(name)] if self.inside else _here)
+
+    def daemon(self, name: str) -> "subprocess.Popen[bytes]":
+        """Returns the newest daemon of a node."""
+        return next(process for process in reversed(self.processes) if list(process.args[-2:]) == ["-N", name])  # type: ignore[index, arg-type]
 
     @property
     def names(self) -> list[str]:
@@ -106,8 +115,9 @@ class SlurmCluster:
 
     def _write_config(self) -> None:
         host, folder, ports = socket.gethostname().split(".")[0], self.folder, free_ports(self.nodes + 1)
-        for name in ("state", *(f"spool-{node}" for node in self.names)):
-            (folder / name).mkdir(exist_ok=True)
+        spool = self.spool or folder
+        for path in (folder / "state", *(spool / f"spool-{node}" for node in self.names)):
+            path.mkdir(parents=True, exist_ok=True)
         addresses = self.addresses or ["127.0.0.1"] * self.nodes
         gpus = [f" Gres=gpu:{count}" if count else "" for count in self.gpus or [0] * self.nodes]
         nodes = [
@@ -124,7 +134,7 @@ class SlurmCluster:
             # A job that is queued again may start when its credential has expired.
             "AuthType=auth/munge", f"AuthInfo=socket={folder}/munge.socket,cred_expire=5", "CredType=cred/munge",
             f"SlurmctldPort={ports[0]}", f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/slurmd-%n.pid",
-            f"SlurmdSpoolDir={folder}/spool-%n", f"StateSaveLocation={folder}/state",
+            f"SlurmdSpoolDir={spool}/spool-%n", f"StateSaveLocation={folder}/state",
             f"SlurmctldLogFile={folder}/slurmctld.log", f"SlurmdLogFile={folder}/slurmd-%n.log",
             # cgroups belong to the machine.
             "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none", "JobAcctGatherType=jobacct_gather/none", "SwitchType=switch/none", "MpiDefault=none",

@@ -24,10 +24,10 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from tandem.cli.engine_options import add_engine_options, engine_args, json_object, template_text
-from tandem.config.traces import REQUEST_RATIO, TracesConfig, TracesProtocol
+from tandem.config.traces import REQUEST_RATIO, TracesConfig
 from tandem.runtime.exposition.targets import DEFAULT_FOLDER
 from tandem.runtime.records.logs import DEFAULT_LOGS
 from tandem.text.answer_reader import REASONING_FORMATS
@@ -36,6 +36,7 @@ from tandem.types import UserError, WeightVersion
 from tandem.types.input_file import read_input
 
 if TYPE_CHECKING:
+    from tandem.config.engine import EngineArgs
     from tandem.runtime.tls import TlsFiles
     from tandem.serving.kv_transfer.settings import KVTransferSettings
     from tandem.serving.settings import FollowedRun
@@ -121,15 +122,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"write the log as JSON lines to DIR/server-PORT.log too, for Loki (without DIR: {DEFAULT_LOGS})",
     )  # fmt: skip
     parser.add_argument(
-        "--otlp-traces-endpoint", metavar="URL",
-        help="send spans of requests to this OpenTelemetry collector, for example http://127.0.0.1:4318 (default: none)",
+        "--otlp-traces-sample-ratio", type=float, metavar="SHARE",
+        help=f"share of requests without a traceparent that are sent to --otlp-traces-endpoint (default: {REQUEST_RATIO:g})",
     )  # fmt: skip
-    parser.add_argument(
-        "--otlp-traces-protocol", choices=get_args(TracesProtocol), default="http/protobuf", help="protocol of that address (default: http/protobuf)"
-    )
-    parser.add_argument(
-        "--otlp-traces-sample-ratio", type=float, metavar="SHARE", help=f"share of requests without a traceparent that are traced (default: {REQUEST_RATIO:g})"
-    )
     parser.add_argument("--max-waiting", type=int, default=1024, help="maximum number of waiting requests; more get status 429")
     parser.add_argument("--drain-timeout", type=float, default=600.0, metavar="SECONDS", help="time for in-flight requests after SIGTERM")
     parser.add_argument("--request-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a client to send its request")
@@ -221,17 +216,17 @@ def _serve(options: argparse.Namespace, folder: Path, follows: "FollowedRun | No
         heartbeat_s=options.heartbeat_timeout, step_s=options.step_timeout, max_connections_per_client=options.max_connections_per_client,
         max_body_bytes=None if options.max_body_mib is None else _bytes(options.max_body_mib), follows=follows,
         weight_version=options.weight_version, kv_events=options.kv_events, kv_transfer=_kv_transfer(options),
-        targets_folder=options.targets_folder, traces=_traces(options), log_folder=options.log_folder,
+        targets_folder=options.targets_folder, traces=_traces(engine, options.otlp_traces_sample_ratio), log_folder=options.log_folder,
     )  # fmt: skip
     return run_server(settings)
 
 
-def _traces(options: argparse.Namespace) -> TracesConfig | None:
-    if options.otlp_traces_endpoint is None:
-        if options.otlp_traces_sample_ratio is not None:
+def _traces(engine: "EngineArgs", sample_ratio: float | None) -> TracesConfig | None:
+    if engine.traces is None:
+        if sample_ratio is not None:
             raise UserError("--otlp-traces-sample-ratio is given without --otlp-traces-endpoint; give the address of a collector, or leave it out")
         return None
-    config = TracesConfig(options.otlp_traces_endpoint, options.otlp_traces_protocol, options.otlp_traces_sample_ratio)
+    config = replace(engine.traces, sample_ratio=sample_ratio)
     config.check()
     return config
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from tandem.config.arguments import explained
 from tandem.config.limits import MOST_GIB, MOST_SECONDS
 from tandem.config.pooling import Convert, PoolerConfig, Runner, check_overrides
+from tandem.config.traces import TracesConfig, TracesProtocol, check_endpoint
 from tandem.config.unread import refuse_unread
 from tandem.config.vllm_names import ENGINE
 from tandem.types.errors import UserError
@@ -217,6 +218,18 @@ class EngineArgs:
     """Schedule and launch a step while the device computes the previous one. Empty: on a GPU."""
     enforce_eager: bool = False
     """Disable CUDA graphs for decoding steps."""
+    otlp_traces_endpoint: str | None = None
+    """Send the spans of requests to this OpenTelemetry collector, for example `http://127.0.0.1:4318`. Empty: none. Needs the extra `traces`."""
+    otlp_traces_protocol: TracesProtocol = "http/protobuf"
+    """The protocol of that address: `http/protobuf` or `grpc`."""
+
+    @property
+    def traces(self) -> TracesConfig | None:
+        """Where the spans of requests are sent; ``None``: there are none. Raises ``UserError`` for an address that is none."""
+        if self.otlp_traces_endpoint is None:
+            return None
+        check_endpoint("engine otlp_traces_endpoint", self.otlp_traces_endpoint)
+        return TracesConfig(self.otlp_traces_endpoint, self.otlp_traces_protocol)
 
     @property
     def admission(self) -> Literal["static", "dynamic", "continuous", "chunked"]:
@@ -260,6 +273,8 @@ class EngineArgs:
                 )
         self._check_async_scheduling()
         self._check_memory()
+        if self.traces is None:
+            refuse_unread("engine", self, "engine.otlp_traces_endpoint is empty", "otlp_traces_protocol", fix="set engine.otlp_traces_endpoint")
         if self.attention != "auto" and (self.device == "cpu" or self.dtype not in ("bfloat16", "float16")):
             raise UserError(
                 f"engine attention is '{self.attention}', which needs a GPU and 16 bits, and device is '{self.device}' with dtype '{self.dtype}'; set "

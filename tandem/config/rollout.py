@@ -92,6 +92,8 @@ class RolloutConfig:
         "engine.max_prefill_slowdown": "nobody waits for the tokens of a rollout one by one, and without a limit it is faster",
         "engine.kernels": "trainer and rollout both use machine.kernels, because their bits must agree",
         "engine.attention": "trainer and rollout both use machine.attention, because their bits must agree",
+        "engine.otlp_traces_endpoint": "the spans of a run go where section 'traces' says",
+        "engine.otlp_traces_protocol": "the spans of a run go where section 'traces' says",
         "engine.threads": "trainer and rollout take turns and both use machine.threads",
     }
 

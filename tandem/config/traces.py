@@ -31,11 +31,7 @@ class TracesConfig:
     """Spans that wait to be sent, at most. Further ones are dropped and counted in `tandem_traces_dropped_spans_total`."""
 
     def check(self) -> None:
-        parts = _split(self.endpoint)
-        if parts is None or parts[0] not in ("http", "https") or not parts[1]:
-            raise UserError(f"'traces.endpoint' is {self.endpoint!r}; give the address of a collector, for example http://127.0.0.1:4318")
-        if parts[2]:
-            raise UserError("'traces.endpoint' has a user or a password, which would be written to files; use OTEL_EXPORTER_OTLP_HEADERS")
+        check_endpoint("'traces.endpoint'", self.endpoint)
         if self.sample_ratio is not None and not 0 <= self.sample_ratio <= 1:
             raise UserError(f"'traces.sample_ratio' is {self.sample_ratio:g}; it must be between 0 (none) and 1 (all)")
         if not 0 < self.timeout_s <= 600:
@@ -46,6 +42,15 @@ class TracesConfig:
     def ratio(self, default: float) -> float:
         """Returns ``sample_ratio``, ``default`` if it is empty."""
         return default if self.sample_ratio is None else self.sample_ratio
+
+
+def check_endpoint(name: str, endpoint: str) -> None:
+    """Raises ``UserError`` where the ``endpoint`` that the option ``name`` has is no address of a collector."""
+    parts = _split(endpoint)
+    if parts is None or parts[0] not in ("http", "https") or not parts[1]:
+        raise UserError(f"{name} is {endpoint!r}; give the address of a collector, for example http://127.0.0.1:4318")
+    if parts[2]:
+        raise UserError(f"{name} has a user or a password, which would be written to files; use OTEL_EXPORTER_OTLP_HEADERS")
 
 
 def _split(endpoint: str) -> tuple[str, str, bool] | None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from tandem.config.arguments import NotHere
 from tandem.config.engine import EngineArgs
 from tandem.config.lora import LoraConfig
-from tandem.config.traces import TracesProtocol
 from tandem.config.vllm_names import METHODS
 from tandem.engine.engine import DUMMY_VERSION, FIRST_VERSION, Engine
 from tandem.engine.executor.load import check_quantization, load_decoder
@@ -62,8 +61,7 @@ class LLM:
 
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Tokenizer | None = None, weight_version: WeightVersion | None = None,
-        digest_weights: bool = False, precision: Precision = "fp32", trained_lora: LoraConfig | None = None, otlp_traces_endpoint: str | None = None,
-        otlp_traces_protocol: TracesProtocol = "http/protobuf", **options: Unpack[EngineOptions],
+        digest_weights: bool = False, precision: Precision = "fp32", trained_lora: LoraConfig | None = None, **options: Unpack[EngineOptions],
     ) -> None:
         """Loads ``model``, a Hugging Face folder or the address of one in object storage.
 
@@ -75,18 +73,16 @@ class LLM:
                 are emulated. Use ``dtype`` to hold and compute a model in 16 bits.
             trained_lora: ``trainer.lora`` of the trainer: the model gets its adapter, which changes nothing before the first update; updates then hold
                 the adapter alone. Adapters of requests are those of ``enable_lora``.
-            otlp_traces_endpoint: Send the spans of each request that is generated to this OpenTelemetry collector, for example
-                ``http://127.0.0.1:4318``: ``llm_request`` with ``queue``, ``prefill`` and ``decode``. Needs the extra ``traces``.
-            otlp_traces_protocol: The protocol of that address: ``http/protobuf`` or ``grpc``.
             options: Every other field of ``tandem.EngineArgs``, for example ``max_num_seqs=64``; ``tandem serve --help`` describes them. ``None``
                 is the default, ``dtype`` may be a ``torch.dtype`` and ``speculative_config`` a mapping. ``gpu_memory_utilization`` has no effect
-                on a CPU.
+                on a CPU. With ``otlp_traces_endpoint`` each request that is generated is the span ``llm_request`` with ``queue``, ``prefill`` and
+                ``decode``.
 
         Raises:
             UserError: An option that is unknown or cannot work, before the weights are read.
         """
         args = engine_args(model, tokenizer, options)
-        exporter = open_exporter(otlp_traces_endpoint, otlp_traces_protocol)
+        exporter = open_exporter(args.traces)
         self._traces = None if exporter is None else TracedCalls(exporter)
         self._engine: Engine | None = None
         try:

@@ -11,6 +11,7 @@ import torch
 
 from tandem.config.engine import AttentionBackend, EngineArgs, ModelDtype, SpeculativeConfig
 from tandem.config.pooling import Convert, PoolerConfig, Runner
+from tandem.config.traces import TracesProtocol
 from tandem.types.kv_cache import KVCacheDtype
 
 
@@ -57,6 +58,8 @@ class EngineOptions(TypedDict, total=False):
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None
     async_scheduling: bool | None
     enforce_eager: bool
+    otlp_traces_endpoint: str | None
+    otlp_traces_protocol: TracesProtocol
     gpu_memory_utilization: float | None
     trust_remote_code: bool
 

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from tandem.config.traces import TracesConfig, TracesProtocol
+from tandem.config.traces import TracesConfig
 from tandem.engine.processing.outputs import RequestOutput, RequestTimes
 from tandem.engine.processing.request_spans import record_request
 from tandem.engine.sample.sampling_params import SamplingParams
@@ -25,7 +25,6 @@ class SharedExporter:
 
     def open(self, config: TracesConfig) -> None:
         """Begins to send the spans of this process as ``config`` says. Raises ``UserError`` where another engine sends them elsewhere."""
-        config.check()
         check_traces(config)
         with self._lock:
             if self._users and config != self._config:
@@ -49,11 +48,11 @@ class SharedExporter:
 EXPORTER = SharedExporter()
 
 
-def open_exporter(endpoint: str | None, protocol: TracesProtocol) -> SharedExporter | None:
-    """Returns what the spans of an engine are sent by, to be closed with it; ``None`` without an ``endpoint``. Raises ``UserError``."""
-    if endpoint is None:
+def open_exporter(config: TracesConfig | None) -> SharedExporter | None:
+    """Returns what the spans of an engine are sent by as ``config`` says, to be closed with it; ``None`` without one. Raises ``UserError``."""
+    if config is None:
         return None
-    EXPORTER.open(TracesConfig(endpoint, protocol))
+    EXPORTER.open(config)
     return EXPORTER
 
 

@@ -28,13 +28,13 @@ def near_tiers(
     credential = read_credential(shared) if shared.exists() else new_credential()
     joining = rollout.joining if isinstance(rollout, RolloutPods) else None
     address = shared_store(recipe, directory)
-    rows = metrics.rows()
+    newest = metrics.last_row()
     return NearTiers(
         keeper_of(recipe, directory, credential), recipe.parallel.world, credential, local_folder(checkpoint.local_directory, directory, journal),
         checkpoint.upload, None if joining is None else lambda: open_store(address),
         tuple if joining is None else lambda: [pod.name for pod in joining.all_lives() if pod.channel.is_running], say,
         host=recipe.pods.host if recipe.pods.may_join else LOOPBACK, is_spread=recipe.pods.trainer_count > recipe.pods.count,
-        of=kept_name(directory, journal) if checkpoint.memory_every_steps else "", recorded=int(rows[-1]["step"]) + 1 if rows else 0,
+        of=kept_name(directory, journal) if checkpoint.memory_every_steps else "", recorded=0 if newest is None else int(newest["step"]) + 1,
         expected=kept_elsewhere(directory, journal) if checkpoint.memory_every_steps and joining is not None else {},
     )  # fmt: skip
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tandem.config.engine import EngineArgs
-from tandem.config.traces import TracesProtocol
 from tandem.engine.llm_inputs import PromptInput, prompts_of
 from tandem.engine.llm_traces import begun, open_exporter
 from tandem.engine.lora.request import LoRARequest
@@ -56,14 +55,11 @@ class AsyncLLM:
     used from several event loops, one after the other or in several threads.
     """
 
-    def __init__(
-        self, engine_args: EngineArgs, *, otlp_traces_endpoint: str | None = None, otlp_traces_protocol: TracesProtocol = "http/protobuf"
-    ) -> None:
-        """Starts the engine and waits until it has loaded the model. ``otlp_traces_endpoint``: an OpenTelemetry collector, which each request is sent to as
-        the span ``generate``, with the engine's ``llm_request`` below it; ``otlp_traces_protocol``: of that address. Raises ``UserError`` if the model cannot
-        be loaded."""
+    def __init__(self, engine_args: EngineArgs) -> None:
+        """Starts the engine and waits until it has loaded the model. With ``otlp_traces_endpoint`` each request is the span ``generate`` of this process, with
+        the engine's ``llm_request`` below it. Raises ``UserError`` if the model cannot be loaded."""
         self._engine_args = engine_args
-        self._exporter = open_exporter(otlp_traces_endpoint, otlp_traces_protocol)
+        self._exporter = open_exporter(engine_args.traces)
         self._streams: dict[str, Deliver] = {}
         """By the engine's names of requests, which differ for two requests with one id, of which one was aborted."""
         self._names: dict[str, str] = {}
@@ -85,11 +81,9 @@ class AsyncLLM:
         self._tokenizer = None if folder is None else Tokenizer.from_folder(folder)
 
     @classmethod
-    def from_engine_args(
-        cls, engine_args: EngineArgs, *, otlp_traces_endpoint: str | None = None, otlp_traces_protocol: TracesProtocol = "http/protobuf"
-    ) -> Self:
-        """Returns an engine with the options ``engine_args``. The other arguments are those of the constructor. Raises ``UserError``."""
-        return cls(engine_args, otlp_traces_endpoint=otlp_traces_endpoint, otlp_traces_protocol=otlp_traces_protocol)
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Returns an engine with the options ``engine_args``. Raises ``UserError``."""
+        return cls(engine_args)
 
     async def generate(
         self, prompt: PromptInput, sampling_params: SamplingParams, request_id: str, *, lora_request: LoRARequest | None = None, priority: int = 0,
@@ -106,7 +100,7 @@ class AsyncLLM:
             lora_request: The adapter; loaded if it is not.
             priority: Lower values are scheduled first.
             trace_headers: With a W3C ``traceparent``, the request belongs to that trace, and is recorded if its sender says so; without one it begins a
-                trace. Needs ``otlp_traces_endpoint``.
+                trace. Needs ``otlp_traces_endpoint`` of ``EngineArgs``.
 
         Raises:
             UserError: The request cannot be served.

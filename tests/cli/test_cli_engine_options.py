@@ -46,6 +46,8 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "pooler_config": ("--pooler-config", '{"pooling_type": "MEAN"}'),
     "hf_overrides": ("--hf-overrides", '{"is_matryoshka": true}'),
     "tokenizer": ("--tokenizer", "folder"),
+    "otlp_traces_endpoint": ("--otlp-traces-endpoint", "https://collector:4317"),
+    "otlp_traces_protocol": ("--otlp-traces-protocol", "grpc"),
     "revision": ("--revision", "v1"),
     "generation_config": ("--generation-config", "vllm"),
     "override_generation_config": ("--override-generation-config", '{"top_k": 3}'),
@@ -59,6 +61,7 @@ EXPECTED = EngineArgs(
     speculative_config=SpeculativeConfig("ngram", num_speculative_tokens=3), async_scheduling=False, enforce_eager=True, seed=8, tokenizer="folder",
     revision="v1", generation_config="vllm", override_generation_config={"top_k": 3},
     convert="embed", pooler_config=PoolerConfig("MEAN"), hf_overrides={"is_matryoshka": True},
+    otlp_traces_endpoint="https://collector:4317", otlp_traces_protocol="grpc",
 )  # fmt: skip
 
 
@@ -88,6 +91,7 @@ def test_every_field_is_an_option(command: str) -> None:
         (("--gpu-memory-utilization", "90"), "it must be above 0 and at most 1"),
         (("--gpu-memory-utilization", ".9", "--device", "cuda", "--kv-cache-tokens", "64"), "each sets the size of the KV cache; leave one of them out"),
         (("--override-generation-config", "[]"), "--override-generation-config is []; it must be a JSON object"),
+        (("--otlp-traces-endpoint", "collector:4317"), "engine otlp_traces_endpoint is 'collector:4317'; give the address of a collector"),
         (("--attention", "flash3"), "engine attention is 'flash3', which needs a GPU and 16 bits"),
         (("--async-scheduling", "--tensor-parallel-size", "2"), "tensor-parallel ranks follow each step"),
     ],

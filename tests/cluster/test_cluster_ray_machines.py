@@ -1,8 +1,6 @@
 """A Ray cluster that exists, whose nodes are machines of their own: what it cannot run is refused, and a run over it loses no bit when a disk is full."""
 
-import os
 import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -53,10 +51,7 @@ def test_a_node_whose_disk_is_full_takes_no_bit_with_it(machines: tuple[Network,
     runs.wait_for_step("two", 12)
     node = next(process for name, process in cluster.processes.items() if name == chosen.name)
     # The folder for temporary files of that machine, which is a file system of its own.
-    disk = Path(f"/proc/{node.pid}/root{chosen.hidden}")
-    subprocess.run(["nsenter", f"--target={node.pid}", "--mount", "mount", "-o", "remount,size=16m", chosen.hidden], check=True)
-    filled = subprocess.run(["dd", "if=/dev/zero", f"of={disk}/fill", "bs=1M"], capture_output=True, text=True)
-    assert "No space left" in filled.stderr and os.statvfs(disk).f_bavail == 0
+    chosen.fill_disk(node.pid)
     runs.tandem("train", RECIPE, "--run.name=local", *LONG)
     ends(runs, "two")
     assert difference(PodRun(tmp_path / "runs", name="two"), PodRun(tmp_path / "runs", name="local")) == []

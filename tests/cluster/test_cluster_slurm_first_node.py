@@ -25,8 +25,7 @@ def test_when_slurm_loses_the_first_node_the_run_goes_on_elsewhere_with_the_node
     # Not by the command, which takes longer than the rest of the run on a busy machine.
     (lost,) = [nodes for part, nodes in running(cluster) if part.endswith("+0")]
     # The daemon of that node, and all of the job there.
-    (daemon,) = [process for process in cluster.processes if process.args[-1] == lost]  # type: ignore[index]
-    for pid in (daemon.pid, *of_job_on(cluster, lost)):
+    for pid in (cluster.daemon(lost).pid, *of_job_on(cluster, lost)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     ends = time.monotonic() + 180

@@ -1,10 +1,14 @@
 """Machines of their own on this one: network namespaces on a bridge, each with its own shared memory. Needs root."""
 
+import contextlib
 import functools
 import itertools
 import os
+import signal
 import subprocess
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 _NUMBERS = itertools.count()
 
@@ -64,6 +68,34 @@ class Host:
     def plug(self, is_up: bool) -> None:
         """Pulls the wire, or plugs it in."""
         _run("ip", "link", "set", self.link, "up" if is_up else "down")
+
+    def processes(self) -> list[int]:
+        """Returns the ids of all that runs there."""
+        done = subprocess.run(["ip", "netns", "pids", self.name], check=True, capture_output=True, text=True)
+        return [int(word) for word in done.stdout.split()]
+
+    def signal(self, number: int) -> set[int]:
+        """Sends a signal to all that runs there, also to what begins meanwhile. Returns the ids."""
+        sent = set[int]()
+        while new := set(self.processes()) - sent:
+            for process in new:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, number)
+            sent |= new
+        return sent
+
+    def pause(self, seconds: float) -> None:
+        """The machine stands still for a while: every process, the daemons of schedulers too."""
+        assert self.signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.signal(signal.SIGCONT)
+
+    def fill_disk(self, process: int) -> None:
+        """Leaves no byte in the folder ``hidden``, as ``process`` there sees it."""
+        disk = Path(f"/proc/{process}/root{self.hidden}")
+        subprocess.run(["nsenter", f"--target={process}", "--mount", "mount", "-o", "remount,size=16m", self.hidden], check=True)
+        filled = subprocess.run(["dd", "if=/dev/zero", f"of={disk}/fill", "bs=1M"], capture_output=True, text=True)
+        assert "No space left" in filled.stderr and os.statvfs(disk).f_bavail == 0
 
     def slow_down(self, kbit_s: int) -> None:
         """Everything that leaves here goes through at ``kbit_s``; 0: as fast as it can."""

@@ -69,6 +69,34 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
         read_rows(path)
 
 
+def bytes_read() -> int:
+    """Returns what this process has read so far, as the kernel counts it."""
+    with open("/proc/self/io") as file:
+        return int(file.readline().split()[1])
+
+
+@pytest.mark.parametrize("width", [1, 40_000, 65_536 - 26, 200_000])
+def test_the_newest_row_is_that_of_all_rows_and_no_other_is_read(tmp_path, width):
+    path = tmp_path / "metrics.jsonl"
+    rows = "".join(f'{{"step": {step}, "text": "{"x" * width}"}}\n' for step in range(2_000_000 // (width + 24) + 2))
+    path.write_text(rows + '{"step": 7')
+    before = bytes_read()
+    metrics = MetricsFile(path)
+    newest = metrics.last_row()
+    assert bytes_read() - before < 4 * (width + 2 * 65_536)
+    assert newest == metrics.rows()[-1] == read_rows(path)[-1] and path.read_text() == rows
+
+
+def test_a_file_without_a_whole_row_has_no_newest_one_and_a_broken_one_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    assert metrics.last_row() is None
+    with path.open("a") as file:
+        file.write("[1]\n")
+    with pytest.raises(RunError, match=r"the last line of .*metrics\.jsonl, at byte 0, is not a metrics row; fix or remove that line"):
+        metrics.last_row()
+
+
 def test_a_cut_keeps_the_bytes_of_the_rows_before_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)

@@ -29,7 +29,7 @@ def test_each_request_of_an_llm_is_a_trace_with_its_parts(model: Path, monkeypat
             with pytest.raises(RuntimeError, match="stop"):
                 llm.generate("dropped", PARAMS, on_progress=lambda done, total: (_ for _ in ()).throw(RuntimeError("stop")))
         assert not SPANS.take() and other.port
-        with LLM(model, otlp_traces_endpoint=other.endpoint, otlp_traces_protocol="grpc") as llm:
+        with LLM.from_engine_args(EngineArgs(model=str(model), otlp_traces_endpoint=other.endpoint, otlp_traces_protocol="grpc")) as llm:
             assert llm.generate("the", PARAMS)[0].outputs[0].token_ids == plain[0], "the same bits"
         with LLM(model) as llm:
             llm.generate("untraced", PARAMS)
@@ -46,10 +46,15 @@ def test_each_request_of_an_llm_is_a_trace_with_its_parts(model: Path, monkeypat
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "http://user:secret@h:4318", "ftp://h"])
 def test_an_address_that_is_none_is_refused_before_the_model_is_read(endpoint: str) -> None:
-    with pytest.raises(UserError, match=r"traces\.endpoint"):
+    with pytest.raises(UserError, match=r"engine otlp_traces_endpoint (is|has) "):
         LLM("no such folder", otlp_traces_endpoint=endpoint)
-    with pytest.raises(UserError, match=r"traces\.endpoint"):
-        AsyncLLM.from_engine_args(EngineArgs(model="no such folder"), otlp_traces_endpoint=endpoint)
+    with pytest.raises(UserError, match=r"engine otlp_traces_endpoint (is|has) "):
+        AsyncLLM.from_engine_args(EngineArgs(model="no such folder", otlp_traces_endpoint=endpoint))
+
+
+def test_a_protocol_without_an_address_is_refused() -> None:
+    with pytest.raises(UserError, match=r"'engine\.otlp_traces_protocol' is 'grpc', .*; set engine\.otlp_traces_endpoint, or remove the key"):
+        LLM("no such folder", otlp_traces_protocol="grpc")
 
 
 @pytest.mark.full
@@ -64,7 +69,7 @@ def test_each_request_of_an_async_llm_is_in_the_trace_of_its_headers_or_one_of_i
             [_ async for _ in engine.generate({"prompt_token_ids": [10**6]}, PARAMS, "refused")]
 
     with HttpReceiver() as receiver:
-        with AsyncLLM.from_engine_args(EngineArgs(model=str(model), max_num_seqs=4), otlp_traces_endpoint=receiver.endpoint) as engine:
+        with AsyncLLM.from_engine_args(EngineArgs(model=str(model), max_num_seqs=4, otlp_traces_endpoint=receiver.endpoint)) as engine:
             asyncio.run(ask(engine))
         spans = {span.attributes["gen_ai.request.id"]: span for span in receiver.named("generate")}
         assert spans.keys() >= {"own", "given", "bad", "left"} and "not sampled" not in spans

@@ -10,10 +10,12 @@ Imports no torch.
 
 import contextlib
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from tandem.cluster.etcd_process import own_etcd
 from tandem.cluster.launch.record import FOLDER, PASSWORD, Record, read_record
 from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.runtime.process.processes import Threads, available_cores, spawn
+from tandem.runtime.records.run_lock import RunLock
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 SAVED = 75
 """Exit status of a job whose run was stopped and saved (``EX_TEMPFAIL``)."""
 _INTERRUPTED = 130
+_LOOK_S = 2.0
 
 
 class RunProcess:
@@ -72,6 +76,21 @@ def read_job(directory: Path) -> tuple[Record, AnyRecipe]:
     if record is None:
         raise UserError(f"'{directory}' was not launched: it has no {FOLDER}/record.json")
     return record, load_config(directory / "config.yaml", record.overrides)
+
+
+def wait_for_earlier(directory: Path, say: Callable[[str], None], is_over: Callable[[], bool]) -> None:
+    """Waits until no process holds the lock of the run in ``directory``, which this job begins again: one on a node that was taken for dead may still write.
+    ``say`` is told which. ``is_over``: whether to wait no longer."""
+    said = ""
+    while os.access(directory, os.W_OK) and not is_over():
+        try:
+            RunLock(directory).release()
+            return
+        except UserError as error:
+            if str(error) != said:
+                said = str(error)
+                say(said)
+        time.sleep(_LOOK_S)
 
 
 def exit_status(run: Callable[[], int]) -> int:

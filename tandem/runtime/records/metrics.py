@@ -21,6 +21,7 @@ from tandem.types.errors import RunError, UserError
 
 VOLATILE = ("timing_s/", "reward_s/", "perf/", "memory/", "comm/", "controller/")
 """Prefixes of the keys that differ between two runs that are otherwise bit-identical."""
+_BLOCK_BYTES = 1 << 16
 
 
 class MetricsFile:
@@ -63,6 +64,11 @@ class MetricsFile:
     def rows(self) -> list[dict[str, Any]]:
         return read_rows(self.path)
 
+    def last_row(self) -> dict[str, Any] | None:
+        """Returns the newest row, ``None`` without one; other rows are not read. Raises ``RunError`` where it is broken."""
+        line, begins, _ = _last_line(self.path)
+        return _parse(f"the last line of {self.path}, at byte {begins},", line) if line else None
+
     def close(self) -> None:
         self._file.close()
 
@@ -73,7 +79,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+    return [_parse(f"line {number} of {path}", line) for number, line in enumerate(lines[:-1], start=1)]
 
 
 def row_digest(line: bytes) -> str:
@@ -94,36 +100,47 @@ def digests_on_disk(path: Path) -> list[tuple[int | None, str]]:
     return found
 
 
-def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse(where: str, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError:
         row = None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
-        raise RunError(f"line {number} of {path} is not a metrics row; fix or remove that line") from None
+        raise RunError(f"{where} is not a metrics row; fix or remove that line") from None
     return row
 
 
 def _recover(path: Path) -> None:
     """Removes a torn last line: one without a newline, or (where blocks of the file reached the disk out of order) one that is not JSON."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return
-    whole = data[: data.rfind(b"\n") + 1]
-    last = whole[:-1].rfind(b"\n") + 1
+    line, begins, ends = _last_line(path)
     try:
-        json.loads(whole[last:] or b"{}")
+        json.loads(line or b"{}")
     except ValueError:
-        whole = whole[:last]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
+        ends = begins
+    if ends < path.stat().st_size:
+        os.truncate(path, ends)
+
+
+def _last_line(path: Path) -> tuple[bytes, int, int]:
+    """Returns the newest whole line without its end, and the offsets of its beginning and of what follows it. Reads backwards from the end of the file, so
+    that a long run costs no more than a short one."""
+    with path.open("rb") as file:
+        start, data = file.seek(0, os.SEEK_END), b""
+        while start and data.count(b"\n") < 2:
+            size = min(_BLOCK_BYTES, start)
+            start = file.seek(start - size)
+            data = file.read(size) + data
+    end = data.rfind(b"\n")
+    begin = data.rfind(b"\n", 0, max(0, end)) + 1
+    return data[begin:end] if end >= 0 else b"", start + begin, start + end + 1
 
 
 def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     temporary = path.with_suffix(".jsonl.tmp")
     lines = path.read_bytes().split(b"\n")[:-1]
-    kept = [line for number, line in enumerate(lines, start=1) if keep(_parse(path, number, line))]
+    kept = [line for number, line in enumerate(lines, start=1) if keep(_parse(f"line {number} of {path}", line))]
     with temporary.open("wb") as file:
         file.writelines(line + b"\n" for line in kept)
         file.flush()

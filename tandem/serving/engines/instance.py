@@ -7,6 +7,7 @@ import logging
 import socket
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tandem.config.engine import EngineArgs
@@ -28,7 +29,7 @@ class InstanceDied(RunError):
 
 class Instance:
     """A running engine process. Lives in one event loop; ``on_step`` is called with what each step made known. ``heartbeat_s``, ``step_s``: the limits of
-    its ``Heartbeat``. ``weights``: what the model's own are called."""
+    its ``Heartbeat``. ``weights``: what the model's own are called. Its spans come with the steps; its owner sends them to the collector of ``args``."""
 
     def __init__(
         self, name: str, args: EngineArgs, threads: int, on_step: Callable[[Step], None], heartbeat_s: float, step_s: float,
@@ -38,6 +39,7 @@ class Instance:
         self.heartbeat = Heartbeat(heartbeat_s, step_s, lambda: self._write({}, "event", "ping"))
         self._on_step = on_step
         ours, theirs = socket.socketpair()
+        args = replace(args, otlp_traces_endpoint=None, otlp_traces_protocol=EngineArgs().otlp_traces_protocol)
         called = [] if weights is None else ["--weight-version", *map(str, weights)]
         with theirs:
             self.process: subprocess.Popen[bytes] = spawn(

@@ -20,14 +20,13 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from tandem.cluster.launch.ended import Ended, read_end, write_end
-from tandem.cluster.launch.job import RunProcess, read_job, store_of_run
+from tandem.cluster.launch.job import RunProcess, read_job, store_of_run, wait_for_earlier
 from tandem.cluster.launch.node_pod import node_pod
 from tandem.cluster.launch.ray.placement import CONTROLLER, group_name, groups_of, in_group, make_group, remove_groups
 from tandem.config.recipe import Recipe
 from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import describe_exit
 from tandem.runtime.records.logs import setup
-from tandem.runtime.records.run_lock import RunLock
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ class RunActor:
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self.say(f"the run continues on node '{_node_name()}' from its newest checkpoint")
             _kill_pods(self._job)
-            self._wait_for_lock()
+            wait_for_earlier(self._directory, self.say, lambda: self._process.stops > 0)
         else:
             self.say(f"job {self._job} on node '{_node_name()}'")
         if not isinstance(recipe, Recipe) or not recipe.pods.may_join:
@@ -112,19 +111,6 @@ class RunActor:
                 return self._process.run(recipe, [*record.overrides, *shared, f"--pods.host={host}"], self._output)
             finally:
                 self._pods.end()
-
-    def _wait_for_lock(self) -> None:
-        """Waits until the processes of the earlier node are gone: one that was taken for dead may still write."""
-        said = ""
-        while os.access(self._directory, os.W_OK):
-            try:
-                RunLock(self._directory).release()
-                return
-            except UserError as error:
-                if str(error) != said:
-                    said = str(error)
-                    self.say(said)
-            time.sleep(_LOOK_S)
 
 
 class _Pods:

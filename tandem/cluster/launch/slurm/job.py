@@ -18,7 +18,7 @@ from types import FrameType
 
 from tandem.cluster.health.preflight import check_nodes, check_outcome, preflight, write_outcome
 from tandem.cluster.launch.addresses import own_address
-from tandem.cluster.launch.job import SAVED, RunProcess, exit_status, read_job, store_of_run
+from tandem.cluster.launch.job import SAVED, RunProcess, exit_status, read_job, store_of_run, wait_for_earlier
 from tandem.cluster.launch.record import FOLDER, Record
 from tandem.cluster.launch.slurm.addresses import address_of
 from tandem.cluster.launch.slurm.commands import ask, node_address
@@ -51,6 +51,8 @@ class Job:
         self._parts = parts_of_job()
         nodes = [node for part in self._parts for node in part.nodes]
         logger.info("job %s on %s", os.environ["SLURM_JOB_ID"], ", ".join(nodes))
+        if int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+            wait_for_earlier(self.directory, lambda text: print(f"[job {os.environ['SLURM_JOB_ID']}] {text}", flush=True), lambda: self._process.stops > 0)
         if ended := end_earlier_steps(self._parts):
             logger.info("ended %d steps of the job's earlier life", ended)
         with self._beside(record, recipe, nodes) as overrides:
