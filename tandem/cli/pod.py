@@ -24,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default=socket.gethostname(), help="of this pod in the run (default: that of the machine)")
     parser.add_argument("--folder", type=Path, help="of the pod's files and logs (default: RUN.DIRECTORY/RUN_NAME.pods/NAME)")
     parser.add_argument("--rollout-only", action="store_true", help="it draws samples, and gets no ranks of the trainer")
+    parser.add_argument("--keeper", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--fault", default="", help=argparse.SUPPRESS)
     parser.set_defaults(takes_overrides=True)
 
@@ -48,5 +49,6 @@ def run(options: argparse.Namespace) -> int:
         report = measure_node(options.name, recipe.machine)
     return serve_run(
         recipe.run.name, recipe.coordination, recipe.pods, name=options.name, folder=folder, threads=threads_of(recipe.machine), faults=options.fault,
-        health=recipe.health, report=report, trains=not options.rollout_only,
+        health=recipe.health, report=report, trains=not options.rollout_only, keeper=options.keeper,
+        kept_in=recipe.checkpoint.memory_directory,
     )  # fmt: skip

@@ -22,6 +22,9 @@ class CheckpointConfig:
     memory_every_steps: int = 0
     """Optimizer steps between two checkpoints in the memory of the nodes, each rank's with its own node and another one, from which lost ranks are
     restarted. Each of the two holds up to three checkpoints of these ranks. Those of the run's folder are kept there too. 0: none."""
+    memory_directory: str = ""
+    """Folder of each node in which the checkpoints in memory are files, as an absolute path: on tmpfs (`/dev/shm/...`) or on NVMe, where they outlive all
+    processes of the run, as when a scheduler ends a job of which it has lost a node and begins it again. Empty: they are in the keepers' own memory."""
     local_directory: str = ""
     """Folder on a disk of each machine that has ranks (NVMe), as an absolute path. Each rank's files are written there too, in the background, and loaded from
     there before the run's folder, which may be on a storage node. Empty: none."""
@@ -39,6 +42,13 @@ class CheckpointConfig:
             raise UserError(f"'checkpoint.local_every_steps' is {self.local_every_steps}; it must be 0 (none) or more")
         if self.local_directory and not self.local_directory.startswith("/"):
             raise UserError(f"'checkpoint.local_directory' is '{self.local_directory}'; give an absolute path, which is the same for all processes of the run")
+        if self.memory_directory and not self.memory_directory.startswith("/"):
+            raise UserError(f"'checkpoint.memory_directory' is '{self.memory_directory}'; give an absolute path, which is the same on all nodes")
+        if self.memory_directory and not self.memory_every_steps:
+            raise UserError(
+                f"'checkpoint.memory_directory' is '{self.memory_directory}' and checkpoint.memory_every_steps is 0, so no checkpoint is kept in memory; set "
+                "checkpoint.memory_every_steps, or leave the folder out"
+            )
         if self.local_every_steps and not self.local_directory:
             raise UserError(f"'checkpoint.local_every_steps' is {self.local_every_steps} and checkpoint.local_directory is not given; name a folder, or set 0")
         if not 0 <= self.every_minutes < float("inf"):

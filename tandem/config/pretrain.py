@@ -142,6 +142,7 @@ class PretrainRecipe:
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",
         "trainer.backend": "runs on data are trained by Tandem's own trainer",
+        "checkpoint.memory_directory": "all ranks of such a run are on one machine, on whose disk checkpoint.local_directory outlives them",
         "machine.call_deadline_s": "ranks communicate by collectives, whose timeout is parallel.collective_timeout_s",
     }
 

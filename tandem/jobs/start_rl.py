@@ -293,6 +293,7 @@ def _finish(pod: Pod, run: RLRun, steps: int) -> RunResult:
         with contextlib.suppress(SidecarDied):
             pod.trainer.forget_local()
     forget_local(run.recipe.checkpoint.local_directory, run.journal)
+    pod.near.forget()
     figures = {
         "accuracy": Figure(accuracy(0, "sampled"), accuracy(steps, "final")),
         "greedy_accuracy": Figure(accuracy(0, "greedy"), accuracy(steps, "final_greedy")),

@@ -17,6 +17,7 @@ from tandem.runtime.records.local_checkpoints import kept_name, local_folder
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.rpc.credentials import new_credential, read_credential
 from tandem.trainer.checkpoint.memory.keeper_process import LOOPBACK
+from tandem.trainer.checkpoint.memory.launched_keepers import launched_keepers
 
 
 def near_tiers(
@@ -36,6 +37,7 @@ def near_tiers(
         host=recipe.pods.host if recipe.pods.may_join else LOOPBACK, is_spread=recipe.pods.trainer_count > recipe.pods.count,
         of=kept_name(directory, journal) if checkpoint.memory_every_steps else "", recorded=0 if newest is None else int(newest["step"]) + 1,
         expected=kept_elsewhere(directory, journal) if checkpoint.memory_every_steps and joining is not None else {},
+        launched=tuple if joining is None else lambda: launched_keepers(directory),
     )  # fmt: skip
 
 

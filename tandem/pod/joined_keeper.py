@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,39 @@ from tandem.runtime.process.worker import serve
 from tandem.runtime.rpc.calls import Blobs, CallError, Meta, PeerDied, Progress, Reply, is_result
 from tandem.runtime.rpc.channel import BrokenFrame, Channel
 from tandem.trainer.checkpoint.memory.keeper_process import DEADLINE_S, KeeperProcess
+from tandem.trainer.checkpoint.memory.launched_keepers import read_keeper
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 
 
-class PodKeeper:
-    """The keeper of the pod ``name``, as the pod's command owns it: started when a life of the pod asks for it, and kept until ``close``."""
+class LaunchedKeeper:
+    """The keeper of a launcher on this node, which outlives the pod's command. ``path``: see ``launched_keepers``."""
 
-    def __init__(self, name: str, folder: Path, credential: str, host: str, tls: Sequence[str]) -> None:
-        self._process, self._lock, self.is_asked_for = KeeperProcess(name, folder, credential, host=host, tls=tls), threading.Lock(), False
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def start(self) -> dict[str, Any]:
+        """Returns where it is. Raises ``RunError`` while that is not known."""
+        try:
+            return read_keeper(self._path)
+        except (OSError, ValueError) as error:
+            raise RunError(f"the keeper of this node is not known: '{self._path}': {error}") from None
+
+    def forget(self) -> None:
+        """Leaves it to its launcher."""
+
+    def close(self) -> None:
+        """Leaves it to its launcher."""
+
+
+class PodKeeper:
+    """The keeper of a pod, as the pod's command sees it: ``process`` is started when a life of the pod asks for it, and kept until ``close``.
+    ``is_asked_for``: it may have checkpoints that a controller looks for."""
+
+    def __init__(self, process: KeeperProcess | LaunchedKeeper) -> None:
+        self._process, self._lock, self.is_asked_for = process, threading.Lock(), isinstance(process, LaunchedKeeper) or bool(process.kept_in)
 
     @contextmanager
     def for_life(self) -> Iterator[int]:
@@ -43,6 +65,10 @@ class PodKeeper:
         with self._lock:
             self.is_asked_for = True
             return self._process.start(), {}
+
+    def forget(self) -> None:
+        """Removes what would outlive the keeper."""
+        self._process.forget()
 
     def close(self) -> None:
         self._process.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.health import HealthConfig
 from tandem.config.pods import PodsConfig
-from tandem.pod.joined_keeper import PodKeeper
+from tandem.pod.joined_keeper import LaunchedKeeper, PodKeeper
 from tandem.pod.joining_shim import AGAIN, REPORT_FILE, STACKS_FOLDER
 from tandem.pod.weights_between_pods import tls_arguments
 from tandem.runtime.coordination.open import store_address
@@ -25,6 +25,7 @@ from tandem.runtime.process.processes import Threads, describe_exit, kill, spawn
 from tandem.runtime.process.stacks import remove_ended, stacks_in
 from tandem.runtime.rpc.credentials import read_credential
 from tandem.runtime.rpc.pod_tls import tls_of
+from tandem.trainer.checkpoint.memory.keeper_process import KeeperProcess
 from tandem.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -32,12 +33,14 @@ logger = logging.getLogger(__name__)
 
 def serve_run(
     run: str, coordination: CoordinationConfig, pods: PodsConfig, *, name: str, folder: Path, threads: int, faults: str = "",
-    health: HealthConfig | None = None, report: NodeReport | None = None, trains: bool = True,
+    health: HealthConfig | None = None, report: NodeReport | None = None, trains: bool = True, keeper: Path | None = None,
+    kept_in: str = "",
 ) -> int:  # fmt: skip
     """Joins the run ``run`` as the member ``name``, whose files and logs are in ``folder``, and draws its samples with ``threads`` until it ends or this
     process receives SIGTERM or SIGINT. ``health``: what is watched of this machine; ``report``: what the preflight has measured of it, for the run to judge
-    (``None``: it was not, or is judged elsewhere). ``trains``: it may have ranks of the trainer. Returns the exit status. Raises ``UserError``
-    for what is wrong before it has joined."""
+    (``None``: it was not, or is judged elsewhere). ``trains``: it may have ranks of the trainer. ``keeper``: the file of the keeper that the launcher has
+    started here (``None``: the pod has its own, whose files are in the folder ``kept_in``, if it is given). Returns the exit status. Raises ``UserError`` for
+    what is wrong before it has joined."""
     read_credential(Path(pods.credential_file))
     tls_of(pods)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -55,9 +58,9 @@ def serve_run(
     remove_ended(folder / STACKS_FOLDER)
     with stacks_in(folder / STACKS_FOLDER):
         tls = tls_arguments(pods)
-        keeper = PodKeeper(name, folder, read_credential(Path(pods.credential_file)), pods.host, tls[1:])
-        with contextlib.closing(keeper):
-            return _Lives([text for key, value in arguments.items() for text in (f"--{key}", str(value))] + tls, keeper).run()
+        own = KeeperProcess(name, folder, read_credential(Path(pods.credential_file)), host=pods.host, tls=tls[1:], kept_in=kept_in, run=run)
+        with contextlib.closing(PodKeeper(own if keeper is None else LaunchedKeeper(keeper))) as kept:
+            return _Lives([text for key, value in arguments.items() for text in (f"--{key}", str(value))] + tls, kept).run()
 
 
 class _Lives:
@@ -81,6 +84,9 @@ class _Lives:
                 )  # fmt: skip
             status = self._wait(self._shim)
             if self._stops or status == 0:
+                if not self._stops:
+                    # The run has ended. A pod that is told to end may be one of a job that is to go on here.
+                    self._keeper.forget()
                 return max(0, status)
             has_joined |= status == AGAIN or status < 0
             if not has_joined or status == UserError.exit_code:

@@ -2,15 +2,15 @@
 the run, and the folder on a local disk. Imports no torch.
 
 The keeper of this machine is a process of the controller, which outlives the trainer's shim and ranks. Every pod that joined from another machine has one,
-if it was told to: a process of its command, which outlives the controller, and which each life of the pod publishes in the store on its lease. Keepers at one
-address are on one node.
+if it was told to: a process of its command, or of the launcher that started it, which outlives the controller, and which each life of the pod publishes in the
+store on its lease. Keepers at one address are on one node.
 """
 
 import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tandem.config.recipe import Recipe
 from tandem.pod.weights_between_pods import tls_arguments
 from tandem.runtime.coordination.store import Store
 from tandem.runtime.rpc.calls import CallError
+from tandem.trainer.checkpoint.format.manifest import data_name, index_name
 from tandem.trainer.checkpoint.memory.keeper_process import LOOPBACK, KeeperProcess
 from tandem.types import RunError, UserError
 
@@ -33,7 +34,9 @@ def keeper_of(recipe: Recipe, directory: Path, credential: str) -> KeeperProcess
         return None
     pods = recipe.pods
     host = pods.host if pods.may_join else LOOPBACK
-    return KeeperProcess(socket.gethostname(), directory, credential, host=host, tls=tls_arguments(pods)[1:])
+    kept_in = recipe.checkpoint.memory_directory
+    return KeeperProcess(socket.gethostname(), directory, credential, host=host, tls=tls_arguments(pods)[1:], kept_in=kept_in, run=directory.name)
+
 
 _PATIENCE = 3
 """Checkpoints that one node alone keeps before it is said, where pods may join."""
@@ -48,7 +51,8 @@ class NearTiers:
     are (``checkpoint.upload``). ``open_store``: opens the store of the run, where pods may join; ``joined``: the names of those that take part now. ``say`` is
     told when one node alone keeps the checkpoints in memory. ``of``: the name under which the keepers have the run's checkpoints. ``recorded``: the step up to
     which the run's folder has rows, while a resume begins; ``expected``: by rank, the keepers on other machines than the controller's that had its files of the
-    newest checkpoint, where that is no older than those of the folder."""
+    newest checkpoint, where that is no older than those of the folder. ``launched``: returns the keepers of the run's launcher that answer, which no store has
+    to name."""
 
     own: KeeperProcess | None = None
     ranks: int = 1
@@ -63,6 +67,7 @@ class NearTiers:
     is_spread: bool = False
     recorded: int | None = None
     expected: Mapping[int, Collection[str]] = field(default_factory=dict)
+    launched: Callable[[], Sequence[Mapping[str, Any]]] = tuple
     _store: Store | None = field(default=None, init=False)
     _alone: int = field(default=0, init=False)
 
@@ -73,7 +78,7 @@ class NearTiers:
         if self.own is not None:
             if loads:
                 self._await_expected()
-            keepers = [*self._here(self.own), *self._joined(loads)]
+            keepers = [*self._here(self.own), *(self._all() if loads else self._joined())]
             memory = {
                 "keepers": keepers, "credential": self.credential, "nodes": [self.own.host] * self.ranks, "of": self.of, "incarnation": incarnation,
             }  # fmt: skip
@@ -101,9 +106,18 @@ class NearTiers:
             self.say(f"the memory of {' and '.join(sorted(missing))} is not in reach; what it had is read from the next tier")
 
     def _missing(self, expected: Mapping[int, Collection[str]]) -> set[str]:
-        """Returns the keepers of ``expected`` of which a rank has none in the store."""
-        there = {str(keeper["name"]) for keeper in self._joined(every=True)} if expected else set()
-        return {name for names in expected.values() if not there & set(names) for name in names}
+        """Returns the keepers of ``expected`` of which a rank has none in reach."""
+        if not expected:
+            return set()
+        there, here = {str(keeper["name"]) for keeper in self._all()}, self._held_here()
+        return {name for rank, names in expected.items() if rank not in here and not there & set(names) for name in names}
+
+    def _held_here(self) -> set[int]:
+        """Returns the ranks whose files of the newest checkpoint the keeper of this machine has found here: those of a pod that was here before."""
+        assert self.own is not None
+        self._here(self.own)
+        newest = set(self.own.held[max(self.own.held)]) if self.own.held else set()
+        return {rank for rank in range(self.ranks) if {index_name(rank), data_name(rank)} <= newest}
 
     def tell_of_nodes(self, nodes: int) -> None:
         """Says that checkpoints are kept by one node alone, where they have come to be: of pods that may join the first may be on their way."""
@@ -136,6 +150,15 @@ class NearTiers:
             logger.warning("the keepers of other machines were not read from the store: %s", error)
             return []
         return [json.loads(entry.value) for entry in entries if every or entry.key.removeprefix(KEEPERS) in names]
+
+    def _all(self) -> list[Mapping[str, Any]]:
+        """Returns the keepers of other machines that may have checkpoints: every one in the store, and those of the launcher that no pod has told of yet."""
+        return list({(keeper["host"], keeper["port"]): keeper for keeper in (*self.launched(), *self._joined(every=True))}.values())
+
+    def forget(self) -> None:
+        """Removes what would outlive this machine's keeper: the run has finished."""
+        if self.own is not None:
+            self.own.forget()
 
     def close(self) -> None:
         if self._store is not None:

@@ -171,6 +171,7 @@ _ENABLING: Mapping[str, tuple[str, ...]] = {
     "parallel.virtual_stages": ("--parallel.pipeline=2", "--parallel.schedule=interleaved", "--model.create.num_hidden_layers=4"),
     "parallel.pipeline_layers": ("--parallel.pipeline=2", "--model.create.num_hidden_layers=4"),
     "registry.name": ("--registry.path=registry",),
+    "checkpoint.memory_directory": ("--checkpoint.memory_every_steps=1",),
 }
 
 

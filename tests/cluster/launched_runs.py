@@ -77,12 +77,12 @@ class LaunchedRuns:
         return [json.loads(line)["step"] for line in (self.directory(name) / "metrics.jsonl").read_text().splitlines()]
 
 
-def left_behind(folder: Path) -> list[str]:
-    """Returns what still has the folder of a test in its command line or its environment, after it had time to end."""
+def left_behind(folder: Path, program: str = "") -> list[str]:
+    """Returns what still has the folder of a test in its command line or its environment, and ``program`` in its command line, after it had time to end."""
     until = time.monotonic() + 40
-    while (found := _processes(str(folder))) and time.monotonic() < until:
+    while (left := [line for line in _processes(str(folder)) if program in line]) and time.monotonic() < until:
         time.sleep(0.2)
-    return found
+    return left
 
 
 def _processes(text: str) -> list[str]:

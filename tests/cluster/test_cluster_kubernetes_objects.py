@@ -4,6 +4,7 @@ import json
 import ssl
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -48,6 +49,25 @@ def test_every_object_of_a_run_is_valid(config: KubernetesConfig) -> None:
         assert pod.get("priorityClassName") == (config.priority_class if config.priority_class and not config.queue else None)
         assert (str(CERTIFICATES) in [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]) == bool(config.tls_secret)
         assert "add" not in pod["containers"][0]["securityContext"]["capabilities"] or config.rdma_resource
+
+
+def test_the_tiers_of_checkpoints_are_placed_so_that_the_pods_of_other_nodes_keep_theirs_when_one_is_lost() -> None:
+    made = jobset(KubernetesConfig(image="a", claim="shared", nodes=3), replace(RUN, local_folders=("/nvme/tandem",)))
+    check(yaml.safe_load(yaml.safe_dump(made)))
+    # A pod that fails is replaced by its own job: the JobSet neither ends the others nor begins them again.
+    assert made["spec"]["failurePolicy"] == {"maxRestarts": 0}
+    for job in made["spec"]["replicatedJobs"]:
+        spec = job["template"]["spec"]
+        assert (spec["parallelism"], spec["completions"], spec["podReplacementPolicy"]) == (1, 1, "Failed") and spec["backoffLimit"] > 0
+        assert {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]} in spec["podFailurePolicy"]["rules"]
+        pod = spec["template"]["spec"]
+        # Two keepers never share a node.
+        [alone] = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert alone["topologyKey"] == "kubernetes.io/hostname"
+        # The disk is the node's own, and the run's folder, by which keepers are found, is shared.
+        places = {mount["mountPath"]: next(volume for volume in pod["volumes"] if volume["name"] == mount["name"])
+                  for mount in pod["containers"][0]["volumeMounts"]}  # fmt: skip
+        assert "emptyDir" in places["/nvme/tandem"] and places["/shared"]["persistentVolumeClaim"] == {"claimName": "shared"}
 
 
 def test_a_field_that_kubernetes_does_not_know_is_found() -> None:

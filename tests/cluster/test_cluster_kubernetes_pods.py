@@ -1,6 +1,7 @@
 """What the containers of a JobSet run, as processes of this machine with the files and the Secret that the launcher has made: a run over two of
 them has the bits of one machine, also where its first pod is replaced. Kubernetes itself is not here."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,11 +12,14 @@ from pathlib import Path
 
 import pytest
 from kubernetes_api import RecordedApi, recorded_api
-from launched_runs import LaunchedRuns
+from launched_runs import LaunchedRuns, left_behind
 from pod_runs import RECIPE, PodRun, difference
+from ray_cluster import descendants
 
 from tandem.cluster.launch.kubernetes.in_pod import ADDRESS, NAME
+from tandem.runtime.records.checkpoint_tiers import tiers_of
 from tandem.runtime.records.journal import Journal
+from tandem.trainer.checkpoint.memory.launched_keepers import FOLDER as KEEPERS
 
 pytestmark = pytest.mark.full
 Here = Callable[..., str]
@@ -37,9 +41,9 @@ class Containers:
             # As a Secret is mounted with fsGroup.
             (self._secrets / name).chmod(0o440)
 
-    def start(self, part: str) -> "subprocess.Popen[bytes]":
+    def start(self, part: str, address: str = "127.0.0.1") -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-c", START.format(part), str(self.directory), str(self._secrets)]
-        environment = {**os.environ, ADDRESS: "127.0.0.1", NAME: "node-0", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, ADDRESS: address, NAME: "node-0", "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=self.directory.parents[1], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self._started.append(process)
         return process
@@ -116,3 +120,30 @@ def test_a_first_pod_that_is_evicted_saves_and_its_successor_goes_on_with_the_po
     two, one = (PodRun(tmp_path / "runs", name=name).results() for name in ("two", "one"))
     models = [{name: data for name, data in found.items() if name.startswith("model/")} for found in (two, one)]
     assert models[0] == models[1] != {}
+
+
+def test_a_first_pod_that_is_lost_with_its_node_has_its_state_back_from_the_memory_of_the_pod_that_is_left(
+    containers: Callable[..., Containers], here: Here, tmp_path: Path
+) -> None:
+    long = ("--run.max_steps=16", "--evaluation.target_accuracy=1.0", "--evaluation.every_steps=16", "--checkpoint.every_steps=100")
+    run = containers(*long, "--checkpoint.memory_every_steps=1")
+    pod, controller = run.start("pod"), run.start("job", "127.0.0.2")
+    ends = time.monotonic() + 200
+    while not [tier for tier in tiers_of(run.directory) if tier.tier == "memory" and tier.step >= 5 and len(tier.where) >= 2]:
+        assert controller.poll() is None and time.monotonic() < ends
+        time.sleep(0.05)
+    # Every process there; the etcd with the addresses of the keepers is one of them.
+    for process in descendants(controller.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    successor = run.start("job", "127.0.0.3")
+    said, _ = successor.communicate(timeout=240)
+    assert successor.returncode == 0 and pod.poll() is None, said.decode()
+    two = PodRun(tmp_path / "runs", name="two")
+    event = two.loaded()[0]
+    assert event["tier"] == "memory" and event["step"] >= 5 and event["read_bytes"] == {"memory": event["bytes"], "folder": 0}
+    assert set(event["where"].values()) == {"node-0"}
+    pod.send_signal(signal.SIGTERM)
+    assert pod.wait(60) == SAVED and not (run.directory / KEEPERS).exists() and left_behind(tmp_path) == []
+    here("train", RECIPE, "--run.name=one", *long)
+    assert difference(two, PodRun(tmp_path / "runs", name="one")) == []

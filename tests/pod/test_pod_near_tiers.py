@@ -1,6 +1,7 @@
 """The keepers of a run, as its controller finds them: that of a pod that joined is in the store on its lease, takes checkpoints under TLS, and is on
 another node only if its address is another."""
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from tandem.runtime.rpc.credentials import new_credential
 from tandem.runtime.rpc.pod_tls import PodTls, tls_files
 from tandem.trainer.checkpoint.memory.keeper_process import KeeperProcess
 from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.trainer.checkpoint.memory.launched_keepers import launched_keepers, remove_keeper, write_keeper
 from tandem.types import RunError
 
 SECRET = new_credential()
@@ -119,3 +121,31 @@ def test_a_resume_expects_the_keepers_of_other_machines_where_every_rank_has_one
         assert kept_elsewhere(tmp_path, journal) == {}
         record_written(journal, "memory", 6, 1, 0.1, {"home": [0, 1], "a": [0]})
         assert kept_elsewhere(tmp_path, journal) == {}, "what rank 1 had ended with the controller"
+
+
+def test_a_resume_reads_the_keepers_of_its_launcher_that_answer_and_what_this_machine_has_had_before_and_waits_for_neither(tmp_path: Path) -> None:
+    launched, said = KeeperProcess("node-2", tmp_path, SECRET, host="127.0.0.2"), list[str]()
+    own = KeeperProcess("home", tmp_path, SECRET, host="127.0.0.3", kept_in=str(tmp_path / "kept"), run="run")
+    try:
+        write_keeper(tmp_path, launched.start())
+        # Of a node that is lost: nothing listens there.
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.4", 0))
+            write_keeper(tmp_path, {"name": "node-3", "node": "127.0.0.4", "host": "127.0.0.4", "port": probe.getsockname()[1], "is_encrypted": False})
+        facts = own.start()
+        before = Keepers.of({"keepers": [facts], "credential": SECRET, "nodes": ["127.0.0.3"]}, 0)
+        before.put(4, {"rank-00001.json": b"{}", "rank-00001.safetensors": b"data"})
+        before.commit(4, {"COMMIT": b"whole"})
+        own.close()
+        own._worker = None
+        near = NearTiers(own, 2, SECRET, expected={0: {"node-2"}, 1: {"node-3"}}, say=said.append, launched=lambda: launched_keepers(tmp_path))
+        told = near.describe(1, loads=True)["memory"]["keepers"]
+        assert [keeper["name"] for keeper in told] == ["home", "node-2"] and said == []
+        assert own.held == {4: ["COMMIT", "rank-00001.json", "rank-00001.safetensors"]}
+        # What is written goes to pods that take part.
+        assert [keeper["name"] for keeper in near.describe(1)["memory"]["keepers"]] == ["home"]
+        remove_keeper(tmp_path, launched.start())
+        assert launched_keepers(tmp_path) == []
+    finally:
+        own.close()
+        launched.close()

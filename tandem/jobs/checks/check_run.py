@@ -70,6 +70,7 @@ def check_storage(key: str, url: str) -> None:
 def check_targets(checkpoint: CheckpointConfig, registry: RegistryConfig) -> None:
     """Raises ``UserError`` or ``RunError`` where checkpoints can be neither uploaded nor registered as asked."""
     check_folder("checkpoint.local_directory", checkpoint.local_directory)
+    check_folder("checkpoint.memory_directory", checkpoint.memory_directory)
     check_storage("checkpoint.upload", checkpoint.upload)
     if registry.is_on:
         open_registry(registry, create=True).close()

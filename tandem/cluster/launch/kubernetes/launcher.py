@@ -181,8 +181,20 @@ def _objects(recipe: AnyRecipe, directory: Path, folder: Path, user: int) -> Run
     name = f"tandem-{stem}-{secrets.token_hex(3)}" if stem else f"tandem-{secrets.token_hex(3)}"
     return RunObjects(
         name, directory, folder, user, config.shared_memory or _shared_memory(recipe), recipe.metrics is None,
-        isinstance(recipe, Recipe) and recipe.pods.may_join,
+        isinstance(recipe, Recipe) and recipe.pods.may_join, _local_folders(recipe),
     )  # fmt: skip
+
+
+def _local_folders(recipe: AnyRecipe) -> tuple[str, ...]:
+    """Returns the folders of checkpoints that are to be on each node's own disk: all else of a container but its volumes is read only."""
+    folders: list[str] = []
+    for key in ("local_directory", "memory_directory"):
+        path = str(getattr(recipe.checkpoint, key))
+        if path and not any(Path(path).is_relative_to(other) for other in (recipe.kubernetes.mount_path, "/tmp", "/dev/shm", *folders)):
+            if ":" in path or ".." in Path(path).parts:
+                raise UserError(f"'checkpoint.{key}' is '{path}', where Kubernetes mounts nothing; give a path without ':' and '..', for example /nvme/tandem")
+            folders.append(path)
+    return tuple(folders)
 
 
 def _shared_memory(recipe: AnyRecipe) -> str:

@@ -34,7 +34,7 @@ _MODULE = "tandem.cluster.launch.kubernetes"
 class RunObjects:
     """What the objects of a run depend on. ``name``: of the JobSet and all that belongs to it. ``directory`` and ``folder``: of the run and of the command
     that placed it, on the shared volume. ``user``: user and group of the processes. ``shared_memory``: of ``/dev/shm``, as a quantity. ``has_metrics_port``:
-    the recipe has no section ``metrics`` of its own. ``shares_secret``: pods may join."""
+    the recipe has no section ``metrics`` of its own. ``shares_secret``: pods may join. ``local_folders``: of each node, which are no part of another volume."""
 
     name: str
     directory: Path
@@ -43,6 +43,7 @@ class RunObjects:
     shared_memory: str
     has_metrics_port: bool
     shares_secret: bool
+    local_folders: tuple[str, ...] = ()
 
 
 def jobset(config: KubernetesConfig, run: RunObjects) -> Manifest:
@@ -123,6 +124,10 @@ def _pod(part: str, config: KubernetesConfig, run: RunObjects) -> Manifest:
         ):
             mounted.append(volume)
             mounts.append(mount)
+    for number, path in enumerate(run.local_folders):
+        # Of the pod, on its node's disk: what the loss of a node leaves is in the memory of the others, whose pods go on.
+        mounted.append({"name": f"local-{number}", "emptyDir": {}})
+        mounts.append({"name": f"local-{number}", "mountPath": path})
     # Kueue has priorities of its own.
     priority = {"priorityClassName": config.priority_class} if config.priority_class and not config.queue else {}
     alone = {"labelSelector": {"matchLabels": {OF_JOBSET: run.name}}, "topologyKey": "kubernetes.io/hostname"}

@@ -1,18 +1,20 @@
 """What the further pods of a JobSet run: ``python -m tandem.cluster.launch.kubernetes.pod RUN``, a pod that joins the run wherever its controller is.
 
 When the controller is replaced, the pod joins it again, so it does not end with the run: the JobSet ends it. SIGTERM lets it leave after its iteration, with
-exit status 75.
+exit status 75. The keeper of this node's checkpoints belongs to this process, so that the next controller finds what it has.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from tandem.cluster.launch.job import SAVED
+from tandem.cluster.launch.job import SAVED, read_job
 from tandem.cluster.launch.kubernetes.in_pod import (
     ADDRESS,
     CALLS_PORT,
@@ -24,8 +26,10 @@ from tandem.cluster.launch.kubernetes.in_pod import (
     read_meeting,
     tls_overrides,
 )
+from tandem.cluster.launch.node_keeper import NodeKeeper, keeps_checkpoints
 from tandem.cluster.launch.node_pod import node_pod
 from tandem.cluster.launch.record import CREDENTIAL, PASSWORD
+from tandem.config.recipe import Recipe, load_config
 from tandem.runtime.process.processes import terminate
 from tandem.runtime.process.temporary import choose_temporary_folder, temporary_folder
 from tandem.types import RunError, UserError
@@ -47,26 +51,41 @@ class JoiningPod:
     def run(self) -> int:
         """Joins the run again and again, until this process is asked to end or the pod's process fails. Returns the exit status."""
         last: Meeting | None = None
-        with temporary_folder(prefix="tandem-secrets") as folder:
-            files = private_secrets(folder, self._mounted)
+        with contextlib.ExitStack() as stack:
+            files = private_secrets(stack.enter_context(temporary_folder(prefix="tandem-secrets")), self._mounted)
             own = [f"--pods.credential_file={files[CREDENTIAL]}", f"--pods.port={CALLS_PORT}", *tls_overrides(self._certificates)]
+            keeper = stack.enter_context(self._keeping(own))
             while not self._stopped.is_set():
                 meeting = read_meeting(self.directory)
                 if meeting is None or meeting == last:
                     self._stopped.wait(_LOOK_S)
                     continue
                 password = [f"--coordination.password_file={files[PASSWORD]}"] if meeting.overrides else []
-                status = self._join(meeting, [*meeting.overrides, *password, *own])
+                status = self._join(meeting, [*meeting.overrides, *password, *own], keeper)
                 if status not in (0, _REFUSED):
                     return status
                 # It was released, or refused for good (another version of Tandem): until there is another controller.
                 last = meeting
         return SAVED
 
-    def _join(self, meeting: Meeting, overrides: list[str]) -> int:
+    @contextlib.contextmanager
+    def _keeping(self, own: list[str]) -> Iterator[NodeKeeper | None]:
+        """Yields the keeper of this node, ``None`` without checkpoints in memory."""
+        record, _ = read_job(self.directory)
+        recipe = load_config(self.directory / "config.yaml", [*record.overrides, *own])
+        if not isinstance(recipe, Recipe) or not keeps_checkpoints(recipe):
+            yield None
+            return
+        with contextlib.closing(NodeKeeper(self.directory, recipe, os.environ[NAME], os.environ[ADDRESS])) as keeper:
+            yield keeper
+
+    def _join(self, meeting: Meeting, overrides: list[str], keeper: NodeKeeper | None) -> int:
         """Returns the exit status of the pod's process; 0 if it was ended here, because the controller is another one now or the node is wanted back."""
-        with node_pod(self.directory, meeting.host, os.environ[NAME], overrides) as process:
+        path = keeper.path if keeper is not None and keeper.look() else None
+        with node_pod(self.directory, meeting.host, os.environ[NAME], overrides, keeper=path) as process:
             while process.poll() is None:
+                if keeper is not None:
+                    keeper.look()
                 if self._stopped.is_set():
                     process.send_signal(signal.SIGTERM)
                     process.wait()

@@ -1,5 +1,5 @@
 """The actors of a run: one for the controller and one a pod, each in its own placement group. An actor does no work of the run; it owns a process that does,
-with the environment and the threads of any other launcher, and the kernel ends that process with it.
+with the environment and the threads of any other launcher, and the kernel ends that process with it. The keepers of checkpoints are actors of their own.
 
 Ray starts an actor again on another node when its node is lost. The controller's then continues the run from its newest checkpoint; it owns the others, so
 that Ray ends them with it, and makes them again.
@@ -8,6 +8,7 @@ that Ray ends them with it, and makes them again.
 import contextlib
 import logging
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -22,11 +23,14 @@ from ray.util.placement_group import remove_placement_group
 from tandem.cluster.launch.ended import Ended, read_end, write_end
 from tandem.cluster.launch.job import RunProcess, read_job, store_of_run, wait_for_earlier
 from tandem.cluster.launch.node_pod import node_pod
+from tandem.cluster.launch.ray.keeper import node_keeper
+from tandem.cluster.launch.ray.nodes import end_with_node, node_name
 from tandem.cluster.launch.ray.placement import CONTROLLER, group_name, groups_of, in_group, make_group, remove_groups
 from tandem.config.recipe import Recipe
 from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import describe_exit
 from tandem.runtime.records.logs import setup
+from tandem.trainer.checkpoint.memory.launched_keepers import FOLDER as KEEPERS
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +63,7 @@ class RunActor:
         """Returns a new actor with a pod, which is started as soon as there is room."""
         options = in_group(make_group(self._job, name, self._bundle, detached=False), self._bundle)
         actor = ray.remote(PodActor).options(name=group_name(self._job, name), **options)
-        return actor.remote(str(self._directory), str(Path.cwd()), host, name, list(overrides))
+        return actor.remote(self._job, str(self._directory), str(Path.cwd()), host, name, list(overrides))
 
     def groups(self) -> dict[str, tuple[str, str]]:
         return groups_of(self._job)
@@ -87,6 +91,8 @@ class RunActor:
         with contextlib.suppress(OSError):
             if read_end(self._directory, self._job) is None:
                 write_end(self._directory, Ended(self._job, status))
+        # Those of nodes that were lost; the others remove their own.
+        shutil.rmtree(self._directory / KEEPERS, ignore_errors=True)
         # The last one is that of this process, which ends with it.
         remove_groups(self._job)
 
@@ -97,11 +103,11 @@ class RunActor:
         if (ended := read_end(self._directory, self._job)) is not None:
             return ended.exit_status
         if ray.get_runtime_context().was_current_actor_reconstructed:
-            self.say(f"the run continues on node '{_node_name()}' from its newest checkpoint")
+            self.say(f"the run continues on node '{node_name()}' from its newest checkpoint")
             _kill_pods(self._job)
             wait_for_earlier(self._directory, self.say, lambda: self._process.stops > 0)
         else:
-            self.say(f"job {self._job} on node '{_node_name()}'")
+            self.say(f"job {self._job} on node '{node_name()}'")
         if not isinstance(recipe, Recipe) or not recipe.pods.may_join:
             return self._process.run(recipe, record.overrides, self._output)
         host = str(ray.util.get_node_ip_address())
@@ -162,11 +168,11 @@ class _Pods:
 
 
 class PodActor:
-    """The pod ``name`` of the run in ``directory``, whose controller is at ``host``."""
+    """The pod ``name`` of ``job``, the run in ``directory``, whose controller is at ``host``."""
 
-    def __init__(self, directory: str, folder: str, host: str, name: str, overrides: Sequence[str]) -> None:
+    def __init__(self, job: str, directory: str, folder: str, host: str, name: str, overrides: Sequence[str]) -> None:
         os.chdir(folder)
-        self._directory, self._host, self._name, self._overrides = Path(directory), host, name, list(overrides)
+        self._job, self._directory, self._host, self._name, self._overrides = job, Path(directory), host, name, list(overrides)
         self._leaves, self._lock = threading.Event(), threading.Lock()
         self._pod: subprocess.Popen[bytes] | None = None
         end_with_node()
@@ -188,7 +194,7 @@ class PodActor:
         while not self._leaves.is_set():
             began = time.monotonic()
             try:
-                with node_pod(self._directory, self._host, self._name, self._overrides, logs / "pod.log") as pod:
+                with node_pod(self._directory, self._host, self._name, self._overrides, logs / "pod.log", self._keeper()) as pod:
                     with self._lock:
                         self._pod = pod
                         if self._leaves.is_set():
@@ -201,28 +207,20 @@ class PodActor:
             if status == 0 or status == UserError.exit_code:
                 return
             wait_s = backoff.wait_s(int(began // 60))
-            with contextlib.suppress(OSError), (logs / "pod.log").open("a", encoding="utf-8") as file:
-                file.write(f"pod {self._name} ended on node '{_node_name()}' ({said}); it starts again in {wait_s:g} s\n")
+            self._say(f"pod {self._name} ended on node '{node_name()}' ({said}); it starts again in {wait_s:g} s")
             self._leaves.wait(wait_s)
 
+    def _keeper(self) -> Path | None:
+        """Returns the file of the node's keeper; ``None`` where the pod is to have its own, or none."""
+        try:
+            return node_keeper(self._job, self._directory, self._host)
+        except (UserError, RunError) as error:
+            self._say(str(error))
+            return None
 
-def end_with_node() -> None:
-    """Ends this process, and its children with it, as soon as Ray takes its node for dead: another one takes its place."""
-    node = ray.get_runtime_context().get_node_id()
-
-    def watch() -> None:
-        while True:
-            time.sleep(_LOOK_S)
-            with contextlib.suppress(ray.exceptions.RayError, OSError):
-                if any(each["NodeID"] == node and not each["Alive"] for each in ray.nodes()):
-                    os._exit(1)
-
-    threading.Thread(target=watch, name="node", daemon=True).start()
-
-
-def _node_name() -> str:
-    node = ray.get_runtime_context().get_node_id()
-    return next((str(each["NodeName"]) for each in ray.nodes() if each["NodeID"] == node), node)
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError), (self._directory / "logs" / "pods" / self._name / "pod.log").open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
 
 
 def _kill_pods(job: str) -> None:

@@ -2,16 +2,17 @@
 
 Every node has one. It has the files of its own ranks and of those of the node before it, so that no loss of one node loses a file. A file arrives in pieces
 over TCP, under TLS between machines that have certificates; a checkpoint counts when its marker is there. Readers compare every chunk with its digest.
-It may outlive the controller, so each call says which run it is ``of`` and the ``incarnation`` of the trainer: what another run has here is neither read
-nor kept, and a trainer that was replaced writes nothing. Imports no torch.
+With a folder (``kept_files``) the files are there for its next life too. It may outlive the controller, so each call says which run it is ``of`` and the
+``incarnation`` of the trainer: what another run has here is neither read nor kept, and a trainer that was replaced writes nothing. Imports no torch.
 """
 
 import logging
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tandem.estimate.kept_checkpoints import KEPT
 from tandem.runtime.machine.available_memory import available_bytes
@@ -22,18 +23,23 @@ from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.runtime.rpc.pod_tls import PodTls, tls_files
 from tandem.runtime.rpc.rpc_server import RpcServer
 from tandem.trainer.checkpoint.format.commit import MARKER
+from tandem.trainer.checkpoint.memory.kept_files import File, KeptFiles, Owner, open_folder, remove_folder
 from tandem.types import RunError
 
 
 @dataclass
 class Keeper:
-    """``files`` by step and name, of the checkpoints ``of`` one run, and the newest ``incarnation`` of its trainer that has called. Calls come from several
-    ranks at once."""
+    """``files`` by step and name, which ``kept`` makes, of the checkpoints of one run, and its ``owner`` with the newest incarnation of the trainer that has
+    called. Calls come from several ranks at once."""
 
-    files: dict[int, dict[str, bytearray]] = field(default_factory=dict)
-    of: str = ""
-    incarnation: int = 0
+    kept: KeptFiles = field(default_factory=lambda: KeptFiles(None))
+    files: dict[int, dict[str, File]] = field(init=False)
+    owner: Owner = field(init=False)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.files = self.kept.earlier()
+        self._set_owner(self.kept.owner())
 
     def methods(self) -> Mapping[str, Method]:
         """Returns the calls that ranks make."""
@@ -45,17 +51,32 @@ class Keeper:
 
     def _is_of(self, meta: Meta) -> bool:
         """Returns whether what is here is of the run that ``meta`` names."""
-        if str(meta.get("of", "")) != self.of:
+        if str(meta.get("of", "")) != self.owner.of:
             return False
-        self.incarnation = max(self.incarnation, int(meta.get("incarnation", 0)))
+        if (incarnation := int(meta.get("incarnation", 0))) > self.owner.incarnation:
+            self._set_owner(Owner(self.owner.of, incarnation))
         return True
+
+    def _set_owner(self, owner: Owner) -> None:
+        self.owner = owner
+        self.kept.set_owner(owner)
+
+    def _keep(self, is_kept: Callable[[int], bool]) -> None:
+        """Drops the checkpoints of the steps that are not to be kept."""
+        for step in [step for step in self.files if not is_kept(step)]:
+            del self.files[step]
+            self.kept.drop(step)
 
     def _take(self, meta: Meta) -> None:
         """Makes this the keeper of the run that ``meta`` names. Raises ``RunError`` for a trainer that another one has replaced."""
+        incarnation = int(meta.get("incarnation", 0))
         if not self._is_of(meta):
-            self.files, self.of, self.incarnation = {}, str(meta.get("of", "")), int(meta.get("incarnation", 0))
-        elif int(meta.get("incarnation", 0)) < self.incarnation:
-            raise RunError(f"it keeps the checkpoints of incarnation {self.incarnation} of the trainer, which has replaced incarnation {meta['incarnation']}")
+            self._keep(lambda step: False)
+            self._set_owner(Owner(str(meta.get("of", "")), incarnation))
+        elif incarnation < self.owner.incarnation:
+            raise RunError(
+                f"it keeps the checkpoints of incarnation {self.owner.incarnation} of the trainer, which has replaced incarnation {incarnation}"
+            )
 
     def put(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Stores a piece of file ``name`` of ``step``, which has ``size`` bytes, at ``offset``. The first piece replaces an earlier file. Raises ``RunError``
@@ -69,9 +90,10 @@ class Keeper:
         with self.lock:
             files = self.files.setdefault(step, {})
             # A step that is taken again is none until it is committed again.
-            files.pop(MARKER, None)
+            if files.pop(MARKER, None) is not None:
+                self.kept.uncommit(step)
             if offset == 0:
-                files[name] = bytearray(size)
+                files[name] = self.kept.make(step, name, size)
             target = files[name]
         memoryview(target)[offset : offset + len(piece)] = piece
         return {}, {}
@@ -81,9 +103,14 @@ class Keeper:
         step = int(meta["step"])
         with self.lock:
             self._take(meta)
-            self.files.setdefault(step, {}).update({name: bytearray(data) for name, data in blobs.items()})
-            kept = {*[each for each in self.committed if each <= step][-KEPT:]}
-            self.files = {each: files for each, files in self.files.items() if each in kept}
+            files = self.files.setdefault(step, {})
+            # The marker comes last, also in a folder.
+            for name, data in sorted(blobs.items(), key=lambda blob: blob[0] == MARKER):
+                files[name] = self.kept.make(step, name, len(data))
+                files[name][:] = bytes(data)
+            newest = {*[each for each in self.committed if each <= step][-KEPT:]}
+            self._keep(newest.__contains__)
+            self.kept.committed()
         return {}, {}
 
     def held(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
@@ -104,7 +131,7 @@ class Keeper:
     def drop_after(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Drops the checkpoints of steps above ``step``, which are not trusted."""
         with self.lock:
-            self.files = {each: files for each, files in self.files.items() if each <= int(meta["step"])}
+            self._keep(lambda step: step <= int(meta["step"]))
         return {}, {}
 
 
@@ -118,17 +145,35 @@ def main(node: str, channel: int) -> None:
     servers: list[RpcServer] = []
 
     def begin(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Answers ranks that show the ``credential``, on ``host`` at the ``port`` of the reply. ``tls``: the files of this machine's certificate, empty
-        without one."""
+        """Answers ranks that show the ``credential``, on ``host`` at the ``port`` of the reply, which has also the checkpoints that an earlier life ``held``.
+        ``tls``: the files of this machine's certificate, empty without one; ``folder``: that of all keepers on this machine, empty without one, and ``run``
+        the run's name."""
+        nonlocal keeper
+        if meta["folder"]:
+            try:
+                # The lock is this process's, and ends with it.
+                folder, _ = open_folder(Path(meta["folder"]), str(meta["run"]), str(meta["host"]))
+                keeper = Keeper(KeptFiles(folder))
+            except OSError as error:
+                raise RunError(f"checkpoint.memory_directory: '{meta['folder']}' cannot be used: {error.strerror or error}") from None
         tls = PodTls(tls_files(*meta["tls"])) if meta["tls"] else None
         server = RpcServer(
             keeper.methods(), str(meta["credential"]), name=f"the checkpoint memory of node {node}", host=str(meta["host"]), max_connections=1024, tls=tls
         )
         server.start()
         servers.append(server)
-        return {"port": server.port}, {}
+        return {"port": server.port, "held": {str(step): sorted(files) for step, files in keeper.files.items()}}, {}
 
-    serve({"begin": begin, "drop_after": keeper.drop_after}, channel)
+    def drop_after(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        return keeper.drop_after(meta, blobs, progress)
+
+    def forget(meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """Removes what is in the folder."""
+        if keeper.kept.folder is not None:
+            remove_folder(keeper.kept.folder)
+        return {}, {}
+
+    serve({"begin": begin, "drop_after": drop_after, "forget": forget}, channel)
 
 
 if __name__ == "__main__":
