@@ -16,7 +16,7 @@ Options: each option of each command at the same values. Files: each file that a
 YAML bomb, 100,000 nested brackets, numbers of 5,000 digits and others, with a line of 1 GiB where lines are read, and changed at random (bits flipped, bytes
 removed, repeated or replaced).
 
-It is the machinery of `tests/cli/test_cli_absurd_values.py` and `test_cli_absurd_files.py`. The exit status is 1 where there is a defect.
+It is the machinery of `tests/cli/test_cli_absurd_values.py` and `test_cli_absurd_*files.py`. The exit status is 1 where there is a defect.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Absurd values of every recipe key and command-line option, and a runner that watches a command for tracebacks, hangs, aborts and memory.
 
-Shared by ``test_cli_absurd_values.py``, ``test_cli_absurd_files.py`` and ``benchmarks/absurd_values.py``, which writes the table of all cases.
+Shared by ``test_cli_absurd_values.py``, ``test_cli_absurd_*files.py`` and ``benchmarks/absurd_values.py``, which writes the table of all cases.
 """
 
 import argparse

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,12 +115,6 @@ def one_line_of_a_gibibyte(path: Path) -> None:
         file.write(b'", "answer": "1", "text": "x"}\n')
 
 
-def place_files(folder: Path) -> list[Place]:
-    """Makes valid files of every kind in ``folder`` and returns the places to damage."""
-    make_files(folder)
-    return places_in(folder)
-
-
 def make_files(folder: Path) -> None:
     # A process that forks without torch forks ten times as fast.
     from tandem.model.create_model import create_model
@@ -147,16 +141,21 @@ def make_files(folder: Path) -> None:
 
 def places_in(folder: Path) -> list[Place]:
     """Returns the places of the files that ``make_files`` made in ``folder``."""
+    return [*places_of_data(folder), *places_of_models(folder)]
+
+
+DRY_RUN = ("train", "recipe.yaml", "--dry-run")
+
+
+def places_of_data(folder: Path) -> list[Place]:
+    """Returns the places of recipes and of what is read beside them: prompts, rows, documents."""
     model = folder / "model"
-    generate, train = ("generate", str(model), "--prompt", "1=", "--max-tokens", "2"), ("train", "recipe.yaml", "--dry-run")
     tokenize = ("tokenize", "data", "tokens", "--tokenizer", str(model), "--workers", "1")
     jsonl = ("--task={name: dataset, path: data/prompts.jsonl}", "--sft.corrupted_share=0")
     evaluate = ("evaluate", str(model), "--task", "perplexity", "--data")
-    model_files = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
-    sharded = ("generate", "sharded", "--prompt", "1=", "--max-tokens", "2")
     return [
-        Place("recipe", "recipe.yaml", train),
-        Place("prompts of a task", "data/prompts.jsonl", (*train, *jsonl)),
+        Place("recipe", "recipe.yaml", DRY_RUN),
+        Place("prompts of a task", "data/prompts.jsonl", (*DRY_RUN, *jsonl)),
         Place("prompts of generate", "data/prompts.jsonl", ("generate", str(model), "--prompts", "data/prompts.jsonl", "--max-tokens", "1")),
         Place("rows of data", "data/rows.jsonl", tokenize),
         Place("rows of data, --skip-broken", "data/rows.jsonl", (*tokenize, "--skip-broken")),
@@ -170,9 +169,18 @@ def places_in(folder: Path) -> list[Place]:
         Place("text of a perplexity", "data/one.txt", (*evaluate, "data/one.txt"), is_text=True),
         Place("rows of a perplexity", "data/rows.jsonl", (*evaluate, "data/rows.jsonl")),
         Place("calibration text", "data/one.txt", ("quantize", str(model), "quantized", "--method", "rtn", "--calibration", "data/one.txt")),
+    ]
+
+
+def places_of_models(folder: Path) -> list[Place]:
+    """Returns the places of models, of the registry and runs that hold them, and of what a request to one reads."""
+    model = folder / "model"
+    generate, sharded = (("generate", name, "--prompt", "1=", "--max-tokens", "2") for name in (str(model), "sharded"))
+    model_files = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
+    return [
         *(Place(name, f"model/{name}", generate) for name in model_files),
-        Place("config.json of a recipe", "model/config.json", (*train, "--model.create=null", "--sft=null", f"--model.path={model}")),
-        Place("tokenizer of a new model", "model/tokenizer.json", (*train, f"--model.create.tokenizer={model}")),
+        Place("config.json of a recipe", "model/config.json", (*DRY_RUN, "--model.create=null", "--sft=null", f"--model.path={model}")),
+        Place("tokenizer of a new model", "model/tokenizer.json", (*DRY_RUN, f"--model.create.tokenizer={model}")),
         Place("chat template", "model/chat_template.jinja", (*generate, "--chat")),
         Place("index of shards", "sharded/model.safetensors.index.json", sharded),
         Place("shard", "sharded/model-1.safetensors", sharded),
@@ -315,3 +323,8 @@ def damaged_cases(folder: Path, scratch: Path, places: list[Place], count: int, 
             for number in range(count):
                 content = damaged(path.read_bytes(), random.Random(f"{seed} {place.name} {number}"))
                 yield FileCase(place, f"random change {number}", run_case(folder, scratch, place, _write(content)))
+
+
+def defects(cases: Iterable[FileCase]) -> list[tuple[str, str, Outcome]]:
+    """Returns place, kind and outcome of the ``cases`` that did not end in one line, in time and within their memory."""
+    return [(case.place.name, case.kind, case.outcome) for case in cases if not case.outcome.is_good]

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from absurd_files import make_files
 from helpers_cli import TINY_MODEL, TINY_RUN, TINY_WARM_UP, Done, real
 
 from tandem.cli.main import main
@@ -48,6 +49,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         initializer_range=0.3,
     )
     create_model(config, 0, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a valid file of every kind that a command reads."""
+    folder = tmp_path_factory.mktemp("files")
+    make_files(folder)
     return folder
 
 

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from absurd_files import SPECIAL, Place, damaged, damaged_cases, place_files, run_case, special_cases
+from absurd_files import SPECIAL, damaged, damaged_cases, defects, places_of_data, run_case, special_cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -142,12 +142,6 @@ def test_a_text_of_far_too_many_tokens_is_told_from_its_beginning() -> None:
     assert not exceeds(lambda text: [1], "x" * 10_000_000, 100) and not exceeds(encode, "x" * 5000, 100)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Place]]:
-    folder = tmp_path_factory.mktemp("files")
-    return folder, place_files(folder)
-
-
 def read_any(folder: Path, name: str) -> None:
     """Reads the file ``name`` as the commands do."""
     path = folder / name
@@ -176,9 +170,8 @@ READ = ("recipe.yaml", "data/prompts.jsonl", "data/rows.jsonl", "dataset.json", 
 
 
 @pytest.mark.parametrize("name", READ)
-def test_any_damaged_file_is_read_or_refused(files: tuple[Path, list[Place]], name: str) -> None:
-    folder, _ = files
-    path = folder / name
+def test_any_damaged_file_is_read_or_refused(files: Path, name: str) -> None:
+    path = files / name
     if name == "dataset.json":
         path.write_text('{"tokenizer": "a", "vocab_size": 5, "end_token": 1, "dtype": "u2", "shards": []}')
     whole = path.read_bytes()
@@ -189,7 +182,7 @@ def test_any_damaged_file_is_read_or_refused(files: tuple[Path, list[Place]], na
     def damage(seed: int) -> None:
         path.write_bytes(damaged(whole, random.Random(seed)))
         with contextlib.suppress(UserError):
-            read_any(folder, name)
+            read_any(files, name)
 
     try:
         damage()
@@ -198,18 +191,15 @@ def test_any_damaged_file_is_read_or_refused(files: tuple[Path, list[Place]], na
 
 
 @pytest.mark.full
-def test_every_special_file_in_every_place_ends_the_command_in_one_line(files: tuple[Path, list[Place]], tmp_path: Path) -> None:
-    bad = [(case.place.name, case.kind, case.outcome) for case in special_cases(files[0], tmp_path, files[1]) if not case.outcome.is_good]
-    assert not bad, bad
+def test_every_special_file_in_the_place_of_data_ends_the_command_in_one_line(files: Path, tmp_path: Path) -> None:
+    assert defects(special_cases(files, tmp_path, places_of_data(files))) == []
 
 
 @pytest.mark.full
-def test_random_changes_of_every_file_end_the_command_in_one_line(files: tuple[Path, list[Place]], tmp_path: Path) -> None:
-    bad = [(case.place.name, case.kind, case.outcome) for case in damaged_cases(files[0], tmp_path, files[1], 5) if not case.outcome.is_good]
-    assert not bad, bad
+def test_random_changes_of_every_file_of_data_end_the_command_in_one_line(files: Path, tmp_path: Path) -> None:
+    assert defects(damaged_cases(files, tmp_path, places_of_data(files), 5)) == []
 
 
-def test_an_unchanged_file_is_accepted_by_the_same_runner(files: tuple[Path, list[Place]], tmp_path: Path) -> None:
-    folder, places = files
-    place = next(place for place in places if place.name == "recipe")
-    assert run_case(folder, tmp_path, place, lambda path: path.write_bytes((folder / "recipe.yaml").read_bytes()) and None).kind == "accepted"
+def test_an_unchanged_file_is_accepted_by_the_same_runner(files: Path, tmp_path: Path) -> None:
+    place = next(place for place in places_of_data(files) if place.name == "recipe")
+    assert run_case(files, tmp_path, place, lambda path: path.write_bytes((files / "recipe.yaml").read_bytes()) and None).kind == "accepted"

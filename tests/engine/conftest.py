@@ -15,6 +15,7 @@ from tandem.model.decoder import Decoder
 from tandem.model.families import mixtral
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
+from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
 from tandem.text.characters import make_character_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -99,3 +100,12 @@ def ranks() -> Iterator[Callable[..., LLM]]:
     yield make
     for llm in made.values():
         llm.close()
+
+
+@pytest.fixture(scope="module")
+def matrix_folders(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model of ``engine_matrix``, the same in AWQ, the draft model and the new weights."""
+    plain, awq = make_folder("qwen3", 0), tmp_path_factory.mktemp("matrix") / "awq"
+    tokens = list(torch.randint(0, 40, (4, 64), generator=torch.Generator().manual_seed(0)))
+    quantize_folder(plain, awq, QuantizeOptions("awq", group_size=32), select("reference"), tokens, lambda *at: None)
+    return {"plain": plain, "awq": awq, "draft": make_folder("qwen3", 2), "new": make_folder("qwen3", 1)}

@@ -21,6 +21,7 @@ from tandem.model.huggingface.model_folder import load_parts
 from tandem.model.lora import Adapter, LoraBatch, LoraLayer, stack
 from tandem.model.parallel.tensor_parallel import RankGroup
 from tandem.model.weight_digests import weight_digests
+from tandem.runtime.machine.heap import give_back
 from tandem.runtime.process.worker import serve
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
 from tandem.types import RunError, WeightSource, WeightVersion
@@ -120,7 +121,11 @@ class RankWorker:
 
     def apply_weights(self, meta: Meta, blobs: Blobs) -> None:
         assert self.weights is not None
+        had_own = self.weights.shared is None
         self.weights.apply()
+        if had_own and self.weights.shared is not None:
+            # The C library would keep the memory of the weights that this rank had of its own.
+            give_back()
 
     def held_digests(self, meta: Meta, blobs: Blobs) -> dict[str, Any]:
         return {**weight_digests(self.decoder)}
