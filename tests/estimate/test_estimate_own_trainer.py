@@ -58,7 +58,7 @@ def test_a_rank_on_a_gpu_has_fp32_weights_beside_rounded_ones() -> None:
     predicted = memory(bf16, on_cpu=False)
     # In 16 bits: two normed inputs, q|k|v, attention's output, gate|up and their product; the residual stream twice in fp32.
     layer = 2 * (2 * 32 + 64 + 32 + 3 * 48) + 8 * 32 + 4 * 4
-    assert predicted.activations == 50 * (6 * 32 + 3 * layer) and predicted.logits == 50 * 100 * 16 and predicted.staged == 0
+    assert predicted.activations == 50 * (6 * 32 + 3 * layer) and predicted.logits == 50 * 100 * 4 and predicted.staged == 0
     assert (predicted.parameters, predicted.master_weights, predicted.gradients, predicted.optimizer) == (2 * COUNT, 4 * COUNT, 4 * COUNT, 8 * COUNT)
     offloaded = memory(replace(bf16, offload="cpu"), on_cpu=False)
     assert predicted.optimizer - offloaded.optimizer == 8 * COUNT - 6 * (16 << 20)
