@@ -31,13 +31,18 @@ def wait_until_kept(runs: LaunchedRuns, step: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("role", "ranks"), [("controller", 1), ("controller", 2), ("ray-1", 2)])
-def test_a_lost_node_never_needs_the_folder(machines: tuple[Network, RayCluster, LaunchedRuns], role: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("role", "ranks", "comes_back"), [("controller", 1, False), ("controller", 2, True), ("ray-1", 2, True)], ids=["for-good", "controller", "pod"]
+)  # fmt: skip
+def test_a_lost_node_never_needs_the_folder(
+    machines: tuple[Network, RayCluster, LaunchedRuns], role: str, ranks: int, comes_back: bool, tmp_path: Path
+) -> None:
+    """Where the controller's node does not come back, the controller takes the place of the pod, whose keeper is there all the same."""
     network, cluster, runs = machines
     wait_for_room(runs, cluster.address, 2)
     trains = (f"--parallel.data={ranks}",)
     runs.tandem(
-        "train", RECIPE, "--on", "ray", f"--ray.address={cluster.address}", "--run.name=two", "--ray.nodes=2", "--pods.min_count=2",
+        "train", RECIPE, "--on", "ray", f"--ray.address={cluster.address}", "--run.name=two", "--ray.nodes=2", f"--pods.min_count={1 + comes_back}",
         f"--pods.trainer_count={ranks}", *MEMORY, *trains, *STEPS,
     )  # fmt: skip
     chosen = network.hosts[host_of(network, runs, "two", role)]
@@ -50,7 +55,8 @@ def test_a_lost_node_never_needs_the_folder(machines: tuple[Network, RayCluster,
         except ProcessLookupError:
             continue
     node.wait()
-    cluster.add(chosen.name, host=chosen.address, inside=chosen.inside)
+    if comes_back:
+        cluster.add(chosen.name, host=chosen.address, inside=chosen.inside)
     runs.tandem("train", RECIPE, "--run.name=local", *trains, *STEPS)
     ends(runs, "two")
     two, local = (PodRun(tmp_path / "runs", name=name) for name in ("two", "local"))

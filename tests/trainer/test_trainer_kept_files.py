@@ -54,9 +54,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
 def test_what_was_committed_is_there_after_a_kill_for_its_run_alone_and_nothing_after_its_end(node: Node, tmp_path: Path) -> None:
     keepers = node.reached()
     for step in (1, 2, 3):
-        keepers.put(step, {"rank-00000.safetensors": LARGE, "rank-00000.json": DATA, "empty": b""})
+        keepers.put(step, {"rank-00000.safetensors": LARGE if step == 3 else DATA, "rank-00000.json": DATA, "empty": b""})
         keepers.commit(step, {"manifest.json": DATA, MARKER: b"marker"})
-    keepers.put(4, {"rank-00000.safetensors": LARGE})
+    keepers.put(4, {"rank-00000.safetensors": DATA})
     # A second one of this machine has files of its own.
     other = Node(tmp_path)
     other.reached()
