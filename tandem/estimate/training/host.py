@@ -18,7 +18,7 @@ ROUTING_KERNELS = 20
 ``MoEAlltoAllTokenDispatcher``). With the others of a layer in 16 bits and 8 experts on a GPU they make 150 a layer and micro-batch, forward and backward; a
 profile of that has 463,348 in 64 x 48, 151 (Megatron-Bridge, skills/nemo-mbridge-perf-moe-comm-overlap, 16 H100s)."""
 CAST_KERNELS = {"delayed": 1, "current": 4, "block": 1}
-"""That cast an operand to fp8, by ``fp8_scaling``; with the scale of its own largest value, that value is cleared, found and made a scale before (Transformer
+"""That cast an operand to fp8, by ``fp8_scaling``; with the scale of its own largest value, that value is cleared, sought and made a scale before (Transformer
 Engine, pytorch/csrc/quantizer.cpp and common/recipe/current_scaling.cu)."""
 FOLLOWING_S = 5e-6
 """Seconds of a host to start a kernel in the same call of C++ as the one before: the upper end of a start in CUDA."""

@@ -89,8 +89,8 @@ class TrainingLayout:
     @property
     def copies_collectives(self) -> bool:
         """Whether tensor-parallel ranks read and write what they gather or scatter once more: PyTorch's collectives divide the first dimension, and tokens are
-        the second (torch/distributed/_functional_collectives.py, ``all_gather_tensor`` and ``reduce_scatter_tensor``)."""
-        return self.parallel.zero == 3 and self.hidden_tensor_communication == "none" and self.shares_tokens
+        the second (torch/distributed/_functional_collectives.py, ``all_gather_tensor`` and ``reduce_scatter_tensor``). Tandem's tokens are the first."""
+        return self.trainer is None and self.parallel.zero == 3 and self.hidden_tensor_communication == "none" and self.shares_tokens
 
     @property
     def product_bytes(self) -> int:
