@@ -26,6 +26,7 @@ from tandem.types import UserError
 
 if TYPE_CHECKING:
     from tandem.config.recipe import Recipe
+    from tandem.estimate.hardware.hardware import Hardware
     from tandem.estimate.training.layout import Recompute, TrainingLayout
     from tandem.layout.latent_attention import LatentAttention
     from tandem.layout.shapes import ModelShapes
@@ -217,13 +218,12 @@ def _rl_recipe(options: argparse.Namespace) -> "Recipe | None":
 def _print_checklist(options: argparse.Namespace) -> int:
     """Prints the checklist of a recipe. Returns 1 if an item is not met."""
     from tandem.config.recipe import load_config
-    from tandem.jobs.checks.named_hardware import named_hardware
     from tandem.planner.checklist import checklist, checklist_text
     from tandem.planner.model_input import is_recipe
 
     if options.model is None or not is_recipe(options.model):
         raise UserError("--checklist is of a recipe; name one, for example 'tandem plan sort --checklist'")
-    items = checklist(load_config(options.model), named_hardware(options.gpu))
+    items = checklist(load_config(options.model), hardware_named(options.gpu))
     print(json.dumps([asdict(each) for each in items], indent=2) if options.json else checklist_text(items))
     return 0 if all(each.is_met for each in items) else 1
 
@@ -264,12 +264,11 @@ def _progress(done: int, of: int) -> None:
 
 
 def _request(options: argparse.Namespace) -> "PlanRequest":
-    from tandem.jobs.checks.named_hardware import named_hardware
     from tandem.planner.request import PlanRequest
     from tandem.planner.what_if import price
 
     shapes, defaults = model_of(options)
-    hardware = named_hardware(options.gpu)
+    hardware = hardware_named(options.gpu)
     if options.price is not None:
         hardware = replace(hardware, price_per_hour=price(options.price, "--price"), sources={**hardware.sources, "price_per_hour": "--price"})
     axes = [getattr(options, name) for name in ("tp", "pp", "cp", "dp")]
@@ -282,6 +281,17 @@ def _request(options: argparse.Namespace) -> "PlanRequest":
     request = PlanRequest(shapes, hardware, gpus, sequence, batch, options.precision, options.recompute, options.micro_batch, defaults.get("trainer"))
     request.check()
     return request
+
+
+def hardware_named(name_or_path: str) -> "Hardware":
+    """Returns the hardware that ``--gpu`` names: a file, or this machine, which is measured only where it is asked for."""
+    from tandem.estimate.hardware.load import THIS_MACHINE, load_hardware
+
+    if name_or_path.lower() != THIS_MACHINE:
+        return load_hardware(name_or_path)
+    from tandem.jobs.checks.planned_machine import planned_machine
+
+    return planned_machine()
 
 
 def model_of(options: argparse.Namespace) -> "tuple[ModelShapes, dict[str, Any]]":

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tandem.cli.number_types import token_count
-from tandem.cli.plan import model_of, size_arguments
+from tandem.cli.plan import hardware_named, model_of, size_arguments
 from tandem.estimate.serving.host import HIDDEN, SEQUENCE_S
 from tandem.types import UserError
 
@@ -85,12 +85,11 @@ def run(options: argparse.Namespace) -> int:
 def _request(options: argparse.Namespace) -> "PoolRequest":
     from tandem.estimate.serving.layout import ServingLayout
     from tandem.estimate.serving.weight_formats import format_named
-    from tandem.jobs.checks.named_hardware import named_hardware
     from tandem.planner.serving.pool import PoolRequest
     from tandem.planner.serving.rules import longest_sequence
 
     shapes, _ = model_of(options)
-    hardware, demand = named_hardware(options.gpu), _demand(options)
+    hardware, demand = hardware_named(options.gpu), _demand(options)
     if options.quantization is not None:
         format_named(options.quantization)
     context = shapes.max_position_embeddings

@@ -12,7 +12,7 @@ from tandem.types.errors import UserError
 FOLDER = Path(__file__).parent
 MOST_BYTES = 2**16
 THIS_MACHINE = "this-machine"
-"""The name of what is measured here (``jobs.checks.named_hardware``), which no file has."""
+"""The name of what is measured here (``jobs.checks.planned_machine``), which no file has."""
 
 
 def known_hardware() -> dict[str, Path]:

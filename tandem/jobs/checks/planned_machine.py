@@ -1,19 +1,17 @@
-"""The hardware that a user names to the planner: a file, or this machine. Imports no torch."""
+"""This machine as the planner sees it where a user names it: its GPUs, or what is measured on it. Imports no torch."""
 
 from dataclasses import replace
 
 from tandem.config.machine import MachineConfig
 from tandem.estimate.hardware.hardware import Hardware
-from tandem.estimate.hardware.load import THIS_MACHINE, hardware_of_device, load_hardware
+from tandem.estimate.hardware.load import hardware_of_device
 from tandem.jobs.checks.this_machine import this_machine
 from tandem.runtime.machine.gpus import chosen_device, probe
 
 
-def named_hardware(name_or_path: str) -> Hardware:
-    """Returns ``load_hardware``'s, or of ``this-machine`` the file of its GPUs, as many as there are, and where there is none what is measured here: of the
-    GPU, or of the CPU as one device. Raises ``UserError`` as ``load_hardware`` does, and where this machine cannot be measured."""
-    if name_or_path.lower() != THIS_MACHINE:
-        return load_hardware(name_or_path)
+def planned_machine() -> Hardware:
+    """Returns the file of this machine's GPUs, as many as there are, and where there is none what is measured here: of the GPU, or of the CPU as one device.
+    Raises ``UserError`` where it cannot be measured."""
     machine = MachineConfig()
     if chosen_device(machine, 1) == "cuda":
         gpus = probe().gpus
