@@ -5,23 +5,31 @@ import base64
 import contextlib
 import importlib.util
 import json
+import logging
 import shutil
 import socket
+import subprocess
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tandem.config.coordination import CoordinationConfig
 from tandem.runtime.coordination.etcd import EtcdStore
+from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.process.processes import Threads, describe_exit, spawn, terminate
 from tandem.runtime.process.temporary import temporary_folder
 from tandem.types import RunError, UserError
 
+logger = logging.getLogger(__name__)
+
 USER = "tandem"
 _START_S = 60.0
 _TRIES = 3
+_LOOK_S = 0.5
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Without the proxy that the environment may name."""
 
@@ -63,7 +71,8 @@ def check_etcd_program() -> str:
 @contextlib.contextmanager
 def own_etcd(host: str, password_file: Path, log: Path, prefix: str) -> Iterator[OwnEtcd]:
     """Runs an etcd at ``host`` inside the block, with a user who may use the keys under ``prefix`` alone. Its data is in this machine's folder for temporary
-    files. Raises ``RunError`` if it does not start."""
+    files. If it ends, such as on a full disk, it is started again with what it has, until there is room; the run waits for it. Raises ``RunError`` if it does
+    not start."""
     binary = check_etcd_program()
     with temporary_folder() as folder, contextlib.ExitStack() as stack:
         for left in reversed(range(_TRIES)):
@@ -72,14 +81,17 @@ def own_etcd(host: str, password_file: Path, log: Path, prefix: str) -> Iterator
                 "name": "run", "data-dir": str(folder / "etcd"), "listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": peer,
                 "initial-advertise-peer-urls": peer, "initial-cluster": f"run={peer}", "log-level": "warn",
             }  # fmt: skip
-            process = spawn(None, [f"--{name}={value}" for name, value in options.items()], program=binary, threads=Threads(1), new_session=True, output=log)
+            start = partial(
+                spawn, None, [f"--{name}={value}" for name, value in options.items()], program=binary, threads=Threads(1), new_session=True, output=log
+            )
+            process = start()
             ends = time.monotonic() + _START_S
             while process.poll() is None and not _answers(client):
                 if time.monotonic() > ends:
                     terminate(process)
                 time.sleep(0.05)
             if process.poll() is None:
-                stack.callback(terminate, process)
+                stack.enter_context(_kept_running(process, start))
                 break
             # Another process may have taken a port meanwhile.
             if not left:
@@ -89,6 +101,30 @@ def own_etcd(host: str, password_file: Path, log: Path, prefix: str) -> Iterator
         with contextlib.closing(EtcdStore(config, prefix)) as store:
             own = OwnEtcd(client, store.cluster_id, password_file)
         yield own
+
+
+@contextlib.contextmanager
+def _kept_running(process: "subprocess.Popen[bytes]", start: "Callable[[], subprocess.Popen[bytes]]") -> Iterator[None]:
+    """Inside, ``process`` is started again whenever it has ended; afterwards it is ended."""
+    over, running = threading.Event(), [process]
+
+    def keep() -> None:
+        backoff = Backoff()
+        while not over.wait(_LOOK_S):
+            if (status := running[-1].poll()) is not None:
+                wait_s = backoff.wait_s(0)
+                logger.warning("etcd ended (%s); it is started again %s", describe_exit(status), describe_wait(wait_s))
+                if not over.wait(wait_s):
+                    running[:] = [start()]
+
+    keeper = threading.Thread(target=keep, name="etcd", daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        over.set()
+        keeper.join()
+        terminate(running[-1])
 
 
 def _authenticate(url: str, password: str, prefix: str) -> None:

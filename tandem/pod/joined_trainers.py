@@ -112,7 +112,7 @@ class JoinedTrainers:
         return (
             f"{self.own_pods + able} of pods.trainer_count {self.own_pods + self.count} pods that can train are there after pods.join_timeout_s "
             f"({self.join_timeout_s:g} s){why}; start more with 'tandem pod', then resume the run, or resume it with a lower --pods.trainer_count"
-            f"{self.joining.nodes.why_few()}"
+            f"{self.joining.why_few()}"
         )
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from tandem import __version__
 from tandem.pod.failures import PodLost, SidecarDied
 from tandem.pod.joined_channel import JoinedChannel
+from tandem.pod.joining_checks import check_joining
 from tandem.pod.nodes import Nodes
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.pod.sent_functions import SentFunctions
@@ -70,6 +71,7 @@ class Joining:
     _ready: list[RolloutPod] = field(default_factory=list)
     _over: set[tuple[str, int]] = field(default_factory=set)
     _refused: set[str] = field(default_factory=set)
+    _why: dict[str, str] = field(default_factory=dict)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
     def look(self, store: Store, present: Collection[Member], engine: Mapping[str, Any]) -> None:
@@ -147,6 +149,12 @@ class Joining:
             if what == "left":
                 self.news.append({"left": pod.number, "name": pod.name, "reason": reason})
 
+    def why_few(self) -> str:
+        """Returns, for a line about too few pods, which could not join, and which nodes this run does not use; empty: none."""
+        with self.changed:
+            refused = "".join(f"; pod {name} could not join the run: {why}" for name, why in sorted(self._why.items()))
+        return f"{refused}{self.nodes.why_few()}"
+
     def all_lives(self) -> list[RolloutPod]:
         """Returns the pods that are prepared or take part."""
         with self.changed:
@@ -185,6 +193,8 @@ class Joining:
             if pod.is_encrypted != (self.tls is not None):
                 given, missing = ("the run", "it") if self.tls is not None else ("it", "the run")
                 raise RunError(f"{given} has pods.tls_cert_file and {missing} has not; give all machines of the run certificates, or none")
+            if self.nodes.preflight is not None:
+                check_joining(pod, self.nodes.preflight, self.heartbeat_timeout_s)
             meta = {"config": self.config, "number": pod.number, "deadline_s": self.deadline_s, "folder": self.folder, "proof": self.proof}
             meta["functions"], meta["keeps_checkpoints"] = dict(self.functions.paths), self.keeps_checkpoints
             reply = pod.ask("setup", meta, self.functions.files, deadline_s=self.heartbeat_timeout_s).meta
@@ -206,6 +216,7 @@ class Joining:
             return
         with self.changed:
             self._ready.append(pod)
+            self._why.pop(pod.name, None)
             self.news.append({"joined": pod.number, "name": pod.name})
             self.changed.notify_all()
 
@@ -215,6 +226,7 @@ class Joining:
         pod.channel.kill()
         self.forget(pod, "lost", str(error))
         with self.changed:
+            self._why[pod.name] = str(error)
             if str(error) not in self._refused:
                 self._refused.add(str(error))
                 self.news.append({"refused": pod.number, "name": pod.name, "reason": str(error)})

@@ -28,6 +28,7 @@ from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.failures import Role
 from tandem.pod.joined_keeper import JoinedKeeper, asks_owner
 from tandem.pod.joining import FOLDER_PROOF
+from tandem.pod.joining_checks import describe_machine
 from tandem.pod.sent_functions import take_functions
 from tandem.pod.sent_weights import KeptWeights
 from tandem.pod.shim import Shim
@@ -173,7 +174,10 @@ class JoiningShim:
 
     def methods(self) -> dict[str, Method]:
         passed_on = {name: self._fenced(name, "rollout") for name in _OF_ROLLOUT} | {name: self._fenced(name, "trainer") for name in _OF_TRAINER}
-        own = {"setup": self.setup, "release": self.release, "receive_model": self.receive_model, "receive_file": self.receive_file, "stacks": self.stacks}
+        own: dict[str, Method] = {
+            "describe": lambda meta, blobs, progress: (describe_machine(), {}), "setup": self.setup, "release": self.release,
+            "receive_model": self.receive_model, "receive_file": self.receive_file, "stacks": self.stacks,
+        }  # fmt: skip
         return {**own, **passed_on}
 
     def setup(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:

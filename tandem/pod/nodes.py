@@ -29,7 +29,7 @@ NodeState = Literal["in use", "spare", "cordoned", "gone"]
 class Nodes:
     """``run``: its name. ``max_failures``: losses of a pod after which its node is cordoned; 0: never. ``open_cluster``: opens the store of what all runs
     of the cluster share. ``states``: of each node so far; ``held``: the cordons. ``on_reading``: takes what nodes have found of their own health.
-    ``preflight``: the limits for the reports of nodes whose pods join (``None``: they are not looked at)."""
+    ``preflight``: the limits for nodes whose pods join, and for their reports (``None``: they are not looked at)."""
 
     run: str = ""
     max_failures: int = 0

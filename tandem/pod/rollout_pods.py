@@ -185,7 +185,7 @@ class RolloutPods:
             if monotonic() > ends:
                 raise RunError(
                     f"{len(self.there)} of pods.min_count {self.least} pods are there after pods.join_timeout_s ({self.join_timeout_s:g} s); start more with "
-                    f"'tandem pod', then resume the run, or resume it with a lower --pods.min_count{self.joining.nodes.why_few()}"
+                    f"'tandem pod', then resume the run, or resume it with a lower --pods.min_count{self.joining.why_few()}"
                 )
             with self.joining.changed:
                 self.joining.changed.wait(0.5)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,13 @@ class LaunchedRuns:
         while not path.exists() or path.read_bytes().count(b"\n") < step:
             assert time.monotonic() < ends, self.output(name)
             time.sleep(0.02)
+
+    def wait_for_output(self, name: str, pattern: str) -> None:
+        """Waits until the run's jobs have written what matches ``pattern``."""
+        ends = time.monotonic() + 240
+        while not re.search(pattern, self.output(name)):
+            assert time.monotonic() < ends, self.output(name)
+            time.sleep(0.2)
 
     def model(self, name: str) -> dict[str, bytes]:
         """Returns the files of the trained model."""

@@ -1,7 +1,7 @@
 """A real Slurm whose nodes are machines of their own: network namespaces, each with its own shared memory, folder for temporary files and spool."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,11 +43,10 @@ class SlurmMachines:
 
     def wait_for_second_life(self, name: str) -> None:
         """Waits until Slurm has begun the job a second time."""
-        wait_until(lambda: "Restarts=1" in self.cluster.ask("scontrol", "show", "job"), lambda: self.runs.output(name))
-
-    def wait_for_output(self, name: str, text: str) -> None:
-        """Waits until the job has said ``text``."""
-        wait_until(lambda: text in self.runs.output(name), lambda: self.runs.output(name))
+        until = time.monotonic() + 180
+        while "Restarts=1" not in (job := self.cluster.ask("scontrol", "show", "job")):
+            assert time.monotonic() < until, (self.runs.output(name), job)
+            time.sleep(0.5)
 
     def equal_to_local(self, name: str, *settings: str) -> PodRun:
         """Returns the run, once it has finished with the bits of the local one."""
@@ -86,13 +85,6 @@ def machines(tmp_path: Path) -> Iterator[SlurmMachines]:
         for host in hosts:
             host.signal(9)
         network.close()
-
-
-def wait_until(is_so: Callable[[], bool], why: Callable[[], str]) -> None:
-    until = time.monotonic() + 180
-    while not is_so():
-        assert time.monotonic() < until, why()
-        time.sleep(0.5)
 
 
 def inside(host: Host, *command: str) -> list[str]:

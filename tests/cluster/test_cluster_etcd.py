@@ -1,5 +1,7 @@
 """The etcd that a job starts for its run lets in the run alone, and leaves nothing behind."""
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,9 +38,23 @@ def test_the_etcd_of_a_run_asks_for_its_password_and_shows_its_own_keys_alone(tm
         with pytest.raises((UserError, RunError), match="permission"):
             EtcdStore(config, "/tandem/s/").get("key")
         assert list(tmp_path.glob("tandem-*"))
+        # What it was told outlives it.
+        store = EtcdStore(replace(config, deadline_s=60.0), "/tandem/r/")
+        (process,) = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if f"--data-dir={tmp_path}/".encode() in read(path)]
+        os.kill(process, signal.SIGKILL)
+        store.put("other", b"later")
+        assert {entry.key: entry.value for entry in store.list("")} == {"key": b"value", "other": b"later"}
+        store.close()
     assert list(tmp_path.glob("tandem-*")) == []
     with pytest.raises(RunError):
         EtcdStore(replace(config, deadline_s=1.0), "/tandem/r/").get("key")
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def test_a_node_is_reached_at_the_address_from_which_it_reaches_the_first_one() -> None:

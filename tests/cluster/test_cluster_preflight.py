@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import pytest
 import yaml
 from network import Host, Network, why_not
 from pod_runs import RECIPE
+from wall_clock import WallClock
 
 from tandem.cluster.health.links import rounds
 from tandem.cluster.health.preflight import Outcome, check_nodes, check_outcome, preflight
@@ -164,13 +164,12 @@ def test_of_four_real_nodes_a_small_shared_memory_a_cut_wire_and_a_wrong_clock_a
     run = tmp_path / "run"
     (run / "pod").mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(RECIPE.read_text())))
-    clock = tmp_path / "clock"
-    clock.write_bytes(struct.pack("<d", -7200.0))
+    clock = WallClock(tmp_path / "clock", -7200.0)
     config = ClusterConfig(min_speed=0.0, min_shm_gib=0.02, min_disk_gib=0.0, preflight_timeout_s=240)
     store = EmbeddedStore(run / "pod" / "store.sqlite")
 
     def begin(host: Host, number: int) -> "subprocess.Popen[str]":
-        wrong = {"PYTHONPATH": f"{ROOT / 'tests' / 'pod' / 'clock'}:{ROOT}", "TANDEM_TEST_CLOCK": str(clock)} if number == 4 else {}
+        wrong = clock.environment if number == 4 else {}
         environment = {**os.environ, **wrong, "SLURMD_NODENAME": f"n{number}", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tandem.cluster.health.on_node", str(run), hosts[0].address, "--cluster.preflight_timeout_s=240"]
         return subprocess.Popen(host.inside(*command), env=environment, cwd=ROOT, text=True, stderr=subprocess.PIPE)

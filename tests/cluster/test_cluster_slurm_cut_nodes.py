@@ -15,7 +15,7 @@ def test_a_node_whose_network_is_cut_takes_no_bit_with_it(machines: SlurmMachine
     # Slurm takes it for dead and begins the job elsewhere, while its processes still work: a controller among them has the run.
     machines.wait_for_second_life("cut")
     if place == 0:
-        machines.wait_for_output("cut", "is in use by process")
+        machines.runs.wait_for_output("cut", "is in use by process")
     machines.host(lost).plug(True)
     run = machines.equal_to_local("cut")
     assert run.events("resume")[-1].detail["step"] >= 10

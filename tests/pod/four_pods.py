@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import time
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from pathlib import Path
 
 from etcd_server import EtcdServer
 from network import Host, Network
-from pod_runs import HERE, RECIPE, PodRun, finish
+from pod_runs import RECIPE, PodRun, finish
+from wall_clock import WallClock
 
 LEASE_S, HEARTBEAT_S = 3, 4
 STEPS = 24
@@ -24,7 +24,7 @@ _LIMIT_S = 420.0
 @dataclass
 class FourPods:
     """Under ``folder``. The controller calls from the first address of its machine, and its trainer serves weights at the second one. ``disks``: small file
-    systems of the run and of the pods. ``clock``: how far the wall clocks of all processes have jumped. ``ends``: how the run's command ended before the run
+    systems of the run and of the pods. ``clock``: that of all processes. ``ends``: how the run's command ended before the run
     did."""
 
     folder: Path
@@ -39,8 +39,7 @@ class FourPods:
         for disk in self.disks.values():
             disk.mkdir(parents=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "tmpfs", str(disk)], check=True)
-        self.clock = self.folder / "clock"
-        self.jump(0)
+        self.clock = WallClock(self.folder / "clock")
         self.network = Network()
         self.home, self.etcd_host = self.network.add("run", 1, 10), self.network.add("etcd", 2)
         self.hosts = {name: self.network.add(name, 11 + number) for number, name in enumerate(("p1", "p2", "p3"))}
@@ -53,14 +52,11 @@ class FourPods:
             self.pods[name] = self._on(host, self.disks["pods"] / name)
 
     def _on(self, host: Host, parent: Path) -> PodRun:
-        environment = {"PYTHONPATH": f"{HERE / 'clock'}:{HERE.parents[1]}", "TANDEM_TEST_CLOCK": str(self.clock)}
-        return PodRun(parent, RECIPE, name="run", environment=environment, inside=host.inside)
+        return PodRun(parent, RECIPE, name="run", environment=self.clock.environment, inside=host.inside)
 
     def jump(self, seconds: float) -> None:
         """Sets the wall clocks of all processes ``seconds`` ahead of the right time."""
-        fresh = self.clock.exists()
-        with self.clock.open("r+b" if fresh else "wb") as file:
-            file.write(struct.pack("<d", seconds))
+        self.clock.set(seconds)
 
     def _common(self, host: str) -> list[str]:
         return [

@@ -93,9 +93,15 @@ class Host:
     def fill_disk(self, process: int) -> None:
         """Leaves no byte in the folder ``hidden``, as ``process`` there sees it."""
         disk = Path(f"/proc/{process}/root{self.hidden}")
-        subprocess.run(["nsenter", f"--target={process}", "--mount", "mount", "-o", "remount,size=16m", self.hidden], check=True)
+        sizes = os.statvfs(disk)
+        size = max(1 << 24, (sizes.f_blocks - sizes.f_bfree) * sizes.f_frsize + (1 << 20))
+        subprocess.run(["nsenter", f"--target={process}", "--mount", "mount", "-o", f"remount,size={size}", self.hidden], check=True)
         filled = subprocess.run(["dd", "if=/dev/zero", f"of={disk}/fill", "bs=1M"], capture_output=True, text=True)
         assert "No space left" in filled.stderr and os.statvfs(disk).f_bavail == 0
+
+    def empty_disk(self, process: int) -> None:
+        """Makes room again."""
+        Path(f"/proc/{process}/root{self.hidden}/fill").unlink()
 
     def slow_down(self, kbit_s: int) -> None:
         """Everything that leaves here goes through at ``kbit_s``; 0: as fast as it can."""

@@ -21,6 +21,7 @@ from joined_machines import CREDENTIAL, Machines, needs_etcd, shim_of
 from pod_runs import RECIPE, PodRun, difference, finish
 
 from tandem import __version__
+from tandem.config.cluster import ClusterConfig
 from tandem.config.pods import PodsConfig
 from tandem.config.recipe import Recipe, load_config
 from tandem.jobs.start import train
@@ -34,6 +35,7 @@ from tandem.runtime.coordination.etcd import EtcdStore
 from tandem.runtime.coordination.leased_key import LeasedKey
 from tandem.runtime.coordination.membership import ENDED, join, leave, members
 from tandem.runtime.coordination.session import Session
+from tandem.runtime.health.node_report import own_versions
 from tandem.runtime.process.stacks import stacks_in
 from tandem.runtime.rpc.calls import PeerDied
 from tandem.runtime.rpc.credentials import write_credential
@@ -223,19 +225,23 @@ class Run:
     calls: list[tuple[str, str]] = field(default_factory=list)
     servers: list[HttpServer] = field(default_factory=list)
 
-    def add(self, name: str, credential: str = CREDENTIAL, *, refuses: str = "", version: str = __version__) -> Session:
-        """Adds a pod that answers every call but ``refuses``."""
+    def add(
+        self, name: str, credential: str = CREDENTIAL, *, refuses: str = "", version: str = __version__, ahead_s: float = 0.0, torch: str | None = None
+    ) -> Session:
+        """Adds a pod that answers every call but ``refuses``, whose clock is ``ahead_s``, and which has another ``torch``."""
 
         def answer(call: str) -> Any:
             def method(meta: Any, blobs: Any, progress: Any) -> Any:
                 self.calls.append((name, call))
                 if call == refuses:
                     raise UserError("/dev/shm is too small")
+                if call == "describe":
+                    return {"time_s": time.time() + ahead_s, "machine": "m1", "versions": own_versions() | ({} if torch is None else {"torch": torch})}, {}
                 return {"left": False}, {}
 
             return method
 
-        methods = {call: answer(call) for call in ("setup", "receive_model", "start_worker", "start_engine", "release")}
+        methods = {call: answer(call) for call in ("describe", "setup", "receive_model", "start_worker", "start_engine", "release")}
         server = HttpServer(methods, credential, name=name)
         server.start()
         self.servers.append(server)
@@ -302,7 +308,49 @@ def test_a_pod_that_cannot_be_prepared_is_said_once_and_tried_again_in_its_next_
     assert pod.number == 1 and run.joining.told() == [{"joined": 1, "name": "first"}]
 
 
-def test_a_pod_that_does_not_answer_keeps_no_stacks_from_the_report(run: Run) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"ahead_s": 61.5}, r"the clock of node first \(m1\) is 6[0-3]\.\d s ahead of that of the controller, more than cluster\.max_clock_offset_s \(1\); "),
+        ({"ahead_s": -7.5}, r"the clock of node first \(m1\) is [6-9]\.\d s behind that of the controller, more than"),
+        ({"torch": "1.0"}, r"node first \(m1\) has torch 1\.0 and the controller has .*; install the same version on all nodes$"),
+    ],
+    ids=["ahead", "behind", "torch"],
+)  # fmt: skip
+def test_a_pod_with_another_clock_or_version_is_refused_before_it_is_set_up_unless_machines_are_not_compared(
+    wrong: dict[str, Any], reason: str, run: Run
+) -> None:
+    run.joining.nodes.preflight = ClusterConfig()
+    session = run.add("first", **wrong)
+    assert run.look() == [] and {call for _, call in run.calls} == {"describe"}
+    (news,) = run.joining.told()
+    assert re.match(reason, news["reason"]) and "\n" not in news["reason"]
+    assert run.joining.why_few() == f"; pod first could not join the run: {news['reason']}"
+    session.close()
+    run.joining.nodes.preflight = None
+    session = run.add("first", **wrong)
+    (pod,) = run.look()
+    assert pod.number == 1 and run.joining.why_few() == ""
+    session.close()
+
+
+def test_a_pod_that_answers_late_is_asked_again_until_its_clock_is_known_well_and_then_takes_part(run: Run) -> None:
+    run.joining.nodes.preflight = ClusterConfig(max_clock_offset_s=0.25)
+    session = run.add("first", ahead_s=0.1)
+    prompt, answers = run.servers[0].methods["describe"], iter((0.15, 0.15, 0.0))
+
+    def late(meta: Any, blobs: Any, progress: Any) -> Any:
+        answer = prompt(meta, blobs, progress)
+        time.sleep(next(answers))
+        return answer
+
+    run.servers[0].methods["describe"] = late  # type: ignore[index]
+    assert [pod.name for pod in run.look()] == ["first"] and list(answers) == []
+    session.close()
+
+
+def test_a_pod_that_does_not_answer_keeps_no_stacks_from_the_report(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.pod.joining._STACKS_S", 0.3)
     run.joining.most = 2
     sessions = [run.add("silent"), run.add("fine")]
     ends = time.monotonic() + 30
@@ -312,7 +360,7 @@ def test_a_pod_that_does_not_answer_keeps_no_stacks_from_the_report(run: Run) ->
     run.servers[0].methods["stacks"] = lambda meta, blobs, progress: threading.Event().wait(60)  # type: ignore[assignment, return-value]
     run.servers[1].methods["stacks"] = lambda meta, blobs, progress: ({"stacks": {"a worker": "its stack"}}, {})
     stacks = run.joining.stacks()
-    assert stacks["fine, a worker"] == "its stack" and "is stuck in 'stacks': no result within 5 s" in stacks["silent, the pod"]
+    assert stacks["fine, a worker"] == "its stack" and "is stuck in 'stacks': no result within 0.3 s" in stacks["silent, the pod"]
     for session in sessions:
         session.close()
 

@@ -1,6 +1,8 @@
 """The preflight of pods that join one by one: each measures its machine before it joins, and the run cordons those that are not fit."""
 
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from etcd_server import EtcdServer
 from joined_machines import Machines, needs_etcd
 from network import why_not
 from pod_runs import PodRun, finish
+from wall_clock import WallClock
 
 from tandem.config.cluster import ClusterConfig
 from tandem.pod.nodes import Nodes
@@ -64,6 +67,32 @@ def test_without_the_preflight_nobody_is_judged(store: EmbeddedStore) -> None:
     report(store, "n2", failed={"disk": "gone"})
     Nodes("r").look(store)
     assert cordons(store) == {}
+
+
+@needs_etcd
+@pytest.mark.full
+def test_a_pod_whose_clock_is_apart_is_told_of_and_takes_part_once_its_time_service_has_set_it(tmp_path: Path, etcd_server: EtcdServer) -> None:
+    machines = Machines(tmp_path, etcd_server, ("--pods.min_count=2", "--cluster.preflight=true", "--cluster.min_speed=0"))
+    clock = WallClock(tmp_path / "clock", 60.0)
+    machines.pods["n2"] = PodRun(tmp_path / "n2", environment=clock.environment)
+    try:
+        pod = machines.pod("n2")
+        machines.wait_for("n2", "joined run", pod)
+        train = machines.train()
+        ends, log = time.monotonic() + 240, machines.run.directory / "logs" / "controller.log"
+        while not log.exists() or "(n2) could not be prepared" not in log.read_text():
+            assert time.monotonic() < ends and train.poll() is None, finish(train)
+            time.sleep(0.1)
+        line = r"the clock of node n2 \(.*\) is (59|60)\.\d s ahead of that of the controller, more than cluster\.max_clock_offset_s \(1\); start its time"
+        assert re.search(line, log.read_text())
+        clock.set(0.0)
+        done = finish(train)
+        assert done.returncode == 0 and re.search(line, done.stdout + done.stderr), done.stdout + done.stderr
+        assert machines.members()[0] == ("refused", "n2") and ("joined", "n2") in machines.members()
+        pod.terminate()
+        pod.wait(60)
+    finally:
+        machines.close()
 
 
 @needs_etcd

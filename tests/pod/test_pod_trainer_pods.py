@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,7 +176,9 @@ class FakeJoining:
     others: list[RolloutPod] = field(default_factory=list)
     folder: str = "/runs/r"
     forgotten: list[str] = field(default_factory=list)
-    nodes: Any = field(default_factory=lambda: SimpleNamespace(why_few=lambda: ""))
+
+    def why_few(self) -> str:
+        return ""
 
     @property
     def lives(self) -> dict[str, RolloutPod]:

@@ -75,7 +75,7 @@ def bytes_read() -> int:
         return int(file.readline().split()[1])
 
 
-@pytest.mark.parametrize("width", [1, 40_000, 65_536 - 26, 200_000])
+@pytest.mark.parametrize("width", [500, 40_000, 65_536 - 26, 200_000])
 def test_the_newest_row_is_that_of_all_rows_and_no_other_is_read(tmp_path, width):
     path = tmp_path / "metrics.jsonl"
     rows = "".join(f'{{"step": {step}, "text": "{"x" * width}"}}\n' for step in range(2_000_000 // (width + 24) + 2))

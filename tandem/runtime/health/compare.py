@@ -37,8 +37,7 @@ def findings(
     for report in reports:
         found += [Finding(report.node, f"node {report.node}: {what}: {why}") for what, why in report.failed.items()]
         found += _space(report, config)
-        found += clock_findings(report, reports[0].node, config)
-        found += _versions(report, controller or reports[0])
+        found += setup_findings(report, controller or reports[0], config)
     kind_of = {report.node: (kinds or {}).get(report.node, "") for report in reports}
     for kind in dict.fromkeys(kind_of.values()):
         alike = [report for report in reports if kind_of[report.node] == kind]
@@ -54,6 +53,11 @@ def _space(report: NodeReport, config: ClusterConfig) -> Iterator[Finding]:
         if name not in report.failed and free < least:
             text = f"node {report.node} has {free:.3g} GiB free {place}, less than cluster.{key} ({least:g}); make room, or exclude the node"
             yield Finding(report.node, text)
+
+
+def setup_findings(report: NodeReport, first: NodeReport, config: ClusterConfig) -> Sequence[Finding]:
+    """Returns what is wrong with how the node of ``report`` is set up, beside ``first``, that of the run's controller: its clock and its versions."""
+    return [*clock_findings(report, first.node, config), *_versions(report, first)]
 
 
 def clock_findings(report: NodeReport, first: str, config: ClusterConfig) -> Iterator[Finding]:

@@ -45,9 +45,8 @@ def plan(request: Mapping[str, Any]) -> dict[str, Any]:
         wanted = ", ".join(_described(bundle))
         raise UserError(f"'ray.nodes' is {most}, and the Ray cluster has room for {room} with {wanted} each; lower it, or add nodes ('ray status')")
     if not request["is_own"]:
-        host, port = request["listen"]
         limit_s = float(request["max_clock_offset_s"]) if config.most_nodes > 1 else 0.0
-        check_nodes(fitting, Asked(tuple(request["folders"]), (str(host), int(port)), limit_s))
+        check_nodes(fitting, Asked(tuple(request["folders"]), tuple((str(host), int(port)) for host, port in request["ports"]), limit_s))
     return {"bundle": bundle, "nodes": [node["NodeName"] for node in fitting], "room": room}
 
 

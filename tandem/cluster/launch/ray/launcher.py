@@ -167,12 +167,20 @@ def _at(directory: Path, record: Record) -> RayAt:
 
 
 def _asked(recipe: AnyRecipe, directory: Path, folder: str) -> dict[str, Any]:
-    config, metrics = recipe.ray, recipe.metrics
+    config = recipe.ray
     return {
         "ray": asdict(config), "nodes": config.nodes, "is_own": not config.address, "folders": [str(_existing(directory)), folder],
-        "listen": ("", 0) if metrics is None else (metrics.host, metrics.port),
+        "ports": _fixed_ports(recipe),
         "max_clock_offset_s": recipe.cluster.max_clock_offset_s if isinstance(recipe, Recipe) and recipe.cluster.preflight else 0.0,
     }  # fmt: skip
+
+
+def _fixed_ports(recipe: AnyRecipe) -> list[tuple[str, int]]:
+    """Returns the ports that the recipe names, each with its host; empty: the address of the node."""
+    ports = [] if recipe.metrics is None else [(recipe.metrics.host, recipe.metrics.port)]
+    if isinstance(recipe, Recipe) and recipe.pods.may_join:
+        ports.append(("", recipe.pods.port))
+    return [(host, port) for host, port in ports if port]
 
 
 def _existing(folder: Path) -> Path:

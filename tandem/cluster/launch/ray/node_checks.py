@@ -20,22 +20,23 @@ _CLOSE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a node must have. ``folders``: of the run, and in which the command was given. ``listen``: the host and the port that the controller takes, wherever
-    it is placed; port 0: a free one. ``max_clock_offset_s``: between any two nodes; 0: clocks are not compared."""
+    """What a node must have. ``folders``: of the run, and in which the command was given. ``ports``: that the processes of the run take, wherever they are
+    placed and whenever they move, each with its host; without one it is the address of the node. ``max_clock_offset_s``: between any two nodes; 0: clocks are
+    not compared."""
 
     folders: tuple[str, ...]
-    listen: tuple[str, int] = ("", 0)
+    ports: tuple[tuple[str, int], ...] = ()
     max_clock_offset_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """``missing``: a folder that is not there, empty without one. ``taken``: why the port cannot be taken. ``offset_s``, ``error_s``: how far its clock is
+    """``missing``: a folder that is not there, empty without one. ``taken``: why ports cannot be taken. ``offset_s``, ``error_s``: how far its clock is
     ahead of that of this machine, and by how much that may be wrong."""
 
     version: str
     missing: str
-    taken: str
+    taken: tuple[str, ...]
     offset_s: float = 0.0
     error_s: float = 0.0
 
@@ -51,12 +52,17 @@ def check_nodes(nodes: Sequence[Mapping[str, Any]], asked: Asked) -> None:
             raise UserError(f"{where} has Tandem {answer.version}, and this machine {ours}; install the same version on all nodes")
         if answer.missing:
             raise UserError(f"{where} has no folder '{answer.missing}'; all nodes of a run share its folder, under the same path")
-    # Ray chooses the node of the controller among them. Where some have the port free, only the job knows.
-    if all(answer.taken for answer in answers.values()):
-        where = ", ".join(sorted(names.values()))
-        raise UserError(f"{next(iter(answers.values())).taken}: it is taken on every node of the Ray cluster that fits the run ({where})")
+    _check_ports([(names[identity], answer.taken) for identity, answer in answers.items()])
     if asked.max_clock_offset_s and len(nodes) > 1:
         _check_clocks([(names[identity], answer) for identity, answer in _closer(nodes, asked, answers).items()], asked.max_clock_offset_s)
+
+
+def _check_ports(taken: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Raises ``UserError`` if a node cannot take a port of the run: Ray may place the process that needs it there, now or when it moves. ``taken``: why not, of
+    each node, with its name."""
+    for reason in (text for _, texts in taken for text in texts):
+        nodes = sorted(name for name, texts in taken if reason in texts)
+        raise UserError(f"node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)} of the Ray cluster, on which the run may be placed: {reason}")
 
 
 def _closer(nodes: Sequence[Mapping[str, Any]], asked: Asked, answers: Mapping[str, _Answer]) -> Mapping[str, _Answer]:
@@ -86,21 +92,21 @@ def _check_clocks(answers: Sequence[tuple[str, _Answer]], limit_s: float) -> Non
 
 def _ask(nodes: Sequence[Mapping[str, Any]], asked: Asked) -> dict[str, _Answer]:
     """Returns what each node answers, by its identity: names need not be unique. All are asked at once."""
-    folders, (host, port) = asked.folders, asked.listen
+    folders, ports = asked.folders, asked.ports
 
     # A function within a function is sent as code: a node may have a Tandem that does not have this module.
-    def facts() -> tuple[str, str, str, float]:
+    def facts() -> tuple[str, str, tuple[str, ...], float]:
         import tandem
         from tandem.types import UserError
 
-        taken = ""
-        if port:
+        taken: tuple[str, ...] = ()
+        for host, port in ports:
             from tandem.runtime.rpc.listener import listen
 
             try:
-                listen(host, port).close()
+                listen(host or ray.util.get_node_ip_address(), port).close()
             except UserError as error:
-                taken = str(error)
+                taken = (*taken, str(error))
         missing = next((folder for folder in folders if not os.path.isdir(folder)), "")  # noqa: PTH112
         return tandem.__version__, missing, taken, time.time()
 
