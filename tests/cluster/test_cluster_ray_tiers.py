@@ -67,14 +67,27 @@ def test_a_lost_node_never_needs_the_folder(
     assert left_behind(tmp_path, KEEPER) == [] and not (two.directory / KEEPERS).exists()
 
 
-def test_keepers_end_with_a_job_that_is_cancelled_at_once(machines: tuple[Network, RayCluster, LaunchedRuns], tmp_path: Path) -> None:
+def test_a_keeper_ends_with_the_pod_that_leaves_its_node_and_with_a_job_that_is_cancelled_at_once(
+    machines: tuple[Network, RayCluster, LaunchedRuns], tmp_path: Path
+) -> None:
     _, cluster, runs = machines
     wait_for_room(runs, cluster.address, 2)
     runs.tandem(
-        "train", RECIPE, "--on", "ray", f"--ray.address={cluster.address}", "--run.name=two", "--ray.nodes=2", "--pods.min_count=2", *MEMORY,
+        "train", RECIPE, "--on", "ray", f"--ray.address={cluster.address}", "--run.name=two", "--ray.nodes=2", "--pods.min_count=1", *MEMORY,
         "--run.max_steps=100000", *STEPS[1:],
     )  # fmt: skip
     wait_until_kept(runs, 2)
+    runs.tandem("scale", "runs/two", "1")
+    until = time.monotonic() + 120
+    while (runs.directory("two") / KEEPERS).exists():
+        assert time.monotonic() < until, runs.output("two")
+        time.sleep(0.1)
+    before = len(runs.rows("two"))
+    runs.wait_for_step("two", before + 2)
+    runs.tandem("scale", "runs/two", "2")
+    while not (runs.directory("two") / KEEPERS).exists():
+        assert time.monotonic() < until, runs.output("two")
+        time.sleep(0.1)
     assert [path.suffix for path in (runs.directory("two") / KEEPERS).iterdir()] == [".json"]
     runs.tandem("cancel", "runs/two", "--now")
     assert left_behind(tmp_path, KEEPER) == [] and not (runs.directory("two") / KEEPERS).exists()

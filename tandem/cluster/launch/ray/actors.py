@@ -23,7 +23,7 @@ from ray.util.placement_group import remove_placement_group
 from tandem.cluster.launch.ended import Ended, read_end, write_end
 from tandem.cluster.launch.job import RunProcess, read_job, store_of_run, wait_for_earlier
 from tandem.cluster.launch.node_pod import node_pod
-from tandem.cluster.launch.ray.keeper import node_keeper
+from tandem.cluster.launch.ray.keeper import end_node_keeper, node_keeper
 from tandem.cluster.launch.ray.nodes import end_with_node, node_name
 from tandem.cluster.launch.ray.placement import CONTROLLER, group_name, groups_of, in_group, make_group, remove_groups
 from tandem.config.recipe import Recipe
@@ -186,6 +186,7 @@ class PodActor:
             if self._pod is not None and self._pod.poll() is None:
                 self._pod.terminate()
         self._thread.join()
+        end_node_keeper(self._job, self._name)
 
     def _work(self) -> None:
         logs = self._directory / "logs" / "pods" / self._name

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tandem.cluster.launch.ended import read_end
 from tandem.cluster.launch.job import read_job
 from tandem.cluster.launch.node_keeper import NodeKeeper, keeps_checkpoints
 from tandem.cluster.launch.ray.nodes import end_with_node, node_name
-from tandem.cluster.launch.ray.placement import CONTROLLER, NAMESPACE, group_name
+from tandem.cluster.launch.ray.placement import CONTROLLER, NAMESPACE, group_name, groups_of
 from tandem.config.recipe import Recipe
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.records.logs import setup
@@ -49,6 +48,15 @@ def node_keeper(job: str, directory: Path, host: str) -> Path | None:
     return keeper_path(directory, name)
 
 
+def end_node_keeper(job: str, pod: str) -> None:
+    """Ends this node's keeper for ``job``, which ``pod`` leaves, unless another pod of the job is here."""
+    name = node_name()
+    if not any(node == name and role not in (CONTROLLER, pod) for role, (_, node) in groups_of(job).items()):
+        # There is none without checkpoints in memory.
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):
+            ray.get_actor(group_name(job, f"keeper-{name}"), namespace=NAMESPACE).end.remote()
+
+
 class KeeperActor:
     """The keeper of this node for ``job``, the run in ``directory`` whose controller is reached at ``host``."""
 
@@ -57,13 +65,17 @@ class KeeperActor:
         self._job, self._directory, self._host = job, Path(directory), host
         setup(f"keeper-{node_name()}", self._directory / "logs")
         end_with_node()
-        self._is_ready = threading.Event()
+        self._is_ready, self._is_over = threading.Event(), threading.Event()
         # The kernel ends the keeper with the thread that started it.
         threading.Thread(target=self._work, name="keeper", daemon=True).start()
 
     def start(self) -> None:
         """Returns when the keeper can be called. Its actor has died if it does not start."""
         self._is_ready.wait()
+
+    def end(self) -> None:
+        """Lets it end: its node is not one of the run any more."""
+        self._is_over.set()
 
     def _work(self) -> None:
         try:
@@ -81,7 +93,8 @@ class KeeperActor:
         waiting = Deadline(lease_s)
         while not waiting.passed and (keeper.look() or self._is_ready.is_set()):
             self._is_ready.set()
-            time.sleep(_LOOK_S)
+            if self._is_over.wait(_LOOK_S):
+                return
             state = _state_of(self._job)
             if state == "" or read_end(self._directory, self._job) is not None:
                 return
