@@ -42,9 +42,9 @@ from tandem.jobs.rl_run import rl_run
 from tandem.jobs.start import train
 from tandem.metrics_database.scrape import Target, samples_of
 from tandem.metrics_database.store import MetricsWriter, Retention
-from tandem.pod import policy_step
+from tandem.pod import policy_step, trainer_worker
 from tandem.runtime.machine.usage import processes_below
-from tandem.runtime.records.entropies import FILE
+from tandem.runtime.records.entropies import FILE, EntropyFile
 from tandem.runtime.traces.context import new_trace
 from tandem.runtime.traces.otlp import readable
 from tandem.runtime.traces.spans import MOST_SPANS, SPANS, begin_first, span
@@ -117,10 +117,19 @@ class TracedTurns(Turns):
 
 
 class EntropyTurns(TracedTurns):
-    """Keeps the entropies of tokens in the blocks in which ``flag`` exists. Nothing is scraped."""
+    """Keeps the entropies of tokens in the blocks in which ``flag`` exists. Nothing is scraped. ``parts_s``: the processor seconds of what is done for them, in
+    each step that has them: they are gathered and packed, encoded, and written."""
 
     def __init__(self, flag: Path) -> None:
         super().__init__(flag, USUAL_S, -1)
+        self.parts_s: list[float] = []
+        self._parts = 0.0
+
+    def row(self, row: Mapping[str, float | int | str]) -> None:
+        if self._parts:
+            self.parts_s.append(self._parts)
+            self._parts = 0.0
+        super().row(row)
 
     def message(self, text: str) -> None:
         pass
@@ -129,11 +138,28 @@ class EntropyTurns(TracedTurns):
     def switching(self) -> Iterator[None]:
         """Inside, steps in the other blocks keep none."""
         kept = policy_step.EntropyRecord
+        parts = [(kept, "take"), (trainer_worker, "encode_entropies"), (EntropyFile, "write")]
+        before = [getattr(owner, name) for owner, name in parts]
         policy_step.EntropyRecord = lambda: kept() if self.is_on() else NoEntropies()
+        for (owner, name), do in zip(parts, before, strict=True):
+            setattr(owner, name, self._timed(do))
         try:
             yield
         finally:
             policy_step.EntropyRecord = kept
+            for (owner, name), do in zip(parts, before, strict=True):
+                setattr(owner, name, do)
+
+    def _timed(self, do: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return do(*arguments)
+            finally:
+                # The controller calls its file with nothing too, in the other blocks.
+                self._parts += (time.thread_time() - began) * self.is_on()
+
+        return timed
 
 
 @contextlib.contextmanager
@@ -172,7 +198,11 @@ def entropy_steps(settings: list[str], work: Path) -> tuple[str, str]:
         sizes = [size for (size,) in connection.execute("SELECT length(sequences) FROM entropies")]
     # As many steps as had the flag, so that the other side really kept none.
     assert abs(len(sizes) - len(turns.seconds[True])) <= BLOCK, (len(sizes), len(turns.seconds[True]))
-    said = f"The entropies of a step, {len(sizes)} of them in `{FILE}`: {statistics.median(sizes) / 1024:.1f} KiB (median)."
+    size_kib, parts_ms = statistics.median(sizes) / 1024, 1000 * statistics.median(turns.parts_s)
+    said = (
+        f"The entropies of the tokens of a step, {size_kib:.1f} KiB: {parts_ms:.2f} ms of the processor to be gathered, packed, encoded and written to "
+        f"`{FILE}` (median of {len(turns.parts_s)} steps)."
+    )
     return rows("a step of reinforcement learning in one process, with the entropies of its tokens", turns), said
 
 
