@@ -11,7 +11,6 @@ after the honest clients alone, at most beside the hostile ones, and a few secon
 """
 
 import argparse
-import asyncio
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,14 +138,15 @@ def measure(model: Path, work: Path, options: argparse.Namespace) -> Found:
 
 
 def fill_cache(url: str) -> None:
-    """Uses every block of the KV cache once, which is allocated at the start and resident from its first use."""
+    """Uses every block of the KV cache once, which is allocated at the start and resident from its first use. The prompts have no beginning in common, and few
+    are asked at once, so that a slow machine answers them within the server's limit of time too."""
+    with httpx.Client(timeout=600) as client, ThreadPoolExecutor(4) as threads:
 
-    async def ask() -> None:
-        async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
-            body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
-            await asyncio.gather(*(client.post(f"{url}/v1/completions", json=body) for _ in range(128)))
+        def ask(number: int) -> None:
+            prompt = [3 + (number + 7 * place) % 290 for place in range(500)]
+            client.post(f"{url}/v1/completions", json={"prompt": prompt, "max_tokens": 1}).raise_for_status()
 
-    asyncio.run(ask())
+        list(threads.map(ask, range(140)))
 
 
 def clients(kind: str, url: str, seconds: float) -> "subprocess.Popen[bytes]":
