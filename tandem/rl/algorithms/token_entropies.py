@@ -4,6 +4,7 @@ The losses have it already: nothing is computed for it.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -42,19 +43,22 @@ class EntropyRecord:
         ends = itertools.accumulate(len(places[sequence.id]) for sequence in sequences)
         kept = [sequence for sequence, end in zip(sequences, ends, strict=True) if end <= MOST_TOKENS]
         counts, rows = [len(places[sequence.id]) for sequence in kept], self._by_sequence(places)
+        if not sum(counts):
+            return {}
         # The second row counts who has it: ranks of one tensor-parallel group have the same tokens, and some stages of a pipeline none.
-        values = torch.zeros(2, sum(counts), device=device)
-        for part, sequence in zip(values.split(counts, dim=1), kept, strict=True):
-            if (own := rows.get(sequence.id)) is not None:
-                part[0], part[1] = own, 1.0
-        if sum(counts):
-            values = world.all_reduce(values, "entropies")
+        own = [rows.get(sequence.id) for sequence in kept]
+        values = torch.stack((
+            torch.cat([torch.zeros(count, device=device) if each is None else each.float() for each, count in zip(own, counts, strict=True)]),
+            torch.tensor([float(each is not None) for each in own], device=device).repeat_interleave(torch.tensor(counts, device=device)),
+        ))  # fmt: skip
+        values = world.all_reduce(values, "entropies")
         if world.rank:
             return {}
-        means = (values[0] / values[1]).cpu().split(counts)
+        means, ends = (values[0] / values[1]).tolist(), itertools.accumulate(counts)
+        of_sequences = ((sequence, means[end - count : end]) for sequence, count, end in zip(kept, counts, ends, strict=True))
         return {
-            sequence.id: pack_halves(_of_completion(sequence, places[sequence.id], own.tolist()))
-            for sequence, own in zip(kept, means, strict=True) if len(own) and not own.isnan().any()
+            sequence.id: pack_halves(_of_completion(sequence, places[sequence.id], each))
+            for sequence, each in of_sequences if each and not any(map(math.isnan, each))
         }  # fmt: skip
 
     def _by_sequence(self, places: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
