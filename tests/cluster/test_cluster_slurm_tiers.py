@@ -5,7 +5,6 @@ run, which ends with the bits of one that was not disturbed."""
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,8 +17,8 @@ from launched_runs import LaunchedRuns, left_behind
 from network import Network, why_not
 from pod_runs import RECIPE, PodRun, difference
 from slurm_cluster import WHY_SKIPPED, SlurmCluster, is_installed
+from slurm_machines import inside
 from test_cluster_slurm_first_node import of_job_on
-from test_cluster_slurm_machines import _inside
 
 from tandem.runtime.records.checkpoint_tiers import tiers_of
 
@@ -31,6 +30,7 @@ MEMORY = ("--checkpoint.memory_every_steps=1", f"--checkpoint.memory_directory={
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[tuple[Network, SlurmCluster]]:
+    """Three nodes: the two that are left, whichever is lost, are those that Slurm begins the job on again."""
     if why := (WHY_SKIPPED if not is_installed() else WHY_NO_ETCD if program() is None else why_not()):
         pytest.skip(why)
     network = Network()
@@ -40,7 +40,7 @@ def machines(tmp_path: Path) -> Iterator[tuple[Network, SlurmCluster]]:
         host.shm_mib = 200
     address = hosts[0].address.rpartition(".")[0] + ".254"
     cluster = SlurmCluster(
-        tmp_path / "slurm", nodes=3, address=address, addresses=[host.address for host in hosts], inside=[partial(_inside, host) for host in hosts]
+        tmp_path / "slurm", nodes=3, address=address, addresses=[host.address for host in hosts], inside=[partial(inside, host) for host in hosts]
     )
     try:
         yield network, cluster.start()
@@ -50,13 +50,9 @@ def machines(tmp_path: Path) -> Iterator[tuple[Network, SlurmCluster]]:
         network.close()
 
 
-def daemon_of(cluster: SlurmCluster, node: str) -> "subprocess.Popen[bytes]":
-    return next(process for process in cluster.processes if process.args[-2:] == ["-N", node])  # type: ignore[index]
-
-
 def kept_on(cluster: SlurmCluster, node: str) -> list[str]:
     """Returns what is in the folder of the keepers on a machine."""
-    folder = Path(f"/proc/{daemon_of(cluster, node).pid}/root{FOLDER}")
+    folder = Path(f"/proc/{cluster.daemon(node).pid}/root{FOLDER}")
     return [str(path.relative_to(folder)) for path in folder.rglob("*")]
 
 
@@ -72,7 +68,7 @@ def test_a_lost_node_never_needs_the_folder(machines: tuple[Network, SlurmCluste
         assert time.monotonic() < until, runs.output("two")
         time.sleep(0.05)
     # The machine has lost its power: its slurmd, and all of the job there.
-    daemon = daemon_of(cluster, lost)
+    daemon = cluster.daemon(lost)
     for pid in (daemon.pid, *of_job_on(cluster, lost)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
