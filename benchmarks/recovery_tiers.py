@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from machine import machine
+from machine import machine, write_report
 from options import parser
 from peers.clock import family
 
@@ -40,7 +40,6 @@ from tandem.report.run_facts import RESULT_KEY
 from tandem.runtime.records.checkpoint_tiers import tiers_of
 from tandem.runtime.records.journal import Journal
 
-DATE = "2026-11-27"
 TIERS = {"memory": "memory of the peer node", "local": "local disk", "folder": "the run's folder (on the same disk)", "upload": "object store (S3)"}
 
 
@@ -153,7 +152,7 @@ def resume(folder: Path, environment: Mapping[str, str], *, damaged: bool) -> No
 def report(events: list[dict[str, Any]], hidden: int, layers: int, repeats: int) -> str:
     medians = {tier: statistics.median(each["seconds"] for each in events if each["tier"] == tier) for tier in TIERS}
     lines = [
-        "# Recovery from the tiers of checkpoints", "", f"{DATE}. {machine()}", "",
+        "# Recovery from the tiers of checkpoints", "", machine(), "",
         f"A model of {layers} layers of width {hidden} with AdamW's moments, on two nodes of one rank each (ZeRO 1) of this machine; the object store is "
         f"moto's S3 server on this machine, so its network costs nothing. What was written to a disk just before is read from the page cache. "
         f"Recoveries from each tier in one run (`recovery_tiers.py`): {repeats}.", "",
@@ -191,8 +190,8 @@ def main() -> None:
             for _ in range(given.repeats):
                 resume(folder, environment, damaged=damaged)
     text = report(loaded(folder / "run"), given.hidden, given.layers, given.repeats)
-    (given.out / f"recovery-tiers-{DATE}.md").write_text(text, encoding="utf-8")
     print(text)
+    print(f"wrote {write_report('recovery-tiers', text, given.out)}")
     shutil.rmtree(folder, ignore_errors=True)
 
 
