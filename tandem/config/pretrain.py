@@ -148,8 +148,7 @@ class PretrainRecipe:
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",
         "trainer.backend": "runs on data are trained by Tandem's own trainer",
-        "checkpoint.memory_directory": "all ranks of a run on data that keeps checkpoints in memory are on one machine, on whose disk "
-        "checkpoint.local_directory outlives them",
+        "checkpoint.memory_directory": "the keepers of a run on data have its checkpoints in memory alone, and checkpoint.local_directory on disks",
         "pods.count": "a run on data has one pod on its own machine, and the others join from elsewhere (pods.trainer_count)",
         **{f"pods.{name}": "there is no rollout that needs the weights" for name in (
             "min_count", "protocols", "peer_to_peer", "pipeline", "elementwise_deltas", "full_update_every", "weights_url",
@@ -268,12 +267,6 @@ class PretrainRecipe:
         check_joining_pods(pods, self.coordination, self.run.name)
         if self.run.elastic:
             raise UserError(f"{given} with run.elastic: a mesh over several machines keeps its ranks; set run.elastic to false")
-        for name in ("memory_every_steps", "local_directory"):
-            if getattr(self.checkpoint, name):
-                raise UserError(
-                    f"{given} with checkpoint.{name}: checkpoints of a run on data over several machines are in the run's folder and in checkpoint.upload in "
-                    f"this version; remove the key"
-                )
 
     def _check_lora(self) -> None:
         if self.trainer.lora is None:

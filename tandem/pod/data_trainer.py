@@ -26,7 +26,7 @@ from tandem.pod.start import check_joining, cluster_nodes, rank_threads
 from tandem.pod.trainer_pods import TrainerPod, TrainerPods
 from tandem.runtime.coordination.membership import members
 from tandem.runtime.coordination.open import open_store, store_address
-from tandem.runtime.rpc.credentials import read_credential
+from tandem.runtime.rpc.credentials import read_credential, write_credential
 from tandem.runtime.rpc.pod_tls import tls_of
 
 
@@ -42,6 +42,8 @@ def data_trainer(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(0o700)
     (folder / FOLDER_PROOF).write_text(proof, encoding="ascii")
+    credential = read_credential(Path(pods.credential_file))
+    write_credential(folder / "credential", credential)
 
     def leadership() -> int:
         guard = fence()
@@ -49,9 +51,9 @@ def data_trainer(
         return guard.revision
 
     joining = Joining(
-        yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True), read_credential(Path(pods.credential_file)), 1,
+        yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True), credential, 1,
         pods.max_count - pods.count, pods.count, leadership, float("inf"), pods.heartbeat_timeout_s, str(directory.absolute()), proof, tls=tls_of(pods),
-        nodes=cluster_nodes(recipe, directory), target=own.settings.target,
+        keeps_checkpoints=bool(recipe.checkpoint.memory_every_steps), nodes=cluster_nodes(recipe, directory), target=own.settings.target,
     )  # fmt: skip
     joined = JoinedTrainers(count - 1, 1, joining, lambda: open_store(address), pods.join_timeout_s, on_poll)
     shares = ranks_of_pods(mesh_of(recipe.parallel), count)

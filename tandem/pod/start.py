@@ -131,7 +131,7 @@ def _trainer_pods(recipe: Recipe, first: RemoteChannel, rollout: RolloutPods) ->
     return TrainerPods(made, first.directory, rank_threads(recipe), shares, joined)
 
 
-def shared_store(recipe: Recipe, directory: Path) -> str:
+def shared_store(recipe: AnyRecipe, directory: Path) -> str:
     """Returns the address of the store in which the pods of the run in ``directory`` find weights, empty if there is one pod, whose weights are not written
     to a storage either."""
     return store_address(recipe.coordination, directory) if recipe.pods.are_several or recipe.pods.weights_url else ""
@@ -184,9 +184,15 @@ def cluster_nodes(recipe: AnyRecipe, directory: Path) -> Nodes:
                  preflight=recipe.cluster if recipe.cluster.preflight else None)  # fmt: skip
 
 
+def joining_of(rollout: Channel) -> Joining | None:
+    """Returns the pods that are started elsewhere, of a run with these sidecars; ``None`` where none are."""
+    return rollout.joining if isinstance(rollout, RolloutPods) else None
+
+
 def nodes_of(rollout: Channel) -> Nodes | None:
     """Returns the cluster manager of a run with these sidecars; ``None`` where no pods are started elsewhere."""
-    return rollout.joining.nodes if isinstance(rollout, RolloutPods) and rollout.joining is not None else None
+    joining = joining_of(rollout)
+    return None if joining is None else joining.nodes
 
 
 def begin_again(rollout: Channel) -> None:

@@ -10,6 +10,9 @@ from pretrain_recipe import recipe_sections
 from tandem.config.load import to_mapping
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config, recipe_of
+from tandem.config.trainer import TrainerConfig
+from tandem.estimate.kept_checkpoints import keeper_bytes
+from tandem.estimate.training_bytes import checkpoint_bytes
 from tandem.jobs.checks.check_data import data_run_needs
 from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError
@@ -38,8 +41,6 @@ def test_as_many_pods_may_join_as_train_beside_that_of_the_run(tmp_path: Path) -
         ((*PODS, "--parallel.data=3"), "'pods.trainer_count' is 2, which does not divide parallel.data 3"),
         ((*PODS, "--parallel.zero=3"), "'pods.trainer_count' is 2 with parallel.zero 3"),
         ((*PODS, "--run.elastic=true"), "'pods.trainer_count' is 2 with run.elastic"),
-        ((*PODS, "--checkpoint.memory_every_steps=1"), "'pods.trainer_count' is 2 with checkpoint.memory_every_steps"),
-        ((*PODS, "--checkpoint.local_directory=/nvme"), "'pods.trainer_count' is 2 with checkpoint.local_directory"),
         ((*PODS, "--run.name="), "which find a run by its name; set run.name"),
         ((*PODS, "--coordination.store=embedded"), "which reach no 'embedded' store; set coordination.store to etcd"),
         ((*PODS, "--pods.count=2"), "'pods.count' cannot be set: a run on data has one pod on its own machine"),
@@ -62,4 +63,7 @@ def test_a_machine_is_checked_for_the_memory_of_its_own_ranks(tmp_path: Path) ->
     )  # fmt: skip
     half = recipe(tmp_path, "--parallel.data=2", "--data.global_batch_size=4")
     of_two, of_one = (data_run_needs(which, shapes, "cpu").host for which in (recipe(tmp_path, *PODS, "--data.global_batch_size=8"), half))
+    kept = data_run_needs(recipe(tmp_path, *PODS, "--checkpoint.memory_every_steps=1"), shapes, "cpu")
+    # The files of its own two ranks, and of the two of the other machine.
+    assert kept.kept == keeper_bytes(checkpoint_bytes(shapes, TrainerConfig(learning_rate=3e-3)), 4)
     assert of_two == pytest.approx(of_one, rel=0.01) and of_two < data_run_needs(recipe(tmp_path, PODS[0]), shapes, "cpu").host

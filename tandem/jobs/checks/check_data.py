@@ -12,7 +12,7 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
 from tandem.estimate.disk_bytes import offloaded_bytes, run_bytes_on_disk
-from tandem.estimate.kept_checkpoints import keepers_bytes
+from tandem.estimate.kept_checkpoints import keeper_bytes, keepers_bytes
 from tandem.estimate.memory import host_bytes_beside_gpu
 from tandem.estimate.processes import data_run_bytes, rank_process_bytes
 from tandem.estimate.training.rank_memory import machine_bytes, predict_rank_memory
@@ -121,7 +121,11 @@ def data_run_needs(recipe: PretrainRecipe, shapes: ModelShapes, device: Device) 
     ``parallel.ranks_per_node`` says; with pods that train, those of its own pod."""
     layout, ranks = recipe_layout(recipe, shapes, on_cpu=device == "cpu"), recipe.ranks_here
     nodes, keeps = max(recipe.parallel.nodes()) + 1, recipe.checkpoint.memory_every_steps > 0
-    kept = keepers_bytes(checkpoint_bytes(shapes, recipe.trainer), nodes, ranks) if keeps else 0
+    size, world = checkpoint_bytes(shapes, recipe.trainer), recipe.parallel.world
+    kept = keepers_bytes(size, nodes, ranks) if keeps else 0
+    if keeps and ranks < world:
+        # Its keeper has the files of the ranks here, and of those of another machine.
+        kept = keeper_bytes(2 * size * ranks / world, 2 * ranks)
     beside = ranks * batch_bytes(recipe.data, recipe.parallel, recipe.sequences_each) + data_run_bytes(recipe.trainer, ranks) + kept
     if device == "cpu":
         return Needs(machine_bytes(shapes, layout, ranks) + beside, 0, kept)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.pretrain import PretrainRecipe
+from tandem.jobs.tiers_of_run import near_tiers
 from tandem.pod.data_trainer import data_trainer, release_leaving
 from tandem.pod.failures import SidecarDied
 from tandem.pod.leadership import leading
@@ -16,16 +17,20 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.process.stop_signals import SignalRequests
 from tandem.runtime.process.worker_group import RanksLost
 from tandem.runtime.records.journal import Journal
+from tandem.runtime.records.local_checkpoints import kept_name, local_folder
+from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.rpc.calls import Meta, Progress
 from tandem.types.wire import Frame
 
 
 class MachineRanks:
     """The ranks of ``trainer``, of which ``own`` are here. One start of them lasts until ``close``. ``record``: takes what has become of pods, while no rank
-    runs. ``say``: of messages for the user."""
+    runs. ``tiers``: returns where those that start keep and find checkpoints. ``say``: of messages for the user."""
 
-    def __init__(self, trainer: TrainerPods, own: OwnRanks, record: Callable[[], None], say: Callable[[str], None]) -> None:
-        self._trainer, self._own, self._record, self._say = trainer, own, record, say
+    def __init__(
+        self, trainer: TrainerPods, own: OwnRanks, record: Callable[[], None], tiers: Callable[[], dict[str, Any]], say: Callable[[str], None]
+    ) -> None:
+        self._trainer, self._own, self._record, self._tiers, self._say = trainer, own, record, tiers, say
 
     def signal(self, number: signal.Signals) -> None:
         """Sends ``number`` to the ranks of this machine, which agree with all others on what they are asked."""
@@ -51,7 +56,7 @@ class MachineRanks:
         try:
             self._trainer.start()
             self._record()
-            return self._trainer.call(name, meta, on_progress=heard, on_poll=on_poll)
+            return self._trainer.call(name, {**(meta or {}), "tiers": self._tiers()}, on_progress=heard, on_poll=on_poll)
         except SidecarDied as death:
             lost = self._own.lost
             # The ranks of other machines are named in the reason alone.
@@ -90,7 +95,22 @@ def ranks_of_machines(
         with Journal(journal_path) as journal:
             fence = stack.enter_context(leading(recipe.coordination, directory, journal, callback.message, pods_join=True))
         trainer = stack.enter_context(data_trainer(recipe, directory, own, fence, on_poll))
-        yield MachineRanks(trainer, own, record, callback.message)
+        assert trainer.joined is not None
+        with Journal(journal_path) as journal, contextlib.closing(MetricsFile(directory / "metrics.jsonl")) as metrics:
+            near = near_tiers(recipe, directory, journal, metrics, trainer.joined.joining, callback.message)
+        stack.callback(near.close)
+
+        def tiers() -> dict[str, Any]:
+            checkpoint = recipe.checkpoint
+            with Journal(journal_path) as journal, contextlib.closing(MetricsFile(directory / "metrics.jsonl")) as metrics:
+                # What was not trusted has another name from then on.
+                near.of = kept_name(directory, journal) if checkpoint.memory_every_steps else ""
+                near.local = local_folder(checkpoint.local_directory, directory, journal)
+                newest, incarnation = metrics.last_row(), journal.next_incarnation()
+            near.recorded = 0 if newest is None else int(newest["step"]) + 1
+            return near.describe(incarnation, loads=True)
+
+        yield MachineRanks(trainer, own, record, tiers, callback.message)
 
 
 def _note(journal: Journal, news: dict[str, Any], callback: Callback) -> None:

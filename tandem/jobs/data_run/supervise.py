@@ -64,7 +64,7 @@ def supervise(
         shutil.rmtree(folder, ignore_errors=True)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         memory = None
-        if recipe.checkpoint.memory_every_steps:
+        if recipe.checkpoint.memory_every_steps and recipe.pods.trainer_count == 1:
             ranks, each = mesh_of(recipe.parallel).world, recipe.parallel.ranks_per_node
             memory = stack.enter_context(closing(KeeperProcesses(ranks, each or ranks, directory)))
             callback.message(ALL_HERE)
