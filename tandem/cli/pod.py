@@ -1,9 +1,10 @@
-"""Start a pod on this machine that draws samples for a run on another one.
+"""Start a pod on this machine that draws samples, or trains, for a run on another one.
 
 The pod joins the run that 'tandem train' makes of the same recipe, by its run.name, through the etcd of section coordination, and draws samples from the
 next iteration on. The run sends it everything else, the weights included. It ends with the run; SIGTERM or Ctrl-C lets it leave after the iteration, a
 second one at once. pods.max_count says how many pods there may be, pods.host is the address of this machine, and pods.credential_file a file with the
 secret of the run's pods. Where pods.trainer_count is more than pods.count, it may have ranks of the trainer, if it has the run's folder under the same path.
+For a run on data it has ranks alone, which read their share of the data on this machine.
 Needs the extra 'serve'. The machine is measured before it joins (cluster.preflight), and the run does not use one that is not fit.
 
 examples:
@@ -37,8 +38,11 @@ def run(options: argparse.Namespace) -> int:
 
     recipe = load_config(options.recipe, options.overrides)
     if not isinstance(recipe, Recipe):
-        raise UserError(f"{options.recipe} trains on data and draws no samples, so no pod can join it; give the recipe of a run of reinforcement learning")
-    if not recipe.pods.may_join:
+        if not recipe.pods.may_join:
+            raise UserError("'pods.trainer_count' is 1, so all ranks of this run are on one machine; set it to the number of machines")
+        if options.rollout_only:
+            raise UserError(f"--rollout-only is given and {options.recipe} trains on data and draws no samples; leave it out")
+    elif not recipe.pods.may_join:
         raise UserError(f"'pods.max_count' is {recipe.pods.max_count} and pods.count {recipe.pods.count}, so no pod can join this run; set pods.max_count")
     if not re.fullmatch(r"\w[\w.-]*", options.name) or re.fullmatch(r"pod-\d+", options.name):
         raise UserError(f"--name is '{options.name}'; use letters, digits, '.', '_' and '-', and not pod-NUMBER, which are the pods of the run itself")

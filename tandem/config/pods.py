@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.config.addresses import check_no_secret
+from tandem.config.coordination import CoordinationConfig
 from tandem.config.limits import check_at_least_one, check_seconds
+from tandem.config.parallel import ParallelConfig
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
@@ -22,12 +24,13 @@ class PodsConfig:
     """Number of pods that the run starts on its own machine. The samples are the same for any number."""
     trainer_count: int = 1
     """Pods that train, as `nnodes` of verl and `actor-num-nodes` of slime: each has the ranks of `parallel.data` / `trainer_count` data-parallel replicas, and
-    gives its engines their weights through its own shared memory. Those of `count` come first, then pods that joined and have the run's folder."""
+    gives its engines their weights through its own shared memory. Those of `count` come first, then pods that joined and have the run's folder. Of a run on
+    data: its machines, each with such a share of the ranks, of which all but the first join (`training.md`)."""
     min_count: int = 1
     """A rollout waits until so many pods are there, those of `count` included, as the minimum of `torchrun --nnodes=MIN:MAX`."""
     max_count: int = 0
     """The most pods, those of `count` included, as the maximum of `torchrun --nnodes=MIN:MAX`. The others are started elsewhere by `tandem pod` and join and
-    leave between iterations; one more than this waits until another leaves. 0: `count`, so none can join."""
+    leave between iterations; one more than this waits until another leaves. 0: `count`, so none can join; in a run on data `trainer_count`."""
     join_timeout_s: float = 600.0
     """Seconds that a rollout waits for `min_count` pods, and a pod for the run. Then they end."""
     heartbeat_timeout_s: float = 30.0
@@ -132,3 +135,32 @@ class PodsConfig:
                 f"'pods.tls_cert_file' is given and pods.trainer_count is {self.trainer_count}: the sums of gradients between trainer pods are not encrypted "
                 "in this version; set pods.trainer_count to 1, or leave the certificates out and keep the pods in a private network"
             )
+
+
+def check_trainer_pods(pods: PodsConfig, parallel: ParallelConfig) -> None:
+    """Raises ``UserError`` unless every pod that trains can hold whole data-parallel replicas of the model."""
+    count = pods.trainer_count
+    given = f"'pods.trainer_count' is {count}"
+    if count > max(pods.count, pods.max_count):
+        most = f"pods.max_count {pods.max_count}" if pods.may_join else f"pods.count {pods.count}"
+        raise UserError(f"{given} and {most}; lower it, or raise {most.split()[0]}")
+    if parallel.data % count:
+        raise UserError(f"{given}, which does not divide parallel.data {parallel.data}: a pod has whole replicas; set parallel.data to a multiple")
+    if parallel.zero == 3:
+        raise UserError(f"{given} with parallel.zero 3, which gathers every layer's weights from all data-parallel ranks; set parallel.zero to 2 or less")
+    if parallel.data // count * parallel.context % parallel.expert:
+        raise UserError(
+            f"{given} with parallel.expert {parallel.expert}, so that a pod of {parallel.data // count} data-parallel ranks would not have all experts; "
+            "lower one of the two or raise parallel.data"
+        )
+    if parallel.ranks_per_node:
+        raise UserError(f"{given} with parallel.ranks_per_node {parallel.ranks_per_node}; a pod has world / trainer_count ranks: leave ranks_per_node out")
+
+
+def check_joining_pods(pods: PodsConfig, coordination: CoordinationConfig, run_name: str) -> None:
+    """Raises ``UserError`` unless pods which are started elsewhere find the run ``run_name``."""
+    given = f"'pods.max_count' is {pods.max_count} and pods.count {pods.count}, so pods can join from other machines"
+    if coordination.store == "embedded":
+        raise UserError(f"{given}, which reach no 'embedded' store; set coordination.store to etcd")
+    if not run_name:
+        raise UserError(f"{given}, which find a run by its name; set run.name")

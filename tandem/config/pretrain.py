@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tandem.config.checkpoint import CheckpointConfig
+from tandem.config.cluster import ClusterConfig
+from tandem.config.coordination import CoordinationConfig
 from tandem.config.health import HealthConfig
 from tandem.config.kubernetes import KubernetesConfig
 from tandem.config.limits import check_at_least_one, check_float32
@@ -12,6 +14,7 @@ from tandem.config.machine import MachineConfig
 from tandem.config.metrics import MetricsConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
+from tandem.config.pods import PodsConfig, check_joining_pods, check_trainer_pods
 from tandem.config.preference import PreferenceLoss, check_preference
 from tandem.config.ray import RayConfig
 from tandem.config.registry import RegistryConfig
@@ -132,6 +135,9 @@ class PretrainRecipe:
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pods: PodsConfig = field(default_factory=PodsConfig)
+    coordination: CoordinationConfig = field(default_factory=CoordinationConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
@@ -142,9 +148,18 @@ class PretrainRecipe:
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",
         "trainer.backend": "runs on data are trained by Tandem's own trainer",
-        "checkpoint.memory_directory": "all ranks of such a run are on one machine, on whose disk checkpoint.local_directory outlives them",
+        "checkpoint.memory_directory": "the keepers of a run on data have its checkpoints in memory alone, and checkpoint.local_directory on disks",
+        "pods.count": "a run on data has one pod on its own machine, and the others join from elsewhere (pods.trainer_count)",
+        **{f"pods.{name}": "there is no rollout that needs the weights" for name in (
+            "min_count", "protocols", "peer_to_peer", "pipeline", "elementwise_deltas", "full_update_every", "weights_url",
+        )},
         "machine.call_deadline_s": "ranks communicate by collectives, whose timeout is parallel.collective_timeout_s",
     }
+
+    @property
+    def ranks_here(self) -> int:
+        """The ranks on the machine of the run. Pods that joined have the others."""
+        return self.parallel.world // self.pods.trainer_count
 
     @property
     def learns_from_examples(self) -> bool:
@@ -230,6 +245,7 @@ class PretrainRecipe:
         self.trainer.check_schedule(self.run.max_steps)
         check_mesh(self.parallel, self.trainer)
         self._check_memory()
+        self._check_machines()
         self._check_lora()
 
     def _check_memory(self) -> None:
@@ -239,6 +255,19 @@ class PretrainRecipe:
                 "or raise 'parallel'"
             )
 
+    def _check_machines(self) -> None:
+        """Checks that ranks on several machines find each other, and what they cannot be combined with."""
+        pods, given = self.pods, f"'pods.trainer_count' is {self.pods.trainer_count}"
+        if pods.trainer_count == 1:
+            fix = "set pods.trainer_count to the number of machines"
+            for name, section in (("pods", pods), ("coordination", self.coordination), ("cluster", self.cluster)):
+                refuse_unread(name, section, "all ranks of the run are on one machine", *type(section).__dataclass_fields__, fix=fix)
+            return
+        check_trainer_pods(pods, self.parallel)
+        check_joining_pods(pods, self.coordination, self.run.name)
+        if self.run.elastic:
+            raise UserError(f"{given} with run.elastic: a mesh over several machines keeps its ranks; set run.elastic to false")
+
     def _check_lora(self) -> None:
         if self.trainer.lora is None:
             return
@@ -246,3 +275,11 @@ class PretrainRecipe:
             raise UserError("section 'trainer.lora' is given and algorithm.name is 'reward_model', whose new head has to be trained too; remove the section")
         if self.model.create is not None:
             raise UserError("section 'trainer.lora' is given and the model of 'model.create' is untrained; remove the section, or set model.path")
+
+
+def with_joining_pods(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the sections ``data`` of a recipe on data with room for the pods that train: all but the run's own join from elsewhere."""
+    pods = data.get("pods")
+    if not isinstance(pods, Mapping) or not isinstance(count := pods.get("trainer_count"), int) or count < 2 or pods.get("max_count"):
+        return data
+    return {**data, "pods": {**pods, "max_count": count}}

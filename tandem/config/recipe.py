@@ -21,8 +21,8 @@ from tandem.config.machine import MachineConfig
 from tandem.config.metrics import MetricsConfig
 from tandem.config.model import ModelConfig
 from tandem.config.parallel import ParallelConfig, check_mesh
-from tandem.config.pods import PodsConfig
-from tandem.config.pretrain import PretrainRecipe
+from tandem.config.pods import PodsConfig, check_joining_pods, check_trainer_pods
+from tandem.config.pretrain import PretrainRecipe, with_joining_pods
 from tandem.config.ray import RayConfig
 from tandem.config.reference import ReferenceConfig
 from tandem.config.registry import RegistryConfig
@@ -216,38 +216,14 @@ class Recipe:
                 "rollout.workers, which has GPUs for each, and pods.count to 1"
             )
         if self.pods.trainer_count > 1:
-            self._check_trainer_pods()
-        if self.pods.may_join:
-            self._check_joining()
-
-    def _check_trainer_pods(self) -> None:
-        """Checks that every trainer pod can hold whole data-parallel replicas of a model that Tandem's own trainer trains."""
-        parallel, count = self.parallel, self.pods.trainer_count
-        given = f"'pods.trainer_count' is {count}"
-        if count > max(self.pods.count, self.pods.max_count):
-            most = f"pods.max_count {self.pods.max_count}" if self.pods.may_join else f"pods.count {self.pods.count}"
-            raise UserError(f"{given} and {most}; lower it, or raise {most.split()[0]}")
-        if self.trainer.backend != "tandem":
-            raise UserError(f"{given} with trainer.backend {self.trainer.backend}, whose ranks are in one pod in this version; set pods.trainer_count to 1")
-        if parallel.data % count:
-            raise UserError(f"{given}, which does not divide parallel.data {parallel.data}: a pod has whole replicas; set parallel.data to a multiple")
-        if parallel.zero == 3:
-            raise UserError(f"{given} with parallel.zero 3, which gathers every layer's weights from all data-parallel ranks; set parallel.zero to 2 or less")
-        if parallel.data // count * parallel.context % parallel.expert:
+            check_trainer_pods(self.pods, self.parallel)
+        if self.pods.trainer_count > 1 and self.trainer.backend != "tandem":
             raise UserError(
-                f"{given} with parallel.expert {parallel.expert}, so that a pod of {parallel.data // count} data-parallel ranks would not have all experts; "
-                "lower one of the two or raise parallel.data"
+                f"'pods.trainer_count' is {self.pods.trainer_count} with trainer.backend {self.trainer.backend}, whose ranks are in one pod in this version; "
+                "set pods.trainer_count to 1"
             )
-        if parallel.ranks_per_node:
-            raise UserError(f"{given} with parallel.ranks_per_node {parallel.ranks_per_node}; a pod has world / trainer_count ranks: leave ranks_per_node out")
-
-    def _check_joining(self) -> None:
-        """Checks that pods which are started elsewhere find the run, and can draw for it."""
-        given = f"'pods.max_count' is {self.pods.max_count} and pods.count {self.pods.count}, so pods can join from other machines"
-        if self.coordination.store == "embedded":
-            raise UserError(f"{given}, which reach no 'embedded' store; set coordination.store to etcd")
-        if not self.run.name:
-            raise UserError(f"{given}, which find a run by its name; set run.name")
+        if self.pods.may_join:
+            check_joining_pods(self.pods, self.coordination, self.run.name)
 
     def _check_environment(self) -> None:
         """Checks that a ``verifiers`` environment, and nothing else, is scored by its own functions."""
@@ -489,4 +465,4 @@ def recipe_of(data: Mapping[str, Any]) -> AnyRecipe:
     if name not in (*IN_A_POD, *ON_DATA):
         # Its sections would be checked against the wrong class.
         raise UserError(f"'algorithm.name' is {name!r}; it must be one of {', '.join((*IN_A_POD, *ON_DATA))}")
-    return build(PretrainRecipe, data) if name in ON_DATA else build(Recipe, with_backend_defaults(data))
+    return build(PretrainRecipe, with_joining_pods(data)) if name in ON_DATA else build(Recipe, with_backend_defaults(data))

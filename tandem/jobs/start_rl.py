@@ -51,7 +51,7 @@ from tandem.pod.pod import Pod
 from tandem.pod.prompts import context_tokens, prompt_source
 from tandem.pod.recovery import clear, recover
 from tandem.pod.sidecars import RolloutSidecar, TrainerSidecar
-from tandem.pod.start import begin_again, nodes_of, open_channels, rank_threads, shared_store
+from tandem.pod.start import begin_again, joining_of, nodes_of, open_channels, rank_threads, shared_store
 from tandem.report.run_facts import PREDICTION_KEY
 from tandem.rl.agents.agent_worker import agent_files
 from tandem.rl.rewards.pool import RewardPool
@@ -153,7 +153,7 @@ def _execute(
             trusted = trusted_step(journal, steps_on_disk(directory))
             return kept if trusted is None else kept | {trusted}
 
-        near = stack.enter_context(contextlib.closing(near_tiers(recipe, directory, journal, metrics, rollout_channel, callback.message)))
+        near = stack.enter_context(contextlib.closing(near_tiers(recipe, directory, journal, metrics, joining_of(rollout_channel), callback.message)))
         pod = Pod(
             trainer, RolloutSidecar(rollout_channel), start, segment_bytes(adapted_shapes(shapes, recipe.trainer.lora), recipe.trainer.dtype), journal,
             partial(recorded_batch, recipe, journal), records,

@@ -1,13 +1,12 @@
-"""The tiers of checkpoints before a run's folder, for a run of reinforcement learning that begins or goes on. Imports no torch."""
+"""The tiers of checkpoints before a run's folder, for a run that begins or goes on with pods. Imports no torch."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from tandem.config.recipe import Recipe
+from tandem.config.recipe import AnyRecipe
 from tandem.jobs.verify.verify_records import steps_on_disk
-from tandem.pod.channel import Channel
+from tandem.pod.joining import Joining
 from tandem.pod.near_tiers import NearTiers, keeper_of
-from tandem.pod.rollout_pods import RolloutPods
 from tandem.pod.start import shared_store
 from tandem.report.run_facts import NODE_KEY
 from tandem.runtime.coordination.open import open_store
@@ -21,13 +20,12 @@ from tandem.trainer.checkpoint.memory.launched_keepers import launched_keepers
 
 
 def near_tiers(
-    recipe: Recipe, directory: Path, journal: Journal, metrics: MetricsFile, rollout: Channel, say: Callable[[str], None]
+    recipe: AnyRecipe, directory: Path, journal: Journal, metrics: MetricsFile, joining: Joining | None, say: Callable[[str], None]
 ) -> NearTiers:
-    """Returns the tiers of the run in ``directory``. Their keepers show the secret of the pods. Checkpoints of steps whose rows the folder does not have are
-    left alone: a machine that lost its power took them with it."""
+    """Returns the tiers of the run in ``directory``, whose pods are ``joining`` (``None``: none may). Their keepers show the secret of the pods. Checkpoints of
+    steps whose rows the folder does not have are left alone: a machine that lost its power took them with it."""
     shared, checkpoint = directory / "pod" / "credential", recipe.checkpoint
     credential = read_credential(shared) if shared.exists() else new_credential()
-    joining = rollout.joining if isinstance(rollout, RolloutPods) else None
     address = shared_store(recipe, directory)
     newest = metrics.last_row()
     return NearTiers(

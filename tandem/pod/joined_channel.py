@@ -5,11 +5,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.failures import SidecarDied
 from tandem.pod.watched_call import is_of_worker, watched_call
 from tandem.runtime.rpc.calls import Blobs, CallError, Meta, Progress, RpcTimeout, WorkerDied
 from tandem.runtime.rpc.http_client import HttpClient
-from tandem.types import DamagedWeights, EngineDied, UserError
+from tandem.types import CollectiveError, DamagedWeights, EngineDied, UserError
 from tandem.types.wire import Frame
 
 _RELEASE_S = 5.0
@@ -19,7 +20,7 @@ _RELEASE_S = 5.0
 class JoinedChannel:
     """The sidecar of the member ``member``, which joined at ``revision``. ``token``: of this life, with the revisions of the controller's leadership and
     of the joining; a life that has another one refuses the call. ``deadline_s`` bounds every call. ``drop``: removes the member from the store. ``lost``:
-    why the pod is known to be dead; empty: it is not."""
+    why the pod is known to be dead; empty: it is not. ``raises``: what ranks of the trainer say is wrong with the run is raised as it is, with the member."""
 
     member: str
     revision: int
@@ -27,6 +28,7 @@ class JoinedChannel:
     client: HttpClient
     deadline_s: float
     drop: Callable[[], None] = lambda: None
+    raises: bool = False
     is_ended: bool = field(default=False, init=False)
     lost: str = field(default="", init=False)
 
@@ -49,6 +51,8 @@ class JoinedChannel:
         except DamagedWeights:
             raise
         except (CallError, UserError) as error:
+            if self.raises and name in TRAINER_CALLS and isinstance(error, UserError) and not isinstance(error, CollectiveError) and not self.lost:
+                raise type(error)(f"on {self.member}: {error}") from None
             is_worker = isinstance(error, RpcTimeout) and is_of_worker(error) and not self.lost
             raise SidecarDied("rollout", "worker" if is_worker else "shim", f"{self.client.peer}: {self.lost}" if self.lost else str(error)) from None
 

@@ -68,13 +68,14 @@ class JoinedTrainer:
 @dataclass
 class JoinedTrainers:
     """Chooses ``count`` of the pods that are ``joining``. ``open_store``: opens the store of the run. ``own_pods``: those that the run starts itself and that
-    train; for messages."""
+    train; for messages. ``on_poll`` is called again and again while this waits for pods."""
 
     count: int
     own_pods: int
     joining: Joining
     open_store: Callable[[], Store]
     join_timeout_s: float
+    on_poll: Callable[[], None] = lambda: None
     chosen: list[RolloutPod] = field(default_factory=list)
     _store: Store | None = None
 
@@ -84,6 +85,7 @@ class JoinedTrainers:
         self._store = self._store or self.open_store()
         ends = monotonic() + self.join_timeout_s
         while True:
+            self.on_poll()
             present = members(self._store)
             able = [pod for pod in self.joining.able_to_train(self._store, present) if pod.channel.is_running]
             if len(able) >= self.count:

@@ -42,7 +42,7 @@ class Joining:
     the revision at which this controller leads. ``deadline_s``: of calls. ``folder``: that of the run, in which ``FOLDER_PROOF`` has the text ``proof``.
     ``functions``: those that episodes run. ``sends_weights``: an update holds an adapter alone, so engines read the other weights from the model's folder.
     ``tls``: the certificates that calls show. ``keeps_checkpoints``: they keep checkpoints of the trainer in memory. ``nodes``: what becomes of the machines
-    of the pods.
+    of the pods. ``target``: the module of the calls of the trainer's ranks in a run without a rollout, whose pods have ranks alone; empty: there is one.
     ``goes_on``: the run begins again after this, with pods that join again.
 
     ``lives``: of the pods that are prepared or take part, by name; ``numbers``: of all so far, by name; ``news``: what has happened since it was last
@@ -63,6 +63,7 @@ class Joining:
     tls: PodTls | None = None
     keeps_checkpoints: bool = False
     nodes: Nodes = field(default_factory=Nodes)
+    target: str = ""
     goes_on: bool = False
     lives: dict[str, RolloutPod] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -178,7 +179,7 @@ class Joining:
             if (now := find_member(store, member.name)) is not None and now.revision == member.revision:
                 leave(store, member.name)
 
-        channel = JoinedChannel(member.name, member.revision, [self.leadership(), member.revision], client, self.deadline_s, drop)
+        channel = JoinedChannel(member.name, member.revision, [self.leadership(), member.revision], client, self.deadline_s, drop, bool(self.target))
         version = str(member.facts.get("version", "unknown"))
         return RolloutPod(number, channel, self.workers, own_store="its own", name=member.name, revision=member.revision, version=version,
                           is_encrypted=bool(member.facts.get("tls")))  # fmt: skip
@@ -197,6 +198,7 @@ class Joining:
                 check_joining(pod, self.nodes.preflight, self.heartbeat_timeout_s)
             meta = {"config": self.config, "number": pod.number, "deadline_s": self.deadline_s, "folder": self.folder, "proof": self.proof}
             meta["functions"], meta["keeps_checkpoints"] = dict(self.functions.paths), self.keeps_checkpoints
+            meta["target"] = self.target
             reply = pod.ask("setup", meta, self.functions.files, deadline_s=self.heartbeat_timeout_s).meta
             pod.is_set_up, pod.reaches_folder = True, bool(reply.get("reaches_folder"))
 

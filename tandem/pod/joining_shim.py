@@ -77,6 +77,7 @@ class JoiningShim:
         self.is_leaving = self.is_released = False
         self.ended = threading.Event()
         self.keeper: JoinedKeeper | None = None
+        self.is_of_data = False
         self.status, self.lock = RELEASED, threading.Lock()
         self.weights = KeptWeights(self.folder / "base")
         self.health = HealthConfig(**json.loads(options.health))
@@ -143,7 +144,12 @@ class JoiningShim:
             self.end(RELEASED, "it leaves")
             return
         self.is_leaving = True
-        self._say("leaves after this iteration")
+        if self.is_of_data:
+            # They save the step that they are in, and the run goes on without this pod.
+            self._say("leaves after this step")
+            self.shims["trainer"].signal(signal.SIGTERM)
+        else:
+            self._say("leaves after this iteration")
         # Not in a signal's handler, which may have interrupted a call of the store.
         threading.Thread(target=lambda: leave(self.store, self.name), name="leave", daemon=True).start()
 
@@ -181,9 +187,9 @@ class JoiningShim:
         return {**own, **passed_on}
 
     def setup(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
-        """Takes this life for the controller with ``token``, with the recipe ``config`` and the files of its ``functions``, whose import paths these are. The
-        reply says whether it ``reaches_folder``, that of the run, as ``proof`` shows. Raises ``PeerDied`` if it is another life that is meant, or another
-        controller has it."""
+        """Takes this life for the controller with ``token``, with the recipe ``config`` and the files of its ``functions``, whose import paths these are.
+        ``target``: of ranks of a run without a rollout, as of ``Joining``. The reply says whether it ``reaches_folder``, that of the run, as ``proof`` shows.
+        Raises ``PeerDied`` if it is another life that is meant, or another controller has it."""
         token = [int(each) for each in meta["token"]]
         with self.lock:
             if self.member is None or token[1] != self.member.revision:
@@ -198,20 +204,23 @@ class JoiningShim:
         for name in ("pod", "model"):
             _empty(self.folder / name)
         config = parse_yaml(str(meta["config"]), "the recipe of the run")
-        take_functions(config, self.folder / "functions", meta.get("functions", {}), blobs)
+        target = str(meta.get("target", ""))
+        if not target:
+            take_functions(config, self.folder / "functions", meta.get("functions", {}), blobs)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        roles: tuple[Role, ...] = ("rollout", "trainer")
+        self.is_of_data = bool(target)
+        roles: tuple[Role, ...] = ("trainer",) if target else ("rollout", "trainer")
         for role in roles:
             options = argparse.Namespace(
                 role=role, run=str(self.folder), pod_id=secrets.token_hex(6), credential=self.options.credential, pod_number=int(meta["number"]),
                 join="", member="", lease=self.lease_s, threads=int(self.options.threads), deadline=float(meta["deadline_s"]), faults=self.options.faults,
-                tls=self.options.tls,
+                tls=self.options.tls, target=target,
             )  # fmt: skip
             self.shims[role] = Shim(options)
             self.shims[role].prepare()
         if meta.get("keeps_checkpoints"):
             self._keep_checkpoints()
-        self._say(f"draws samples as pod {meta['number']}")
+        self._say(f"{'is ready to train' if target else 'draws samples'} as pod {meta['number']}")
         return {"reaches_folder": has_proof(str(meta.get("folder", "")), str(meta.get("proof", "")))}, {}
 
     def _keep_checkpoints(self) -> None:
@@ -268,7 +277,8 @@ class JoiningShim:
             if own.get("serves"):
                 own["serves"] = {**own["serves"], "host": self.options.host}
             of_shim = name if role == "rollout" else _OF_TRAINER[name]
-            reply = self.shims[role].methods()[of_shim]({**own, **self._own(name)}, blobs, report)
+            # A pod that has ranks alone answers with these.
+            reply = self.shims.get(role, self.shims["trainer"]).methods()[of_shim]({**own, **self._own(name)}, blobs, report)
             self._check(meta, name)
             return reply
 

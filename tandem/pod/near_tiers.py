@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandem.config.recipe import Recipe
+from tandem.config.recipe import AnyRecipe
 from tandem.pod.weights_between_pods import tls_arguments
 from tandem.runtime.coordination.store import Store
 from tandem.runtime.rpc.calls import CallError
@@ -28,7 +28,7 @@ KEEPERS = "checkpoint_memory/"
 """Beginning of the keys of the keepers of pods that joined, by name."""
 
 
-def keeper_of(recipe: Recipe, directory: Path, credential: str) -> KeeperProcess | None:
+def keeper_of(recipe: AnyRecipe, directory: Path, credential: str) -> KeeperProcess | None:
     """Returns the keeper of the controller's machine for the run in ``directory``, which does not run yet; ``None`` without checkpoints in memory."""
     if not recipe.checkpoint.memory_every_steps:
         return None

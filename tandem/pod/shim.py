@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tandem.backends.environment import python_of, tandem_path
 from tandem.config.load import build, read_yaml
-from tandem.config.recipe import Recipe
+from tandem.config.recipe import AnyRecipe, Recipe, load_config
 from tandem.layout.mesh import MeshShape
 from tandem.layout.placement import mesh_of
 from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
@@ -67,8 +67,8 @@ class Shim:
     def prepare(self) -> None:
         """Begins the imports of the worker's processes, before it is asked to start them."""
         with self.lock:
-            recipe = build(Recipe, read_yaml(self.run / "config.yaml"))
-            count = recipe.rollout.workers if self.role == "rollout" else 1
+            recipe = load_config(self.run / "config.yaml")
+            count = recipe.rollout.workers if self.role == "rollout" and isinstance(recipe, Recipe) else 1
             settings = self._settings(recipe, 0, count)
             if self.role == "trainer" and recipe.pods.trainer_count > 1:
                 settings = replace(settings, threads=rank_threads(recipe))
@@ -120,9 +120,10 @@ class Shim:
 
     def start_ranks(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Starts the ``ranks`` of a trainer of several pods that are in this pod, anew, with ``threads`` each, for the run in the folder ``directory``. They
-        find those of other pods at ``rendezvous``, ``HOST:PORT``; the pod of rank 0 chooses it, at its own ``host``, and its reply has it."""
+        find those of other pods at ``rendezvous``, ``HOST:PORT``; the pod of rank 0 chooses it, at its own ``host``, and its reply has it. ``device``: of ranks
+        whose controller chooses it."""
         directory, ranks, host, rendezvous = Path(meta["directory"]), tuple(meta["ranks"]), str(meta["host"]), str(meta["rendezvous"])
-        recipe = build(Recipe, read_yaml(directory / "config.yaml"))
+        recipe = load_config(directory / "config.yaml")
         with self.lock, contextlib.ExitStack() as stack:
             self._end(grace_s=0.0)
             listener = None
@@ -130,9 +131,11 @@ class Shim:
                 # Its process inherits it, so that the others know the port before it has begun.
                 opened = stack.enter_context(listen(host, 0))
                 listener, rendezvous = opened.fileno(), f"{host}:{opened.getsockname()[1]}"
+            settings = self._settings(recipe, 0, 1)
             settings = replace(
-                self._settings(recipe, 0, 1), directory=directory, threads=int(meta["threads"]), share=Share(ranks, host, rendezvous, listener)
-            )
+                settings, directory=directory, threads=int(meta["threads"]), share=Share(ranks, host, rendezvous, listener),
+                device=str(meta.get("device", settings.device)),
+            )  # fmt: skip
             self.workers = [WorkerGroup(settings, mesh_of(recipe.parallel), say=logger.warning, forks=self.forks)]
         return {"pids": self.workers[0].pids, "rendezvous": rendezvous}, {}
 
@@ -140,20 +143,26 @@ class Shim:
         """Starts worker ``number`` of ``count``, which divide the cores and, on GPUs, take those after the ones of the worker before."""
         return WorkerGroup(self._settings(recipe, number, count), self._shape(recipe), say=logger.warning, forks=self.forks)
 
-    def _shape(self, recipe: Recipe) -> MeshShape:
+    def _shape(self, recipe: AnyRecipe) -> MeshShape:
         return mesh_of(recipe.parallel) if self.role == "trainer" else MeshShape()
 
-    def _settings(self, recipe: Recipe, number: int, count: int) -> GroupSettings:
+    def _target(self, recipe: AnyRecipe) -> str:
+        if self.options.target:
+            return str(self.options.target)
+        is_vllm = self.role == "rollout" and isinstance(recipe, Recipe) and recipe.rollout.backend == "vllm"
+        return "tandem.pod.vllm_worker" if is_vllm else f"tandem.pod.{self.role}_worker"
+
+    def _settings(self, recipe: AnyRecipe, number: int, count: int) -> GroupSettings:
         options, parallel, shape = self.options, recipe.parallel, self._shape(recipe)
         suffix = str(number) if number else ""
         name = (f"the {self.role} worker" if count == 1 else f"{self.role} worker {number}") + (f" of pod {options.pod_number}" if options.pod_number else "")
         backend = recipe.trainer.backend if self.role == "trainer" else "tandem"
         python = None if backend == "tandem" else python_of(backend)
         environment = {} if python is None else {"PYTHONPATH": tandem_path(self.run / "pod")}
-        device, gpus = pod_device(recipe.machine), recipe.rollout.engine.tensor_parallel_size
+        device, gpus = pod_device(recipe.machine), recipe.rollout.engine.tensor_parallel_size if isinstance(recipe, Recipe) else 1
         return GroupSettings(
             name=name,
-            target="tandem.pod.vllm_worker" if self.role == "rollout" and recipe.rollout.backend == "vllm" else f"tandem.pod.{self.role}_worker",
+            target=self._target(recipe),
             directory=self.run,
             folder=self.run / "pod" / f"{self.role}-{os.getpid()}-{next(self.starts)}",
             threads=max(1, options.threads // (shape.world * count)),
@@ -226,6 +235,12 @@ class Shim:
 
         return call
 
+    def signal(self, number: signal.Signals) -> None:
+        """Sends ``number`` to the worker's processes."""
+        with self.lock:
+            for worker in self.workers:
+                worker.signal(number)
+
     def _end(self, grace_s: float) -> None:
         workers, self.workers, self.rollout_workers = self.workers, [], None
         if workers:
@@ -266,6 +281,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--deadline", type=float, required=True)
     parser.add_argument("--faults", default="")
+    parser.add_argument("--target", default="", help="the module of the worker's calls, where it is not that of the role")
     add_tls(parser)
     options = parser.parse_args()
     WAITS.begin(f"the {options.role} shim" + (f" of pod {options.pod_number}" if options.pod_number else ""))

@@ -10,7 +10,7 @@ import yaml
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.load import to_mapping
 from tandem.config.pods import PodsConfig
-from tandem.config.recipe import Recipe
+from tandem.config.recipe import AnyRecipe, Recipe
 from tandem.config.run_paths import with_run_paths
 from tandem.layout.placement import mesh_of, ranks_of_pods
 from tandem.pod.channel import Channel, InlineChannel, RemoteChannel
@@ -39,12 +39,12 @@ _CORDONS_S = 5.0
 """A run waits so long for the cordons of the cluster, and goes on with those that it read last."""
 
 
-def pod_threads(recipe: Recipe) -> int:
+def pod_threads(recipe: AnyRecipe) -> int:
     """Returns the threads of a pod's trainer and of its rollout, which take turns unless the rollout is one step ahead."""
-    return threads_of(recipe.machine, at_once=2 if recipe.rollout.max_staleness else 1)
+    return threads_of(recipe.machine, at_once=2 if isinstance(recipe, Recipe) and recipe.rollout.max_staleness else 1)
 
 
-def rank_threads(recipe: Recipe) -> int:
+def rank_threads(recipe: AnyRecipe) -> int:
     """Returns the threads of each rank of the trainer, which divide those of a worker with the other ranks of this machine."""
     return max(1, pod_threads(recipe) // recipe.ranks_here)
 
@@ -68,14 +68,15 @@ def check_inline(recipe: Recipe, inline: bool) -> None:
         raise UserError(f"--inline is one process and this run has {recipe.parallel.world} ranks; leave --inline out or set parallel to 1")
 
 
-def check_joining(recipe: Recipe) -> None:
+def check_joining(recipe: AnyRecipe) -> None:
     """Raises ``UserError`` where pods that are started elsewhere could not join: for the address of this machine, the secret, certificates or functions."""
     if recipe.pods.may_join:
         # The trainer's shim listens there much later.
         listen(recipe.pods.host, recipe.pods.port).close()
         read_credential(Path(recipe.pods.credential_file))
         tls_of(recipe.pods)
-        sent_functions(recipe)
+        if isinstance(recipe, Recipe):
+            sent_functions(recipe)
 
 
 def open_channels(recipe: Recipe, directory: Path, inline: bool, faults: FaultPlan | None, fence: Fence = lambda: None) -> tuple[Channel, Channel]:
@@ -130,7 +131,7 @@ def _trainer_pods(recipe: Recipe, first: RemoteChannel, rollout: RolloutPods) ->
     return TrainerPods(made, first.directory, rank_threads(recipe), shares, joined)
 
 
-def shared_store(recipe: Recipe, directory: Path) -> str:
+def shared_store(recipe: AnyRecipe, directory: Path) -> str:
     """Returns the address of the store in which the pods of the run in ``directory`` find weights, empty if there is one pod, whose weights are not written
     to a storage either."""
     return store_address(recipe.coordination, directory) if recipe.pods.are_several or recipe.pods.weights_url else ""
@@ -166,7 +167,7 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
         text = yaml.safe_dump(to_mapping(own), sort_keys=False, allow_unicode=True)
         joining = Joining(text, first.credential, rollout.workers, pods.max_count - pods.count, pods.count, leadership, deadline_s, pods.heartbeat_timeout_s,
                           functions=sent_functions(recipe), sends_weights=recipe.trainer.lora is not None,
-                          tls=tls_of(pods), keeps_checkpoints=bool(recipe.checkpoint.memory_every_steps), nodes=_nodes(recipe, directory))  # fmt: skip
+                          tls=tls_of(pods), keeps_checkpoints=bool(recipe.checkpoint.memory_every_steps), nodes=cluster_nodes(recipe, directory))  # fmt: skip
         WAITS.stacks_elsewhere = joining.stacks
     # A pod that was started elsewhere does it at its own address.
     sends_on = {"host": pods.host, "port": 0, "advertised": ""} if pods.peer_to_peer else {}
@@ -176,16 +177,22 @@ def _rollout_pods(recipe: Recipe, first: RemoteChannel, fence: Fence) -> Rollout
     )  # fmt: skip
 
 
-def _nodes(recipe: Recipe, directory: Path) -> Nodes:
+def cluster_nodes(recipe: AnyRecipe, directory: Path) -> Nodes:
     """Which nodes of the run in ``directory`` have failed, and which are cordoned in the run or in the cluster."""
     of_cluster = with_deadline(cluster_address(recipe.coordination), _CORDONS_S)
     return Nodes(directory.name, recipe.cluster.max_failures if recipe.cluster.spares else 0, lambda: open_store(of_cluster),
                  preflight=recipe.cluster if recipe.cluster.preflight else None)  # fmt: skip
 
 
+def joining_of(rollout: Channel) -> Joining | None:
+    """Returns the pods that are started elsewhere, of a run with these sidecars; ``None`` where none are."""
+    return rollout.joining if isinstance(rollout, RolloutPods) else None
+
+
 def nodes_of(rollout: Channel) -> Nodes | None:
     """Returns the cluster manager of a run with these sidecars; ``None`` where no pods are started elsewhere."""
-    return rollout.joining.nodes if isinstance(rollout, RolloutPods) and rollout.joining is not None else None
+    joining = joining_of(rollout)
+    return None if joining is None else joining.nodes
 
 
 def begin_again(rollout: Channel) -> None:

@@ -19,6 +19,7 @@ from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.channel import RemoteChannel
 from tandem.pod.failures import SidecarDied
 from tandem.pod.joined_trainers import JoinedTrainer, JoinedTrainers
+from tandem.pod.own_ranks import OwnRanks
 from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress
 from tandem.runtime.traces.context import in_context
@@ -40,7 +41,7 @@ class TrainerPod:
     its ranks publish the weights; empty: it is the first pod, which publishes in the store of the run."""
 
     number: int
-    channel: RemoteChannel | JoinedTrainer
+    channel: RemoteChannel | JoinedTrainer | OwnRanks
     ranks: tuple[int, ...]
     host: str
     own_store: str = ""
@@ -55,7 +56,8 @@ class TrainerPod:
 class TrainerPods:
     """A ``Channel`` to the trainer sidecars of ``own_pods``, of which the first has rank 0, and of pods that ``joined`` (``None``: there are none).
     ``shares``: the ranks of each pod. ``directory``: the run's folder, which all of them reach. ``threads``: of each rank. ``pods``: those that have
-    the ranks now. ``is_up``: the ranks of all pods run. ``buffers``: the weight buffers of each pod, by its number."""
+    the ranks now. ``is_up``: the ranks of all pods run. ``buffers``: the weight buffers of each pod, by its number. ``own``: what the start of ranks is
+    told beside their share."""
 
     own_pods: Sequence[TrainerPod]
     directory: Path
@@ -65,6 +67,7 @@ class TrainerPods:
     pods: list[TrainerPod] = field(default_factory=list)
     is_up: bool = False
     buffers: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    own: Meta = field(default_factory=dict)
     is_remote: bool = field(default=True, init=False)
 
     def start(self) -> None:
@@ -76,7 +79,7 @@ class TrainerPods:
         rendezvous = ""
         for pod in self.pods:
             share = {"ranks": pod.ranks, "host": pod.host, "rendezvous": rendezvous, "directory": str(self.directory.absolute()), "threads": self.threads}
-            rendezvous = str(pod.channel.call("start_ranks", share).meta["rendezvous"])
+            rendezvous = str(pod.channel.call("start_ranks", {**share, **self.own}).meta["rendezvous"])
         self.is_up = True
 
     def _joined(self) -> list[TrainerPod]:
@@ -91,9 +94,11 @@ class TrainerPods:
         ]
 
     def call(
-        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None
-    ) -> Frame:
-        """One call of the trainer. Calls that concern the first pod alone, as those that serve its weights, go to no other."""
+        self, name: str, meta: Meta | None = None, blobs: Blobs | None = None, *, on_progress: Progress | None = None,
+        on_poll: Callable[[], None] = lambda: None,
+    ) -> Frame:  # fmt: skip
+        """One call of the trainer. Calls that concern the first pod alone, as those that serve its weights, go to no other. ``on_poll`` is called again and
+        again while this waits."""
         if name not in TRAINER_CALLS:
             return self.pods[0].channel.call(name, meta, blobs, on_progress=on_progress)
         if self.joined is not None and (why := self.joined.why_replaced()):
@@ -110,6 +115,7 @@ class TrainerPods:
         pool.shutdown(wait=False)
         left = set(calls)
         while left:
+            on_poll()
             left = wait(left, timeout=_POLL_S, return_when=FIRST_COMPLETED).not_done
             # Progress is reported from this thread, in order, before the call returns.
             while not told.empty():
@@ -119,7 +125,7 @@ class TrainerPods:
             if any(call.done() and call.exception() is not None for call in calls):
                 self._raise(calls)
         replies = [call.result() for call in calls]
-        if name == "train":
+        if "step_times" in replies[0].meta:
             replies[0].meta["step_times"] = [
                 RankTimes.from_json(each).on(pod.node, pod.host).to_json()
                 for pod, reply in zip(self.pods, replies, strict=True) for each in reply.meta["step_times"]

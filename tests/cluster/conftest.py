@@ -7,6 +7,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "pod"))
+sys.path.append(str(Path(__file__).parents[1] / "jobs"))
 sys.path.append(str(Path(__file__).parents[1] / "serving"))
 sys.path.append(str(Path(__file__).parents[1] / "gateway"))
 sys.path.append(str(Path(__file__).parents[1]))

@@ -181,7 +181,7 @@ def test_the_documents_have_the_objects_and_the_role_that_are_emitted() -> None:
         ("training --gpu-nodes a,,b", "--gpu-nodes has '', which is not the name of a host"),
         ("training --storage-nodes a,b,c", "--storage-nodes has 3 names; give one, with runs and models"),
         ("training --spares 3", "--spares is 3, and there are 4 GPU nodes; besides the first node"),
-        ("training --recipe pretrain", "--recipe is 'pretrain', and a run on data trains on one machine in this version"),
+        ("training --recipe pretrain", "--recipe is 'pretrain', and the files of several GPU nodes are for reinforcement learning in this version"),
         ("training --recipe sorted", "recipe 'sorted' does not exist; did you mean 'sort'"),
     ],
 )

@@ -15,6 +15,7 @@ from kubernetes_api import RecordedApi, recorded_api
 from launched_runs import LaunchedRuns, left_behind
 from pod_runs import RECIPE, PodRun, difference
 from ray_cluster import descendants
+from runs_on_data import MESH, assert_equal_to_local, write_recipe
 
 from tandem.cluster.launch.kubernetes.in_pod import ADDRESS, NAME
 from tandem.runtime.records.checkpoint_tiers import tiers_of
@@ -60,12 +61,13 @@ def containers(here: Here, tmp_path: Path, tmp_path_factory: pytest.TempPathFact
     found = Containers(tmp_path)
     LaunchedRuns(tmp_path)
 
-    def place(*more: str) -> Containers:
+    def place(*more: str, recipe: Path = RECIPE) -> Containers:
         with recorded_api(tmp_path_factory.mktemp("api")) as api:
             monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig))
             api.expect("claim", "nodes", "jobset-dry-run", "secret-dry-run", "policy-dry-run", "jobset-create", "secret-create", "policy-create")
             keys = ("image=127.0.0.1:1/tandem:0.1.0", "claim=runs", f"mount_path={tmp_path}", f"user_id={os.getuid() or 1000}", "nodes=2")
-            here("train", RECIPE, "--on", "kubernetes", "--run.name=two", "--pods.min_count=2", *(f"--kubernetes.{key}" for key in keys), *more)
+            draws = ("--pods.min_count=2",) if recipe == RECIPE else ()
+            here("train", recipe, "--on", "kubernetes", "--run.name=two", *draws, *(f"--kubernetes.{key}" for key in keys), *more)
             api.finished()
             found.mount(secret_of(api))
         return found
@@ -93,6 +95,19 @@ def test_a_run_over_two_pods_has_the_bits_of_one_machine_and_a_log_in_its_folder
     assert output.read_bytes() == said and b"step" in said
     here("train", RECIPE, "--run.name=one")
     assert difference(found, PodRun(tmp_path / "runs", name="one")) == []
+
+
+def test_a_run_on_data_over_two_pods_has_the_bits_of_one_machine(containers: Callable[..., Containers], here: Here, tmp_path: Path) -> None:
+    runs = LaunchedRuns(tmp_path)
+    recipe = write_recipe(runs, 12)
+    run = containers(*MESH, recipe=recipe)
+    pod, controller = run.start("pod"), run.start("job")
+    said, _ = controller.communicate(timeout=240)
+    assert controller.returncode == 0, said.decode()
+    pod.send_signal(signal.SIGTERM)
+    out, _ = pod.communicate(timeout=60)
+    assert pod.returncode == SAVED and b"pod node-0 trains with rank 1" in out
+    assert_equal_to_local(runs, "two", recipe)
 
 
 def test_a_first_pod_that_is_evicted_saves_and_its_successor_goes_on_with_the_pod_that_joined_before(
@@ -147,3 +162,29 @@ def test_a_first_pod_that_is_lost_with_its_node_has_its_state_back_from_the_memo
     assert pod.wait(60) == SAVED and not (run.directory / KEEPERS).exists() and left_behind(tmp_path) == []
     here("train", RECIPE, "--run.name=one", *long)
     assert difference(two, PodRun(tmp_path / "runs", name="one")) == []
+
+
+def test_a_first_pod_of_a_run_on_data_that_is_lost_with_its_node_has_its_state_back_from_memory(
+    containers: Callable[..., Containers], here: Here, tmp_path: Path
+) -> None:
+    runs = LaunchedRuns(tmp_path)
+    recipe = write_recipe(runs, 150)
+    run = containers(*MESH, "--checkpoint.memory_every_steps=1", "--checkpoint.every_steps=1000", recipe=recipe)
+    pod, controller = run.start("pod"), run.start("job", "127.0.0.2")
+    ends = time.monotonic() + 200
+    while not [tier for tier in tiers_of(run.directory) if tier.tier == "memory" and tier.step >= 5 and len(tier.where) >= 2]:
+        assert controller.poll() is None and time.monotonic() < ends
+        time.sleep(0.05)
+    for process in descendants(controller.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    successor = run.start("job", "127.0.0.3")
+    said, _ = successor.communicate(timeout=240)
+    assert successor.returncode == 0 and pod.poll() is None, said.decode()
+    event = PodRun(tmp_path / "runs", name="two").loaded()[0]
+    assert event["tier"] == "memory" and event["step"] >= 5 and event["read_bytes"] == {"memory": event["bytes"], "folder": 0}
+    assert set(event["where"].values()) == {"node-0"}
+    pod.send_signal(signal.SIGTERM)
+    assert pod.wait(60) == SAVED and not (run.directory / KEEPERS).exists() and left_behind(tmp_path) == []
+    runs.tandem("train", recipe, "--run.name=one", *MESH, "--checkpoint.every_steps=1000")
+    assert runs.model("two") == runs.model("one")

@@ -62,18 +62,25 @@ def test_slurm_takes_the_script_of_a_plan(capsys: pytest.CaptureFixture[str], tm
     assert "gpus_per_node" in capsys.readouterr().err
 
 
+def test_a_plan_of_two_nodes_has_a_run_on_data_train_on_both(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A script is made without a Slurm.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    printed = here("plan", *SIZES[:-4], "--gpus", "16", "--dp", "16", *DATA, "--emit", "slurm", "--recipe", "plan.yaml")
+    assert "#SBATCH --nodes=2" in printed
+    assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["pods"] == {"trainer_count": 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (
         ([*SIZES, "--emit", "slurm"], "the job has no model.path; give a recipe, or --model.path=MODEL_FOLDER"),
         ([RECIPE, "--gpus", "8", "--dp", "8", "--emit", "kubernetes", "--kubernetes.user_id=1000"], "'kubernetes.image' is empty"),
-        ([*SIZES[:-4], "--gpus", "16", "--dp", "16", *DATA, "--emit", "slurm"], "a run on data trains on one machine in this version"),
         ([RECIPE, "--gpus", "12", "--dp", "3", "--tp", "4", "--global-batch", "12", "--emit", "slurm"], "--dp 3 does not divide over them"),
         ([RECIPE, "--gpus", "8", "--dp", "8", "--slurm.partition=gpu"], "keys of the recipe are for '--emit slurm'"),
         ([RECIPE, "--gpus", "8", "--dp", "8", "--emit", "slurm", "--slurm.partitoin=gpu"], "did you mean 'slurm.partition'?"),
         ([RECIPE, "--recipe", "x.yaml"], "--recipe is the file of the recipe that --emit prints or places"),
     ),
-    ids=("no-model", "no-image", "nodes", "replicas", "no-emit", "key", "recipe"),
+    ids=("no-model", "no-image", "replicas", "no-emit", "key", "recipe"),
 )
 def test_what_cannot_be_a_job_is_refused_in_one_line(arguments: list[str], message: str, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

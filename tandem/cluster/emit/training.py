@@ -27,7 +27,10 @@ def recipe_text(topology: TrainingTopology, sections: dict[str, dict[str, Any]])
     base = read_yaml(recipe_file(topology.recipe))
     algorithm = base.get("algorithm")
     if len(topology.gpu_nodes) > 1 and isinstance(algorithm, dict) and algorithm.get("name") in ON_DATA:
-        raise UserError(f"--recipe is '{topology.recipe}', and a run on data trains on one machine in this version; name one GPU node, or another recipe")
+        raise UserError(
+            f"--recipe is '{topology.recipe}', and the files of several GPU nodes are for reinforcement learning in this version; name one GPU node, or "
+            "another recipe"
+        )
     merged = {**base}
     for name, values in sections.items():
         own = merged.get(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.cluster.health.preflight import run_on_node
 from tandem.cluster.launch.addresses import own_address
-from tandem.config.recipe import Recipe, load_config
+from tandem.config.recipe import load_config
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.temporary import choose_temporary_folder
 from tandem.types import UserError
@@ -24,7 +24,6 @@ def main() -> int:
     choose_temporary_folder()
     try:
         recipe = load_config(directory / "config.yaml", overrides)
-        assert isinstance(recipe, Recipe), "a run on data has one node"
         store = open_store(store_address(recipe.coordination, directory))
         run_on_node(store, node, own_address(host), recipe.machine, recipe.cluster.preflight_timeout_s)
     except UserError as error:

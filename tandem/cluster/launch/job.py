@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tandem.cluster.etcd_process import own_etcd
 from tandem.cluster.launch.record import FOLDER, PASSWORD, Record, read_record
-from tandem.config.recipe import AnyRecipe, Recipe, load_config
+from tandem.config.recipe import AnyRecipe, load_config
 from tandem.runtime.process.processes import Threads, available_cores, spawn
 from tandem.runtime.records.run_lock import RunLock
 from tandem.types import RunError, UserError
@@ -103,7 +103,7 @@ def exit_status(run: Callable[[], int]) -> int:
 
 
 @contextlib.contextmanager
-def store_of_run(directory: Path, record: Record, recipe: Recipe, host: str, password_file: Path | None = None) -> Iterator[list[str]]:
+def store_of_run(directory: Path, record: Record, recipe: AnyRecipe, host: str, password_file: Path | None = None) -> Iterator[list[str]]:
     """Inside, the run has its etcd at ``host``, unless it has another. ``password_file``: of that etcd; ``None``: the one in the run's folder. Yields the
     values with which its processes find it."""
     if not record.starts_etcd:

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.config.recipe import AnyRecipe
 from tandem.pod.weights_between_pods import tls_arguments
 from tandem.runtime.rpc.calls import CallError
 from tandem.runtime.rpc.credentials import read_credential
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 def keeps_checkpoints(recipe: AnyRecipe) -> bool:
     """Returns whether the nodes of a run keep checkpoints in memory for each other."""
-    return isinstance(recipe, Recipe) and bool(recipe.checkpoint.memory_every_steps) and recipe.pods.may_join
+    return bool(recipe.checkpoint.memory_every_steps) and recipe.pods.may_join
 
 
 class NodeKeeper:
     """The keeper of node ``name`` for the run of ``recipe`` in ``directory``, which answers at ``host``. It ends with the thread that calls ``look``, if not by
     ``close``."""
 
-    def __init__(self, directory: Path, recipe: Recipe, name: str, host: str) -> None:
+    def __init__(self, directory: Path, recipe: AnyRecipe, name: str, host: str) -> None:
         self.path = keeper_path(directory, name)
         self._directory, self._facts, self._trouble = directory, dict[str, Any](), ""
         pods, kept_in = recipe.pods, recipe.checkpoint.memory_directory

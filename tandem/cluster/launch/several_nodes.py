@@ -39,16 +39,24 @@ def for_nodes(data: Mapping[str, Any], directory: Path, nodes_of: NodesOf, *, et
     """Returns the values that the recipe ``data`` of the run in ``directory`` needs for pods on its nodes, and whether its job starts an etcd, which
     ``etcd_is_here`` says is the one that is installed here."""
     nodes, key = nodes_of(data)
-    if nodes == 1:
+    is_on_data = section(data, "algorithm").get("name") in ON_DATA
+    if nodes == 1 and not (is_on_data and section(data, "pods").get("trainer_count", 1) != 1):
         return [], False
-    if section(data, "algorithm").get("name") in ON_DATA:
-        raise UserError(f"'{key}' is {nodes}, and a run on data trains on one machine in this version; set it to 1")
     pods, coordination = section(data, "pods"), section(data, "coordination")
     spares = build(ClusterConfig, section(data, "cluster"), "cluster").spares
-    if spares > nodes - 2:
+    if nodes > 1 and spares > nodes - 2:
         raise UserError(f"'cluster.spares' is {spares} and '{key}' {nodes}; besides the first node, with the controller, one must hold a pod: lower it")
-    count, most = (value if isinstance(value := pods.get(name), int) else 1 for name in ("count", "max_count"))
+    count, most, train = (value if isinstance(value := pods.get(name), int) else 1 for name in ("count", "max_count", "trainer_count"))
     values: dict[str, object] = {"coordination.store": "etcd", "pods.max_count": max(most, count + nodes - 1 - spares)}
+    if is_on_data:
+        # Every node that is no spare has ranks, unless the recipe says how many have: the others would do nothing else.
+        train = nodes - spares if train == 1 else train
+        if train > nodes - spares:
+            raise UserError(
+                f"'pods.trainer_count' is {train}, and {nodes - spares} of the nodes can train ('{key}' {nodes}, cluster.spares {spares}); lower it, or raise "
+                f"{key}"
+            )
+        values |= {"pods.trainer_count": train, "pods.max_count": max(most, train)}
     if not pods.get("credential_file"):
         values["pods.credential_file"] = json.dumps(str(directory / FOLDER / CREDENTIAL), ensure_ascii=False)
     starts_etcd = coordination.get("store") != "etcd"

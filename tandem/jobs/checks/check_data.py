@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import DataConfig, PretrainRecipe
 from tandem.config.recipe import AnyRecipe
 from tandem.data.logprob_files import reference_bytes
@@ -13,7 +12,7 @@ from tandem.data.shard_files import ShardFiles
 from tandem.data.tokenizing.tokenize import TokenizedDataset
 from tandem.data.tokenizing.tokenize_plan import tokenizer_fingerprint
 from tandem.estimate.disk_bytes import offloaded_bytes, run_bytes_on_disk
-from tandem.estimate.kept_checkpoints import keepers_bytes
+from tandem.estimate.kept_checkpoints import keeper_bytes, keepers_bytes
 from tandem.estimate.memory import host_bytes_beside_gpu
 from tandem.estimate.processes import data_run_bytes, rank_process_bytes
 from tandem.estimate.training.rank_memory import machine_bytes, predict_rank_memory
@@ -40,6 +39,8 @@ from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_config import start_shapes
 from tandem.planner.recipe_layout import recipe_layout
+from tandem.pod.leadership import check_coordination
+from tandem.pod.start import check_joining
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import FIX, Device, check_gpu_memory, chosen_device, describe_gpus, least_room
 from tandem.storage.files import open_storage
@@ -50,7 +51,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
     """Returns what the run will need, one line for each figure. Raises ``UserError`` or ``RunError`` for problems that show only in files
     and on the machine."""
     check_placement(recipe.parallel)
-    device = chosen_device(recipe.machine, recipe.parallel.world)
+    device, here = chosen_device(recipe.machine, recipe.ranks_here), recipe.ranks_here
     check_offload(recipe.trainer, device)
     with ExitStack() as stack:
         folder = stack.enter_context(folder_to_check(recipe.model))
@@ -74,12 +75,12 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         parallel, tokens = recipe.parallel, recipe.most_tokens
         needs, free = data_run_needs(recipe, shapes, device), available_bytes(recipe.machine.memory_gib)
         if device == "cuda":
-            check_gpu_memory(needs.gpu, parallel.world, _fix(recipe, shapes, device, free) or FIX)
-            lines = [*lines, describe_gpus(parallel.world, needs.gpu)]
+            check_gpu_memory(needs.gpu, here, _fix(recipe, shapes, device, free) or FIX)
+            lines = [*lines, describe_gpus(here, needs.gpu)]
         if needs.host > free:
             fix = _fix(recipe, shapes, device, free) or "no other value of its keys is enough, so take a smaller model"
             raise RunError(
-                f"this run needs {needs.host / 2**30:.2f} GiB{_for_ranks(parallel)} and {free / 2**30:.2f} GiB are available; {fix}, or give it more "
+                f"this run needs {needs.host / 2**30:.2f} GiB{_for_ranks(recipe)} and {free / 2**30:.2f} GiB are available; {fix}, or give it more "
                 "memory (machine.memory_gib)"
             )
         if recipe.data.held_out:
@@ -93,11 +94,13 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
         check_folder("trainer.offload_folder", recipe.trainer.offload_folder)
         check_targets(recipe.checkpoint, recipe.registry)
+        check_joining(recipe)
+        check_coordination(recipe.coordination, recipe.run.name or "run")
         return [
             *lines,
-            f"predicted memory: {needs.host / 2**20:,.0f} MiB at the peak{_for_ranks(parallel)}",
+            f"predicted memory: {needs.host / 2**20:,.0f} MiB at the peak{_for_ranks(recipe)}",
             *([f"predicted checkpoints in memory: {needs.kept / 2**20:,.0f} MiB of them"] if needs.kept else []),
-            *(warn_of_cores(parallel.world) if device == "cpu" else []),
+            *(warn_of_cores(here) if device == "cpu" else []),
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *describe_offloaded(recipe.trainer, offloaded),
             *describe(mesh_of(parallel), parallel.nodes()),
@@ -114,20 +117,25 @@ class Needs(NamedTuple):
 
 
 def data_run_needs(recipe: PretrainRecipe, shapes: ModelShapes, device: Device) -> Needs:
-    """Returns what the processes of a run on data need together. All ranks start on this machine, whatever ``parallel.ranks_per_node`` says."""
-    layout, ranks = recipe_layout(recipe, shapes, on_cpu=device == "cpu"), recipe.parallel.world
+    """Returns what the processes of a run on data need together on the machine of the run. Its ranks start there whatever
+    ``parallel.ranks_per_node`` says; with pods that train, those of its own pod."""
+    layout, ranks = recipe_layout(recipe, shapes, on_cpu=device == "cpu"), recipe.ranks_here
     nodes, keeps = max(recipe.parallel.nodes()) + 1, recipe.checkpoint.memory_every_steps > 0
-    kept = keepers_bytes(checkpoint_bytes(shapes, recipe.trainer), nodes, ranks) if keeps else 0
+    size, world = checkpoint_bytes(shapes, recipe.trainer), recipe.parallel.world
+    kept = keepers_bytes(size, nodes, ranks) if keeps else 0
+    if keeps and ranks < world:
+        # Its keeper has the files of the ranks here, and of those of another machine.
+        kept = keeper_bytes(2 * size * ranks / world, 2 * ranks)
     beside = ranks * batch_bytes(recipe.data, recipe.parallel, recipe.sequences_each) + data_run_bytes(recipe.trainer, ranks) + kept
     if device == "cpu":
-        return Needs(machine_bytes(shapes, layout) + beside, 0, kept)
+        return Needs(machine_bytes(shapes, layout, ranks) + beside, 0, kept)
     process = ranks * rank_process_bytes(recipe.trainer, layout.is_forked)
     return Needs(process + host_bytes_beside_gpu(shapes, recipe.trainer) + beside, predict_rank_memory(shapes, layout).allocated, kept)
 
 
 def _fix(recipe: PretrainRecipe, shapes: ModelShapes, device: Device, free: int) -> str:
     """Returns the smallest change with which the run fits; empty without one."""
-    room = least_room(recipe.parallel.world) if device == "cuda" else 0
+    room = least_room(recipe.ranks_here) if device == "cuda" else 0
 
     def fits(changed: AnyRecipe) -> bool:
         assert isinstance(changed, PretrainRecipe)
@@ -137,8 +145,9 @@ def _fix(recipe: PretrainRecipe, shapes: ModelShapes, device: Device, free: int)
     return smallest_change(recipe, fits)
 
 
-def _for_ranks(parallel: ParallelConfig) -> str:
-    return "" if parallel.world == 1 else f" for the {parallel.world} ranks that start on this machine"
+def _for_ranks(recipe: PretrainRecipe) -> str:
+    here = "1 rank that starts" if recipe.ranks_here == 1 else f"{recipe.ranks_here} ranks that start"
+    return "" if recipe.parallel.world == 1 else f" for the {here} on this machine"
 
 
 def _describe_text(data: DataConfig, max_steps: int, datasets: Sequence[tuple[str, ShardFiles]]) -> list[str]:

@@ -62,7 +62,7 @@ def data_seconds(recipe: PretrainRecipe) -> DataSeconds:
     if recipe.has_reference:
         tokens = sum(files.dataset.tokens for _, files in open_datasets(recipe.data))
         work.append(training_work(shapes, trainer.dtype, tokens, length, recipe.most_tokens, 1, 0))
-    seconds = _seconds(work, trainer, recipe.machine, chosen_device(recipe.machine, recipe.parallel.world), recipe.parallel.world)
+    seconds = _seconds(work, trainer, recipe.machine, chosen_device(recipe.machine, recipe.ranks_here), recipe.parallel.world)
     return DataSeconds(seconds[0], sum(seconds[1:]))
 
 

@@ -1,6 +1,7 @@
 """The checkpoints of a run on data: when they are taken, journalled, uploaded and registered."""
 
 import contextlib
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,7 @@ from tandem.trainer.checkpoint.find import VerifiedCheckpoint, committed_steps
 from tandem.trainer.checkpoint.memory.keepers import Keepers
 from tandem.trainer.checkpoint.replica_checkpoints import ReplicaCheckpoints
 from tandem.trainer.checkpoint.replica_state import ReplicaState
+from tandem.trainer.checkpoint.tiers.disks_tier import Node
 from tandem.trainer.checkpoint.tiers.upload_tier import fetch_copy
 from tandem.trainer.checkpoint.trigger import CheckpointTrigger, Due, copies_due
 from tandem.trainer.grad_scaler import GradScaler
@@ -39,14 +41,17 @@ class DataCheckpoints:
         start: the folder of the model that the run starts from.
         ranks: a communicator of all ranks that nothing else uses.
         memory, local: hold further checkpoints, in the memory of nodes and on a disk of this one (``None``: there is none).
+        node: this one, of several machines whose disks have the files of their own ranks (``None``: all ranks share ``local``).
+        recorded: the step up to which the run's folder has rows, on several machines (``None``: on one).
         registered: enters committed checkpoints in the model registry (the first rank only).
     """
 
     def __init__(
         self, checkpoint: CheckpointConfig, batch_sequences: int, directory: Path, start: Path, replica: Replica, guard: GradScaler,
         ranks: Communicator, records: Records, registered: Registered | None, memory: Keepers | None = None,
-        local: Path | None = None,
+        local: Path | None = None, node: Node | None = None, recorded: int | None = None,
     ) -> None:  # fmt: skip
+        self._is_spread = recorded is not None
         self._config, self._batch_sequences, self._directory = checkpoint, batch_sequences, directory
         self._records, self._registered = records, registered
         # Where there is a supervisor, it prints the message.
@@ -65,6 +70,7 @@ class DataCheckpoints:
             on_committed=self._uploader.add if self._uploader else None, in_use=self._in_use,
             fault_point=records.fault_point, memory=memory, local=local,
         )  # fmt: skip
+        self.replica.node, self.replica.recorded = node, recorded
         self._metrics: dict[str, float] = {}
         self._loaded: VerifiedCheckpoint | None = None
         self._boundary = 0
@@ -167,12 +173,18 @@ class DataCheckpoints:
             return
         self.replica.wait(self._beat)
         self._collect()
-        if "local" in tiers:
+        if "local" in tiers or self._is_spread:
             # A resume may begin there, and writes no earlier row again.
             self._records.sync()
         self._records.timings["checkpoint_copy_stall"] = self.replica.copy(
             step, {"steps": step, "sequences": step * self._batch_sequences}, tiers, self._beat
         )
+
+    def forget_local(self) -> None:
+        """Removes what is on the disk of this node, where each has its own, of a run that has finished."""
+        if self.replica.node is not None and self.replica.local is not None:
+            self.replica.state.replica.ranks.world.barrier("the last checkpoint")
+            shutil.rmtree(self.replica.local, ignore_errors=True)
 
     def finish(self) -> None:
         """Waits for the checkpoint and the uploads in progress. Raises ``RunError`` where one fails."""

@@ -12,7 +12,9 @@ from tandem.runtime.callback import Callback
 from tandem.runtime.process.faults import FaultPoint, no_fault
 from tandem.runtime.process.rank_settings import RankSettings
 from tandem.runtime.rpc.calls import Blobs, Meta, Method, Progress, Reply
+from tandem.runtime.rpc.pod_tls import tls_of
 from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.trainer.checkpoint.tiers.disks_tier import Node
 from tandem.trainer.corruption.finding import SilentCorruption
 from tandem.trainer.rank_process import Rank, start
 
@@ -27,10 +29,16 @@ class DataRank:
 
     def train(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Trains from the newest whole checkpoint to the end. Rank 0 replies with the ``result``; a run that was asked to stop with ``stopped``,
-        and one whose ranks computed different bits with ``corruption``."""
-        memory = Keepers.of(meta["memory"], self.rank.ranks.world.rank) if meta.get("memory") is not None else None
+        and one whose ranks computed different bits with ``corruption``. ``memory``: the keepers of one machine; ``tiers``: those of several, and their
+        disks, as of ``NearTiers.describe``."""
+        tiers = meta.get("tiers") or {"memory": meta.get("memory"), "local": None, "recorded": None}
+        tls, local = tls_of(self.recipe.pods), tiers["local"]
+        memory = None if tiers["memory"] is None else Keepers.of(tiers["memory"], self.rank.ranks.world.rank, tls)
+        node = None if local is None else Node(local["node"], local["credential"], tls)
         try:
-            result = train_on(self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]), memory=memory)
+            result = train_on(
+                self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]), memory=memory, node=node, recorded=tiers["recorded"]
+            )
         except KeyboardInterrupt:
             return {"stopped": True}, {}
         except SilentCorruption as corruption:

@@ -55,6 +55,7 @@ from tandem.runtime.records.run_records import Records
 from tandem.runtime.records.tracing import Tracer
 from tandem.trainer.build import ReplicaSettings, build_replica
 from tandem.trainer.checkpoint.memory.keepers import Keepers
+from tandem.trainer.checkpoint.tiers.disks_tier import Node
 from tandem.trainer.corruption.check import CorruptionCheck, corruption_check
 from tandem.trainer.corruption.injected_flips import inject_flips
 from tandem.trainer.device_speed import device_notes
@@ -81,16 +82,21 @@ def this_process(machine: MachineConfig, directory: Path) -> Rank:
     return rank_alone(directory, rank_device(chosen_device(machine, 1), 0), threads)
 
 
-def train_on(rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool, memory: Keepers | None = None) -> RunResult | None:
+def train_on(
+    rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool, memory: Keepers | None = None, node: Node | None = None,
+    recorded: int | None = None,
+) -> RunResult | None:  # fmt: skip
     """Runs ``recipe`` on this rank, from the run's newest whole checkpoint if there is one. Returns its result on the first rank, ``None``
-    on others. Only the first rank calls ``callback``. ``memory``: holds checkpoints too."""
-    with opened_run(rank, recipe, callback, resumed=resumed, memory=memory) as run:
+    on others. Only the first rank calls ``callback``. ``memory``: holds checkpoints too. ``node``, ``recorded``: as of
+    ``DataCheckpoints``."""
+    with opened_run(rank, recipe, callback, resumed=resumed, memory=memory, node=node, recorded=recorded) as run:
         _predict(run)
         with run.checkpoints.requests:
             steps = pretrain(run)
         run.records.sync()
         run.records.enter("export", steps)
         model, journal = run.export(), run.records.journal
+        run.checkpoints.forget_local()
         if journal is None:
             return None
         forget_local(recipe.checkpoint.local_directory, journal)
@@ -130,8 +136,9 @@ KEPT_TIMES = 1.25
 
 @contextlib.contextmanager
 def opened_run(
-    rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool = False, at_most: int | None = None, memory: Keepers | None = None
-) -> Iterator[DataRun]:
+    rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool = False, at_most: int | None = None, memory: Keepers | None = None,
+    node: Node | None = None, recorded: int | None = None,
+) -> Iterator[DataRun]:  # fmt: skip
     """Yields ``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before."""
     ranks, directory = rank.ranks, rank.directory
     with ExitStack() as stack:
@@ -168,7 +175,8 @@ def opened_run(
         [told, *_] = gather_values(ranks.world, own, "the folder of local checkpoints")
         local = Path(told) if told else None
         checkpoints = DataCheckpoints(
-            recipe.checkpoint, recipe.data.global_batch_size, directory, start, replica, guard, rank.saving, records, registered, memory, local
+            recipe.checkpoint, recipe.data.global_batch_size, directory, start, replica, guard, rank.saving, records, registered, memory, local,
+            node, recorded,
         )
         stack.callback(checkpoints.close)
         # A checkpoint holds the state of the random numbers, which must not depend on whether the model was made in this process.

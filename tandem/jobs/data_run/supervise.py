@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from tandem.config.machine import MachineConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.data_run.rank_events import tell
+from tandem.jobs.data_run.several_machines import MachineRanks, ranks_of_machines
 from tandem.jobs.distrust import distrust
 from tandem.jobs.result import RunResult
 from tandem.jobs.run_files import RunStopped, begun
 from tandem.layout.mesh import MeshShape, smaller
 from tandem.layout.placement import mesh_of
+from tandem.pod.own_ranks import OwnRanks
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.gpus import chosen_device
 from tandem.runtime.process.backoff import Backoff, describe_wait
@@ -49,6 +52,8 @@ def supervise(
 
     If a rank dies or hangs, all ranks are restarted from the newest checkpoint on the same mesh, after a wait if it happens again at the same step
     (``Backoff``). With ``run.elastic`` the restart has fewer data-parallel ranks if the same rank was lost twice with no step completed in between.
+    With ``pods.trainer_count`` the ranks are on several machines (``several_machines``), whose loss is one of their ranks; one that leaves costs a restart from
+    the step that it saves, which does not count.
     After silent data corruption they are restarted from the newest checkpoint that is trusted (``jobs.distrust``).
     Raises ``RunError`` after ``run.max_restarts`` restarts. ``is_stage``: another stage of the same command follows, so a request to stop that came after the
     last step raises ``KeyboardInterrupt``."""
@@ -59,24 +64,41 @@ def supervise(
         shutil.rmtree(folder, ignore_errors=True)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         memory = None
-        if recipe.checkpoint.memory_every_steps:
+        if recipe.checkpoint.memory_every_steps and recipe.pods.trainer_count == 1:
             ranks, each = mesh_of(recipe.parallel).world, recipe.parallel.ranks_per_node
             memory = stack.enter_context(closing(KeeperProcesses(ranks, each or ranks, directory)))
             callback.message(ALL_HERE)
         requests = stack.enter_context(SignalRequests(callback.message, callback.wants_stop))
         forks = stack.enter_context(closing(GroupForks()))
         shape, before, restarts, backoff = mesh_of(recipe.parallel), None, 0, Backoff()
+        machines, goes_on = None, resumed
+        if recipe.pods.trainer_count > 1:
+            of_own = group_settings(recipe.machine, recipe.parallel, recipe.ranks_here, directory, folder, faults)
+            own = OwnRanks(of_own, shape, callback.message, forks)
+            machines = stack.enter_context(ranks_of_machines(recipe, directory, own, callback, requests))
+
+        def start(shape: MeshShape, number: int) -> WorkerGroup | MachineRanks:
+            if machines is not None:
+                return machines
+            settings = group_settings(recipe.machine, recipe.parallel, shape.world, directory, folder / str(number), faults)
+            return WorkerGroup(settings, shape, say=callback.message, forks=forks)
+
+        def meta(goes_on: bool) -> dict[str, Any]:
+            return {"resumed": goes_on, "memory": memory.start() if memory is not None else None}
+
         while True:
             try:
-                settings = group_settings(recipe.machine, recipe.parallel, shape, directory, folder / str(restarts), faults)
-
-                def meta(is_again: bool = resumed or restarts > 0) -> dict[str, Any]:
-                    return {"resumed": is_again, "memory": memory.start() if memory is not None else None}
-
-                reply = run_on_ranks(settings, shape, callback, requests, "train", meta, forks)
+                begin, told = partial(start, shape, restarts), partial(meta, goes_on)
+                goes_on = True
+                reply = run_on_ranks(begin, callback, requests, "train", told)
                 if is_stage and requests.stop:
                     raise KeyboardInterrupt
                 return RunResult.from_json(reply["result"])
+            except RunStopped:
+                leaving = [] if machines is None or requests.stop else machines.let_go()
+                if not leaving:
+                    raise
+                callback.message(f"{' and '.join(leaving)} left the run, which goes on from the step that was saved when other pods have its ranks")
             except SilentCorruption as corruption:
                 restarts, trusted = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
                 if memory is not None:
@@ -99,23 +121,22 @@ def supervise(
 
 
 def group_settings(
-    machine: MachineConfig, parallel: ParallelConfig, shape: MeshShape, directory: Path, folder: Path, faults: FaultPlan | None = None
+    machine: MachineConfig, parallel: ParallelConfig, ranks: int, directory: Path, folder: Path, faults: FaultPlan | None = None
 ) -> GroupSettings:
-    """Returns how the ranks of ``shape`` are started for the run in ``directory``; they share the machine's threads. ``folder``: for the
+    """Returns how the ``ranks`` of this machine are started for the run in ``directory``; they share the machine's threads. ``folder``: for the
     files that they meet by."""
-    threads = max(1, (machine.threads or available_cores()) // shape.world)
+    threads = max(1, (machine.threads or available_cores()) // ranks)
     return GroupSettings(
-        "the run", "tandem.jobs.data_run.data_rank", directory, folder, threads, chosen_device(machine, shape.world), str(faults or ""),
+        "the run", "tandem.jobs.data_run.data_rank", directory, folder, threads, chosen_device(machine, ranks), str(faults or ""),
         parallel.collective_timeout_s, parallel.heartbeat_timeout_s, forked=machine.fork_workers,
     )  # fmt: skip
 
 
 def run_on_ranks(
-    settings: GroupSettings, shape: MeshShape, callback: Callback, requests: SignalRequests, call: str,
-    meta: Callable[[], Mapping[str, Any]], forks: GroupForks | None = None,
+    start: Callable[[], WorkerGroup | MachineRanks], callback: Callback, requests: SignalRequests, call: str, meta: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Starts the ranks of ``shape``, calls ``call`` on them with ``meta``, which is made meanwhile, and returns rank 0's reply. Passes the signals in
-    ``requests`` on to the ranks. Raises ``RanksLost``, ``SilentCorruption``, ``RunStopped`` and what a rank raises."""
+    """Calls ``call`` on the ranks that ``start`` starts with ``meta``, which is made meanwhile, and returns rank 0's reply when they have ended. Passes the
+    signals in ``requests`` on to the ranks. Raises ``RanksLost``, ``SilentCorruption``, ``RunStopped`` and what a rank raises."""
     is_told = False
 
     def pass_on() -> None:
@@ -126,7 +147,7 @@ def run_on_ranks(
             group.signal(signal.SIGTERM)
         requests.save, is_told = False, is_told or requests.stop
 
-    with closing(WorkerGroup(settings, shape, say=callback.message, forks=forks)) as group:
+    with closing(start()) as group:
         reply = group.call(call, meta(), deadline_s=float("inf"), on_progress=lambda progress: tell(callback, progress), on_poll=pass_on).meta
     if reply.get("stopped"):
         raise RunStopped

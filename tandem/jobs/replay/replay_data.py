@@ -19,7 +19,7 @@ from tandem.layout.mesh import MeshShape
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.gpus import chosen_device
 from tandem.runtime.process.stop_signals import SignalRequests
-from tandem.runtime.process.worker_group import GroupForks, GroupSettings, RanksLost
+from tandem.runtime.process.worker_group import GroupForks, GroupSettings, RanksLost, WorkerGroup
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.metrics import VOLATILE, read_rows
 from tandem.runtime.records.run_lock import RunLock
@@ -104,7 +104,7 @@ class _MessageCallback(Callback):
 
 def _run_again(machine: MachineConfig, parallel: ParallelConfig, scratch: Path, shape: MeshShape, step: int, say: Say) -> None:
     if shape.world > 1:
-        _on_ranks(group_settings(machine, parallel, shape, scratch, scratch / "ranks"), shape, step, say)
+        _on_ranks(group_settings(machine, parallel, shape.world, scratch, scratch / "ranks"), shape, step, say)
         return
     with _in_this_process(machine.threads, scratch, step, say) as run:
         from tandem.jobs.replay.steps_again import run_again
@@ -128,7 +128,7 @@ def _in_this_process(threads: int, scratch: Path, at_most: int, say: Say) -> Ite
 def _on_ranks(settings: GroupSettings, shape: MeshShape, step: int, say: Say) -> None:
     with SignalRequests() as requests, closing(GroupForks()) as forks:
         try:
-            run_on_ranks(settings, shape, _MessageCallback(say), requests, "replay", lambda: {"step": step}, forks)
+            run_on_ranks(lambda: WorkerGroup(settings, shape, say=say, forks=forks), _MessageCallback(say), requests, "replay", lambda: {"step": step})
         except RanksLost as loss:
             if requests.stop:
                 raise KeyboardInterrupt from None

@@ -26,7 +26,7 @@ from tandem.cluster.launch.kubernetes.in_pod import (
     write_meeting,
 )
 from tandem.cluster.launch.record import CREDENTIAL, PASSWORD, Record
-from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.config.recipe import AnyRecipe
 from tandem.runtime.process.temporary import choose_temporary_folder, temporary_folder
 from tandem.runtime.records.logs import setup
 
@@ -58,7 +58,7 @@ class Job:
         """Inside, the run has its etcd, and the pods know where it is. Yields the new values of the controller."""
         host = os.environ[ADDRESS]
         own = [] if recipe.metrics is not None else [f"--metrics={{host: '{host}', port: {METRICS_PORT}, targets_folder: ''}}"]
-        if not isinstance(recipe, Recipe) or not recipe.pods.may_join:
+        if not recipe.pods.may_join:
             yield own
             return
         with contextlib.ExitStack() as stack:

@@ -181,7 +181,7 @@ def _objects(recipe: AnyRecipe, directory: Path, folder: Path, user: int) -> Run
     name = f"tandem-{stem}-{secrets.token_hex(3)}" if stem else f"tandem-{secrets.token_hex(3)}"
     return RunObjects(
         name, directory, folder, user, config.shared_memory or _shared_memory(recipe), recipe.metrics is None,
-        isinstance(recipe, Recipe) and recipe.pods.may_join, _local_folders(recipe),
+        recipe.pods.may_join, _local_folders(recipe),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from tandem.cluster.launch.kubernetes.in_pod import (
 from tandem.cluster.launch.node_keeper import NodeKeeper, keeps_checkpoints
 from tandem.cluster.launch.node_pod import node_pod
 from tandem.cluster.launch.record import CREDENTIAL, PASSWORD
-from tandem.config.recipe import Recipe, load_config
+from tandem.config.recipe import load_config
 from tandem.runtime.process.processes import terminate
 from tandem.runtime.process.temporary import choose_temporary_folder, temporary_folder
 from tandem.types import RunError, UserError
@@ -73,7 +73,7 @@ class JoiningPod:
         """Yields the keeper of this node, ``None`` without checkpoints in memory."""
         record, _ = read_job(self.directory)
         recipe = load_config(self.directory / "config.yaml", [*record.overrides, *own])
-        if not isinstance(recipe, Recipe) or not keeps_checkpoints(recipe):
+        if not keeps_checkpoints(recipe):
             yield None
             return
         with contextlib.closing(NodeKeeper(self.directory, recipe, os.environ[NAME], os.environ[ADDRESS])) as keeper:

@@ -26,7 +26,6 @@ from tandem.cluster.launch.node_pod import node_pod
 from tandem.cluster.launch.ray.keeper import end_node_keeper, node_keeper
 from tandem.cluster.launch.ray.nodes import end_with_node, node_name
 from tandem.cluster.launch.ray.placement import CONTROLLER, group_name, groups_of, in_group, make_group, remove_groups
-from tandem.config.recipe import Recipe
 from tandem.runtime.process.backoff import Backoff
 from tandem.runtime.process.processes import describe_exit
 from tandem.runtime.records.logs import setup
@@ -108,7 +107,7 @@ class RunActor:
             wait_for_earlier(self._directory, self.say, lambda: self._process.stops > 0)
         else:
             self.say(f"job {self._job} on node '{node_name()}'")
-        if not isinstance(recipe, Recipe) or not recipe.pods.may_join:
+        if not recipe.pods.may_join:
             return self._process.run(recipe, record.overrides, self._output)
         host = str(ray.util.get_node_ip_address())
         with store_of_run(self._directory, record, recipe, host) as shared:

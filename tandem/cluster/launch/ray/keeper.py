@@ -18,7 +18,6 @@ from tandem.cluster.launch.job import read_job
 from tandem.cluster.launch.node_keeper import NodeKeeper, keeps_checkpoints
 from tandem.cluster.launch.ray.nodes import end_with_node, node_name
 from tandem.cluster.launch.ray.placement import CONTROLLER, NAMESPACE, group_name, groups_of
-from tandem.config.recipe import Recipe
 from tandem.runtime.process.deadline import Deadline
 from tandem.runtime.records.logs import setup
 from tandem.trainer.checkpoint.memory.launched_keepers import keeper_path
@@ -80,7 +79,6 @@ class KeeperActor:
     def _work(self) -> None:
         try:
             _, recipe = read_job(self._directory)
-            assert isinstance(recipe, Recipe)
             with contextlib.closing(NodeKeeper(self._directory, recipe, node_name(), own_address(self._host))) as keeper:
                 self._keep(keeper, recipe.pods.join_timeout_s)
         except (UserError, RunError) as error:

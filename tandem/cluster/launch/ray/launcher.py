@@ -17,7 +17,7 @@ from tandem.cluster.launch.record import FOLDER, Record, read_record, write_secr
 from tandem.cluster.launch.several_nodes import placed_recipe, prepared, run_folder
 from tandem.config.load import build, to_mapping
 from tandem.config.ray import RayConfig
-from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.config.recipe import AnyRecipe
 from tandem.jobs.prepare import read_recipe
 from tandem.runtime.machine.gpus import DRIVER, probe
 from tandem.types import UserError
@@ -107,7 +107,7 @@ class RayLauncher:
         record, status, recipe = read_record(directory), self.status(directory), read_recipe(directory)
         if record is None or not status.is_active:
             raise UserError(f"the run in '{directory}' is not running on Ray; resume it with --ray.nodes={nodes}")
-        most = 1 + recipe.pods.max_count - recipe.pods.count if isinstance(recipe, Recipe) and recipe.pods.may_join else 1
+        most = 1 + recipe.pods.max_count - recipe.pods.count if recipe.pods.may_join else 1
         if not 1 <= nodes <= most:
             raise UserError(f"NODES is {nodes}, and this run may have 1 to {most} nodes; for more resume it with a higher ray.max_nodes")
         _at(directory, record).ask("scale", job=record.job, nodes=nodes)
@@ -171,14 +171,14 @@ def _asked(recipe: AnyRecipe, directory: Path, folder: str) -> dict[str, Any]:
     return {
         "ray": asdict(config), "nodes": config.nodes, "is_own": not config.address, "folders": [str(_existing(directory)), folder],
         "ports": _fixed_ports(recipe),
-        "max_clock_offset_s": recipe.cluster.max_clock_offset_s if isinstance(recipe, Recipe) and recipe.cluster.preflight else 0.0,
+        "max_clock_offset_s": recipe.cluster.max_clock_offset_s if recipe.cluster.preflight else 0.0,
     }  # fmt: skip
 
 
 def _fixed_ports(recipe: AnyRecipe) -> list[tuple[str, int]]:
     """Returns the ports that the recipe names, each with its host; empty: the address of the node."""
     ports = [] if recipe.metrics is None else [(recipe.metrics.host, recipe.metrics.port)]
-    if isinstance(recipe, Recipe) and recipe.pods.may_join:
+    if recipe.pods.may_join:
         ports.append(("", recipe.pods.port))
     return [(host, port) for host, port in ports if port]
 

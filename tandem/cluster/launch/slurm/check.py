@@ -33,8 +33,8 @@ def _check_kinds(recipe: AnyRecipe, array: str) -> None:
     config = recipe.slurm
     if array:
         raise UserError("'slurm.rollout.nodes' is set with --array, and Slurm has no arrays of heterogeneous jobs; set it to 0, or start the runs one by one")
-    # A run on data was refused for its number of nodes.
-    assert isinstance(recipe, Recipe)
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"'slurm.rollout.nodes' is {config.rollout.nodes}, and a run on data draws no samples; set it to 0, and raise slurm.nodes")
     pods = recipe.pods
     able = pods.count + config.nodes - 1
     if pods.trainer_count > able:

@@ -23,7 +23,7 @@ from tandem.cluster.launch.record import FOLDER, Record
 from tandem.cluster.launch.slurm.addresses import address_of
 from tandem.cluster.launch.slurm.commands import ask, node_address
 from tandem.cluster.launch.slurm.parts import Part, end_earlier_steps, parts_of_job
-from tandem.config.recipe import AnyRecipe, Recipe, load_config
+from tandem.config.recipe import AnyRecipe, load_config
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.processes import Threads, spawn, terminate, wait
 from tandem.runtime.records.logs import setup
@@ -68,7 +68,7 @@ class Job:
     @contextlib.contextmanager
     def _beside(self, record: Record, recipe: AnyRecipe, nodes: list[str]) -> Iterator[list[str]]:
         """Inside, the run has its etcd, and the further ``nodes`` pods that join it. Yields the new values of the controller."""
-        if not isinstance(recipe, Recipe) or not recipe.pods.may_join:
+        if not recipe.pods.may_join:
             yield []
             return
         host = own_address(address_of(node_address(nodes[1]))) if len(nodes) > 1 else "127.0.0.1"
@@ -81,11 +81,10 @@ class Job:
                 stack.callback(_end, pods)
             yield [*shared, f"--pods.host={host}"]
 
-    def _fit(self, recipe: Recipe, nodes: list[str], host: str, overrides: list[str]) -> list[str]:
+    def _fit(self, recipe: AnyRecipe, nodes: list[str], host: str, overrides: list[str]) -> list[str]:
         """Returns the ``nodes`` that have passed the preflight. Raises ``UserError`` if the run cannot begin on them."""
         check_nodes(nodes)
         with_store = load_config(self.directory / "config.yaml", overrides)
-        assert isinstance(with_store, Recipe)
         store = open_store(store_address(with_store.coordination, self.directory))
         measuring = self._start("tandem.cluster.health.on_node", nodes, host, lambda part: overrides)
 

@@ -1,0 +1,156 @@
+"""A run on data whose ranks are in pods that joined, through a real etcd: the bits of as many ranks on one machine, whatever dies."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from data_runs import command, rows
+from etcd_server import WHY_SKIPPED, EtcdServer, program
+from machines_of_data import DataMachines
+from package_data import make_datasets
+from pretrain_recipe import write_recipe
+from sharded import is_same
+
+pytestmark = [pytest.mark.full, pytest.mark.skipif(program() is None, reason=WHY_SKIPPED)]
+STEPS, LATER = 10, 60
+"""Steps of a run without faults, and of one that is struck after its first checkpoint."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_datasets(tmp_path_factory.mktemp("data"), "json", "held-out")
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"), options=("--unsafe-no-fsync",)).start()
+    yield server
+    server.kill()
+
+
+def write(folder: Path, data: Path, steps: int) -> None:
+    write_recipe(
+        folder, data, data={"train": [{"path": str(data / "json")}], "held_out": str(data / "held-out"), "global_batch_size": 6},
+        trainer={"warmup_steps": 3, "micro_batch_tokens": 100}, run={"max_steps": steps}, checkpoint={"every_steps": 4, "keep": 2},
+        evaluation={"every_steps": 5, "sequences": 4}, parallel={"heartbeat_timeout_s": 4.0},
+    )  # fmt: skip
+
+
+def on_one_machine(folder: Path, data: Path, steps: int, *arguments: str) -> Path:
+    write(folder, data, steps)
+    command("train", "recipe.yaml", "--parallel.data=2", *arguments, folder=folder)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def one(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks on one machine, without faults."""
+    return on_one_machine(tmp_path_factory.mktemp("one"), data, LATER)
+
+
+@pytest.fixture
+def machines(data: Path, etcd: EtcdServer, tmp_path: Path) -> Iterator[DataMachines]:
+    write(tmp_path, data, LATER)
+    made = DataMachines(tmp_path, etcd)
+    yield made
+    made.close()
+
+
+def assert_same(run: Path, other: Path, steps: int) -> None:
+    assert rows(run) == rows(other)
+    assert (run / "model/model.safetensors").read_bytes() == (other / "model/model.safetensors").read_bytes()
+    assert is_same(run / f"checkpoints/step-{steps}", other / f"checkpoints/step-{steps}")
+
+
+@pytest.mark.parametrize("more", ["", "--parallel.zero=2"])
+def test_ranks_on_two_machines_have_the_bits_of_two_on_one(more: str, data: Path, machines: DataMachines, tmp_path: Path) -> None:
+    other = on_one_machine(tmp_path / "other", data, STEPS, *more.split())
+    machines.settings = (f"--run.max_steps={STEPS}", *more.split())
+    machines.pod("b")
+    machines.train()
+    machines.ended("train")
+    assert "pod b trains with rank 1" in machines.ended("b")
+    assert_same(machines.directory, other, STEPS)
+    assert machines.events("recovery") == [] and machines.left_behind() == []
+
+
+@pytest.mark.parametrize("what", ["rank", "machine"])
+def test_a_rank_on_another_machine_or_all_of_that_machine_is_killed(what: str, machines: DataMachines, one: Path) -> None:
+    machines.pod("b")
+    machines.train()
+    machines.wait_for_step(6)
+    of_b = machines.processes("b")
+    for pid in [pid for pid, line in of_b.items() if "data_rank" in line] if what == "rank" else of_b:
+        os.kill(pid, signal.SIGKILL)
+    if what == "machine":
+        machines.commands.pop("b").wait()
+        machines.pod("c")
+    machines.ended("train")
+    assert_same(machines.directory, one, LATER)
+    assert len(machines.events("recovery")) == 1 and machines.events("resume")[0].detail["step"] >= 4
+    assert machines.ended("c" if what == "machine" else "b") and machines.left_behind() == []
+
+
+def test_a_pod_that_leaves_saves_the_step_and_another_has_its_ranks(machines: DataMachines, one: Path) -> None:
+    leaving = machines.pod("b")
+    machines.train()
+    machines.wait_for_step(6)
+    leaving.terminate()
+    machines.ended("b")
+    machines.pod("c")
+    said = machines.ended("train")
+    assert "b left the run" in said and "pod c trains with rank 1" in machines.ended("c")
+    assert_same(machines.directory, one, LATER)
+    assert machines.events("recovery") == [] and machines.left_behind() == []
+
+
+def test_a_run_that_is_stopped_or_killed_is_resumed_with_pods_that_join_then(machines: DataMachines, one: Path) -> None:
+    machines.pod("b")
+    train = machines.train()
+    machines.wait_for_step(6)
+    train.send_signal(signal.SIGINT)
+    assert "stopped after step" in machines.ended("train", status=130)
+    machines.ended("b")
+    machines.pod("c")
+    machines.resume()
+    machines.wait_for_step(len(rows(machines.directory)) + 4)
+    for pid in machines.processes("resume"):
+        os.kill(pid, signal.SIGKILL)
+    machines.commands.pop("resume").wait()
+    machines.resume()
+    machines.ended("resume")
+    machines.ended("c")
+    assert_same(machines.directory, one, LATER)
+    assert machines.left_behind() == []
+
+
+def test_data_that_a_machine_does_not_have_is_one_line_that_names_the_machine(machines: DataMachines, data: Path) -> None:
+    if os.geteuid() or shutil.which("unshare") is None or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here, so a path that another machine lacks is NOT tested")
+    machines.inside["b"] = ("unshare", "--mount", "sh", "-c", f"mount -t tmpfs none {data / 'json'} && exec \"$@\"", "sh")
+    machines.pod("b")
+    machines.train()
+    last = machines.ended("train", status=2).splitlines()[-1]
+    assert last.startswith("tandem: on b: ") and str(data / "json") in last
+    machines.ended("b")
+    assert machines.left_behind() == []
+
+
+def test_a_run_that_lacks_machines_says_how_to_go_on(machines: DataMachines) -> None:
+    machines.settings = ("--pods.join_timeout_s=1",)
+    machines.train()
+    last = machines.ended("train", status=1).splitlines()[-1]
+    assert last.startswith("tandem: 1 of pods.trainer_count 2 pods that can train are there after pods.join_timeout_s (1 s); start more with 'tandem pod'")
+    assert machines.left_behind() == []
+
+
+def test_ctrl_c_ends_a_run_that_waits_for_machines(machines: DataMachines) -> None:
+    train = machines.train()
+    machines.wait_until_said("train", "waiting for")
+    train.send_signal(signal.SIGINT)
+    machines.ended("train", status=130)
+    assert machines.left_behind() == []
