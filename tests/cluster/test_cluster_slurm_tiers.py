@@ -18,8 +18,8 @@ from launched_runs import LaunchedRuns, left_behind
 from network import Network, why_not
 from pod_runs import RECIPE, PodRun, difference
 from slurm_cluster import WHY_SKIPPED, SlurmCluster, is_installed
+from slurm_machines import inside
 from test_cluster_slurm_first_node import of_job_on
-from test_cluster_slurm_machines import _inside
 
 from tandem.runtime.records.checkpoint_tiers import tiers_of
 
@@ -40,7 +40,7 @@ def machines(tmp_path: Path) -> Iterator[tuple[Network, SlurmCluster]]:
         host.shm_mib = 200
     address = hosts[0].address.rpartition(".")[0] + ".254"
     cluster = SlurmCluster(
-        tmp_path / "slurm", nodes=3, address=address, addresses=[host.address for host in hosts], inside=[partial(_inside, host) for host in hosts]
+        tmp_path / "slurm", nodes=3, address=address, addresses=[host.address for host in hosts], inside=[partial(inside, host) for host in hosts]
     )
     try:
         yield network, cluster.start()

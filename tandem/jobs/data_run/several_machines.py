@@ -111,6 +111,8 @@ def ranks_of_machines(
             return near.describe(incarnation, loads=True)
 
         yield MachineRanks(trainer, own, record, tiers, callback.message)
+        # The run has finished, and nothing reads again what would outlive its keepers.
+        near.forget()
 
 
 def _note(journal: Journal, news: dict[str, Any], callback: Callback) -> None:
