@@ -50,9 +50,9 @@ def write(folder: Path, data: Path, steps: int) -> None:
     )  # fmt: skip
 
 
-def on_one_machine(folder: Path, data: Path, steps: int, *arguments: str) -> Path:
+def on_one_machine(folder: Path, data: Path, steps: int, *arguments: str, ranks: int = 2) -> Path:
     write(folder, data, steps)
-    command("train", "recipe.yaml", "--parallel.data=2", *arguments, folder=folder)
+    command("train", "recipe.yaml", f"--parallel.data={ranks}", *arguments, folder=folder)
     return folder / "run"
 
 
@@ -149,6 +149,30 @@ def test_a_spare_has_the_ranks_of_a_node_that_fails_which_is_cordoned(machines: 
     assert {each["node"]: each["state"] for each in shown["nodes"]} == {lost: "cordoned", spare: "in use", socket.gethostname(): "controller"}
     assert_same(machines.directory, one, LATER)
     assert machines.left_behind() == []
+
+
+def test_a_spare_has_the_ranks_of_a_machine_that_computes_wrong_bits(data: Path, machines: DataMachines, tmp_path: Path) -> None:
+    if os.geteuid() or shutil.which("unshare") is None or subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
+        pytest.skip("no machines with names of their own here, so a machine that computes wrong bits is NOT replaced")
+    other = on_one_machine(tmp_path / "other", data, STEPS, ranks=3)
+    # A third replica says which of two is wrong.
+    machines.count, machines.settings = 3, (f"--run.max_steps={STEPS}", "--cluster.spares=1", "--trainer.corruption_check=1.0")
+    for name in ("b", "c", "d"):
+        machines.inside[name] = ("unshare", "--uts", "sh", "-c", f'hostname node-{name} && exec "$@"', "sh")
+        # Of the one that comes first; the one that takes its place is pod 3.
+        machines.pod(name, "--fault=pod1_trainer_rank1:flips:gradient:6")
+    machines.train()
+    said = machines.ended("train")
+    [wrong], [cordon, *_] = machines.events("silent_corruption"), machines.events("cordon")
+    assert (wrong.detail["step"], wrong.detail["ranks"], wrong.detail["checkpoint"]) == (6, [1], 4)
+    node = str(cordon.detail["node"])
+    assert f"spares take the places of {node}" in said
+    lost = node.removeprefix("node-")
+    assert {"trains with rank 1", "trains with rank 2"} <= {
+        line.partition(f"pod {name} ")[2] for name in {"b", "c", "d"} - {lost} for line in machines.ended(name).splitlines()
+    }
+    assert rows(machines.directory) == rows(other)
+    assert (machines.directory / "model/model.safetensors").read_bytes() == (other / "model/model.safetensors").read_bytes()
 
 
 def test_a_pod_that_leaves_saves_the_step_and_another_has_its_ranks(machines: DataMachines, one: Path) -> None:

@@ -105,7 +105,10 @@ def supervise(
                     raise
                 callback.message(f"{' and '.join(leaving)} left the run, which goes on from the step that was saved when other pods have its ranks")
             except SilentCorruption as corruption:
-                restarts, trusted = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
+                is_replaced = machines is not None and machines.replaces(corruption.finding)
+                restarts, trusted = distrust(
+                    directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts, is_replaced=is_replaced
+                )
                 if memory is not None:
                     memory.drop_after(trusted)
             except RanksLost as loss:
