@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from tandem.config.recipe import Recipe, load_config
+    from tandem.config.recipe import load_config
     from tandem.runtime.coordination.cordons import cluster_prefix, cordon, uncordon
     from tandem.runtime.coordination.etcd import EtcdStore
     from tandem.runtime.health.store_nodes import check_node, nodes_in
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     path = Path(options.recipe)
     recipe = load_config(path / "config.yaml" if path.is_dir() else options.recipe, options.overrides)
-    if not isinstance(recipe, Recipe) or recipe.coordination.store != "etcd":
+    if recipe.coordination.store != "etcd":
         raise UserError(
             f"the runs of '{options.recipe}' share no cluster: coordination.store is not etcd; give --coordination.store=etcd and --coordination.endpoints"
         )

@@ -148,7 +148,6 @@ class PretrainRecipe:
     refused_keys: ClassVar[Mapping[str, str]] = {
         "run.on_mismatch": "there is no rollout that the trainer could disagree with",
         "trainer.backend": "runs on data are trained by Tandem's own trainer",
-        "checkpoint.memory_directory": "the keepers of a run on data have its checkpoints in memory alone, and checkpoint.local_directory on disks",
         "pods.count": "a run on data has one pod on its own machine, and the others join from elsewhere (pods.trainer_count)",
         **{f"pods.{name}": "there is no rollout that needs the weights" for name in (
             "min_count", "protocols", "peer_to_peer", "pipeline", "elementwise_deltas", "full_update_every", "weights_url",
@@ -260,6 +259,8 @@ class PretrainRecipe:
         pods, given = self.pods, f"'pods.trainer_count' is {self.pods.trainer_count}"
         if pods.trainer_count == 1:
             fix = "set pods.trainer_count to the number of machines"
+            reason = "all ranks of the run are on one machine, on whose disk checkpoint.local_directory outlives them"
+            refuse_unread("checkpoint", self.checkpoint, reason, "memory_directory", fix=fix)
             for name, section in (("pods", pods), ("coordination", self.coordination), ("cluster", self.cluster)):
                 refuse_unread(name, section, "all ranks of the run are on one machine", *type(section).__dataclass_fields__, fix=fix)
             return

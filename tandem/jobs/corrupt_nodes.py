@@ -3,7 +3,7 @@
 import logging
 import socket
 
-from tandem.config.recipe import Recipe
+from tandem.config.recipe import AnyRecipe
 from tandem.runtime.coordination.cordons import cordon
 from tandem.runtime.coordination.open import cluster_address, open_store, with_deadline
 from tandem.trainer.corruption.finding import CorruptionFinding
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 _STORE_S = 10.0
 
 
-def cordon_corrupt(recipe: Recipe, run: str, finding: CorruptionFinding) -> bool:
+def cordon_corrupt(recipe: AnyRecipe, run: str, finding: CorruptionFinding) -> bool:
     """Cordons the nodes of ``finding`` in the cluster, for all runs and until the cordons are removed, and returns whether the run goes on with spares in
     their places.
 

@@ -105,6 +105,8 @@ class Joining:
             except _FAILURES as error:
                 self._refuse(pod, error)
                 continue
+            # Without engines, it takes part from now on.
+            pod.is_begun = pod.is_begun or bool(self.target)
             if pod.reaches_folder:
                 found.append(pod)
         self.nodes.note(present, tuple(self.lives))

@@ -14,8 +14,8 @@ class RolloutPod:
     """The rollout sidecar of pod ``number`` with ``workers`` workers. ``own_store``: the address of the pod's own store, in which its engines find the
     weights of its pod; empty: it is the first pod, whose engines read that of the run. ``trains``: the pod has ranks of the trainer, which publish the weights
     there; else it receives them. ``name``: of a pod that joined from elsewhere; ``revision``: of its joining; ``version``: of its Tandem; ``is_encrypted``: it
-    answers under TLS; ``is_set_up``: it works for this controller; ``is_begun``: its engines are started, or have been; ``reaches_folder``: it has the run's
-    folder under the path that the run has it."""
+    answers under TLS; ``is_set_up``: it works for this controller; ``is_begun``: its engines are started, or have been, or it takes part
+    without any; ``reaches_folder``: it has the run's folder under the path that the run has it."""
 
     number: int
     channel: RemoteChannel | JoinedChannel

@@ -8,7 +8,7 @@ import pytest
 from tandem.cluster.launch.several_nodes import for_nodes
 from tandem.types import UserError
 
-DATA: dict[str, Any] = {"algorithm": {"name": "dpo"}}
+DATA: dict[str, Any] = {"algorithm": {"name": "dpo"}, "parallel": {"data": 8}}
 
 
 def values(nodes: int, **sections: Any) -> tuple[list[str], bool]:

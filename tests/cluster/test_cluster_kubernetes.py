@@ -218,7 +218,7 @@ def test_a_kubeconfig_that_is_missing_damaged_or_gives_no_credentials_is_named(
         (("cpu=0",), "'kubernetes.cpu' is '0', which is not a quantity"),
         (("gpus=-1",), "'kubernetes.gpus' is -1; it must be between 0 and 1024"),
         (("nodes=0",), "'kubernetes.nodes' is 0; it must be at least 1"),
-        (("nodes=2",), "'pods.trainer_count' is 2, which does not divide parallel.data 1: a pod has whole replicas"),
+        (("nodes=2",), "'kubernetes.nodes' is 2 and 'parallel.data' 1, which 2 nodes with ranks do not divide"),
         (("gpu_resource=gpu",), "'kubernetes.gpu_resource' is 'gpu', which is not a name of an extended resource"),
         (("node_selector=[gpu]",), "'kubernetes.node_selector' has 'gpu'; write each label as KEY=VALUE"),
         (("tolerations=['a=b:Sometimes']",), "'kubernetes.tolerations' has 'a=b:Sometimes'; write each taint as KEY=VALUE:EFFECT"),

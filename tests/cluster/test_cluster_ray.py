@@ -28,8 +28,8 @@ RL = Path(__file__).parents[1] / "pod" / "tiny.yaml"
     [
         ("nodes=0", "'ray.nodes' is 0; it must be at least 1"),
         ("nodes=20000", "'ray.nodes' is 20000; it must be at most 10000"),
-        ("nodes=2", "'ray.nodes' is 2, and a run on data trains on one machine"),
-        ("max_nodes=2", "'ray.max_nodes' is 2, and a run on data trains on one machine"),
+        ("nodes=2", "'ray.nodes' is 2 and 'parallel.data' 1, which 2 nodes with ranks do not divide; set parallel.data to a multiple of 2"),
+        ("max_nodes=2", "'ray.max_nodes' is 2 and 'parallel.data' 1, which 2 nodes with ranks do not divide; set parallel.data to a multiple of 2"),
         ("num_cpus=-1", "'ray.num_cpus' is -1.0; it must be 0 (not asked for) or more"),
         ("num_cpus=4", "'ray.num_cpus' is 4.0, and the cluster that is started on this machine has nodes of one core; leave it out"),
         ("memory_gib=-2", "'ray.memory_gib' is -2.0; it must be 0"),

@@ -78,7 +78,7 @@ def test_nodes_of_another_kind_are_a_second_part_with_its_own_resources_and_the_
         ("rollout={mem: 64G}", "'slurm.rollout.mem' is '64G', which is not read: slurm.rollout.nodes is 0; set slurm.rollout.nodes"),
         ("rollout={nodes: 1, mem: 6 G}", "'slurm.rollout.mem' is '6 G'; it must be one word"),
         ("rollout={nodes: 1, cpus_per_task: -1}", "'slurm.rollout.cpus_per_task' is -1; give a number of cores"),
-        ("rollout.nodes=1", "'slurm.nodes + slurm.rollout.nodes' is 2, and a run on data trains on one machine"),
+        ("rollout.nodes=1", "'slurm.rollout.nodes' is 1, and a run on data draws no samples"),
         ("nodes=0", "'slurm.nodes' is 0; it must be at least 1"),
         ("time=8:00:00", "'slurm.time' is '28800', which may be minutes, or what YAML makes of HH:MM:SS; write the days first"),
         ("time=90", "'slurm.time' is '90', which may be minutes"),

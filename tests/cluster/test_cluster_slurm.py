@@ -29,7 +29,7 @@ def test_what_slurm_could_not_run_is_refused_before_anything_is_made(near_slurm:
 
     assert refused("--slurm.partition=mian") == "'slurm.partition' is 'mian', which this cluster does not have; did you mean 'main'?"
     assert refused("--slurm.partition=closed").startswith("partition 'closed' is down;")
-    assert refused("--slurm.nodes=2").startswith("'slurm.nodes' is 2, and a run on data trains on one machine")
+    assert refused("--slurm.nodes=2").startswith("'slurm.nodes' is 2 and 'parallel.data' 1, which 2 nodes with ranks do not divide")
     assert refused("--slurm.nodelist=n1,n1") == "'slurm.nodelist' is 'n1,n1', which names 'n1' twice; name each node once"
     assert refused("--slurm.nodelist=n7").startswith("'slurm.nodelist' has 'n7', which this cluster does not have;")
     assert refused("--slurm.nodelist=n[1-2]").startswith("'slurm.nodelist' has 2 nodes, and 'slurm.nodes' is 1;")

@@ -47,6 +47,10 @@ def test_as_many_pods_may_join_as_train_beside_that_of_the_run(tmp_path: Path) -
         ((*PODS[:2], PODS[3]), "'pods.credential_file' is not given"),
         (("--pods.max_count=2", "--pods.credential_file=/secret"), "'pods.max_count' is 2, which is not read: all ranks of the run are on one machine"),
         (("--coordination.store=etcd",), "'coordination.store' is 'etcd', which is not read: all ranks of the run are on one machine"),
+        (
+            ("--parallel.data=2", "--checkpoint.memory_every_steps=1", "--checkpoint.memory_directory=/dev/shm/t"),
+            "'checkpoint.memory_directory' is '/dev/shm/t', which is not read: all ranks of the run are on one machine",
+        ),
         (("--cluster.spares=1",), "'cluster.spares' is 1, which is not read: all ranks of the run are on one machine"),
     ],
 )  # fmt: skip

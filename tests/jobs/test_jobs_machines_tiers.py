@@ -114,3 +114,20 @@ def test_each_rank_has_its_state_from_the_disk_of_its_own_machine_and_nothing_st
     assert (loaded(machines)["tier"], loaded(machines)["step"] >= 4) == ("local", True)
     assert_same(machines, one)
     assert machines.ended("b") and machines.left_behind() == [] and list(disk.iterdir()) == []
+
+
+def test_files_in_the_memory_of_the_nodes_outlive_all_processes_and_not_the_run(machines: DataMachines, one: Path) -> None:
+    memory = machines.folder / "memory"
+    begin(machines, "memory", "--checkpoint.memory_every_steps=1", f"--checkpoint.memory_directory={memory}")
+    for pid in machines.processes():
+        os.kill(pid, signal.SIGKILL)
+    for name in ("train", "b"):
+        machines.commands.pop(name).wait()
+    machines.pod("b", "--pods.host=127.0.0.2")
+    machines.resume()
+    machines.ended("resume")
+    found = loaded(machines)
+    assert (found["tier"], found["step"] >= 4, found["read_bytes"].get("folder", 0)) == ("memory", True, 0)
+    assert_same(machines, one)
+    assert machines.ended("b") and machines.left_behind() == []
+    assert [path for path in memory.rglob("*") if path.is_file()] == []

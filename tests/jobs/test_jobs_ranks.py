@@ -246,11 +246,17 @@ def test_only_an_elastic_run_continues_with_fewer_ranks(
     (tmp_path / "run" / "logs").mkdir(parents=True)
     used, waits = [], []
 
-    def lose(settings: GroupSettings, shape: MeshShape, *_: object) -> dict[str, Any]:
-        used.append(shape.data)
-        raise RanksLost("the run", "train", "rank 0 died", [0], 6)
+    class Lost:
+        def __init__(self, settings: GroupSettings, shape: MeshShape, **_: object) -> None:
+            used.append(shape.data)
 
-    monkeypatch.setattr(supervise_module, "run_on_ranks", lose)
+        def call(self, *_: object, **__: object) -> dict[str, Any]:
+            raise RanksLost("the run", "train", "rank 0 died", [0], 6)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(supervise_module, "WorkerGroup", Lost)
     monkeypatch.setattr(supervise_module, "_wait", lambda seconds, requests: waits.append(seconds))
     with pytest.raises(RunError, match=r"rank 0 died; run\.max_restarts is 3"):
         supervise_module.supervise(recipe, tmp_path / "run", Callback())

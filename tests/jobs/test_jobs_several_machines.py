@@ -1,19 +1,29 @@
 """A run on data whose ranks are in pods that joined, through a real etcd: the bits of as many ranks on one machine, whatever dies."""
 
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from byte_model import write_byte_model
 from data_runs import command, rows
 from etcd_server import WHY_SKIPPED, EtcdServer, program
 from machines_of_data import DataMachines
 from package_data import make_datasets
 from pretrain_recipe import write_recipe
 from sharded import is_same
+
+from tandem.cluster.nodes import read_nodes
+from tandem.dashboard.nodes import nodes
+from tandem.dashboard.open_run import OpenRun
+from tandem.data.tokenizing.documents import DocumentFormat
+from tandem.data.tokenizing.tokenize import TokenizeSettings, tokenize
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(program() is None, reason=WHY_SKIPPED)]
 STEPS, LATER = 10, 60
@@ -40,9 +50,9 @@ def write(folder: Path, data: Path, steps: int) -> None:
     )  # fmt: skip
 
 
-def on_one_machine(folder: Path, data: Path, steps: int, *arguments: str) -> Path:
+def on_one_machine(folder: Path, data: Path, steps: int, *arguments: str, ranks: int = 2) -> Path:
     write(folder, data, steps)
-    command("train", "recipe.yaml", "--parallel.data=2", *arguments, folder=folder)
+    command("train", "recipe.yaml", f"--parallel.data={ranks}", *arguments, folder=folder)
     return folder / "run"
 
 
@@ -78,6 +88,32 @@ def test_ranks_on_two_machines_have_the_bits_of_two_on_one(more: str, data: Path
     assert machines.events("recovery") == [] and machines.left_behind() == []
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_examples_and_pairs_are_learned_on_two_machines_with_the_bits_of_one(name: str, machines: DataMachines, tmp_path: Path) -> None:
+    form = DocumentFormat(suffixes=(), examples=name == "sft", pairs=name == "dpo")
+    write_byte_model(tmp_path / "bytes", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    lines = [{"prompt": f"{i}+{i}=", "completion": f"{i + i}", "chosen": f"{i + i}", "rejected": f"{i}"} for i in range(1, 9)]
+    used = ("prompt", "completion") if name == "sft" else ("prompt", "chosen", "rejected")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.jsonl").write_text("".join(json.dumps({key: line[key] for key in used}) + "\n" for line in lines))
+    tokenize(TokenizeSettings(str(tmp_path / "source"), str(tmp_path / "lines"), str(tmp_path / "bytes"), form, unit_bytes=200, workers=1))
+    for folder in (tmp_path, tmp_path / "other"):
+        folder.mkdir(exist_ok=True)
+        sections = {
+            "algorithm": {"name": name}, "model": {"path": str(tmp_path / "bytes")}, "trainer": {"learning_rate": 1e-3, "micro_batch_tokens": 40},
+            "data": {"train": [{"path": str(tmp_path / "lines")}], "sequence_length": 24, "global_batch_size": 4}, "machine": {"threads": 1},
+            "run": {"max_steps": STEPS, "directory": str(folder), "name": "run"}, "checkpoint": {"every_steps": 4},
+        }  # fmt: skip
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    command("train", "recipe.yaml", "--parallel.data=2", folder=tmp_path / "other")
+    machines.pod("b")
+    machines.train()
+    machines.ended("train")
+    machines.ended("b")
+    assert_same(machines.directory, tmp_path / "other" / "run", STEPS)
+    assert machines.left_behind() == []
+
+
 @pytest.mark.parametrize("what", ["rank", "machine"])
 def test_a_rank_on_another_machine_or_all_of_that_machine_is_killed(what: str, machines: DataMachines, one: Path) -> None:
     machines.pod("b")
@@ -93,6 +129,50 @@ def test_a_rank_on_another_machine_or_all_of_that_machine_is_killed(what: str, m
     assert_same(machines.directory, one, LATER)
     assert len(machines.events("recovery")) == 1 and machines.events("resume")[0].detail["step"] >= 4
     assert machines.ended("c" if what == "machine" else "b") and machines.left_behind() == []
+
+
+def test_a_spare_has_the_ranks_of_a_node_that_fails_which_is_cordoned(machines: DataMachines, one: Path) -> None:
+    machines.settings = ("--cluster.spares=1",)
+    machines.pod("b")
+    machines.pod("c")
+    machines.train()
+    machines.wait_for_step(6)
+    [lost] = [name for name in ("b", "c") if "trains with rank 1" in machines.said(name)]
+    for pid in machines.processes(lost):
+        os.kill(pid, signal.SIGKILL)
+    machines.commands.pop(lost).wait()
+    spare = "bc".replace(lost, "")
+    machines.ended("train")
+    assert "trains with rank 1" in machines.ended(spare)
+    assert [(each.node, each.state) for each in read_nodes(machines.directory)] == sorted([(lost, "cordoned"), (spare, "in use")])
+    shown = nodes(OpenRun("run", machines.directory))
+    assert {each["node"]: each["state"] for each in shown["nodes"]} == {lost: "cordoned", spare: "in use", socket.gethostname(): "controller"}
+    assert_same(machines.directory, one, LATER)
+    assert machines.left_behind() == []
+
+
+def test_a_spare_has_the_ranks_of_a_machine_that_computes_wrong_bits(data: Path, machines: DataMachines, tmp_path: Path) -> None:
+    if os.geteuid() or shutil.which("unshare") is None or subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
+        pytest.skip("no machines with names of their own here, so a machine that computes wrong bits is NOT replaced")
+    other = on_one_machine(tmp_path / "other", data, STEPS, ranks=3)
+    # A third replica says which of two is wrong.
+    machines.count, machines.settings = 3, (f"--run.max_steps={STEPS}", "--cluster.spares=1", "--trainer.corruption_check=1.0")
+    for name in ("b", "c", "d"):
+        machines.inside[name] = ("unshare", "--uts", "sh", "-c", f'hostname node-{name} && exec "$@"', "sh")
+        # Of the one that comes first; the one that takes its place is pod 3.
+        machines.pod(name, "--fault=pod1_trainer_rank1:flips:gradient:6")
+    machines.train()
+    said = machines.ended("train")
+    [wrong], [cordon, *_] = machines.events("silent_corruption"), machines.events("cordon")
+    assert (wrong.detail["step"], wrong.detail["ranks"], wrong.detail["checkpoint"]) == (6, [1], 4)
+    node = str(cordon.detail["node"])
+    assert f"spares take the places of {node}" in said
+    lost = node.removeprefix("node-")
+    assert {"trains with rank 1", "trains with rank 2"} <= {
+        line.partition(f"pod {name} ")[2] for name in {"b", "c", "d"} - {lost} for line in machines.ended(name).splitlines()
+    }
+    assert rows(machines.directory) == rows(other)
+    assert (machines.directory / "model/model.safetensors").read_bytes() == (other / "model/model.safetensors").read_bytes()
 
 
 def test_a_pod_that_leaves_saves_the_step_and_another_has_its_ranks(machines: DataMachines, one: Path) -> None:

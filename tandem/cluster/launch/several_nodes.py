@@ -56,6 +56,12 @@ def for_nodes(data: Mapping[str, Any], directory: Path, nodes_of: NodesOf, *, et
                 f"'pods.trainer_count' is {train}, and {nodes - spares} of the nodes can train ('{key}' {nodes}, cluster.spares {spares}); lower it, or raise "
                 f"{key}"
             )
+        replicas = section(data, "parallel").get("data", 1)
+        if isinstance(replicas, int) and replicas % train:
+            raise UserError(
+                f"'{key}' is {nodes} and 'parallel.data' {replicas}, which {train} nodes with ranks do not divide; set parallel.data to a multiple of "
+                f"{train}"
+            )
         values |= {"pods.trainer_count": train, "pods.max_count": max(most, train)}
     if not pods.get("credential_file"):
         values["pods.credential_file"] = json.dumps(str(directory / FOLDER / CREDENTIAL), ensure_ascii=False)

@@ -39,8 +39,6 @@ from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.value_config import start_shapes
 from tandem.planner.recipe_layout import recipe_layout
-from tandem.pod.leadership import check_coordination
-from tandem.pod.start import check_joining
 from tandem.runtime.machine.available_memory import available_bytes
 from tandem.runtime.machine.gpus import FIX, Device, check_gpu_memory, chosen_device, describe_gpus, least_room
 from tandem.storage.files import open_storage
@@ -94,8 +92,12 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
         disk = check_disks(recipe.run.directory, recipe.trainer, disk, offloaded)
         check_folder("trainer.offload_folder", recipe.trainer.offload_folder)
         check_targets(recipe.checkpoint, recipe.registry)
-        check_joining(recipe)
-        check_coordination(recipe.coordination, recipe.run.name or "run")
+        if recipe.pods.may_join:
+            from tandem.pod.leadership import check_coordination
+            from tandem.pod.start import check_joining
+
+            check_joining(recipe)
+            check_coordination(recipe.coordination, recipe.run.name or "run")
         return [
             *lines,
             f"predicted memory: {needs.host / 2**20:,.0f} MiB at the peak{_for_ranks(recipe)}",

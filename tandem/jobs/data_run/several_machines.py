@@ -3,10 +3,12 @@
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tandem.config.pretrain import PretrainRecipe
+from tandem.jobs.corrupt_nodes import cordon_corrupt
 from tandem.jobs.tiers_of_run import near_tiers
 from tandem.pod.data_trainer import data_trainer, release_leaving
 from tandem.pod.failures import SidecarDied
@@ -20,17 +22,20 @@ from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.local_checkpoints import kept_name, local_folder
 from tandem.runtime.records.metrics import MetricsFile
 from tandem.runtime.rpc.calls import Meta, Progress
+from tandem.trainer.corruption.finding import CorruptionFinding
 from tandem.types.wire import Frame
 
 
 class MachineRanks:
     """The ranks of ``trainer``, of which ``own`` are here. One start of them lasts until ``close``. ``record``: takes what has become of pods, while no rank
-    runs. ``tiers``: returns where those that start keep and find checkpoints. ``say``: of messages for the user."""
+    runs. ``tiers``: returns where those that start keep and find checkpoints. ``replaces``: cordons the machines with silent data corruption, and returns
+    whether spares take their places. ``say``: of messages for the user."""
 
     def __init__(
-        self, trainer: TrainerPods, own: OwnRanks, record: Callable[[], None], tiers: Callable[[], dict[str, Any]], say: Callable[[str], None]
-    ) -> None:
-        self._trainer, self._own, self._record, self._tiers, self._say = trainer, own, record, tiers, say
+        self, trainer: TrainerPods, own: OwnRanks, record: Callable[[], None], tiers: Callable[[], dict[str, Any]],
+        replaces: Callable[[CorruptionFinding], bool], say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._trainer, self._own, self._record, self._tiers, self.replaces, self._say = trainer, own, record, tiers, replaces, say
 
     def signal(self, number: signal.Signals) -> None:
         """Sends ``number`` to the ranks of this machine, which agree with all others on what they are asked."""
@@ -110,7 +115,9 @@ def ranks_of_machines(
             near.recorded = 0 if newest is None else int(newest["step"]) + 1
             return near.describe(incarnation, loads=True)
 
-        yield MachineRanks(trainer, own, record, tiers, callback.message)
+        yield MachineRanks(trainer, own, record, tiers, partial(cordon_corrupt, recipe, directory.name), callback.message)
+        # The run has finished, and nothing reads again what would outlive its keepers.
+        near.forget()
 
 
 def _note(journal: Journal, news: dict[str, Any], callback: Callback) -> None:

@@ -9,19 +9,17 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.machine import MachineConfig
 from tandem.config.parallel import ParallelConfig
 from tandem.config.pretrain import PretrainRecipe
 from tandem.jobs.data_run.rank_events import tell
-from tandem.jobs.data_run.several_machines import MachineRanks, ranks_of_machines
 from tandem.jobs.distrust import distrust
 from tandem.jobs.result import RunResult
 from tandem.jobs.run_files import RunStopped, begun
 from tandem.layout.mesh import MeshShape, smaller
 from tandem.layout.placement import mesh_of
-from tandem.pod.own_ranks import OwnRanks
 from tandem.runtime.callback import Callback
 from tandem.runtime.machine.gpus import chosen_device
 from tandem.runtime.process.backoff import Backoff, describe_wait
@@ -34,6 +32,9 @@ from tandem.runtime.records.journal import Journal
 from tandem.trainer.checkpoint.memory.keeper_process import KeeperProcesses
 from tandem.trainer.corruption.finding import CorruptionFinding, SilentCorruption
 from tandem.types import RunError
+
+if TYPE_CHECKING:
+    from tandem.jobs.data_run.several_machines import MachineRanks
 
 logger = logging.getLogger(__name__)
 RANKS_FOLDER = "ranks"
@@ -73,11 +74,15 @@ def supervise(
         shape, before, restarts, backoff = mesh_of(recipe.parallel), None, 0, Backoff()
         machines, goes_on = None, resumed
         if recipe.pods.trainer_count > 1:
+            # Ranks of one machine need no pods.
+            from tandem.jobs.data_run.several_machines import ranks_of_machines
+            from tandem.pod.own_ranks import OwnRanks
+
             of_own = group_settings(recipe.machine, recipe.parallel, recipe.ranks_here, directory, folder, faults)
             own = OwnRanks(of_own, shape, callback.message, forks)
             machines = stack.enter_context(ranks_of_machines(recipe, directory, own, callback, requests))
 
-        def start(shape: MeshShape, number: int) -> WorkerGroup | MachineRanks:
+        def start(shape: MeshShape, number: int) -> "WorkerGroup | MachineRanks":
             if machines is not None:
                 return machines
             settings = group_settings(recipe.machine, recipe.parallel, shape.world, directory, folder / str(number), faults)
@@ -100,7 +105,10 @@ def supervise(
                     raise
                 callback.message(f"{' and '.join(leaving)} left the run, which goes on from the step that was saved when other pods have its ranks")
             except SilentCorruption as corruption:
-                restarts, trusted = distrust(directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts)
+                is_replaced = machines is not None and machines.replaces(corruption.finding)
+                restarts, trusted = distrust(
+                    directory, corruption.finding, recipe.checkpoint, callback, restarts, recipe.run.max_restarts, is_replaced=is_replaced
+                )
                 if memory is not None:
                     memory.drop_after(trusted)
             except RanksLost as loss:
@@ -133,7 +141,7 @@ def group_settings(
 
 
 def run_on_ranks(
-    start: Callable[[], WorkerGroup | MachineRanks], callback: Callback, requests: SignalRequests, call: str, meta: Callable[[], Mapping[str, Any]]
+    start: "Callable[[], WorkerGroup | MachineRanks]", callback: Callback, requests: SignalRequests, call: str, meta: Callable[[], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Calls ``call`` on the ranks that ``start`` starts with ``meta``, which is made meanwhile, and returns rank 0's reply when they have ended. Passes the
     signals in ``requests`` on to the ranks. Raises ``RanksLost``, ``SilentCorruption``, ``RunStopped`` and what a rank raises."""

@@ -8,7 +8,7 @@ from tandem.cluster.launch.several_nodes import section
 from tandem.cluster.launch.slurm.commands import check_gpus, check_nodelist, check_place, try_script
 from tandem.cluster.launch.slurm.script import batch_script
 from tandem.config.load import build
-from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.config.recipe import ON_DATA, AnyRecipe, Recipe
 from tandem.config.slurm import SlurmConfig
 from tandem.types import UserError
 
@@ -33,8 +33,7 @@ def _check_kinds(recipe: AnyRecipe, array: str) -> None:
     config = recipe.slurm
     if array:
         raise UserError("'slurm.rollout.nodes' is set with --array, and Slurm has no arrays of heterogeneous jobs; set it to 0, or start the runs one by one")
-    if not isinstance(recipe, Recipe):
-        raise UserError(f"'slurm.rollout.nodes' is {config.rollout.nodes}, and a run on data draws no samples; set it to 0, and raise slurm.nodes")
+    assert isinstance(recipe, Recipe), "a run on data was refused for these nodes"
     pods = recipe.pods
     able = pods.count + config.nodes - 1
     if pods.trainer_count > able:
@@ -49,6 +48,8 @@ def _check_kinds(recipe: AnyRecipe, array: str) -> None:
 
 
 def nodes_of(data: Mapping[str, Any]) -> tuple[int, str]:
-    """Returns how many nodes a recipe asks Slurm for, and the key that says so."""
+    """Returns how many nodes a recipe asks Slurm for, and the key that says so. Raises ``UserError`` for those that would have nothing to do."""
     config = build(SlurmConfig, section(data, "slurm"), "slurm")
+    if config.rollout.nodes and section(data, "algorithm").get("name") in ON_DATA:
+        raise UserError(f"'slurm.rollout.nodes' is {config.rollout.nodes}, and a run on data draws no samples; set it to 0, and raise slurm.nodes")
     return config.all_nodes, "slurm.nodes + slurm.rollout.nodes" if config.rollout.nodes else "slurm.nodes"
