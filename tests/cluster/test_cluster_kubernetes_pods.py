@@ -137,11 +137,9 @@ def test_a_first_pod_that_is_evicted_saves_and_its_successor_goes_on_with_the_po
     assert models[0] == models[1] != {}
 
 
-def test_a_first_pod_that_is_lost_with_its_node_has_its_state_back_from_the_memory_of_the_pod_that_is_left(
-    containers: Callable[..., Containers], here: Here, tmp_path: Path
-) -> None:
-    long = ("--run.max_steps=16", "--evaluation.target_accuracy=1.0", "--evaluation.every_steps=16", "--checkpoint.every_steps=100")
-    run = containers(*long, "--checkpoint.memory_every_steps=1")
+def lose_the_first_node(run: Containers, folder: Path) -> None:
+    """Runs ``run`` in ``folder``, whose first pod is lost with its node once two nodes have its newest checkpoint in memory. Its successor reads that alone,
+    and nothing is left behind."""
     pod, controller = run.start("pod"), run.start("job", "127.0.0.2")
     ends = time.monotonic() + 200
     while not [tier for tier in tiers_of(run.directory) if tier.tier == "memory" and tier.step >= 5 and len(tier.where) >= 2]:
@@ -154,14 +152,21 @@ def test_a_first_pod_that_is_lost_with_its_node_has_its_state_back_from_the_memo
     successor = run.start("job", "127.0.0.3")
     said, _ = successor.communicate(timeout=240)
     assert successor.returncode == 0 and pod.poll() is None, said.decode()
-    two = PodRun(tmp_path / "runs", name="two")
-    event = two.loaded()[0]
+    event = PodRun(folder / "runs", name="two").loaded()[0]
     assert event["tier"] == "memory" and event["step"] >= 5 and event["read_bytes"] == {"memory": event["bytes"], "folder": 0}
     assert set(event["where"].values()) == {"node-0"}
     pod.send_signal(signal.SIGTERM)
-    assert pod.wait(60) == SAVED and not (run.directory / KEEPERS).exists() and left_behind(tmp_path) == []
+    assert pod.wait(60) == SAVED and not (run.directory / KEEPERS).exists() and left_behind(folder) == []
+
+
+def test_a_first_pod_that_is_lost_with_its_node_has_its_state_back_from_the_memory_of_the_pod_that_is_left(
+    containers: Callable[..., Containers], here: Here, tmp_path: Path
+) -> None:
+    long = ("--run.max_steps=16", "--evaluation.target_accuracy=1.0", "--evaluation.every_steps=16", "--checkpoint.every_steps=100")
+    run = containers(*long, "--checkpoint.memory_every_steps=1")
+    lose_the_first_node(run, tmp_path)
     here("train", RECIPE, "--run.name=one", *long)
-    assert difference(two, PodRun(tmp_path / "runs", name="one")) == []
+    assert difference(*(PodRun(tmp_path / "runs", name=name) for name in ("two", "one"))) == []
 
 
 def test_a_first_pod_of_a_run_on_data_that_is_lost_with_its_node_has_its_state_back_from_memory(
@@ -170,21 +175,6 @@ def test_a_first_pod_of_a_run_on_data_that_is_lost_with_its_node_has_its_state_b
     runs = LaunchedRuns(tmp_path)
     recipe = write_recipe(runs, 150)
     run = containers(*MESH, "--checkpoint.memory_every_steps=1", "--checkpoint.every_steps=1000", recipe=recipe)
-    pod, controller = run.start("pod"), run.start("job", "127.0.0.2")
-    ends = time.monotonic() + 200
-    while not [tier for tier in tiers_of(run.directory) if tier.tier == "memory" and tier.step >= 5 and len(tier.where) >= 2]:
-        assert controller.poll() is None and time.monotonic() < ends
-        time.sleep(0.05)
-    for process in descendants(controller.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    successor = run.start("job", "127.0.0.3")
-    said, _ = successor.communicate(timeout=240)
-    assert successor.returncode == 0 and pod.poll() is None, said.decode()
-    event = PodRun(tmp_path / "runs", name="two").loaded()[0]
-    assert event["tier"] == "memory" and event["step"] >= 5 and event["read_bytes"] == {"memory": event["bytes"], "folder": 0}
-    assert set(event["where"].values()) == {"node-0"}
-    pod.send_signal(signal.SIGTERM)
-    assert pod.wait(60) == SAVED and not (run.directory / KEEPERS).exists() and left_behind(tmp_path) == []
+    lose_the_first_node(run, tmp_path)
     runs.tandem("train", recipe, "--run.name=one", *MESH, "--checkpoint.every_steps=1000")
     assert runs.model("two") == runs.model("one")
