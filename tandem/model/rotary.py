@@ -18,6 +18,14 @@ def rotary_table(shapes: ModelShapes) -> Tensor:
         return _table(shapes)
 
 
+def identity_table(shapes: ModelShapes) -> Tensor | None:
+    """Returns ``cos_sin[1, D]`` fp32 on CPU of the rotation by nothing, for layers without rotary embedding; ``None`` if all have it."""
+    if not shapes.unrotated_layers:
+        return None
+    half = torch.zeros(1, shapes.head_dim // 2, device="cpu")
+    return torch.cat((half + 1, half), dim=1)
+
+
 def _table(shapes: ModelShapes) -> Tensor:
     frequencies, attention_factor = inverse_frequencies(shapes.rope_scaling, shapes.rope_theta, shapes.head_dim)
     angles = torch.arange(shapes.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * frequencies

@@ -106,7 +106,8 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "llama, mistral, mixtral, qwen2, qwen3"]),
+        ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "llama, mistral, mixtral"]),
+        ({"model_type": "mistral3"}, ["model_type", "'mistral3'", "Did you mean 'mistral'?"]),
         ({"model_type": "absent"}, ["model_type", "None"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({"vocab_size": "absent"}, ["vocab_size"]),

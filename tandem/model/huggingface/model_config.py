@@ -114,11 +114,12 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     # Null means the value derived from the heads, a missing key the family's default.
     kv_heads = heads if "num_key_value_heads" in config else family.num_key_value_heads or heads
     head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
+    head_dim = read.integer("head_dim", head_dim)
     max_position_embeddings = read.integer("max_position_embeddings", family.max_position_embeddings)
     theta, scaling = _rope(read, max_position_embeddings, family.rope_theta)
     biases, (value_head, labels) = family.biases(read), value_head_of(config, where)
     # Without a language-model head nothing is tied, whatever the model that it was made from says.
-    is_tied = read.boolean("tie_word_embeddings", False) and value_head == "none"
+    is_tied = read.boolean("tie_word_embeddings", family.tie_word_embeddings) and value_head == "none"
     try:
         return ModelShapes(
             architecture=family.model_type,
@@ -127,7 +128,7 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=read.integer("num_key_value_heads", kv_heads),
-            head_dim=read.integer("head_dim", head_dim),
+            head_dim=head_dim,
             intermediate_size=read.integer("intermediate_size"),
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=is_tied,
@@ -137,7 +138,8 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
             attention_bias=biases.attention,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
-            qk_norm=family.qk_norm,
+            **family.norms,
+            **({} if family.terms is None else family.terms.read(read, layers, head_dim)),
             layer_windows=family.mask.read(read, layers),
             experts=None if family.experts is None else family.experts.read(read, layers),
             value_head=value_head,
@@ -235,6 +237,8 @@ def config_json(
     content |= family.bias_keys(shapes) | family.mask.write(_all_windows(shapes))
     if family.experts is not None and shapes.experts is not None:
         content |= family.experts.write(shapes.experts)
+    if family.terms is not None:
+        content |= family.terms.write(shapes)
     _check_expressed(shapes, content)
     return content
 

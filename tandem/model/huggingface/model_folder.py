@@ -107,8 +107,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         if layer.q_norm is not None and layer.k_norm is not None:
             tensors[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
             tensors[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
-        tensors[f"{at}input_layernorm.weight"] = layer.input_layernorm.weight
-        tensors[f"{at}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
+        tensors |= {f"{at}{name}.weight": weight for name, weight in layer.norms().items()}
     return {name: tensors[name] for name in held}
 
 

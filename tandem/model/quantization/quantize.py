@@ -79,6 +79,8 @@ def quantize_folder(
     decoder = load_model(source, kernels)
     if decoder.shapes.experts is not None:
         raise UserError(f"'{source}' is a mixture of experts, which is not supported; only dense models can be quantized")
+    if options.method == "awq" and decoder.shapes.post_norms:
+        raise UserError(f"'{source}' has norms after attention and MLP, which --method awq cannot fold its scales into; choose another method")
     dtype = _dtype(source)
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -189,9 +191,9 @@ def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], 
         scales = search_scales(linear.weight.detach(), _sample(decoder, index, stage, chunks), scheme)
         linear.weight.mul_(scales)
         if stage == calibration.QKV:
-            layer.input_layernorm.weight.div_(scales)
+            layer.norms()["input_layernorm"].div_(scales)
         elif stage == calibration.GATE_UP:
-            layer.post_attention_layernorm.weight.div_(scales)
+            layer.norms()["post_attention_layernorm"].div_(scales)
         else:
             before = layer.qkv_proj if stage == calibration.OUTPUT else gate_up
             assert before.weight is not None
