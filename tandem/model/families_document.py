@@ -37,6 +37,7 @@ def _traits(family: Family) -> list[str]:
         "none before them": not family.pre_norms,
         "sliding windows": bool(family.mask.write((1,))),
         "terms of its own in `config.json`": family.terms is not None,
+        "stacked matrices in the folder": bool(family.stacked),
         "a mixture of experts": family.experts is not None,
     }
     return [f"biases of {what}{_switch(trait)}" for what, trait in biases.items() if trait is not False] + [name for name, is_on in terms.items() if is_on]

@@ -70,7 +70,8 @@ class Family:
     ``attention_bias`` (of q, k and v), ``output_bias`` (of the attention's output), ``mlp_bias``: which linear layers have biases.
     ``qk_norm``: queries and keys of each head are normalised before the rotation; ``qk_norm_all_heads``: those of all heads together.
     ``pre_norms``, ``post_norms``: attention and MLP read a norm; their outputs are normalised.
-    ``terms``: further terms, which each ``config.json`` sets.
+    ``terms``: further terms, which each ``config.json`` sets. ``stacked``: matrices of a layer that the folder has as one, each with the names that its
+    parts have here, in the order of their rows and of ``layout.shapes.parameters``.
     ``mask``: the sliding windows. ``experts``: the mixture of experts in place of the MLP.
     The rest are the values of keys that a ``config.json`` leaves out: the defaults of transformers' configuration class.
     ``num_key_value_heads`` ``None``: as many as attention heads; ``head_dim`` ``None``: ``hidden_size`` over attention heads.
@@ -86,6 +87,7 @@ class Family:
     pre_norms: bool = True
     post_norms: bool = False
     terms: Terms | None = None
+    stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
     mask: Mask = FULL_ATTENTION
     experts: Mixture | None = None
     num_key_value_heads: int | None = None

@@ -1,5 +1,6 @@
 """Every family that is listed in ``tandem.model.families``, against transformers on a tiny random folder of its shape: a new family passes by a row here."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -12,6 +13,7 @@ from tandem.backends.megatron.model_check import missing_block
 from tandem.config.lora import LINEAR_MODULES, LoraConfig
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.jobs.convert import convert
 from tandem.kernels import select
 from tandem.layout.shapes import is_of_adapter, parameter_count
 from tandem.layout.sharding import ShardSpec, shard_slices
@@ -20,7 +22,7 @@ from tandem.model.families_document import with_table
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_folder import load_model, read_tensors, save_model, to_huggingface
 from tandem.model.huggingface.peft_folder import merged_tensors
-from tandem.model.megatron.layout import MegatronMesh
+from tandem.model.huggingface.safetensors_file import read_file
 from tandem.model.quantization.calibration import END, chunks_of, inputs_of
 from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
 from tandem.planner.model_sizes import read_model_sizes
@@ -36,6 +38,7 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9, "head_dim": 16},
     "mixtral": {"num_local_experts": 4},
     "olmo2": {"attention_bias": True},
+    "phi3": {"sliding_window": 9},
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {**EXPERTS, "head_dim": 16},
@@ -201,17 +204,32 @@ def test_calibration_computes_what_the_decoder_computes(tiny: Tiny) -> None:
         assert torch.equal(hidden, packed_hidden(decoder, [tokens]))
 
 
-def test_terms_that_a_format_has_no_place_for_are_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_conversion_to_megatron_and_back_has_the_same_file_or_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
     shapes = read_model_sizes(tiny.folder)
     if not shapes.further_terms:
-        MegatronMesh().check(shapes)
+        convert(tiny.folder, tmp_path / "megatron", to="megatron")
+        convert(tmp_path / "megatron", tmp_path / "back", to="huggingface")
+        before, after = (dict(read_file(folder / "model.safetensors")) for folder in (tiny.folder, tmp_path / "back"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
         return
     with pytest.raises(UserError, match=f"the {tiny.family} model has {shapes.further_terms[0]}, which Megatron's layout"):
-        MegatronMesh().check(shapes)
+        convert(tiny.folder, tmp_path / "megatron", to="megatron")
     assert missing_block(shapes) == shapes.further_terms[0]
     if shapes.post_norms:
         with pytest.raises(UserError, match="norms after attention and MLP, which --method awq cannot"):
             quantize_folder(tiny.folder, tmp_path / "awq", QuantizeOptions("awq"), select("reference"), [SEQUENCES[0]] * 8, lambda done, of: None)
+
+
+def test_a_stack_with_rows_for_other_heads_is_named(peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    peer_model("phi3").save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_key_value_heads": 4}))
+    with pytest.raises(UserError, match=r"tensor 'model.layers.0.self_attn.qkv_proj.weight' has shape \[96, 48\]; config.json requires 144 rows"):
+        load_model(tmp_path / "model", select("reference"))
+    with pytest.raises(UserError, match="is a phi3 model, whose folder stacks matrices; quantize it when it is loaded"):
+        peer_model("phi3").save_pretrained(tmp_path / "good")
+        quantize_folder(tmp_path / "good", tmp_path / "int8", QuantizeOptions("int8"), select("reference"), [], lambda done, of: None)
 
 
 def test_the_document_has_the_table_of_the_declarations() -> None:
