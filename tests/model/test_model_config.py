@@ -6,6 +6,7 @@ import pytest
 
 from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.families import mixtral
+from tandem.model.family import all_families
 from tandem.model.huggingface.model_folder import config_json, read_shapes
 from tandem.types import UserError
 
@@ -21,7 +22,7 @@ def read(folder, **changes) -> ModelShapes:
     return read_shapes(folder)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", sorted(all_families()))
 def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) -> None:
     from transformers import AutoConfig
 
@@ -34,15 +35,32 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) ->
     assert shapes.tie_word_embeddings == peer.tie_word_embeddings
     window = peer.sliding_window if model_type == "mistral" else None
     assert shapes.layer_windows == (() if window is None else (window,) * 3)
+    assert (shapes.attention_bias, shapes.mlp_bias) == (model_type == "qwen2", False)
+    assert shapes.attention_scale == getattr(peer, "attention_multiplier", shapes.head_dim**-0.5)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+def test_layers_without_rotary_embedding_are_those_of_transformers(tmp_path) -> None:
+    from transformers import AutoConfig
+
+    for keys in ({}, {"no_rope_layer_interval": 3}, {"no_rope_layers": [0, 1, 1, 0, 1, 1, 1, 0]}, {"use_sliding_window": True, "sliding_window": 16}):
+        shapes = read(tmp_path, model_type="smollm3", num_hidden_layers=8, **keys)
+        peer = AutoConfig.from_pretrained(tmp_path)
+        assert [int(layer not in shapes.unrotated_layers) for layer in range(8)] == peer.no_rope_layers
+        kinds = ["full_attention" if shapes.window(layer) is None else "sliding_attention" for layer in range(8)]
+        assert kinds == peer.layer_types
+
+
+def test_keys_of_other_families_that_turn_nothing_on_are_accepted(tmp_path) -> None:
+    assert read(tmp_path, logits_scaling=1.0, n_shared_experts=0, clip_qkv=None, scoring_func="softmax", n_group=1) == read(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", sorted(all_families()))
 def test_key_heads_default_as_in_transformers(model_type, tmp_path) -> None:
     from transformers import AutoConfig
 
     content = {"model_type": model_type, "num_attention_heads": 64, "hidden_size": 256, "head_dim": 4}
     # transformers refuses a null for Mistral and for mixtures of experts.
-    for absent in ("absent",) if model_type in ("mistral", "qwen3_moe", "mixtral") else ("absent", None):
+    for absent in ("absent",) if model_type in ("mistral", "qwen3_moe", "mixtral", "smollm3") else ("absent", None):
         shapes = read(tmp_path, **content, num_key_value_heads=absent)
         assert shapes.num_key_value_heads == AutoConfig.from_pretrained(tmp_path).num_key_value_heads
 
@@ -107,6 +125,12 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
     ("changes", "named"),
     [
         ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "llama, mistral, mixtral"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, ["no_rope_layers [1, 0]", "each of 3 layers"]),
+        ({"model_type": "granite", "residual_multiplier": 0}, ["residual_multiplier 0", "above 0"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping 30.0", "qwen3 model", "no such term"]),
+        ({"logits_scaling": 8.0}, ["logits_scaling 8.0"]),
+        ({"no_rope_layers": [1, 1, 0]}, ["no_rope_layers [1, 1, 0]"]),
+        ({"n_shared_experts": 1}, ["n_shared_experts 1"]),
         ({"model_type": "mistral3"}, ["model_type", "'mistral3'", "Did you mean 'mistral'?"]),
         ({"model_type": "absent"}, ["model_type", "None"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from tandem.layout.shapes import ModelShapes, RopeScaling, ValueHead, check_tensor_count
 from tandem.model.family import family_named, family_of_config
+from tandem.model.huggingface.arithmetic_keys import refuse_other_terms
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.types import UserError
 from tandem.types.input_file import MOST_JSON_BYTES, read_input
@@ -121,7 +122,7 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     # Without a language-model head nothing is tied, whatever the model that it was made from says.
     is_tied = read.boolean("tie_word_embeddings", family.tie_word_embeddings) and value_head == "none"
     try:
-        return ModelShapes(
+        shapes = ModelShapes(
             architecture=family.model_type,
             vocab_size=read.integer("vocab_size"),
             hidden_size=hidden,
@@ -148,6 +149,17 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
         )
     except ValueError as error:
         raise UserError(f"'{where}': {error}") from None
+    refuse_other_terms(read, family.model_type, _keys_of_family(shapes))
+    return shapes
+
+
+def _keys_of_family(shapes: ModelShapes) -> dict[str, Any]:
+    """Returns the keys by which the ``config.json`` of a family says what others do not have."""
+    family = family_named(shapes.architecture)
+    content: dict[str, Any] = family.bias_keys(shapes) | family.mask.write(_all_windows(shapes))
+    if family.experts is not None and shapes.experts is not None:
+        content |= family.experts.write(shapes.experts)
+    return content if family.terms is None else content | family.terms.write(shapes)
 
 
 def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling]:
@@ -234,11 +246,7 @@ def config_json(
     }
     if shapes.value_head != "none":
         content |= ONE_LABEL
-    content |= family.bias_keys(shapes) | family.mask.write(_all_windows(shapes))
-    if family.experts is not None and shapes.experts is not None:
-        content |= family.experts.write(shapes.experts)
-    if family.terms is not None:
-        content |= family.terms.write(shapes)
+    content |= _keys_of_family(shapes)
     _check_expressed(shapes, content)
     return content
 
