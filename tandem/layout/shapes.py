@@ -35,6 +35,13 @@ class RopeScaling:
     truncate: bool = True
 
 
+class Rotary(NamedTuple):
+    """A rotary embedding."""
+
+    theta: float
+    scaling: RopeScaling
+
+
 @dataclass(frozen=True, slots=True)
 class Multipliers:
     """Constants of the forward pass. ``embedding``: of the embedding's rows; ``residual``: of what attention and MLP add to the residual stream;
@@ -98,7 +105,8 @@ class ModelShapes:
     if every layer has a plain MLP. ``gated_mlp``: an MLP has three matrices (gate, up, down), or two (up, down), which only estimates know, as they alone do
     ``latent`` (multi-head latent attention; ``head_dim`` is that of its queries and keys). ``pre_norms``: attention and MLP read a norm of the residual
     stream; ``post_norms``: what they write to it is normalised. ``qk_norm``: queries and keys are normalised before the rotation, each head alone or with
-    ``qk_norm_all_heads`` all heads together. ``unrotated_layers``: those without rotary embedding, ascending.
+    ``qk_norm_all_heads`` all heads together. ``unrotated_layers``: those without rotary embedding, ascending. ``window_rotary``: that of layers with a
+    window (``None``: as the others).
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -132,6 +140,7 @@ class ModelShapes:
     pre_norms: bool = True
     qk_norm_all_heads: bool = False
     unrotated_layers: tuple[int, ...] = ()
+    window_rotary: Rotary | None = None
     multipliers: Multipliers = Multipliers()
 
     def __post_init__(self) -> None:
@@ -186,6 +195,18 @@ class ModelShapes:
         return self.layer_windows[layer] if self.layer_windows else None
 
     @property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """The rotary embeddings that layers have, ``None`` for none; the first is the model's."""
+        of_windows = () if self.window_rotary is None else (self.window_rotary,)
+        return Rotary(self.rope_theta, self.rope_scaling), *of_windows, *((None,) if self.unrotated_layers else ())
+
+    def rotary_of(self, layer: int) -> int:
+        """Returns the index in ``rotaries`` of that of ``layer``."""
+        if layer in self.unrotated_layers:
+            return len(self.rotaries) - 1
+        return int(self.window_rotary is not None and self.window(layer) is not None)
+
+    @property
     def attention_scale(self) -> float:
         """The factor of the attention scores."""
         return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
@@ -212,6 +233,7 @@ class ModelShapes:
             "norms after attention and MLP": self.post_norms,
             "norms of queries and keys over all heads": self.qk_norm_all_heads,
             "layers without rotary embedding": bool(self.unrotated_layers),
+            "a rotary embedding of its own in layers with windows": self.window_rotary is not None,
             "multipliers of embedding, residual stream, attention or logits": self.multipliers != Multipliers(),
         }
         return tuple(term for term, is_there in terms.items() if is_there)

@@ -61,10 +61,9 @@ class Rotation(NamedTuple):
     cos_sin: Tensor
 
 
-def rotations(positions: Tensor, cos_sin: Tensor, identity: Tensor | None = None) -> tuple[Rotation, ...]:
-    """Returns the rotations of a batch at ``positions[T]``: that of the model and, with ``identity[1, D]``, the one that changes nothing."""
-    rotated = Rotation(positions, cos_sin)
-    return (rotated,) if identity is None else (rotated, Rotation(torch.zeros_like(positions), identity))
+def rotations(positions: Tensor, tables: tuple[Tensor, ...]) -> tuple[Rotation, ...]:
+    """Returns the rotations of a batch at ``positions[T]`` by each of ``model.rotary.rotary_tables``."""
+    return tuple(Rotation(positions if len(table) > 1 else torch.zeros_like(positions), table) for table in tables)
 
 
 def attend(

@@ -29,7 +29,7 @@ from tandem.model.parallel.vocabulary_parallel import Head, shared_logits, share
 from tandem.model.quantization.frozen import frozen_linear
 from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight, scheme_named
 from tandem.model.recompute import Recompute, around_layers
-from tandem.model.rotary import identity_table, rotary_table
+from tandem.model.rotary import rotary_tables
 from tandem.model.router_balance import RouterBalance
 from tandem.model.routing import Replay, ReplayCount
 from tandem.model.trained_adapter import adapted_linear, is_adapter_parameter, packed_by
@@ -89,9 +89,7 @@ class Decoder(nn.Module):
         has_score = self.holds("score.weight") and shapes.value_head != "none"
         self.score = Linear(shapes.num_labels, shapes.hidden_size, shapes.value_head == "token", dtype, device) if has_score else None
         # Not a buffer, so that it stays fp32 when the parameters are converted.
-        self._cos_sin = rotary_table(shapes).to(device)
-        identity = identity_table(shapes)
-        self._identity = None if identity is None else identity.to(device)
+        self.rotary_tables = tuple(table.to(device) for table in rotary_tables(shapes))
         self._collectives = collectives(group)
         self.kv_cache_dtype: KVCacheDtype = "auto"
         self.quantization: Scheme | None = None if shapes.lora is None or shapes.lora.quantization == "none" else scheme_named(shapes.lora.quantization)
@@ -173,7 +171,7 @@ class Decoder(nn.Module):
             kernels, around = around_layers(self.recompute, self.kernels, self.around_layer)
         balance = self.router_balance if isinstance(context, PackedContext) else None
         batch = LayerBatch(
-            kernels, linear, rotations(positions, *self.rotary_tables), shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
+            kernels, linear, rotations(positions, self.rotary_tables), shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
             balance, router_logits, lora, layers is self._packed and lora is None and self.group is None,
             None if replayed is None else Replay(replayed, self.replay_count),
         )
@@ -274,12 +272,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self._cos_sin.device
-
-    @property
-    def rotary_tables(self) -> tuple[Tensor, ...]:
-        """The tables of cosines and sines that layers read."""
-        return (self._cos_sin,) if self._identity is None else (self._cos_sin, self._identity)
+        return self.rotary_tables[0].device
 
     @property
     def is_packed(self) -> bool:
@@ -496,8 +489,7 @@ class Decoder(nn.Module):
             raise RuntimeError("a packed decoder cannot be moved or converted; call unpack() and load weights first")
         super()._apply(fn, recurse)
         weight = next(self.parameters())
-        self.dtype, self._cos_sin = weight.dtype, self._cos_sin.to(weight.device)
-        self._identity = None if self._identity is None else self._identity.to(weight.device)
+        self.dtype, self.rotary_tables = weight.dtype, tuple(table.to(weight.device) for table in self.rotary_tables)
         return self
 
 

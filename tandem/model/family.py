@@ -72,6 +72,7 @@ class Family:
     ``pre_norms``, ``post_norms``: attention and MLP read a norm; their outputs are normalised.
     ``terms``: further terms, which each ``config.json`` sets. ``stacked``: matrices of a layer that the folder has as one, each with the names that its
     parts have here, in the order of their rows and of ``layout.shapes.parameters``.
+    ``rotary_by_window``: layers with a window have a rotary embedding of their own.
     ``mask``: the sliding windows. ``experts``: the mixture of experts in place of the MLP.
     The rest are the values of keys that a ``config.json`` leaves out: the defaults of transformers' configuration class.
     ``num_key_value_heads`` ``None``: as many as attention heads; ``head_dim`` ``None``: ``hidden_size`` over attention heads.
@@ -88,6 +89,7 @@ class Family:
     post_norms: bool = False
     terms: Terms | None = None
     stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    rotary_by_window: bool = False
     mask: Mask = FULL_ATTENTION
     experts: Mixture | None = None
     num_key_value_heads: int | None = None

@@ -64,7 +64,7 @@ def layer_weights(
         norms.get("input_layernorm"),
         AttentionLayer(
             index, heads, shapes.attention_scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps, shapes.qk_norm_all_heads,
-            int(index in shapes.unrotated_layers),
+            shapes.rotary_of(index),
         ),
         qkv,
         layer.qkv_proj.bias,

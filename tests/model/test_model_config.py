@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
+from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling, Rotary
 from tandem.model.families import mixtral
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_folder import config_json, read_shapes
@@ -31,12 +31,32 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) ->
     assert shapes.head_dim == (getattr(peer, "head_dim", None) or 12)
     assert shapes.max_position_embeddings == peer.max_position_embeddings
     assert shapes.rms_norm_eps == peer.rms_norm_eps
-    assert shapes.rope_theta == peer.rope_parameters["rope_theta"]
+    assert shapes.rope_theta == peer.rope_parameters.get("full_attention", peer.rope_parameters)["rope_theta"]
     assert shapes.tie_word_embeddings == peer.tie_word_embeddings
-    window = peer.sliding_window if model_type == "mistral" else None
+    window = peer.sliding_window if model_type in ("mistral", "olmo3") else None
     assert shapes.layer_windows == (() if window is None else (window,) * 3)
     assert (shapes.attention_bias, shapes.mlp_bias) == (model_type == "qwen2", False)
     assert shapes.attention_scale == getattr(peer, "attention_multiplier", shapes.head_dim**-0.5)
+
+
+@pytest.mark.parametrize("keys", [{}, {"sliding_window": 16}, {"layer_types": ["full_attention"] * 3 + ["sliding_attention"] * 2}], ids=str)
+def test_windows_by_the_kind_of_layer_are_those_of_transformers(keys, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    shapes = read(tmp_path, model_type="olmo3", num_hidden_layers=5, **keys)
+    peer = AutoConfig.from_pretrained(tmp_path)
+    assert [shapes.window(i) for i in range(5)] == [peer.sliding_window if kind == "sliding_attention" else None for kind in peer.layer_types]
+
+
+def test_layers_with_a_window_have_frequencies_that_are_not_scaled(tmp_path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    flat = read(tmp_path, model_type="olmo3", rope_theta=5e5, rope_scaling=yarn)
+    kinds = {"full_attention": {**yarn, "rope_theta": 5e5}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    assert read(tmp_path, model_type="olmo3", rope_parameters=kinds) == flat
+    assert flat.rope_scaling.kind == "yarn" and flat.window_rotary == Rotary(5e5, RopeScaling())
+    assert read(tmp_path, model_type="olmo3").window_rotary is None
+    with pytest.raises(UserError, match="'chunked_attention'; the kinds of layers are full_attention and sliding_attention"):
+        read(tmp_path, model_type="olmo3", rope_parameters={**kinds, "chunked_attention": {}})
 
 
 def test_layers_without_rotary_embedding_are_those_of_transformers(tmp_path) -> None:

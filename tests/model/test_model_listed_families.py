@@ -39,6 +39,12 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9, "head_dim": 16},
     "mixtral": {"num_local_experts": 4},
     "olmo2": {"attention_bias": True},
+    "olmo3": {
+        "num_hidden_layers": 4, "sliding_window": 9, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
     "phi3": {"sliding_window": 9},
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},

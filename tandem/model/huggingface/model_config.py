@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.layout.shapes import ModelShapes, RopeScaling, ValueHead, check_tensor_count
-from tandem.model.family import family_named, family_of_config
+from tandem.layout.shapes import ModelShapes, RopeScaling, Rotary, ValueHead, check_tensor_count
+from tandem.model.family import Family, family_named, family_of_config
 from tandem.model.huggingface.arithmetic_keys import refuse_other_terms
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.types import UserError
@@ -27,6 +27,7 @@ TRUNK_CLASS = "Model"
 VALUE_CLASSES: dict[ValueHead, str] = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
 """The ends of transformers' class names by the head of a model."""
 MOST_LABELS = 2**20
+LAYER_KINDS = ("full_attention", "sliding_attention")
 ONE_LABEL: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 """The keys of ``config.json`` for a head that gives one number."""
 _ROPE_KEYS = {
@@ -117,7 +118,7 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
     head_dim = read.integer("head_dim", head_dim)
     max_position_embeddings = read.integer("max_position_embeddings", family.max_position_embeddings)
-    theta, scaling = _rope(read, max_position_embeddings, family.rope_theta)
+    rotary, window_rotary = _rotaries(read, max_position_embeddings, family)
     biases, (value_head, labels) = family.biases(read), value_head_of(config, where)
     # Without a language-model head nothing is tied, whatever the model that it was made from says.
     is_tied = read.boolean("tie_word_embeddings", family.tie_word_embeddings) and value_head == "none"
@@ -134,8 +135,9 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=is_tied,
             rms_norm_eps=read.number("rms_norm_eps", family.rms_norm_eps),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope_theta=rotary.theta,
+            rope_scaling=rotary.scaling,
+            window_rotary=None if window_rotary == rotary else window_rotary,
             attention_bias=biases.attention,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
@@ -160,6 +162,26 @@ def _keys_of_family(shapes: ModelShapes) -> dict[str, Any]:
     if family.experts is not None and shapes.experts is not None:
         content |= family.experts.write(shapes.experts)
     return content if family.terms is None else content | family.terms.write(shapes)
+
+
+def _rotaries(read: ConfigReader, max_position_embeddings: int, family: Family) -> tuple[Rotary, Rotary]:
+    """Returns the rotary embedding of layers with full attention and that of layers with a window, which in most families are the same. transformers 4 has the
+    scaling of the first alone, transformers 5 both by the kind of layer."""
+    given = read.config.get("rope_parameters")
+    if not family.rotary_by_window:
+        rotary = Rotary(*_rope(read, max_position_embeddings, family.rope_theta))
+        return rotary, rotary
+    by_kind = given if isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()) else dict.fromkeys(LAYER_KINDS, given)
+    for kind in by_kind.keys() - set(LAYER_KINDS):
+        raise read.fail("rope_parameters", kind, f"the kinds of layers are {' and '.join(LAYER_KINDS)}")
+    full, window = (
+        ConfigReader({**read.config, "rope_parameters": by_kind.get(kind), "rope_scaling": scaling}, read.where)
+        for kind, scaling in zip(LAYER_KINDS, (None if by_kind.get(LAYER_KINDS[0]) else read.config.get("rope_scaling"), None), strict=True)
+    )
+    return (
+        Rotary(*_rope(full, max_position_embeddings, family.rope_theta)),
+        Rotary(*_rope(window, max_position_embeddings, family.rope_theta)),
+    )
 
 
 def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling]:
@@ -246,6 +268,11 @@ def config_json(
     }
     if shapes.value_head != "none":
         content |= ONE_LABEL
+    if family.rotary_by_window:
+        of_windows = shapes.window_rotary or shapes.rotaries[0]
+        assert of_windows is not None
+        of_window = {**_scaling_json(of_windows.scaling), "rope_theta": of_windows.theta}
+        content["rope_parameters"] = dict(zip(LAYER_KINDS, (content["rope_parameters"], of_window), strict=True))
     content |= _keys_of_family(shapes)
     _check_expressed(shapes, content)
     return content

@@ -94,7 +94,7 @@ def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
     if stage == QKV:
         return x
     qkv = kernels.linear(x, step.qkv, step.qkv_bias)
-    rotation = rotations(chunk.positions, *decoder.rotary_tables)[step.attention.rotation]
+    rotation = rotations(chunk.positions, decoder.rotary_tables)[step.attention.rotation]
     x = attend(kernels, step.attention, qkv, rotation, chunk.context)
     if stage == OUTPUT:
         return x
