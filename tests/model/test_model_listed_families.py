@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from tandem.backends.megatron.model_check import missing_block
 from tandem.config.lora import LINEAR_MODULES, LoraConfig
+from tandem.config.parallel import ParallelConfig
 from tandem.engine.llm import LLM
 from tandem.engine.sample.sampling_params import SamplingParams
 from tandem.jobs.convert import convert
 from tandem.kernels import select
 from tandem.kernels.mixed import Precision, in_precision
+from tandem.layout.mesh_check import check_layout
 from tandem.layout.shapes import is_of_adapter, parameter_count
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
@@ -259,7 +261,10 @@ def test_two_ranks_hold_every_parameter_once_or_the_model_is_refused_by_name(tin
     if shapes.qk_norm_all_heads:
         with pytest.raises(ValueError, match=r"norms of queries and keys are over all heads, .* use 1"):
             ranks[0].check(shapes)
+        with pytest.raises(UserError, match=f"'parallel.tensor' is 2; this {tiny.family} model has norms of queries and keys over all heads: leave it at 1"):
+            check_layout(shapes, ParallelConfig(tensor=2))
         return
+    check_layout(shapes, ParallelConfig(tensor=2))
     for name, tensor in read_tensors(tiny.folder):
         parts = [shard_slices(shapes, name, tuple(tensor.shape), rank) for rank in ranks]
         if parts[0] != parts[1]:
