@@ -19,11 +19,6 @@ def rotary_tables(shapes: ModelShapes) -> tuple[Tensor, ...]:
         return tuple(_identity(shapes) if rotary is None else _table(shapes, rotary) for rotary in shapes.rotaries)
 
 
-def rotary_table(shapes: ModelShapes) -> Tensor:
-    """Returns the first of ``rotary_tables``."""
-    return rotary_tables(shapes)[0]
-
-
 def _identity(shapes: ModelShapes) -> Tensor:
     half = torch.zeros(1, shapes.head_dim // 2)
     return torch.cat((half + 1, half), dim=1)
