@@ -27,7 +27,10 @@ from tandem.model.huggingface.model_folder import load_model, read_tensors, save
 from tandem.model.huggingface.peft_folder import merged_tensors
 from tandem.model.huggingface.safetensors_file import read_file
 from tandem.model.quantization.calibration import END, chunks_of, inputs_of
+from tandem.model.quantization.formats import read_format
+from tandem.model.quantization.load import load_quantized
 from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
+from tandem.model.quantization.writing import Method
 from tandem.planner.model_sizes import read_model_sizes
 from tandem.text.characters import make_character_tokenizer
 from tandem.types import UserError
@@ -220,6 +223,19 @@ def test_calibration_computes_what_the_decoder_computes(tiny: Tiny) -> None:
     with torch.no_grad():
         hidden = decoder.kernels.rms_norm(chunk.residual, decoder.norm.weight, decoder.shapes.rms_norm_eps)
         assert torch.equal(hidden, packed_hidden(decoder, [tokens]))
+
+
+@pytest.mark.parametrize("method", ["int8", "gptq"])
+def test_a_quantized_folder_is_near_to_the_float_one(tiny: Tiny, method: Method, tmp_path: Path) -> None:
+    decoder = load_model(tiny.folder, select("reference"))
+    if decoder.shapes.experts is not None or all_families()[tiny.family].stacked:
+        pytest.skip("a mixture of experts and stacked matrices are quantized only when they are loaded")
+    quantize_folder(tiny.folder, tmp_path / method, QuantizeOptions(method, group_size=0), select("reference"), SEQUENCES[::2] * 4, lambda done, of: None)
+    stored = read_format(tmp_path / method)
+    assert stored is not None
+    exact, quantized = logits_of(decoder), logits_of(load_quantized(tmp_path / method, stored, select("reference")))
+    # Relative to the spread of the logits: 8 bits, and 4 bits of weights that have no structure to lose.
+    assert 0 < (quantized - exact).square().mean().sqrt() / exact.std() < {"int8": 0.08, "gptq": 0.4}[method]
 
 
 def test_a_conversion_to_megatron_and_back_has_the_same_file_or_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
