@@ -57,6 +57,8 @@ TINY: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9},
 }  # fmt: skip
 """By ``model_type``: keys of a ``config.json`` that turn on what the family has beside the sizes of ``peer_model``."""
+BY_OTHERS = ("llama", "mistral", "mixtral", "olmo2", "qwen3")
+"""Families whose terms are all in others, so that ``make test`` leaves them out."""
 SEQUENCES = [torch.randint(3, 40, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 2, 34)]
 
 
@@ -68,7 +70,9 @@ class Tiny(NamedTuple):
     folder: Path
 
 
-@pytest.fixture(scope="module", params=sorted(all_families()))
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.full if name in BY_OTHERS else ()) for name in sorted(all_families())]
+)
 def tiny(request: pytest.FixtureRequest, peer_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
     family, folder = request.param, tmp_path_factory.mktemp(request.param)
     peer = peer_model(family, vocab_size=40, **TINY[family])
