@@ -11,7 +11,7 @@ from tandem.model.huggingface.config_reader import ConfigReader
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # attention
     "attn_logit_softcapping": (), "attention_logit_cap": (), "query_pre_attn_scalar": (), "attention_multiplier": (), "clip_qkv": (), "alibi": (),
-    "use_qk_norm": (), "qk_norm": (), "qk_layernorm": (), "use_bidirectional_attention": (), "is_causal": (True,), "attention_chunk_size": (),
+    "use_qk_norm": (), "qk_norm": (), "qk_layernorm": (), "use_bidirectional_attention": (), "attention_chunk_size": (),
     "attn_temperature_tuning": (), "attn_output_gate": (), "attention_out_bias": (), "q_lora_rank": (), "kv_lora_rank": (), "swa_head_dim": (),
     # positions
     "no_rope_layers": (), "rope_local_base_freq": (), "rope_interleave": (), "rotary_pct": (1,), "rotary_dim": (), "use_mrope": (), "mrope_section": (),
