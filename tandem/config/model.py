@@ -16,7 +16,7 @@ class NewModelConfig:
     rollouts needs a section `sft`."""
 
     architecture: str = "qwen3"
-    """The `model_type` of a family in `tandem.model.families`: `llama`, `mistral`, `qwen2`, `qwen3`, `qwen3_moe` or `mixtral`."""
+    """The `model_type` of a family in `tandem.model.families`, of those in [models](models.md)."""
     hidden_size: int = 128
     """Width of the residual stream."""
     num_hidden_layers: int = 5

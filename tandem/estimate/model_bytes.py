@@ -85,8 +85,8 @@ def held_outside_layers(shapes: ModelShapes) -> list[int]:
 def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
     """``held_parameters`` of one layer."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
-    found = [(shapes.qkv_size * hidden, True), (hidden * shapes.query_size, True), (hidden, False), (hidden, False)]
-    found += [(shapes.head_dim, False)] * (2 if shapes.qk_norm else 0)
+    found = [(shapes.qkv_size * hidden, True), (hidden * shapes.query_size, True), *((hidden, False) for _ in shapes.layer_norms)]
+    found += [(size, False) for size in shapes.qk_norm_sizes]
     found += [(shapes.qkv_size, False)] if shapes.attention_bias else []
     found += [(hidden, False)] if shapes.output_bias else []
     experts = shapes.experts_of(layer)

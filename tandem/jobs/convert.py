@@ -17,6 +17,7 @@ from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.huggingface.model_config import config_json, read_json, read_shapes
 from tandem.model.huggingface.model_folder import read_tensors
 from tandem.model.huggingface.safetensors_file import write_file
+from tandem.model.huggingface.stacked_matrices import Stacks
 from tandem.model.megatron.arguments import shapes_of
 from tandem.model.megatron.dist_files import is_dist_checkpoint, open_dist_checkpoint
 from tandem.model.megatron.files import TRACKER, iteration_name, open_megatron, read_megatron, write_megatron
@@ -111,7 +112,7 @@ def convert(
 
 
 def _write_huggingface(model: Source, folder: Path) -> None:
-    write_file(folder / "model.safetensors", ((name, model.weights[name]) for name, _ in parameters(model.shapes)))
+    write_file(folder / "model.safetensors", Stacks(model.shapes).join((name, model.weights[name]) for name, _ in parameters(model.shapes)))
     _companions(model, folder)
 
 

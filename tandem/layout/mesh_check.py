@@ -10,6 +10,8 @@ def check_layout(shapes: ModelShapes, parallel: ParallelConfig, *, repeats_heads
     """Raises ``UserError``, naming the setting, its value and the model's size, if ``parallel`` does not divide the model. ``repeats_heads``: several
     tensor-parallel ranks may have the same key-value head."""
     tensor, expert, experts = parallel.tensor, parallel.expert, shapes.experts
+    if tensor > 1 and shapes.qk_norm_all_heads:
+        raise UserError(f"'parallel.tensor' is {tensor}; this {shapes.architecture} model has norms of queries and keys over all heads: leave it at 1")
     counts = {"num_attention_heads": shapes.num_attention_heads}
     if not repeats_heads or tensor % shapes.num_key_value_heads:
         counts["num_key_value_heads"] = shapes.num_key_value_heads

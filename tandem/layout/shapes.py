@@ -35,6 +35,24 @@ class RopeScaling:
     truncate: bool = True
 
 
+class Rotary(NamedTuple):
+    """A rotary embedding."""
+
+    theta: float
+    scaling: RopeScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Constants of the forward pass. ``embedding``: of the embedding's rows; ``residual``: of what attention and MLP add to the residual stream;
+    ``attention``: of the scores (``None``: 1 / sqrt(head_dim)); ``logits_scaling`` divides the logits."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    attention: float | None = None
+    logits_scaling: float = 1.0
+
+
 ValueHead = Literal["none", "sequence", "token"]
 """The head that gives one number for a hidden state, as in transformers: that of sequence classification (``score.weight``, which reads the last
 token's state) or of token classification (with ``score.bias``)."""
@@ -85,7 +103,10 @@ class ModelShapes:
     ``architecture``: the ``model_type`` of its family, which only reading and writing a folder depend on. ``layer_windows[i]``: layer i's
     sliding window in tokens (``None``: full attention); empty: full attention in every layer. ``experts``: the mixture of experts, ``None``
     if every layer has a plain MLP. ``gated_mlp``: an MLP has three matrices (gate, up, down), or two (up, down), which only estimates know, as they alone do
-    ``latent`` (multi-head latent attention; ``head_dim`` is that of its queries and keys) and ``post_norms`` (attention and MLP are followed by a norm too).
+    ``latent`` (multi-head latent attention; ``head_dim`` is that of its queries and keys). ``pre_norms``: attention and MLP read a norm of the residual
+    stream; ``post_norms``: what they write to it is normalised. ``qk_norm``: queries and keys are normalised before the rotation, each head alone or with
+    ``qk_norm_all_heads`` all heads together. ``unrotated_layers``: those without rotary embedding, ascending. ``window_rotary``: that of layers with a
+    window (``None``: as the others).
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -116,6 +137,11 @@ class ModelShapes:
     lora: LoraConfig | None = None
     latent: LatentAttention | None = None
     post_norms: bool = False
+    pre_norms: bool = True
+    qk_norm_all_heads: bool = False
+    unrotated_layers: tuple[int, ...] = ()
+    window_rotary: Rotary | None = None
+    multipliers: Multipliers = Multipliers()
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -136,6 +162,8 @@ class ModelShapes:
             raise ValueError("model has no language-model head to tie its embedding to")
         if self.layer_windows and len(self.layer_windows) != self.num_hidden_layers:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
+        if list(self.unrotated_layers) != sorted(set(self.unrotated_layers) & set(range(self.num_hidden_layers))):
+            raise ValueError(f"model unrotated_layers are {list(self.unrotated_layers)}; they must be layers from 0 to {self.num_hidden_layers - 1}, ascending")
         if self.experts is not None:
             self._check_experts(self.experts)
         if self.lora is not None and self.experts is not None and (of_experts := [m for m in self.lora.target_modules if m in MLP_MODULES]):
@@ -165,6 +193,50 @@ class ModelShapes:
     def window(self, layer: int) -> int | None:
         """Returns the sliding window of ``layer`` in tokens, ``None`` for full attention."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+    @property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """The rotary embeddings that layers have, ``None`` for none; the first is the model's."""
+        of_windows = () if self.window_rotary is None else (self.window_rotary,)
+        return Rotary(self.rope_theta, self.rope_scaling), *of_windows, *((None,) if self.unrotated_layers else ())
+
+    def rotary_of(self, layer: int) -> int:
+        """Returns the index in ``rotaries`` of that of ``layer``."""
+        if layer in self.unrotated_layers:
+            return len(self.rotaries) - 1
+        return int(self.window_rotary is not None and self.window(layer) is not None)
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of the attention scores."""
+        return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
+
+    @property
+    def layer_norms(self) -> tuple[str, ...]:
+        """The names of a layer's norms of the residual stream and of what is added to it."""
+        if not self.pre_norms:
+            return "post_attention_layernorm", "post_feedforward_layernorm"
+        after = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if self.post_norms else ()
+        return "input_layernorm", "post_attention_layernorm", *after
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, ...]:
+        """The sizes of the norms of queries and keys; empty without any."""
+        if not self.qk_norm:
+            return ()
+        return (self.query_size, self.key_value_size) if self.qk_norm_all_heads else (self.head_dim, self.head_dim)
+
+    @property
+    def further_terms(self) -> tuple[str, ...]:
+        """What the network computes beside the terms that all families of Llama's kind have, in words."""
+        terms = {
+            "norms after attention and MLP": self.post_norms,
+            "norms of queries and keys over all heads": self.qk_norm_all_heads,
+            "layers without rotary embedding": bool(self.unrotated_layers),
+            "a rotary embedding of its own in layers with windows": self.window_rotary is not None,
+            "multipliers of embedding, residual stream, attention or logits": self.multipliers != Multipliers(),
+        }
+        return tuple(term for term, is_there in terms.items() if is_there)
 
     @property
     def exported(self) -> "ModelShapes":
@@ -271,9 +343,8 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         if shapes.output_bias:
             yield Parameter(f"{at}self_attn.o_proj.bias", (hidden,))
         yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.attended_size)
-        if shapes.qk_norm:
-            yield Parameter(f"{at}self_attn.q_norm.weight", (shapes.head_dim,))
-            yield Parameter(f"{at}self_attn.k_norm.weight", (shapes.head_dim,))
+        for name, size in zip("qk", shapes.qk_norm_sizes, strict=False):
+            yield Parameter(f"{at}self_attn.{name}_norm.weight", (size,))
         experts = shapes.experts_of(layer)
         if experts is not None:
             yield from _expert_parameters(experts, at, hidden)
@@ -284,11 +355,8 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
                 if shapes.mlp_bias:
                     yield Parameter(f"{at}mlp.{name}.bias", (rows,))
                 yield from _adapter_parameters(shapes, f"{at}mlp.{name}", rows, columns)
-        yield Parameter(f"{at}input_layernorm.weight", (hidden,))
-        yield Parameter(f"{at}post_attention_layernorm.weight", (hidden,))
-        if shapes.post_norms:
-            yield Parameter(f"{at}pre_feedforward_layernorm.weight", (hidden,))
-            yield Parameter(f"{at}post_feedforward_layernorm.weight", (hidden,))
+        for name in shapes.layer_norms:
+            yield Parameter(f"{at}{name}.weight", (hidden,))
     yield Parameter("model.norm.weight", (hidden,))
     if shapes.language_head and not shapes.tie_word_embeddings:
         yield Parameter("lm_head.weight", (shapes.vocab_size, hidden))

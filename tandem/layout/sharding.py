@@ -102,6 +102,8 @@ class ShardSpec:
         if shapes.experts is not None:
             counts["the experts' intermediate_size"] = shapes.experts.intermediate_size
             counts["the shared experts' intermediate_size"] = shapes.experts.shared_intermediate_size
+        if size > 1 and shapes.qk_norm_all_heads:
+            raise ValueError(f"the model's norms of queries and keys are over all heads, which are not divided over {where}; use 1")
         for name, count in counts.items():
             if count % size:
                 raise ValueError(f"the model's {name} {count} is not divisible by {where}")

@@ -70,7 +70,7 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
             mixture = ExpertLayer(matrices.stack([router]), gate_up, down, experts.num_experts_per_tok, experts.normalised)
             own[f"layers.{index}.experts.router"] = matrices.in_rows(router)
         mixtures.append(mixture)
-        own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}{norm}.weight"] for norm in ("input_layernorm", "post_attention_layernorm")}
+        own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}{norm}.weight"] for norm in shapes.layer_norms}
         if shapes.qk_norm:
             own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}self_attn.{norm}.weight"] for norm in ("q_norm", "k_norm")}
     head = matrices.stack([EMBEDDING if shapes.tie_word_embeddings else HEAD])

@@ -1,6 +1,7 @@
 """The attention of one layer: over packed sequences in the trainer, over the paged KV cache in the engine."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ AttentionContext = PackedContext | PagedContext
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """The inputs of attention that belong to layer ``index``. ``heads``: (query heads, key-value heads, head size); ``window`` in tokens
-    (``None``: full causal attention); ``q_norm`` and ``k_norm`` [D] if the architecture has them."""
+    (``None``: full causal attention); ``q_norm`` and ``k_norm`` [D] if the architecture has them, or with ``norms_all_heads`` [Hq D] and [Hkv D].
+    ``rotation``: the index of its rotation in the batch's (see ``rotations``)."""
 
     index: int
     heads: tuple[int, int, int]
@@ -48,22 +50,39 @@ class AttentionLayer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+    norms_all_heads: bool = False
+    rotation: int = 0
+
+
+class Rotation(NamedTuple):
+    """The rows ``positions[T]`` of the table ``cos_sin[P, D]`` that a batch's queries and keys are rotated by."""
+
+    positions: Tensor
+    cos_sin: Tensor
+
+
+def rotations(positions: Tensor, tables: tuple[Tensor, ...]) -> tuple[Rotation, ...]:
+    """Returns the rotations of a batch at ``positions[T]`` by each of ``model.rotary.rotary_tables``."""
+    return tuple(Rotation(positions if len(table) > 1 else torch.zeros_like(positions), table) for table in tables)
 
 
 def attend(
-    kernels: Kernels, layer: AttentionLayer, qkv: Tensor, positions: Tensor, cos_sin: Tensor, context: AttentionContext | SharedContext,
-    kv_dtype: torch.dtype | None = None,
+    kernels: Kernels, layer: AttentionLayer, qkv: Tensor, rotation: Rotation, context: AttentionContext | SharedContext, kv_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Applies rotary embedding and attention: ``qkv[T, (Hq + 2 Hkv) D]`` -> [T, Hq D]. ``kv_dtype``: packed keys and values are rounded as
-    a KV cache of this dtype would; a paged cache has its own dtype."""
+    """Applies norms of queries and keys, rotary embedding and attention: ``qkv[T, (Hq + 2 Hkv) D]`` -> [T, Hq D]. ``kv_dtype``: packed keys and values
+    are rounded as a KV cache of this dtype would; a paged cache has its own dtype."""
+    positions, cos_sin = rotation
+    q_norm, k_norm = layer.q_norm, layer.k_norm
+    if layer.norms_all_heads:
+        qkv, q_norm, k_norm = _normalised(kernels, layer, qkv), None, None
     if isinstance(context, PagedContext):
         cache = context.caches[layer.index]
         q = kernels.rope_to_cache(
-            qkv, positions, cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.eps, cache, context.batch.slots
+            qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps, cache, context.batch.slots
         )
         mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window)
     else:
-        q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, layer.q_norm, layer.k_norm, layer.eps)
+        q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps)
         # Mixed precision computes with 16-bit values, which fp32 represents exactly.
         if kv_dtype is not None and kv_dtype not in (qkv.dtype, torch.float32):
             k, v = kernels.round_kv(k, kv_dtype), kernels.round_kv(v, kv_dtype)
@@ -76,3 +95,11 @@ def attend(
         else:
             mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window)
     return mixed.flatten(1)
+
+
+def _normalised(kernels: Kernels, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+    """Returns ``qkv`` with the queries of all heads normalised together, and the keys."""
+    assert layer.q_norm is not None and layer.k_norm is not None
+    query_heads, kv_heads, size = layer.heads
+    q, k, v = qkv.split([query_heads * size, kv_heads * size, kv_heads * size], dim=1)
+    return torch.cat((kernels.rms_norm(q, layer.q_norm, layer.eps), kernels.rms_norm(k, layer.k_norm, layer.eps), v), dim=1)

@@ -66,8 +66,7 @@ def _plain_parameters(decoder: Decoder) -> list[tuple[str, Tensor]]:
     rows = ((shapes.query_size, shapes.key_value_size, shapes.key_value_size), None, (shapes.intermediate_size,) * 2, None)
     for index, module in zip(decoder.layer_numbers, decoder.layers, strict=True):
         layer, at = _layer(module), f"model.layers.{index}."
-        found.append((f"{at}input_layernorm.weight", layer.input_layernorm.weight))
-        found.append((f"{at}post_attention_layernorm.weight", layer.post_attention_layernorm.weight))
+        found += [(f"{at}{name}.weight", weight) for name, weight in layer.norms().items()]
         if layer.q_norm is not None and layer.k_norm is not None:
             found += [(f"{at}self_attn.q_norm.weight", layer.q_norm.weight), (f"{at}self_attn.k_norm.weight", layer.k_norm.weight)]
         for linear, stacked, of_each in zip(layer.linears(), STACKED, rows, strict=False):

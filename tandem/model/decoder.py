@@ -15,7 +15,7 @@ from tandem.kernels.mixed import head_kernels
 from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
-from tandem.model.attention import AttentionContext, PackedContext, PagedContext
+from tandem.model.attention import AttentionContext, PackedContext, PagedContext, rotations
 from tandem.model.head_outputs import HeadOutputs
 from tandem.model.layer import Layer, Linear, Norm
 from tandem.model.layer_pass import AroundLayer, LayerBatch, run_layer
@@ -29,7 +29,7 @@ from tandem.model.parallel.vocabulary_parallel import Head, shared_logits, share
 from tandem.model.quantization.frozen import frozen_linear
 from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight, scheme_named
 from tandem.model.recompute import Recompute, around_layers
-from tandem.model.rotary import rotary_table
+from tandem.model.rotary import rotary_tables
 from tandem.model.router_balance import RouterBalance
 from tandem.model.routing import Replay, ReplayCount
 from tandem.model.trained_adapter import adapted_linear, is_adapter_parameter, packed_by
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         has_score = self.holds("score.weight") and shapes.value_head != "none"
         self.score = Linear(shapes.num_labels, shapes.hidden_size, shapes.value_head == "token", dtype, device) if has_score else None
         # Not a buffer, so that it stays fp32 when the parameters are converted.
-        self._cos_sin = rotary_table(shapes).to(device)
+        self.rotary_tables = tuple(table.to(device) for table in rotary_tables(shapes))
         self._collectives = collectives(group)
         self.kv_cache_dtype: KVCacheDtype = "auto"
         self.quantization: Scheme | None = None if shapes.lora is None or shapes.lora.quantization == "none" else scheme_named(shapes.lora.quantization)
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
             kernels, around = around_layers(self.recompute, self.kernels, self.around_layer)
         balance = self.router_balance if isinstance(context, PackedContext) else None
         batch = LayerBatch(
-            kernels, linear, positions, self._cos_sin, shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
+            kernels, linear, rotations(positions, self.rotary_tables), shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
             balance, router_logits, lora, layers is self._packed and lora is None and self.group is None,
             None if replayed is None else Replay(replayed, self.replay_count),
         )
@@ -202,10 +202,18 @@ class Decoder(nn.Module):
         return collectives.embedded(rows.masked_fill(~held.unsqueeze(1), -0.0))
 
     def _rows(self, tokens: Tensor) -> Tensor:
-        """Returns the rows of this rank's part of the embedding."""
+        """Returns the rows of this rank's part of the embedding, as the first layer reads them."""
+        factor = self.shapes.multipliers.embedding
         if self._packed_embedding is not None:
-            return self.kernels.packed_rows(tokens, self._packed_embedding)
-        return F.embedding(tokens, self.embed_tokens)
+            rows = self.kernels.packed_rows(tokens, self._packed_embedding)
+        else:
+            rows = F.embedding(tokens, self.embed_tokens)
+        return rows if factor == 1.0 else rows * factor
+
+    def _to_head(self, hidden: Tensor) -> Tensor:
+        """Returns what the language-model head reads of ``hidden[R, H]``: divided as the logits are."""
+        scaling = self.shapes.multipliers.logits_scaling
+        return hidden if scaling == 1.0 else hidden * (1.0 / scaling)
 
     def head_outputs(self, hidden: Tensor, rows: Tensor, targets: Tensor, temperature: float, tokens: int) -> HeadOutputs:
         """Returns ``token_logprobs`` and ``values`` of the tokens ``rows[R]``, by the heads that this model has."""
@@ -227,14 +235,14 @@ class Decoder(nn.Module):
         """Returns the log-probabilities of ``targets[R]`` after the tokens ``rows[R]`` (ascending) of a packed batch of ``tokens`` tokens;
         ``hidden`` is the output of ``forward``. With ``parallel`` every rank returns all of them."""
         if self.parallel is None:
-            return self.kernels.token_logprobs(hidden.index_select(0, rows), self.head_weight, targets, temperature)
-        return shared_logprobs(self.kernels, self.parallel, hidden, self._head_part, rows, targets, temperature, tokens)
+            return self.kernels.token_logprobs(self._to_head(hidden.index_select(0, rows)), self.head_weight, targets, temperature)
+        return shared_logprobs(self.kernels, self.parallel, self._to_head(hidden), self._head_part, rows, targets, temperature, tokens)
 
     def packed_logits(self, hidden: Tensor, tokens: int) -> Tensor:
         """Returns the logits [tokens, V] of a packed batch, whole on every rank; ``hidden`` is the output of ``forward``."""
         if self.parallel is None:
             return self.logits(hidden)
-        return shared_logits(self.kernels, self.parallel, hidden, self._head_part, tokens)
+        return shared_logits(self.kernels, self.parallel, self._to_head(hidden), self._head_part, tokens)
 
     @property
     def _head_part(self) -> Head:
@@ -243,6 +251,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes ``hidden[R, H]`` -> [R, V]; ranks other than the first return only their own columns."""
+        hidden = self._to_head(hidden)
         if self._packed_head is not None:
             own = head_kernels(self.kernels).linear_packed(hidden, self._packed_head, None)
         else:
@@ -263,7 +272,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self._cos_sin.device
+        return self.rotary_tables[0].device
 
     @property
     def is_packed(self) -> bool:
@@ -480,7 +489,7 @@ class Decoder(nn.Module):
             raise RuntimeError("a packed decoder cannot be moved or converted; call unpack() and load weights first")
         super()._apply(fn, recurse)
         weight = next(self.parameters())
-        self.dtype, self._cos_sin = weight.dtype, self._cos_sin.to(weight.device)
+        self.dtype, self.rotary_tables = weight.dtype, tuple(table.to(weight.device) for table in self.rotary_tables)
         return self
 
 

@@ -1,7 +1,7 @@
 """The declaration of a model family, and how a model's family is looked up. Imports no torch.
 
-A family is one module of ``tandem.model.families`` with a constant ``FAMILY``. All families are pre-norm decoders with RMSNorm, rotary
-embedding, grouped-query attention and a gated SiLU MLP or a mixture of them; the declaration says what differs. It is read when a folder is
+A family is one module of ``tandem.model.families`` with a constant ``FAMILY``. All families are decoders with RMSNorm, rotary embedding,
+grouped-query attention and a gated SiLU MLP or a mixture of them; the declaration says what differs. It is read when a folder is
 opened, written or created. The network is built from the resulting ``ModelShapes`` alone.
 """
 
@@ -48,6 +48,15 @@ class Mixture(NamedTuple):
     write: Callable[[ExpertShapes], dict[str, Any]]
 
 
+class Terms(NamedTuple):
+    """Further terms of a family's arithmetic, which its ``config.json`` sets. ``read(reader, layers, head_dim)`` returns fields of ``ModelShapes``;
+    ``write(shapes)`` the keys that describe them; ``new(layers)`` those fields of a model that is created that are not the defaults."""
+
+    read: Callable[[ConfigReader, int, int], dict[str, Any]]
+    write: Callable[[ModelShapes], dict[str, Any]]
+    new: Callable[[int], dict[str, Any]] = lambda layers: {}
+
+
 def read_expert_count(reader: ConfigReader, default: int) -> int:
     """Returns the number of experts per layer, which transformers 4 writes as ``num_experts`` and transformers 5 as
     ``num_local_experts``."""
@@ -59,7 +68,11 @@ class Family:
     """A model family. ``model_type`` and ``class_name`` are those of transformers.
 
     ``attention_bias`` (of q, k and v), ``output_bias`` (of the attention's output), ``mlp_bias``: which linear layers have biases.
-    ``qk_norm``: queries and keys of each head are normalised before the rotation.
+    ``qk_norm``: queries and keys of each head are normalised before the rotation; ``qk_norm_all_heads``: those of all heads together.
+    ``pre_norms``, ``post_norms``: attention and MLP read a norm; their outputs are normalised.
+    ``terms``: further terms, which each ``config.json`` sets. ``stacked``: matrices of a layer that the folder has as one, each with the names that its
+    parts have here, in the order of their rows and of ``layout.shapes.parameters``.
+    ``rotary_by_window``: layers with a window have a rotary embedding of their own.
     ``mask``: the sliding windows. ``experts``: the mixture of experts in place of the MLP.
     The rest are the values of keys that a ``config.json`` leaves out: the defaults of transformers' configuration class.
     ``num_key_value_heads`` ``None``: as many as attention heads; ``head_dim`` ``None``: ``hidden_size`` over attention heads.
@@ -71,6 +84,12 @@ class Family:
     output_bias: Trait = False
     mlp_bias: Trait = False
     qk_norm: bool = False
+    qk_norm_all_heads: bool = False
+    pre_norms: bool = True
+    post_norms: bool = False
+    terms: Terms | None = None
+    stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    rotary_by_window: bool = False
     mask: Mask = FULL_ATTENTION
     experts: Mixture | None = None
     num_key_value_heads: int | None = None
@@ -78,6 +97,12 @@ class Family:
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+
+    @property
+    def norms(self) -> dict[str, Any]:
+        """The norms as fields of ``ModelShapes``."""
+        return {name: getattr(self, name) for name in ("qk_norm", "qk_norm_all_heads", "pre_norms", "post_norms")}
 
     def biases(self, reader: ConfigReader) -> Biases:
         """Returns which linear layers have biases according to a ``config.json``."""
@@ -119,14 +144,18 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
                 return family
     elif isinstance(model_type, str) and model_type in known:
         return known[model_type]
-    raise UserError(f"'{where}' has model_type {reprlib.repr(model_type)}; supported are {', '.join(known)}")
+    raise UserError(f"'{where}' has model_type {reprlib.repr(model_type)}; supported are {', '.join(known)}{_nearest(model_type, known)}")
 
 
 def family_to_create(name: str) -> Family:
     """Returns the family of ``model.create.architecture``. Raises ``UserError`` if there is none."""
     known = all_families()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise UserError(f"'model.create.architecture' is {name!r}; it must be one of {', '.join(known)}.{hint}")
+        raise UserError(f"'model.create.architecture' is {name!r}; it must be one of {', '.join(known)}{_nearest(name, known)}")
     return known[name]
+
+
+def _nearest(name: object, known: Mapping[str, Family]) -> str:
+    """Returns the end of a message about ``name``: the family whose name is nearest, if one is near."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5) if isinstance(name, str) else []
+    return f". Did you mean '{near[0]}'?" if near else ""

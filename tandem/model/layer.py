@@ -52,8 +52,12 @@ class Norm(nn.Module):
 
 class Layer(nn.Module):
     """The parameters of one layer. ``qkv_proj`` stacks the rows of q, k and v, ``gate_up_proj`` those of gate and up.
-    A layer has these and ``down_proj``, or ``experts``."""
+    A layer has these and ``down_proj``, or ``experts``; of the norms, those of ``ModelShapes.layer_norms``."""
 
+    input_layernorm: Norm | None
+    post_attention_layernorm: Norm | None
+    pre_feedforward_layernorm: Norm | None
+    post_feedforward_layernorm: Norm | None
     gate_up_proj: Linear | None
     down_proj: Linear | None
     experts: Experts | None
@@ -64,12 +68,14 @@ class Layer(nn.Module):
         hidden, inner = shapes.hidden_size, shapes.intermediate_size
         # A matrix sharded by output columns (see ``ShardSpec``) needs no sum over ranks.
         rows, of = (hidden // shard_spec.size, whole) if shard_spec.deterministic else (hidden, shapes)
-        self.input_layernorm = Norm(hidden, dtype, device)
+        norm = lambda name: Norm(hidden, dtype, device) if name in shapes.layer_norms else None
+        self.input_layernorm = norm("input_layernorm")
         self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device)
-        self.q_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
-        self.k_norm = Norm(shapes.head_dim, dtype, device) if shapes.qk_norm else None
+        q_norm, k_norm = shapes.qk_norm_sizes or (0, 0)
+        self.q_norm = Norm(q_norm, dtype, device) if q_norm else None
+        self.k_norm = Norm(k_norm, dtype, device) if k_norm else None
         self.o_proj = Linear(rows, of.query_size, shapes.output_bias, dtype, device)
-        self.post_attention_layernorm = Norm(hidden, dtype, device)
+        self.post_attention_layernorm = norm("post_attention_layernorm")
         experts, whole_experts = shapes.experts_of(index), of.experts_of(index)
         self.experts = self.gate_up_proj = self.down_proj = None
         if experts is not None and whole_experts is not None:
@@ -78,10 +84,20 @@ class Layer(nn.Module):
         else:
             self.gate_up_proj = Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
             self.down_proj = Linear(rows, of.intermediate_size, shapes.mlp_bias, dtype, device)
+        self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
+        self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         if shapes.lora is not None:
             attention = (shapes.query_size, shapes.key_value_size, shapes.key_value_size)
             for linear, stacked, own in zip(self.linears(), STACKED, (attention, (rows,), (inner, inner), (rows,)), strict=False):
                 linear.adapt(own, [shapes.adapter_rank(module) for module in stacked], shapes.lora.scale)
+
+    def norms(self) -> dict[str, nn.Parameter]:
+        """Returns the weights of its norms of the residual stream, and of what is added to it, by name."""
+        each = {
+            "input_layernorm": self.input_layernorm, "post_attention_layernorm": self.post_attention_layernorm,
+            "pre_feedforward_layernorm": self.pre_feedforward_layernorm, "post_feedforward_layernorm": self.post_feedforward_layernorm,
+        }  # fmt: skip
+        return {name: norm.weight for name, norm in each.items() if norm is not None}
 
     def linears(self) -> tuple[Linear, ...]:
         """Returns its linear layers in the order of the forward pass; a mixture of experts is not one."""

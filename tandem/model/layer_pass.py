@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Kernels, PackedWeight
-from tandem.model.attention import AttentionContext, attend
-from tandem.model.layer_weights import LayerWeights
+from tandem.model.attention import AttentionContext, Rotation, attend
+from tandem.model.layer_weights import LayerWeights, Written
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
 from tandem.model.moe import mixture
 from tandem.model.parallel.context_parallel import SharedContext
@@ -20,14 +20,14 @@ from tandem.runtime.collectives.communicator import Communicator
 
 
 class LayerBatch(NamedTuple):
-    """The arguments of every layer of one forward pass. ``linear``: the product for plain or packed weights. ``collectives``: applied
+    """The arguments of every layer of one forward pass. ``linear``: the product for plain or packed weights. ``rotations``: of
+    ``attention.rotations``. ``collectives``: applied
     before and after the matrices. ``expert_ranks``: the ranks that the experts are sharded over; ``balance``: the load balancing of
     experts. ``fused_mlp``: a packed MLP may be one call. ``replayed``: the experts that tokens are sent to (``None``: the routers choose)."""
 
     kernels: Kernels
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
-    positions: Tensor
-    cos_sin: Tensor
+    rotations: tuple[Rotation, ...]
     context: AttentionContext | SharedContext
     kv_dtype: torch.dtype
     collectives: Collectives
@@ -55,38 +55,53 @@ def run_layer(
     """Computes (x, residual) -> (x, residual). The norm of the sum is at the start, so that a layer reads only its own parameters. ``rows``
     int64: the rows computed after the attention (``None``: all)."""
     # Unpacked at once, because attribute look-ups dominate the decoding time of a small model.
-    kernels, linear, positions, cos_sin, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp, replayed = batch
+    kernels, linear, rotations, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp, replayed = batch
     (
         input_norm, attention, qkv, qkv_bias, output, output_bias, mlp_norm, gate_up, gate_up_bias, down, down_bias, experts,
-        summed_output_bias, summed_down_bias,
+        summed_output_bias, summed_down_bias, written,
     ) = weights  # fmt: skip
     enter, before, after = collectives[:3]
     eps, changes = attention.eps, _UNCHANGED if lora is None else lora.layers[attention.index]
-    if x is None:
-        x = kernels.rms_norm(residual, input_norm, eps)
-    else:
-        x, residual = kernels.add_rms_norm(x, residual, input_norm, eps)
+    x, residual = added(kernels, x, residual, input_norm, eps)
     x = enter(x)
     x = linear(x, qkv, qkv_bias) if lora is None else _adapted(batch, x, qkv, qkv_bias, changes.qkv)
-    x = attend(kernels, attention, x, positions, cos_sin, context, kv_dtype)
+    x = attend(kernels, attention, x, rotations[attention.rotation], context, kv_dtype)
     if rows is not None:
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
     x = before(x)
     x = after(linear(x, output, output_bias) if lora is None else _adapted(batch, x, output, output_bias, changes.output))
     if summed_output_bias is not None:
         x = x + summed_output_bias
-    x, residual = kernels.add_rms_norm(x, residual, mlp_norm, eps)
+    if written is not None:
+        x = to_residual(kernels, x, written[0], eps)
+    x, residual = added(kernels, x, residual, mlp_norm, eps)
     x = enter(x)
     if experts is not None:
         route = kernels.route if replayed is None else partial(replayed.route, attention.index)
         route = route if balance is None else partial(balance.route, route, attention.index)
-        return after(mixture(kernels, experts, x, router_logits, before, expert_ranks, route)), residual
-    if fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
-        return kernels.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias), residual
-    x = linear(x, gate_up, gate_up_bias) if lora is None else _adapted(batch, x, gate_up, gate_up_bias, changes.gate_up)
-    x = before(kernels.silu_mul(x))
-    x = after(linear(x, down, down_bias) if lora is None else _adapted(batch, x, down, down_bias, changes.down))
-    return (x if summed_down_bias is None else x + summed_down_bias), residual
+        x = after(mixture(kernels, experts, x, router_logits, before, expert_ranks, route))
+    elif fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
+        x = kernels.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias)
+    else:
+        x = linear(x, gate_up, gate_up_bias) if lora is None else _adapted(batch, x, gate_up, gate_up_bias, changes.gate_up)
+        x = before(kernels.silu_mul(x))
+        x = after(linear(x, down, down_bias) if lora is None else _adapted(batch, x, down, down_bias, changes.down))
+        x = x if summed_down_bias is None else x + summed_down_bias
+    return (x if written is None else to_residual(kernels, x, written[1], eps)), residual
+
+
+def added(kernels: Kernels, x: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns (what the next matrix reads, the residual stream with ``x`` added): its norm, or the stream itself without one."""
+    if norm is not None:
+        return (kernels.rms_norm(residual, norm, eps), residual) if x is None else kernels.add_rms_norm(x, residual, norm, eps)
+    total = residual if x is None else x + residual
+    return total, total
+
+
+def to_residual(kernels: Kernels, x: Tensor, written: Written, eps: float) -> Tensor:
+    """Returns what is added to the residual stream for the output ``x`` of attention or MLP."""
+    x = x if written.norm is None else kernels.rms_norm(x, written.norm, eps)
+    return x if written.factor == 1.0 else x * written.factor
 
 
 def _adapted(batch: LayerBatch, x: Tensor, weight: Any, bias: Tensor | None, change: LowRank | None) -> Tensor:

@@ -11,17 +11,25 @@ from tandem.model.layer import Layer
 from tandem.model.moe import ExpertLayer
 
 
+class Written(NamedTuple):
+    """What happens to the output of attention or MLP before it is added to the residual stream: a norm, if there is one, then a factor."""
+
+    norm: Tensor | None
+    factor: float
+
+
 class LayerWeights(NamedTuple):
     """One layer's plain tensors or packed weights, without modules, so that nothing is looked up. ``summed_output_bias`` and
-    ``summed_down_bias`` replace the other two if they are added after the sum over ranks."""
+    ``summed_down_bias`` replace the other two if they are added after the sum over ranks. ``input_norm`` and ``mlp_norm``: ``None`` where attention and MLP
+    read the residual stream as it is. ``written``: of attention and MLP, ``None`` where their outputs are added as they are."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     attention: AttentionLayer
     qkv: Any
     qkv_bias: Tensor | None
     output: Any
     output_bias: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: Any
     gate_up_bias: Tensor | None
     down: Any
@@ -29,6 +37,7 @@ class LayerWeights(NamedTuple):
     experts: ExpertLayer | None
     summed_output_bias: Tensor | None = None
     summed_down_bias: Tensor | None = None
+    written: tuple[Written, Written] | None = None
 
 
 def layer_weights(
@@ -43,16 +52,25 @@ def layer_weights(
     biased = not is_summed or (not late and shard_spec.rank == 0)
     q_norm = layer.q_norm.weight if layer.q_norm is not None else None
     k_norm = layer.k_norm.weight if layer.k_norm is not None else None
-    heads, scale = (shapes.num_attention_heads, shapes.num_key_value_heads, shapes.head_dim), shapes.head_dim**-0.5
+    heads = shapes.num_attention_heads, shapes.num_key_value_heads, shapes.head_dim
+    norms, factor, written = layer.norms(), shapes.multipliers.residual, None
+    mlp_norm = norms.get("pre_feedforward_layernorm" if shapes.post_norms else "post_attention_layernorm")
+    if shapes.post_norms:
+        written = Written(norms["post_attention_layernorm"], factor), Written(norms["post_feedforward_layernorm"], factor)
+    elif factor != 1.0:
+        written = Written(None, factor), Written(None, factor)
     qkv, output, gate_up, down = (*matrices, None, None)[:4]
     return LayerWeights(
-        layer.input_layernorm.weight,
-        AttentionLayer(index, heads, scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps),
+        norms.get("input_layernorm"),
+        AttentionLayer(
+            index, heads, shapes.attention_scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps, shapes.qk_norm_all_heads,
+            shapes.rotary_of(index),
+        ),
         qkv,
         layer.qkv_proj.bias,
         output,
         layer.o_proj.bias if biased else None,
-        layer.post_attention_layernorm.weight,
+        mlp_norm,
         gate_up,
         layer.gate_up_proj.bias if layer.gate_up_proj is not None else None,
         down,
@@ -60,4 +78,5 @@ def layer_weights(
         experts,
         layer.o_proj.bias if late else None,
         layer.down_proj.bias if layer.down_proj is not None and late else None,
+        written,
     )

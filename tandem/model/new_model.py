@@ -49,7 +49,8 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
             attention_bias=biases.attention,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
-            qk_norm=family.qk_norm,
+            **family.norms,
+            **({} if family.terms is None else family.terms.new(config.num_hidden_layers)),
             experts=experts,
         )
         config_json(shapes)

@@ -8,18 +8,24 @@ import math
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import ModelShapes, RopeScaling
+from tandem.layout.shapes import ModelShapes, RopeScaling, Rotary
 
 
-def rotary_table(shapes: ModelShapes) -> Tensor:
-    """Returns ``cos_sin[P, D]`` fp32 on CPU for all ``max_position_embeddings`` P: cosines in the first D / 2 columns, sines in the rest.
-    YaRN's attention factor is folded in. Computed on the CPU also where torch's default device is another, whose cosines have other last bits."""
+def rotary_tables(shapes: ModelShapes) -> tuple[Tensor, ...]:
+    """Returns ``cos_sin[P, D]`` fp32 on CPU of each of ``shapes.rotaries``, for all ``max_position_embeddings`` P: cosines in the first D / 2 columns, sines
+    in the rest; [1, D] of the rotation by nothing, for layers without rotary embedding. YaRN's attention factor is folded in. Computed on the CPU also where
+    torch's default device is another, whose cosines have other last bits."""
     with torch.device("cpu"):
-        return _table(shapes)
+        return tuple(_identity(shapes) if rotary is None else _table(shapes, rotary) for rotary in shapes.rotaries)
 
 
-def _table(shapes: ModelShapes) -> Tensor:
-    frequencies, attention_factor = inverse_frequencies(shapes.rope_scaling, shapes.rope_theta, shapes.head_dim)
+def _identity(shapes: ModelShapes) -> Tensor:
+    half = torch.zeros(1, shapes.head_dim // 2)
+    return torch.cat((half + 1, half), dim=1)
+
+
+def _table(shapes: ModelShapes, rotary: Rotary) -> Tensor:
+    frequencies, attention_factor = inverse_frequencies(rotary.scaling, rotary.theta, shapes.head_dim)
     angles = torch.arange(shapes.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * frequencies
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     return table.mul_(attention_factor) if attention_factor != 1.0 else table

@@ -46,18 +46,30 @@ def _read_switched(reader: ConfigReader, layers: int) -> Windows:
     return () if window is None else (window,) * layers
 
 
-def _read_by_layer(reader: ConfigReader, layers: int) -> Windows:
-    window, kinds = _read_switched_window(reader), reader.config.get("layer_types")
+def _layer_types(reader: ConfigReader, layers: int) -> list[str] | None:
+    """Returns the kind of each layer, ``None`` if there is no such key."""
+    kinds = reader.config.get("layer_types")
     if kinds is None:
-        first = reader.config.get("max_window_layers", 28)
-        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-            raise reader.fail("max_window_layers", first, "it must be a whole number of at least 0")
-        return () if window is None or first >= layers else tuple(window if i >= first else None for i in range(layers))
+        return None
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise reader.fail("layer_types", kinds, f"it must list the kind of each of {layers} layers")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise reader.fail("layer_types", kind, "supported are full_attention and sliding_attention")
+    return kinds
+
+
+def _types(windows: Windows) -> dict[str, Any]:
+    return {"layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows]}
+
+
+def _read_by_layer(reader: ConfigReader, layers: int) -> Windows:
+    window, kinds = _read_switched_window(reader), _layer_types(reader, layers)
+    if kinds is None:
+        first = reader.config.get("max_window_layers", 28)
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise reader.fail("max_window_layers", first, "it must be a whole number of at least 0")
+        return () if window is None or first >= layers else tuple(window if i >= first else None for i in range(layers))
     if "sliding_attention" not in kinds:
         return ()
     if window is None:
@@ -76,8 +88,22 @@ def _write_switched(windows: Windows) -> dict[str, Any]:
 def _write_by_layer(windows: Windows) -> dict[str, Any]:
     return _write_switched(windows) | {
         "max_window_layers": next((i for i, window in enumerate(windows) if window is not None), len(windows)),
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        **_types(windows),
     }
+
+
+def windows_by_type(default: int, full_every: int) -> Mask:
+    """Returns the mask of a family whose ``layer_types`` names the layers with the window ``sliding_window`` (a missing key: ``default``; null: none). Without
+    ``layer_types`` every ``full_every``-th layer has full attention."""
+
+    def read(reader: ConfigReader, layers: int) -> Windows:
+        if reader.config.get("sliding_window", default) is None:
+            return ()
+        window = reader.integer("sliding_window", default)
+        kinds = _layer_types(reader, layers) or ["sliding_attention" if (i + 1) % full_every else "full_attention" for i in range(layers)]
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds) if "sliding_attention" in kinds else ()
+
+    return Mask(read, lambda windows: {"sliding_window": _first(windows), **_types(windows)})
 
 
 FULL_ATTENTION = Mask(lambda reader, layers: (), lambda windows: {})

@@ -108,7 +108,9 @@ def _layouts(request: PlanRequest, rule: Rule, pipeline: int) -> Iterator[Traini
 
 
 def tensor_ranks(shapes: ModelShapes, most: int) -> int:
-    """Returns the largest power of two up to ``most`` that divides the heads and the inner size."""
+    """Returns the largest power of two up to ``most`` that divides the heads and the inner size; 1 for norms over all heads."""
+    if shapes.qk_norm_all_heads:
+        return 1
     sizes = [shapes.num_attention_heads, shapes.intermediate_size if shapes.experts is None else shapes.experts.intermediate_size]
     tensor = 1
     while 2 * tensor <= most and all(size % (2 * tensor) == 0 for size in sizes):

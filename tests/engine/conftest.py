@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.llm import LLM
 from tandem.kernels import select
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers
 from tandem.model.decoder import Decoder
 from tandem.model.families import mixtral
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
@@ -29,6 +29,10 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
     "qwen3_moe": {"tie_word_embeddings": True, "qk_norm": True, "experts": ExpertShapes(6, 2, 40)},
     "mistral": {"tie_word_embeddings": False, "layer_windows": (20, 20)},
+    "granite": {"tie_word_embeddings": True, "multipliers": Multipliers(3.0, 0.22, 0.3, 0.8)},
+    "olmo2": {"tie_word_embeddings": False, "qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
+    "phi3": {"tie_word_embeddings": False},
+    "smollm3": {"tie_word_embeddings": True, "layer_windows": (None, 20), "unrotated_layers": (1,)},
     "mixtral": {"tie_word_embeddings": False, "experts": ExpertShapes(4, 2, 48, names=mixtral.NAMES)},
 }
 

@@ -32,6 +32,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True, "attention_bias": True},
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
+    "olmo2": {"tie_word_embeddings": False, "qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
     # Experts of whole panels, a router in panels (16 experts) and one that is not, a layer without experts, and tensors with other names.
     "qwen3_moe": {"tie_word_embeddings": False, "qk_norm": True, "experts": ExpertShapes(16, 2, 64)},
     "dense_layers": {"architecture": "qwen3_moe", "tie_word_embeddings": True, "qk_norm": True, "experts": ExpertShapes(3, 2, 128, dense_layers=(1,))},

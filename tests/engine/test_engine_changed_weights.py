@@ -34,7 +34,7 @@ from tandem.weight_transfer.register import WeightWriter
 from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
 
 # 100 and 40 rows: a last panel of 36 and of 40, neither a multiple of the kernels' lanes.
-SHAPES = ModelShapes("qwen2", 100, 40, 2, 4, 2, 10, 72, 64, tie_word_embeddings=True, attention_bias=True, qk_norm=True)
+SHAPES = ModelShapes("qwen2", 100, 40, 2, 4, 2, 10, 72, 64, tie_word_embeddings=True, attention_bias=True, qk_norm=True, post_norms=True)
 
 
 def decoder_of(tensors: dict[str, Tensor], kernels: Any, dtype: torch.dtype, tied: bool, quantization: str) -> Decoder:

@@ -30,11 +30,11 @@ def trainer_logprobs(folder: Path, kernels: Kernels, tokens: list[int], prompt: 
     context = PackedContext(torch.tensor([0, count], dtype=torch.int32), count)
     with torch.no_grad():
         hidden = decoder(torch.tensor(tokens[:-1]), torch.arange(count), context)
-        scored = kernels.token_logprobs(hidden[prompt - 1 :], decoder.head_weight, torch.tensor(tokens[prompt:]), 1.0)
+        scored = decoder.token_logprobs(hidden, torch.arange(prompt - 1, count), torch.tensor(tokens[prompt:]), 1.0, count)
     return scored.raw.tolist()
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("mixtral", marks=pytest.mark.full)])
+@pytest.mark.parametrize("architecture", ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in ("mixtral", "granite", "olmo2", "smollm3"))])
 def test_engine_and_trainer_agree_bit_for_bit_over_triton_and_draw_what_the_reference_draws(
     make_llm: Callable[..., LLM], make_folder: Callable[..., Path], architecture: str
 ) -> None:
@@ -56,14 +56,15 @@ def test_engine_and_trainer_agree_bit_for_bit_over_triton_and_draw_what_the_refe
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("architecture", "precision"), [("qwen3", "bf16"), ("qwen3", "fp16"), ("granite", "bf16"), ("olmo2", "bf16"), ("smollm3", "fp16")])
 def test_engine_and_trainer_agree_over_triton_in_16_bits(
-    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, precision: Precision
+    make_llm: Callable[..., LLM], make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, architecture: str, precision: Precision
 ) -> None:
     """As on a GPU with 16-bit units: fp32 weights and residual stream, products and cache in 16 bits."""
     monkeypatch.setattr(mixed, "is_emulated", lambda precision, device: False)
     params = SamplingParams(max_tokens=3, seed=3, temperature=0.8, ignore_eos=True)
-    (answer,) = make_llm(kernels="triton", precision=precision, max_num_batched_tokens=16).generate(["sort 4 1 9 2 8 of"], params, request_keys=[0])
+    llm = make_llm(architecture, kernels="triton", precision=precision, max_num_batched_tokens=16)
+    (answer,) = llm.generate(["sort 4 1 9 2 8 of"], params, request_keys=[0])
     found, kernels = answer.outputs[0], in_precision(select("triton"), precision, torch.device("cpu"))
     tokens = [*answer.prompt_token_ids, *found.token_ids]
-    assert found.raw_logprobs == trainer_logprobs(make_folder(), kernels, tokens, len(answer.prompt_token_ids))
+    assert found.raw_logprobs == trainer_logprobs(make_folder(architecture), kernels, tokens, len(answer.prompt_token_ids))

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
+from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling, Rotary
 from tandem.model.families import mixtral
+from tandem.model.family import all_families
 from tandem.model.huggingface.model_folder import config_json, read_shapes
 from tandem.types import UserError
 
@@ -21,7 +22,7 @@ def read(folder, **changes) -> ModelShapes:
     return read_shapes(folder)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", sorted(all_families()))
 def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) -> None:
     from transformers import AutoConfig
 
@@ -30,19 +31,56 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) ->
     assert shapes.head_dim == (getattr(peer, "head_dim", None) or 12)
     assert shapes.max_position_embeddings == peer.max_position_embeddings
     assert shapes.rms_norm_eps == peer.rms_norm_eps
-    assert shapes.rope_theta == peer.rope_parameters["rope_theta"]
+    assert shapes.rope_theta == peer.rope_parameters.get("full_attention", peer.rope_parameters)["rope_theta"]
     assert shapes.tie_word_embeddings == peer.tie_word_embeddings
-    window = peer.sliding_window if model_type == "mistral" else None
+    window = peer.sliding_window if model_type in ("mistral", "olmo3") else None
     assert shapes.layer_windows == (() if window is None else (window,) * 3)
+    assert (shapes.attention_bias, shapes.mlp_bias) == (model_type == "qwen2", False)
+    assert shapes.attention_scale == getattr(peer, "attention_multiplier", shapes.head_dim**-0.5)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("keys", [{}, {"sliding_window": 16}, {"layer_types": ["full_attention"] * 3 + ["sliding_attention"] * 2}], ids=str)
+def test_windows_by_the_kind_of_layer_are_those_of_transformers(keys, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    shapes = read(tmp_path, model_type="olmo3", num_hidden_layers=5, **keys)
+    peer = AutoConfig.from_pretrained(tmp_path)
+    assert [shapes.window(i) for i in range(5)] == [peer.sliding_window if kind == "sliding_attention" else None for kind in peer.layer_types]
+
+
+def test_layers_with_a_window_have_frequencies_that_are_not_scaled(tmp_path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    flat = read(tmp_path, model_type="olmo3", rope_theta=5e5, rope_scaling=yarn)
+    kinds = {"full_attention": {**yarn, "rope_theta": 5e5}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    assert read(tmp_path, model_type="olmo3", rope_parameters=kinds) == flat
+    assert flat.rope_scaling.kind == "yarn" and flat.window_rotary == Rotary(5e5, RopeScaling())
+    assert read(tmp_path, model_type="olmo3").window_rotary is None
+    with pytest.raises(UserError, match="'chunked_attention'; the kinds of layers are full_attention and sliding_attention"):
+        read(tmp_path, model_type="olmo3", rope_parameters={**kinds, "chunked_attention": {}})
+
+
+def test_layers_without_rotary_embedding_are_those_of_transformers(tmp_path) -> None:
+    from transformers import AutoConfig
+
+    for keys in ({}, {"no_rope_layer_interval": 3}, {"no_rope_layers": [0, 1, 1, 0, 1, 1, 1, 0]}, {"use_sliding_window": True, "sliding_window": 16}):
+        shapes = read(tmp_path, model_type="smollm3", num_hidden_layers=8, **keys)
+        peer = AutoConfig.from_pretrained(tmp_path)
+        assert [int(layer not in shapes.unrotated_layers) for layer in range(8)] == peer.no_rope_layers
+        kinds = ["full_attention" if shapes.window(layer) is None else "sliding_attention" for layer in range(8)]
+        assert kinds == peer.layer_types
+
+
+def test_keys_of_other_families_that_turn_nothing_on_are_accepted(tmp_path) -> None:
+    assert read(tmp_path, logits_scaling=1.0, n_shared_experts=0, clip_qkv=None, scoring_func="softmax", n_group=1) == read(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", sorted(all_families()))
 def test_key_heads_default_as_in_transformers(model_type, tmp_path) -> None:
     from transformers import AutoConfig
 
     content = {"model_type": model_type, "num_attention_heads": 64, "hidden_size": 256, "head_dim": 4}
     # transformers refuses a null for Mistral and for mixtures of experts.
-    for absent in ("absent",) if model_type in ("mistral", "qwen3_moe", "mixtral") else ("absent", None):
+    for absent in ("absent",) if model_type in ("mistral", "qwen3_moe", "mixtral", "smollm3") else ("absent", None):
         shapes = read(tmp_path, **content, num_key_value_heads=absent)
         assert shapes.num_key_value_heads == AutoConfig.from_pretrained(tmp_path).num_key_value_heads
 
@@ -106,7 +144,14 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "llama, mistral, mixtral, qwen2, qwen3"]),
+        ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "llama, mistral, mixtral"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, ["no_rope_layers [1, 0]", "each of 3 layers"]),
+        ({"model_type": "granite", "residual_multiplier": 0}, ["residual_multiplier 0", "above 0"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping 30.0", "qwen3 model", "no such term"]),
+        ({"logits_scaling": 8.0}, ["logits_scaling 8.0"]),
+        ({"no_rope_layers": [1, 1, 0]}, ["no_rope_layers [1, 1, 0]"]),
+        ({"n_shared_experts": 1}, ["n_shared_experts 1"]),
+        ({"model_type": "mistral3"}, ["model_type", "'mistral3'", "Did you mean 'mistral'?"]),
         ({"model_type": "absent"}, ["model_type", "None"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({"vocab_size": "absent"}, ["vocab_size"]),

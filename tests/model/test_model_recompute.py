@@ -12,7 +12,7 @@ from tandem.estimate.training.layout import layout_of_trainer
 from tandem.estimate.training.rank_memory import saved_by_stage
 from tandem.kernels import select
 from tandem.kernels.mixed import in_precision
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
 from tandem.model.initialise import initialise
@@ -21,6 +21,14 @@ from tandem.types import UserError
 LLAMA = ModelShapes("llama", 61, 48, 3, 4, 2, 16, 80, 128, False, attention_bias=True, output_bias=True, mlp_bias=True)
 QWEN3 = ModelShapes("qwen3", 61, 48, 3, 4, 2, 16, 80, 128, True, qk_norm=True)
 MIXTRAL = ModelShapes("mixtral", 61, 48, 3, 4, 2, 16, 48, 128, False, experts=ExpertShapes(4, 2, 48, names=mixtral.NAMES))
+OLMO3 = ModelShapes(
+    "olmo3", 61, 48, 3, 4, 2, 16, 80, 128, False, qk_norm=True, qk_norm_all_heads=True, pre_norms=False, post_norms=True, layer_windows=(9, None, 9),
+    window_rotary=Rotary(500.0, RopeScaling()),
+)
+GRANITE = ModelShapes(
+    "granite", 61, 48, 3, 4, 2, 16, 80, 128, True, post_norms=True, unrotated_layers=(1,), multipliers=Multipliers(3.0, 0.22, 0.3, 0.8)
+)
+"""With terms of other families too."""
 LENGTHS = (23, 1, 40, 9)
 
 
@@ -38,7 +46,7 @@ def gradients(model, recompute):
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("shapes", [LLAMA, QWEN3, MIXTRAL], ids=lambda s: s.architecture)
+@pytest.mark.parametrize("shapes", [LLAMA, QWEN3, MIXTRAL, OLMO3, GRANITE], ids=lambda s: s.architecture)
 def test_recomputed_gradients_have_the_same_bits(kernels, shapes, recompute) -> None:
     model = Decoder(shapes, kernels)
     initialise(model, 0, 0.2)

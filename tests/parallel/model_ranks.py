@@ -12,7 +12,7 @@ from ranks import RankContext
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.mesh import GroupName
-from tandem.layout.shapes import ExpertShapes, ModelShapes, parameters
+from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, parameters
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
@@ -31,6 +31,10 @@ QWEN3 = ModelShapes("qwen3", 43, 32, 2, 4, 2, 16, 48, 128, True, qk_norm=True)
 LLAMA = ModelShapes("llama", 43, 32, 2, 4, 4, 8, 48, 128, False, attention_bias=True, output_bias=True, mlp_bias=True)
 QWEN3_MOE = ModelShapes("qwen3_moe", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(6, 2, 24))
 MISTRAL = ModelShapes("mistral", 43, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(5, 5))
+GRANITE = ModelShapes("granite", 43, 32, 2, 4, 2, 16, 48, 128, False, multipliers=Multipliers(3.0, 0.22, 0.3, 0.8), post_norms=True)
+"""With norms after attention and MLP too, so that both happen to what ranks have summed."""
+SMOLLM3 = ModelShapes("smollm3", 43, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(None, 5), unrotated_layers=(1,))
+OLMO2 = ModelShapes("olmo2", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, qk_norm_all_heads=True, pre_norms=False, post_norms=True)
 WINDOWED = replace(QWEN3, layer_windows=(5, None))
 LEARNING_RATE = 1e-2
 

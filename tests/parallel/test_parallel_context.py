@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_ranks import QWEN3, WINDOWED, Case, Trained, by_one_process, check, train
+from model_ranks import GRANITE, OLMO2, QWEN3, SMOLLM3, WINDOWED, Case, Trained, by_one_process, check, train
 from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
@@ -31,6 +31,7 @@ def trained(here: RankContext, case: Case) -> Trained:
             for name, shapes, kind, lengths in (
                 ("heads", QWEN3, "short", SHORT), ("window", WINDOWED, "long", LONG), ("heads", QWEN3, "mixed", MIXED),
                 ("window", WINDOWED, "mixed", MIXED), ("keys", THREE_HEADS, "mixed", MIXED),
+                ("norms of all heads", OLMO2, "mixed", MIXED), ("no rotation", SMOLLM3, "mixed", MIXED), ("multipliers", GRANITE, "mixed", MIXED),
             )
         ),
     ],

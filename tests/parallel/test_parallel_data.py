@@ -180,10 +180,10 @@ def bytes_held(here: RankContext, case: Case, zero: Any) -> tuple[int, int, list
     def measure(done: int, total: int) -> None:
         if done < total:
             gc.collect()
-            tables = model._cos_sin.untyped_storage().data_ptr()
+            tables = {table.untyped_storage().data_ptr() for table in model.rotary_tables}
             batches = {t.untyped_storage().data_ptr() for m in micro_batches for t in vars_of(m)}
             memories = {m.tensor.data_ptr(): m for m in gc.get_objects() if type(m) is ReservedMemory and m.tensor.data_ptr() not in before}
-            left_out = before | batches | memories.keys() | {0, tables}
+            left_out = before | batches | memories.keys() | {0} | tables
             found = {s.data_ptr(): s.nbytes() for t in all_tensors() if (s := t.untyped_storage()).data_ptr() not in left_out}
             held.append(sum(found.values()))
             handed_on.append(sum(map(resident_bytes, memories.values())))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, distance, sequences_of, weights_of
+from model_ranks import GRANITE, LEARNING_RATE, LLAMA, OLMO2, QWEN3, QWEN3_MOE, SMOLLM3, Case, distance, sequences_of, weights_of
 from pipeline_ranks import alone, gather_ranks, micro_batches_of, named, train_pipeline
 from ranks import RankContext, Ranks
 
@@ -57,6 +57,11 @@ CASES = [
     pytest.param(2, "interleaved", 2, (1, 2, 1, 1), TIED, id="2 ranks, interleaved, tied"),
     pytest.param(2, "interleaved", 2, (), UNTIED, id="2 ranks, interleaved, untied"),
     pytest.param(2, "1f1b", 1, (), replace(QWEN3_MOE, num_hidden_layers=3), id="2 ranks, mixtures of experts"),
+    pytest.param(
+        2, "1f1b", 1, (), replace(GRANITE, num_hidden_layers=3, tie_word_embeddings=True), id="2 ranks, multipliers and four norms", marks=pytest.mark.full
+    ),
+    pytest.param(2, "1f1b", 1, (), replace(OLMO2, num_hidden_layers=3), id="2 ranks, norms after only", marks=pytest.mark.full),
+    pytest.param(2, "1f1b", 1, (), replace(SMOLLM3, num_hidden_layers=2), id="2 ranks, a layer without rotation", marks=pytest.mark.full),
 ]
 
 

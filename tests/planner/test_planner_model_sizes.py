@@ -63,6 +63,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**WITH_GROUPS, **MOE, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
          "head_dim": 24, "n_group": 1, "topk_group": 1},
     ),
+    "granite": ("granite", {**WITH_GROUPS, "attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.22}),
+    "olmo2": ("olmo2", WITH_GROUPS),
+    "olmo3-window": ("olmo3", {**WITH_GROUPS, "sliding_window": 16}),
+    "phi3": ("phi3", {**WITH_GROUPS, "pad_token_id": 0}),
+    "smollm3": ("smollm3", {**WITH_GROUPS, "pad_token_id": 0}),
     "gemma": ("gemma", {**WITH_GROUPS, "head_dim": 32}),
     "gemma2": ("gemma2", {**WITH_GROUPS, "head_dim": 32, "sliding_window": 16}),
     "gemma3": ("gemma3_text", {**WITH_GROUPS, "head_dim": 32, "sliding_window": 16}),
@@ -89,8 +94,9 @@ def check_parameters(model_type: str, keys: dict[str, Any]) -> None:
     shapes = model_sizes(written, "config.json")
     assert parameter_count(shapes) == parameters
     # The sharding plan knows every one of them, and layers of a kind have as many on each rank.
-    held = held_on_span(shapes, whole(5), 2, 2 if shapes.experts is not None else 1)
-    spec = ShardSpec(size=2, deterministic=False, expert_size=2 if shapes.experts is not None else 1)
+    tensor = 1 if shapes.qk_norm_all_heads else 2
+    held = held_on_span(shapes, whole(5), tensor, 2 if shapes.experts is not None else 1)
+    spec = ShardSpec(size=tensor, deterministic=False, expert_size=2 if shapes.experts is not None else 1)
     assert held.total == sum(parameter.numel for parameter in local_parameters(shapes, spec))
 
 
@@ -107,7 +113,7 @@ def test_parameters_of_every_family_are_those_of_the_model_that_transformers_bui
 
 @pytest.mark.full
 def test_windows_are_those_that_transformers_gives_each_layer() -> None:
-    for name in ("mistral-window", "gemma2", "gemma3"):
+    for name in ("mistral-window", "gemma2", "gemma3", "olmo3-window"):
         model_type, keys = FAMILIES[name]
         written, _ = built(model_type, {**keys, "num_hidden_layers": 13})
         kinds = written.get("layer_types") or ["sliding_attention"] * 13
@@ -144,6 +150,19 @@ def test_latent_attention_computes_and_keeps_what_its_matrices_say() -> None:
     kept, kept_plain = (whole_layer_bytes(each, 0, 2, keeps_sums=False) for each in (shapes, plain))
     assert kept.replicated - kept_plain.replicated == 2 * (2 * 24 + 2 * 32 + 8)
     assert kept.divided - kept_plain.divided == 2 * (2 * 96 + 2 * 48 - 4 * 96)
+
+
+def test_a_model_with_norms_over_all_heads_is_planned_without_tensor_parallelism(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "intermediate_size": 8192, "vocab_size": 100352}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "olmo2", "max_position_embeddings": 4096, **sizes}))
+    plan = ["plan", str(tmp_path), "--gpu", "H100-80GB", "--gpus", "8"]
+    assert main(plan) == 0
+    assert "pipeline" in capsys.readouterr().out
+    assert main([*plan, "--tp", "2", "--dp", "4"]) == 2
+    assert "--tp is 2; this olmo2 model has norms of queries and keys over all heads: leave it at 1" in capsys.readouterr().err
+    serving = ["plan", "serving", *plan[1:4], "--requests-per-s", "1", "--prompt-tokens", "100", "--output-tokens", "20", "--tensor-parallel-size", "2"]
+    assert main(serving) == 2
+    assert "tensor parallel size is 2; the model's norms of queries and keys are over all heads: leave it at 1" in capsys.readouterr().err
 
 
 def test_a_model_with_latent_attention_and_shared_experts_has_layouts() -> None:

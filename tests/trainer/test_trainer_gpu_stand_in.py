@@ -61,7 +61,7 @@ def test_every_other_kind_of_step_keeps_to_its_gpu(stand_in: Path) -> None:
 @pytest.mark.full
 def test_a_tensor_left_on_the_cpu_is_found(stand_in: Path, tmp_path: Path) -> None:
     text = (HERE / "steps_on_a_stand_in.py").read_text(encoding="utf-8")
-    wrong = text.replace("    counted = 0\n", "    model._cos_sin = model._cos_sin.cpu()\n    counted = 0\n")
+    wrong = text.replace("    counted = 0\n", "    model.rotary_tables = tuple(table.cpu() for table in model.rotary_tables)\n    counted = 0\n")
     (tmp_path / "wrong.py").write_text(wrong, encoding="utf-8")
     environment = {**os.environ, "LD_PRELOAD": str(stand_in), "PYTHONPATH": str(HERE.parents[1])}
     done = subprocess.run([sys.executable, str(tmp_path / "wrong.py"), "fp32"], env=environment, capture_output=True, text=True, check=False)

@@ -45,6 +45,8 @@ def missing_block(shapes: ModelShapes) -> str | None:
     """Returns what of ``shapes`` is not built with Megatron-Core; ``None``: nothing."""
     if not shapes.language_head or shapes.value_head != "none":
         return "a value head"
+    if shapes.further_terms:
+        return shapes.further_terms[0]
     if shapes.rope_scaling.kind != "default" and replace(shapes.rope_scaling, factor=LLAMA3.factor) != LLAMA3:
         return f"rope_scaling '{shapes.rope_scaling.kind}'" + (" with other lengths than Llama 3.1's" if shapes.rope_scaling.kind == "llama3" else "")
     if len(window_sizes(shapes)) > 1:

@@ -40,6 +40,8 @@ class ServingLayout:
             raise UserError(f"quantization '{self.quantization}' multiplies in {precision}, which {hardware.name} has not; choose awq, int8 or fp16")
         if self.tensor < 1 or shapes.num_attention_heads % self.tensor:
             raise UserError(f"tensor parallel size is {self.tensor}; it must divide the model's {shapes.num_attention_heads} attention heads")
+        if self.tensor > 1 and shapes.qk_norm_all_heads:
+            raise UserError(f"tensor parallel size is {self.tensor}; the model's norms of queries and keys are over all heads: leave it at 1")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise UserError(f"kv_cache_dtype is '{self.kv_cache_dtype}'; it must be one of {', '.join(KV_CACHE_DTYPES)}")
         for name in ("max_num_seqs", "max_num_batched_tokens"):

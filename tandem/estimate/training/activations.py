@@ -68,7 +68,7 @@ def whole_layer_bytes(
     """Returns the bytes of a layer without recomputation. ``score_tokens``: keys whose scores, softmax and mask each query keeps."""
     hidden = shapes.hidden_size
     # The inputs of the norms, and what they return: the inputs of the first products.
-    replicated = (8.0 if shapes.post_norms else 4.0) * each * hidden + (2 * hidden if dropout else 0)
+    replicated = 2.0 * len(shapes.layer_norms) * each * hidden + (2 * hidden if dropout else 0)
     divided = float(each * (shapes.qkv_size + shapes.attended_size))
     if shapes.latent is not None:
         replicated += each * shapes.latent.compressed_size

@@ -54,7 +54,7 @@ def held_by_part(shapes: ModelShapes, tensor: int, expert: int) -> HeldByPart:
 def _one_layer(shapes: ModelShapes, spec: ShardSpec, *, has_experts: bool) -> tuple[Held, Held, Held]:
     """Returns the parameters before, in and after the layer of a model of one layer."""
     experts = replace(shapes.experts, dense_layers=()) if has_experts and shapes.experts is not None else None
-    one = replace(shapes, num_hidden_layers=1, layer_windows=(), experts=experts)
+    one = replace(shapes, num_hidden_layers=1, layer_windows=(), unrotated_layers=(), experts=experts)
     if experts is None:
         spec = replace(spec, expert_size=1)
     parts = [[0, 0], [0, 0], [0, 0]]

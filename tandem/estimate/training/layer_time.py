@@ -201,7 +201,7 @@ class LayerTimes:
             rotated = self.shapes.num_attention_heads * latent.qk_rope_head_dim + self.shapes.key_value_size
         rotary = rotated / tensor
         gated = self.shapes.gated_mlp or experts is not None
-        norms = (4.0 if self.shapes.post_norms else 2.0) + (0.0 if latent is None else (latent.q_lora_rank + latent.kv_lora_rank) / hidden)
+        norms = float(len(self.shapes.layer_norms)) + (0.0 if latent is None else (latent.q_lora_rank + latent.kv_lora_rank) / hidden)
         moved = layer_bytes(self.tokens, self.tokens / self._token_ranks, hidden, rotary, 0, gated, self.layout.fused_elementwise, norms)
         if self.shapes.qk_norm:
             # A norm of every head of queries and keys.

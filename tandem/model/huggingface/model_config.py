@@ -11,9 +11,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.layout.shapes import ModelShapes, RopeScaling, ValueHead, check_tensor_count
+from tandem.layout.shapes import ModelShapes, ValueHead, check_tensor_count
 from tandem.model.family import family_named, family_of_config
+from tandem.model.huggingface.arithmetic_keys import refuse_other_terms
 from tandem.model.huggingface.config_reader import ConfigReader
+from tandem.model.huggingface.rotary_config import read_rotaries, rotary_keys
 from tandem.types import UserError
 from tandem.types.input_file import MOST_JSON_BYTES, read_input
 
@@ -28,23 +30,6 @@ VALUE_CLASSES: dict[ValueHead, str] = {"sequence": "ForSequenceClassification", 
 MOST_LABELS = 2**20
 ONE_LABEL: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 """The keys of ``config.json`` for a head that gives one number."""
-_ROPE_KEYS = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "partial_rotary_factor",
-    "finetuned",
-}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -114,30 +99,33 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     # Null means the value derived from the heads, a missing key the family's default.
     kv_heads = heads if "num_key_value_heads" in config else family.num_key_value_heads or heads
     head_dim = hidden // heads if "head_dim" in config else family.head_dim or hidden // heads
+    head_dim = read.integer("head_dim", head_dim)
     max_position_embeddings = read.integer("max_position_embeddings", family.max_position_embeddings)
-    theta, scaling = _rope(read, max_position_embeddings, family.rope_theta)
+    rotary, window_rotary = read_rotaries(read, max_position_embeddings, family)
     biases, (value_head, labels) = family.biases(read), value_head_of(config, where)
     # Without a language-model head nothing is tied, whatever the model that it was made from says.
-    is_tied = read.boolean("tie_word_embeddings", False) and value_head == "none"
+    is_tied = read.boolean("tie_word_embeddings", family.tie_word_embeddings) and value_head == "none"
     try:
-        return ModelShapes(
+        shapes = ModelShapes(
             architecture=family.model_type,
             vocab_size=read.integer("vocab_size"),
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=read.integer("num_key_value_heads", kv_heads),
-            head_dim=read.integer("head_dim", head_dim),
+            head_dim=head_dim,
             intermediate_size=read.integer("intermediate_size"),
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=is_tied,
             rms_norm_eps=read.number("rms_norm_eps", family.rms_norm_eps),
-            rope_theta=theta,
-            rope_scaling=scaling,
+            rope_theta=rotary.theta,
+            rope_scaling=rotary.scaling,
+            window_rotary=None if window_rotary == rotary else window_rotary,
             attention_bias=biases.attention,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
-            qk_norm=family.qk_norm,
+            **family.norms,
+            **({} if family.terms is None else family.terms.read(read, layers, head_dim)),
             layer_windows=family.mask.read(read, layers),
             experts=None if family.experts is None else family.experts.read(read, layers),
             value_head=value_head,
@@ -146,54 +134,17 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
         )
     except ValueError as error:
         raise UserError(f"'{where}': {error}") from None
+    refuse_other_terms(read, family.model_type, _keys_of_family(shapes))
+    return shapes
 
 
-def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling]:
-    """Returns theta and scaling from either key style; ``rope_scaling`` takes precedence over ``rope_parameters`` as in transformers."""
-    key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
-    given = read.config.get(key) or {}
-    if not isinstance(given, dict):
-        raise read.fail(key, given, "it must be an object or null")
-    rope = ConfigReader(given, f"{read.where}': '{key}")
-    kind = given.get("rope_type", given.get("type", "default"))
-    nested = [name for name, value in given.items() if isinstance(value, dict)]
-    if nested:
-        raise read.fail(key, nested[0], "a separate rotary embedding per layer type is not supported")
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise rope.fail("rope_type", kind, "supported are default, linear, llama3 and yarn")
-    for name in given.keys() - _ROPE_KEYS:
-        raise rope.fail(name, given[name], "it is not supported")
-    rope.only("partial_rotary_factor", 1.0)
-    theta = rope.number("rope_theta", read.number("rope_theta", default_theta))
-    if kind == "default":
-        return theta, RopeScaling()
-    if kind == "linear":
-        return theta, RopeScaling("linear", factor=rope.number("factor"))
-    # A value outside the rotary keys takes precedence, as in transformers.
-    context = rope.integer("original_max_position_embeddings", max_position_embeddings)
-    context = read.integer("original_max_position_embeddings", context)
-    if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if not low < high:
-            raise rope.fail("high_freq_factor", high, f"it must be above low_freq_factor ({low})")
-        return theta, RopeScaling(
-            "llama3",
-            rope.number("factor"),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            original_max_position_embeddings=context,
-        )
-    return theta, RopeScaling(
-        "yarn",
-        factor=rope.number("factor", max_position_embeddings / context),
-        original_max_position_embeddings=context,
-        beta_fast=rope.number("beta_fast") if given.get("beta_fast") else 32.0,
-        beta_slow=rope.number("beta_slow") if given.get("beta_slow") else 1.0,
-        attention_factor=None if given.get("attention_factor") is None else rope.number("attention_factor"),
-        mscale=rope.number("mscale") if given.get("mscale") else 0.0,
-        mscale_all_dim=rope.number("mscale_all_dim") if given.get("mscale_all_dim") else 0.0,
-        truncate=rope.boolean("truncate", True),
-    )
+def _keys_of_family(shapes: ModelShapes) -> dict[str, Any]:
+    """Returns the keys by which the ``config.json`` of a family says what others do not have."""
+    family = family_named(shapes.architecture)
+    content: dict[str, Any] = family.bias_keys(shapes) | family.mask.write(_all_windows(shapes))
+    if family.experts is not None and shapes.experts is not None:
+        content |= family.experts.write(shapes.experts)
+    return content if family.terms is None else content | family.terms.write(shapes)
 
 
 def config_json(
@@ -205,7 +156,7 @@ def config_json(
 ) -> dict[str, Any]:
     """Returns the content of a ``config.json`` that transformers 4 and 5 read. Raises ``ValueError`` for shapes that the keys of
     their family cannot express."""
-    family, scaling = family_named(shapes.architecture), _scaling_json(shapes.rope_scaling)
+    family = family_named(shapes.architecture)
     content: dict[str, Any] = {
         "architectures": [class_of(shapes)],
         "model_type": family.model_type,
@@ -223,18 +174,14 @@ def config_json(
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
-        "rope_theta": shapes.rope_theta,
-        "rope_scaling": None if shapes.rope_scaling.kind == "default" else scaling,
-        "rope_parameters": {**scaling, "rope_theta": shapes.rope_theta},
+        **rotary_keys(shapes, family),
         "eos_token_id": eos_token_id if eos_token_id is None or isinstance(eos_token_id, int) else list(eos_token_id),
         "bos_token_id": bos_token_id,
         "pad_token_id": pad_token_id,
     }
     if shapes.value_head != "none":
         content |= ONE_LABEL
-    content |= family.bias_keys(shapes) | family.mask.write(_all_windows(shapes))
-    if family.experts is not None and shapes.experts is not None:
-        content |= family.experts.write(shapes.experts)
+    content |= _keys_of_family(shapes)
     _check_expressed(shapes, content)
     return content
 
@@ -253,20 +200,3 @@ def _check_expressed(shapes: ModelShapes, content: dict[str, Any]) -> None:
             else:
                 expressible = read[name]
             raise ValueError(f"the config.json of a {shapes.architecture} model cannot express {name} {given}; it must be {expressible}")
-
-
-def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
-    content: dict[str, Any] = {"rope_type": scaling.kind}
-    if scaling.kind == "default":
-        return content
-    content["factor"] = scaling.factor
-    if scaling.kind in ("llama3", "yarn"):
-        content["original_max_position_embeddings"] = scaling.original_max_position_embeddings
-    if scaling.kind == "llama3":
-        content |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    if scaling.kind == "yarn":
-        content |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            if getattr(scaling, name):
-                content[name] = getattr(scaling, name)
-    return content

@@ -19,8 +19,10 @@ from tandem.layout.sharding import ShardSpec, is_held, local_parameters, shard_s
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.described import DescribedModel
 from tandem.model.drawn import new_adapter
+from tandem.model.family import all_families
 from tandem.model.huggingface.model_config import Heads, TokenIds, config_json, read_json, read_shapes
 from tandem.model.huggingface.safetensors_file import Form, read_file, write_file
+from tandem.model.huggingface.stacked_matrices import Stacks
 from tandem.model.layer import STACKED
 from tandem.model.moe import Experts
 from tandem.model.parallel.model_parallel import ModelParallel
@@ -46,9 +48,10 @@ _HEADS = ("lm_head.", "score.")
 
 
 def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of the folder by its Hugging Face name, or those that ``is_wanted`` selects, from one file or from shards. Raises
-    ``UserError`` before the first tensor if a file is missing, and while reading if one is broken."""
+    """Yields every tensor of the folder by its Hugging Face name, or those that ``is_wanted`` selects, from one file or from shards; matrices that the
+    family's folder stacks one by one. Raises ``UserError`` before the first tensor if a file is missing, and while reading if one is broken."""
     folder = Path(folder)
+    stacks = _stacks_of(folder)
     shards: dict[str, list[str] | None] = {}
     if (folder / WEIGHTS).is_file():
         shards[WEIGHTS] = None
@@ -66,7 +69,16 @@ def read_tensors(folder: str | Path, is_wanted: Callable[[str], bool] | None = N
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise UserError(f"'{folder}' has no shard '{shard}', which its index lists; download the folder again")
     for shard, listed in shards.items():
-        yield from read_file(folder / shard, listed, is_wanted)
+        tensors = read_file(folder / shard, listed, is_wanted if stacks is None else stacks.wanted(is_wanted))
+        yield from tensors if stacks is None else stacks.split(tensors)
+
+
+def _stacks_of(folder: Path) -> Stacks | None:
+    """Returns the stacks of a folder; ``None`` if its family has none, or it has no ``config.json`` of a family."""
+    if not (folder / "config.json").is_file():
+        return None
+    family = all_families().get(str(read_json(folder / "config.json").get("model_type")))
+    return Stacks(read_shapes(folder, "labels")) if family is not None and family.stacked else None
 
 
 def trunk_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -107,8 +119,7 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         if layer.q_norm is not None and layer.k_norm is not None:
             tensors[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
             tensors[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
-        tensors[f"{at}input_layernorm.weight"] = layer.input_layernorm.weight
-        tensors[f"{at}post_attention_layernorm.weight"] = layer.post_attention_layernorm.weight
+        tensors |= {f"{at}{name}.weight": weight for name, weight in layer.norms().items()}
     return {name: tensors[name] for name in held}
 
 
@@ -330,9 +341,10 @@ def save_model(
         with temporary_folder(folder.parent, f".{folder.name}") as scratch:
             written = scratch / folder.name
             written.mkdir()
-            forms = [Form(name, dtype, tuple(shape)) for name, shape in parameters(decoder.shapes.exported)]
-            names = {form.name for form in forms}
-            write_file(written / WEIGHTS, _rounded(((name, tensor) for name, tensor in tensors if name in names), dtype), forms)
+            stacks, known = Stacks(decoder.shapes), dict(parameters(decoder.shapes.exported))
+            forms = [Form(name, dtype, tuple(shape)) for name, shape in stacks.join_shapes(known.items())]
+            own = _rounded(((name, tensor) for name, tensor in tensors if name in known), dtype)
+            write_file(written / WEIGHTS, stacks.join(own), forms)
             _write_json(written / "config.json", {**special, "dtype": name_of_dtype, "torch_dtype": name_of_dtype})
             if like is not None and (like / "generation_config.json").is_file():
                 shutil.copyfile(like / "generation_config.json", written / "generation_config.json")

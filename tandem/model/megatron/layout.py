@@ -39,7 +39,9 @@ class MegatronMesh:
     expert: int = 1
 
     def check(self, shapes: ModelShapes) -> None:
-        """Raises ``UserError`` for a model that these ranks do not divide."""
+        """Raises ``UserError`` for a model that these ranks do not divide, or whose terms Megatron's layout has no place for."""
+        if shapes.further_terms:
+            raise UserError(f"the {shapes.architecture} model has {shapes.further_terms[0]}, which Megatron's layout has no place for")
         counts = [("tensor", self.tensor, what, count) for what, count in divided_by_tensor(shapes, max(1, self.tensor))]
         counts.append(("pipeline", self.pipeline, "layers", shapes.num_hidden_layers))
         for axis, size, what, count in counts:

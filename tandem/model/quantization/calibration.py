@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.model.attention import attend
+from tandem.model.attention import attend, rotations
 from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.layer_pass import added, to_residual
 from tandem.runtime.machine.available_memory import total_bytes
 from tandem.text.long_text import ENCODING_BYTES_PER_BYTE
 from tandem.text.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ def chunks_of(decoder: Decoder, sequences: list[Tensor]) -> Iterator[Chunk]:
         lengths = [len(s) for s in part]
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         positions = torch.cat([torch.arange(n) for n in lengths])
-        residual = F.embedding(torch.cat(part), decoder.embed_tokens.detach())
+        residual = decoder._rows(torch.cat(part)).detach()
         yield Chunk(residual, positions, PackedContext(bounds, max(lengths)))
 
 
@@ -88,20 +88,26 @@ def chunks_of(decoder: Decoder, sequences: list[Tensor]) -> Iterator[Chunk]:
 def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
     """Returns what layer ``index`` computes from ``chunk`` up to ``stage``: the inputs [T, K] of a linear layer, or at ``END`` the residual
     stream [T, H] after it."""
-    kernels, layer, eps = decoder.kernels, decoder._layers()[index], decoder.shapes.rms_norm_eps
+    kernels, eps = decoder.kernels, decoder.shapes.rms_norm_eps
     step = decoder._plain_steps()[index]
-    x = kernels.rms_norm(chunk.residual, layer.input_layernorm.weight, eps)
+    x, residual = added(kernels, None, chunk.residual, step.input_norm, eps)
     if stage == QKV:
         return x
     qkv = kernels.linear(x, step.qkv, step.qkv_bias)
-    x = attend(kernels, step.attention, qkv, chunk.positions, decoder._cos_sin, chunk.context)
+    rotation = rotations(chunk.positions, decoder.rotary_tables)[step.attention.rotation]
+    x = attend(kernels, step.attention, qkv, rotation, chunk.context)
     if stage == OUTPUT:
         return x
-    x, residual = kernels.add_rms_norm(kernels.linear(x, step.output, step.output_bias), chunk.residual, step.mlp_norm, eps)
+    x = kernels.linear(x, step.output, step.output_bias)
+    x = x if step.written is None else to_residual(kernels, x, step.written[0], eps)
+    x, residual = added(kernels, x, residual, step.mlp_norm, eps)
     if stage == GATE_UP:
         return x
     x = kernels.silu_mul(kernels.linear(x, step.gate_up, step.gate_up_bias))
-    return x if stage == DOWN else residual + kernels.linear(x, step.down, step.down_bias)
+    if stage == DOWN:
+        return x
+    x = kernels.linear(x, step.down, step.down_bias)
+    return residual + (x if step.written is None else to_residual(kernels, x, step.written[1], eps))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tandem.kernels import Kernels
 from tandem.kernels.quantized import QuantizedWeight, plain_weight
 from tandem.model.decoder import Decoder
+from tandem.model.family import family_named
 from tandem.model.huggingface.model_config import read_json
 from tandem.model.huggingface.model_folder import WEIGHTS, load_model, to_huggingface
 from tandem.model.huggingface.safetensors_file import write_file
@@ -79,6 +80,10 @@ def quantize_folder(
     decoder = load_model(source, kernels)
     if decoder.shapes.experts is not None:
         raise UserError(f"'{source}' is a mixture of experts, which is not supported; only dense models can be quantized")
+    if family_named(decoder.shapes.architecture).stacked:
+        raise UserError(f"'{source}' is a {decoder.shapes.architecture} model, whose folder stacks matrices; quantize it when it is loaded (--quantization)")
+    if options.method == "awq" and decoder.shapes.post_norms:
+        raise UserError(f"'{source}' has norms after attention and MLP, which --method awq cannot fold its scales into; choose another method")
     dtype = _dtype(source)
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -189,9 +194,9 @@ def _scale_layer(decoder: Decoder, index: int, chunks: list[calibration.Chunk], 
         scales = search_scales(linear.weight.detach(), _sample(decoder, index, stage, chunks), scheme)
         linear.weight.mul_(scales)
         if stage == calibration.QKV:
-            layer.input_layernorm.weight.div_(scales)
+            layer.norms()["input_layernorm"].div_(scales)
         elif stage == calibration.GATE_UP:
-            layer.post_attention_layernorm.weight.div_(scales)
+            layer.norms()["post_attention_layernorm"].div_(scales)
         else:
             before = layer.qkv_proj if stage == calibration.OUTPUT else gate_up
             assert before.weight is not None

@@ -125,7 +125,8 @@ def _smallest(request: PoolRequest, quantization: str, refusals: list[tuple[Pool
 def _layouts(request: PoolRequest, quantization: str) -> Iterator[ServingLayout]:
     sizes = [request.tensor] if request.tensor is not None else [2**power for power in range(11) if 2**power <= request.hardware.gpus_per_node]
     for tensor in sizes:
-        if request.tensor is not None or request.shapes.num_attention_heads % tensor == 0:
+        is_divided = request.shapes.num_attention_heads % tensor == 0 and not (tensor > 1 and request.shapes.qk_norm_all_heads)
+        if request.tensor is not None or is_divided:
             yield replace(request.layout, tensor=tensor, quantization=quantization)  # type: ignore[arg-type]
 
 

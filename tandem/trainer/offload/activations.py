@@ -64,8 +64,8 @@ class ActivationOffload:
         for each in self._passes:
             each.release()
         self._passes.rotate(-1)
-        # Weights and the rotary table stay in memory.
-        stays = {t.untyped_storage()._cdata for t in (*self._model.parameters(), self._model._cos_sin)}
+        # Weights and the rotary tables stay in memory.
+        stays = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.rotary_tables)}
         newest = self._passes[-1]
         newest.begin(stays)
         self._hooks = saved_tensors_hooks(newest.pack, newest.unpack)

@@ -1,0 +1,35 @@
+"""The keys of a ``config.json`` that change what a model computes, of all families in transformers. Imports no torch.
+
+transformers ignores such a key in a family that does not have it, so a file with one was made for other code, or names the wrong ``model_type``.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from tandem.model.huggingface.config_reader import ConfigReader
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # attention
+    "attn_logit_softcapping": (), "attention_logit_cap": (), "query_pre_attn_scalar": (), "attention_multiplier": (), "clip_qkv": (), "alibi": (),
+    "use_qk_norm": (), "qk_norm": (), "qk_layernorm": (), "use_bidirectional_attention": (), "attention_chunk_size": (),
+    "attn_temperature_tuning": (), "attn_output_gate": (), "attention_out_bias": (), "q_lora_rank": (), "kv_lora_rank": (), "swa_head_dim": (),
+    # positions
+    "no_rope_layers": (), "rope_local_base_freq": (), "rope_interleave": (), "rotary_pct": (1,), "rotary_dim": (), "use_mrope": (), "mrope_section": (),
+    # layers
+    "embedding_multiplier": (1,), "scale_emb": (1,), "scale_embedding": (), "residual_multiplier": (1,), "scale_depth": (), "use_parallel_residual": (),
+    "parallel_attn": (), "apply_residual_connection_post_layernorm": (), "hidden_activation": ("silu",), "zero_centered_gamma": (),
+    "hidden_size_per_layer_input": (), "linear_num_value_heads": (), "mamba_d_state": (),
+    # heads
+    "final_logit_softcapping": (), "logits_scaling": (1,), "logit_scale": (1,), "dim_model_base": (),
+    # experts
+    "n_shared_experts": (), "num_shared_experts": (), "shared_expert_intermediate_size": (), "shared_intermediate_size": (), "scoring_func": ("softmax",),
+    "routed_scaling_factor": (1,), "n_group": (1,), "topk_group": (1,), "first_k_dense_replace": (), "moe_layer_freq": (1,),
+}  # fmt: skip
+"""By key, the values beside null, false, 0 and empty with which it changes nothing."""
+
+
+def refuse_other_terms(read: ConfigReader, family: str, understood: Collection[str]) -> None:
+    """Raises ``UserError`` for the first key that changes the arithmetic and is not ``understood`` by ``family``."""
+    for key, value in read.config.items():
+        if key in NEUTRAL and key not in understood and value and value not in NEUTRAL[key]:
+            raise read.fail(key, value, f"a {family} model here has no such term; remove the key if the model was not trained with it")

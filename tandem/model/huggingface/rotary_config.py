@@ -1,0 +1,125 @@
+"""Reads and writes the rotary embeddings of a ``config.json``: both key styles of transformers, ``rope_theta`` and ``rope_scaling`` of 4 and
+``rope_parameters`` of 5. Imports no torch."""
+
+from typing import Any
+
+from tandem.layout.shapes import ModelShapes, RopeScaling, Rotary
+from tandem.model.family import Family
+from tandem.model.huggingface.config_reader import ConfigReader
+
+LAYER_KINDS = ("full_attention", "sliding_attention")
+_ROPE_KEYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+    "finetuned",
+}
+
+
+def read_rotaries(read: ConfigReader, max_position_embeddings: int, family: Family) -> tuple[Rotary, Rotary]:
+    """Returns the rotary embedding of layers with full attention and that of layers with a window, which in most families are the same. transformers 4 has the
+    scaling of the first alone, transformers 5 both by the kind of layer."""
+    given = read.config.get("rope_parameters")
+    if not family.rotary_by_window:
+        rotary = Rotary(*_rope(read, max_position_embeddings, family.rope_theta))
+        return rotary, rotary
+    by_kind = given if isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()) else dict.fromkeys(LAYER_KINDS, given)
+    for kind in by_kind.keys() - set(LAYER_KINDS):
+        raise read.fail("rope_parameters", kind, f"the kinds of layers are {' and '.join(LAYER_KINDS)}")
+    full, window = (
+        ConfigReader({**read.config, "rope_parameters": by_kind.get(kind), "rope_scaling": scaling}, read.where)
+        for kind, scaling in zip(LAYER_KINDS, (None if by_kind.get(LAYER_KINDS[0]) else read.config.get("rope_scaling"), None), strict=True)
+    )
+    return (
+        Rotary(*_rope(full, max_position_embeddings, family.rope_theta)),
+        Rotary(*_rope(window, max_position_embeddings, family.rope_theta)),
+    )
+
+
+def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling]:
+    """Returns theta and scaling from either key style; ``rope_scaling`` takes precedence over ``rope_parameters`` as in transformers."""
+    key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
+    given = read.config.get(key) or {}
+    if not isinstance(given, dict):
+        raise read.fail(key, given, "it must be an object or null")
+    rope = ConfigReader(given, f"{read.where}': '{key}")
+    kind = given.get("rope_type", given.get("type", "default"))
+    nested = [name for name, value in given.items() if isinstance(value, dict)]
+    if nested:
+        raise read.fail(key, nested[0], "a separate rotary embedding per layer type is not supported")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise rope.fail("rope_type", kind, "supported are default, linear, llama3 and yarn")
+    for name in given.keys() - _ROPE_KEYS:
+        raise rope.fail(name, given[name], "it is not supported")
+    rope.only("partial_rotary_factor", 1.0)
+    theta = rope.number("rope_theta", read.number("rope_theta", default_theta))
+    if kind == "default":
+        return theta, RopeScaling()
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor=rope.number("factor"))
+    # A value outside the rotary keys takes precedence, as in transformers.
+    context = rope.integer("original_max_position_embeddings", max_position_embeddings)
+    context = read.integer("original_max_position_embeddings", context)
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if not low < high:
+            raise rope.fail("high_freq_factor", high, f"it must be above low_freq_factor ({low})")
+        return theta, RopeScaling(
+            "llama3",
+            rope.number("factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_position_embeddings=context,
+        )
+    return theta, RopeScaling(
+        "yarn",
+        factor=rope.number("factor", max_position_embeddings / context),
+        original_max_position_embeddings=context,
+        beta_fast=rope.number("beta_fast") if given.get("beta_fast") else 32.0,
+        beta_slow=rope.number("beta_slow") if given.get("beta_slow") else 1.0,
+        attention_factor=None if given.get("attention_factor") is None else rope.number("attention_factor"),
+        mscale=rope.number("mscale") if given.get("mscale") else 0.0,
+        mscale_all_dim=rope.number("mscale_all_dim") if given.get("mscale_all_dim") else 0.0,
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def rotary_keys(shapes: ModelShapes, family: Family) -> dict[str, Any]:
+    """Returns the keys that describe the rotary embeddings of ``shapes`` in both styles."""
+    scaling = _scaling_json(shapes.rope_scaling)
+    own = {**scaling, "rope_theta": shapes.rope_theta}
+    of_windows = shapes.window_rotary
+    other = own if of_windows is None else {**_scaling_json(of_windows.scaling), "rope_theta": of_windows.theta}
+    return {
+        "rope_theta": shapes.rope_theta,
+        "rope_scaling": None if shapes.rope_scaling.kind == "default" else scaling,
+        "rope_parameters": dict(zip(LAYER_KINDS, (own, other), strict=True)) if family.rotary_by_window else own,
+    }
+
+
+def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
+    content: dict[str, Any] = {"rope_type": scaling.kind}
+    if scaling.kind == "default":
+        return content
+    content["factor"] = scaling.factor
+    if scaling.kind in ("llama3", "yarn"):
+        content["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        content |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "yarn":
+        content |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(scaling, name):
+                content[name] = getattr(scaling, name)
+    return content

@@ -1,0 +1,292 @@
+"""Every family that is listed in ``tandem.model.families``, against transformers on a tiny random folder of its shape: a new family passes by a row here."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tandem.backends.megatron.model_check import missing_block
+from tandem.config.lora import LINEAR_MODULES, LoraConfig
+from tandem.config.parallel import ParallelConfig
+from tandem.engine.llm import LLM
+from tandem.engine.sample.sampling_params import SamplingParams
+from tandem.jobs.convert import convert
+from tandem.kernels import select
+from tandem.kernels.mixed import Precision, in_precision
+from tandem.layout.mesh_check import check_layout
+from tandem.layout.shapes import is_of_adapter, parameter_count
+from tandem.layout.sharding import ShardSpec, shard_slices
+from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.families_document import with_table
+from tandem.model.family import all_families
+from tandem.model.huggingface.model_folder import load_model, read_tensors, save_model, to_huggingface
+from tandem.model.huggingface.peft_folder import merged_tensors
+from tandem.model.huggingface.safetensors_file import read_file
+from tandem.model.quantization.calibration import END, chunks_of, inputs_of
+from tandem.model.quantization.formats import read_format
+from tandem.model.quantization.load import load_quantized
+from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
+from tandem.model.quantization.writing import Method
+from tandem.planner.model_sizes import read_model_sizes
+from tandem.text.characters import make_character_tokenizer
+from tandem.types import UserError
+
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+TINY: dict[str, dict[str, Any]] = {
+    "granite": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 0.8, "attention_bias": True,
+    },
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 9, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4},
+    "olmo2": {"attention_bias": True},
+    "olmo3": {
+        "num_hidden_layers": 4, "sliding_window": 9, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "phi3": {"sliding_window": 9},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3_moe": {**EXPERTS, "head_dim": 16},
+    "smollm3": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9},
+}  # fmt: skip
+"""By ``model_type``: keys of a ``config.json`` that turn on what the family has beside the sizes of ``peer_model``."""
+BY_OTHERS = ("llama", "mistral", "mixtral", "olmo2", "qwen3")
+"""Families whose terms are all in others, so that ``make test`` leaves them out."""
+SEQUENCES = [torch.randint(3, 40, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 2, 34)]
+
+
+class Tiny(NamedTuple):
+    """A random model of ``family`` in transformers, and the folder that it was saved to, with a tokenizer."""
+
+    family: str
+    peer: Any
+    folder: Path
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.full if name in BY_OTHERS else ()) for name in sorted(all_families())]
+)
+def tiny(request: pytest.FixtureRequest, peer_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
+    family, folder = request.param, tmp_path_factory.mktemp(request.param)
+    peer = peer_model(family, vocab_size=40, **TINY[family])
+    make_character_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789", folder / "model")
+    peer.save_pretrained(folder / "model")
+    yield Tiny(family, peer, folder / "model")
+
+
+def packed_hidden(decoder: Decoder, sequences: list[Tensor]) -> Tensor:
+    bounds = torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(len(s)) for s in sequences])
+    return decoder(torch.cat(sequences), positions, PackedContext(bounds, max(map(len, sequences))))
+
+
+def logits_of(decoder: Decoder) -> Tensor:
+    with torch.no_grad():
+        return decoder.logits(packed_hidden(decoder, SEQUENCES))
+
+
+def peer_logits(peer: Any) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([peer(s.unsqueeze(0)).logits[0] for s in SEQUENCES])
+
+
+def exact_norm(module: Any, hidden: Tensor) -> Tensor:
+    """The norm without the rounding to fp32 in transformers."""
+    return nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
+
+
+def exact_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The router without the rounding to fp32 in transformers."""
+    logits = nn.functional.linear(hidden, module.weight)
+    gates, experts = logits.softmax(-1).topk(module.top_k, dim=-1)
+    return logits, gates / gates.sum(-1, keepdim=True) if getattr(module, "norm_topk_prob", True) else gates, experts
+
+
+def test_every_listed_family_has_a_row() -> None:
+    assert sorted(TINY) == sorted(all_families())
+
+
+@pytest.mark.parametrize("kernels_name", ["reference", "cpu"])
+def test_logits_are_those_of_transformers(tiny: Tiny, kernels_name: Literal["reference", "cpu"]) -> None:
+    theirs = peer_logits(tiny.peer)
+    assert theirs.std() > 0.3
+    decoder = load_model(tiny.folder, select(kernels_name))
+    plain = logits_of(decoder)
+    assert (plain - theirs).abs().max() < 1e-4
+    decoder.pack()
+    assert torch.equal(logits_of(decoder), plain)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_engine_and_trainer_agree_bit_for_bit(
+    tiny: Tiny, precision: Precision, packed_logits: Callable[..., list[Tensor]], paged_logits: Callable[..., list[Tensor]]
+) -> None:
+    """Over a paged cache, in chunks, interleaved and token by token, with packed weights."""
+    kernels = in_precision(select("cpu"), precision, torch.device("cpu"))
+    trainer, engine = load_model(tiny.folder, kernels), load_model(tiny.folder, kernels, pack=True)
+    trained = packed_logits(trainer, SEQUENCES)
+    steps = ([(0, 40), (1, 40), (2, 40)], [(s, n) for n in (5, 7, 40) for s in (2, 0, 1)], [(s, 1) for _ in range(34) for s in (1, 0, 2)])
+    for seed, schedule in enumerate(steps):
+        # A step has each sequence once.
+        paged = paged_logits(engine, SEQUENCES, [schedule[i : i + 3] for i in range(0, len(schedule), 3)], seed)
+        assert all(torch.equal(a, b) for a, b in zip(paged, trained, strict=True))
+    assert all(torch.equal(packed_logits(trainer, [s])[0], own) for s, own in zip(SEQUENCES, trained, strict=True))
+
+
+def test_greedy_tokens_of_the_engine_are_those_of_transformers(tiny: Tiny) -> None:
+    prompts = [s.tolist() for s in SEQUENCES]
+    with LLM(str(tiny.folder), dtype="float32", max_model_len=80, kv_cache_tokens=512) as llm:
+        answers = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = list(answer.outputs[0].token_ids)
+        assert len(tokens) == 20
+        with torch.no_grad():
+            likeliest = tiny.peer(torch.tensor([prompt + tokens])).logits[0].argmax(-1)
+        assert tokens == likeliest[len(prompt) - 1 : -1].tolist()
+
+
+def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_those_of_transformers(
+    tiny: Tiny, peer_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = peer_model(tiny.family, vocab_size=40, **TINY[tiny.family]).double()
+    for module in peer.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            monkeypatch.setattr(type(module), "forward", exact_norm)
+        if type(module).__name__.endswith("TopKRouter"):
+            monkeypatch.setattr(type(module), "forward", exact_router)
+    peer.set_experts_implementation("eager")
+    decoder = load_model(tiny.folder, select("reference"), dtype=torch.float64)
+    in_fp32 = load_model(tiny.folder, select("cpu"))
+    theirs = sum(-peer(s.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(1, s[1:, None]).sum() for s in SEQUENCES)
+    theirs.backward()
+    inputs, targets = [s[:-1] for s in SEQUENCES], torch.cat([s[1:] for s in SEQUENCES])
+    for model, near in ((decoder, 1e-9), (in_fp32, 1e-5)):
+        ours = -model.token_logprobs(packed_hidden(model, inputs), torch.arange(len(targets)), targets, 1.0, len(targets)).raw.sum()
+        ours.backward()
+        assert abs(ours.item() - theirs.item()) < near * abs(theirs.item())
+    with torch.no_grad():
+        for parameter in [*decoder.parameters(), *in_fp32.parameters(), *peer.parameters()]:
+            parameter.copy_(parameter.grad)
+    # Saved as a folder, because transformers names some matrices differently in memory.
+    peer.save_pretrained(tmp_path / "gradients")
+    expected = dict(read_tensors(tmp_path / "gradients"))
+    for gradients, near in ((dict(to_huggingface(decoder)), 1e-7), (dict(to_huggingface(in_fp32)), 1e-3)):
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert (gradients[name] - gradient).norm() <= near * gradient.norm(), name
+
+
+def test_an_adapter_computes_what_transformers_computes_with_merged_weights(tiny: Tiny, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    modules = LINEAR_MODULES if all_families()[tiny.family].experts is None else ("q_proj", "k_proj", "v_proj", "o_proj")
+    decoder = load_model(tiny.folder, select("reference"), lora=LoraConfig(rank=3, alpha=6.0, target_modules=modules))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, tensor in to_huggingface(decoder):
+            if is_of_adapter(name):
+                tensor.normal_(0.0, 0.1, generator=generator)
+    adapter = {name: tensor for name, tensor in to_huggingface(decoder) if is_of_adapter(name)}
+    save_model(decoder, tmp_path / "merged", tensors=merged_tensors(dict(read_tensors(tiny.folder)), adapter, decoder.shapes))
+    theirs = peer_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval())
+    assert (theirs - peer_logits(tiny.peer)).abs().max() > 1e-2
+    assert (logits_of(decoder) - theirs).abs().max() < 1e-4
+
+
+def test_a_folder_goes_there_and_back_and_its_parameters_are_counted(tiny: Tiny, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    decoder = load_model(tiny.folder, select("reference"))
+    save_model(decoder, tmp_path / "ours", eos_token_id=2, bos_token_id=1, pad_token_id=0)
+    returned, expected = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval(), tiny.peer.state_dict()
+    assert type(returned) is type(tiny.peer)
+    assert returned.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in returned.state_dict().items())
+    assert torch.equal(peer_logits(returned), peer_logits(tiny.peer))
+    for folder in (tiny.folder, tmp_path / "ours"):
+        sizes = read_model_sizes(folder)
+        assert sizes == decoder.shapes
+        assert parameter_count(sizes) == tiny.peer.num_parameters()
+
+
+def test_calibration_computes_what_the_decoder_computes(tiny: Tiny) -> None:
+    decoder = load_model(tiny.folder, select("reference"))
+    if decoder.shapes.experts is not None:
+        pytest.skip("a mixture of experts is not quantized with calibration")
+    tokens = SEQUENCES[0]
+    (chunk,) = chunks_of(decoder, [tokens])
+    for index in decoder.layer_numbers:
+        chunk = chunk._replace(residual=inputs_of(decoder, index, END, chunk))
+    with torch.no_grad():
+        hidden = decoder.kernels.rms_norm(chunk.residual, decoder.norm.weight, decoder.shapes.rms_norm_eps)
+        assert torch.equal(hidden, packed_hidden(decoder, [tokens]))
+
+
+@pytest.mark.parametrize("method", ["int8", "gptq"])
+def test_a_quantized_folder_is_near_to_the_float_one(tiny: Tiny, method: Method, tmp_path: Path) -> None:
+    decoder = load_model(tiny.folder, select("reference"))
+    if decoder.shapes.experts is not None or all_families()[tiny.family].stacked:
+        pytest.skip("a mixture of experts and stacked matrices are quantized only when they are loaded")
+    quantize_folder(tiny.folder, tmp_path / method, QuantizeOptions(method, group_size=0), select("reference"), SEQUENCES[::2] * 4, lambda done, of: None)
+    stored = read_format(tmp_path / method)
+    assert stored is not None
+    exact, quantized = logits_of(decoder), logits_of(load_quantized(tmp_path / method, stored, select("reference")))
+    # Relative to the spread of the logits: 8 bits, and 4 bits of weights that have no structure to lose.
+    assert 0 < (quantized - exact).square().mean().sqrt() / exact.std() < {"int8": 0.08, "gptq": 0.4}[method]
+
+
+def test_a_conversion_to_megatron_and_back_has_the_same_file_or_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:
+    shapes = read_model_sizes(tiny.folder)
+    if not shapes.further_terms:
+        convert(tiny.folder, tmp_path / "megatron", to="megatron")
+        convert(tmp_path / "megatron", tmp_path / "back", to="huggingface")
+        before, after = (dict(read_file(folder / "model.safetensors")) for folder in (tiny.folder, tmp_path / "back"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+        return
+    with pytest.raises(UserError, match=f"the {tiny.family} model has {shapes.further_terms[0]}, which Megatron's layout"):
+        convert(tiny.folder, tmp_path / "megatron", to="megatron")
+    assert missing_block(shapes) == shapes.further_terms[0]
+    if shapes.post_norms:
+        with pytest.raises(UserError, match="norms after attention and MLP, which --method awq cannot"):
+            quantize_folder(tiny.folder, tmp_path / "awq", QuantizeOptions("awq"), select("reference"), [SEQUENCES[0]] * 8, lambda done, of: None)
+
+
+def test_a_stack_with_rows_for_other_heads_is_named(peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    peer_model("phi3").save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_key_value_heads": 4}))
+    with pytest.raises(UserError, match=r"tensor 'model.layers.0.self_attn.qkv_proj.weight' has shape \[96, 48\]; config.json requires 144 rows"):
+        load_model(tmp_path / "model", select("reference"))
+    with pytest.raises(UserError, match="is a phi3 model, whose folder stacks matrices; quantize it when it is loaded"):
+        peer_model("phi3").save_pretrained(tmp_path / "good")
+        quantize_folder(tmp_path / "good", tmp_path / "int8", QuantizeOptions("int8"), select("reference"), [], lambda done, of: None)
+
+
+def test_the_document_has_the_table_of_the_declarations() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert with_table(document) == document, "run python -m tandem.model.families_document docs/models.md"
+
+
+def test_two_ranks_hold_every_parameter_once_or_the_model_is_refused_by_name(tiny: Tiny) -> None:
+    shapes = read_model_sizes(tiny.folder)
+    ranks = [ShardSpec(rank, 2) for rank in range(2)]
+    if shapes.qk_norm_all_heads:
+        with pytest.raises(ValueError, match=r"norms of queries and keys are over all heads, .* use 1"):
+            ranks[0].check(shapes)
+        with pytest.raises(UserError, match=f"'parallel.tensor' is 2; this {tiny.family} model has norms of queries and keys over all heads: leave it at 1"):
+            check_layout(shapes, ParallelConfig(tensor=2))
+        return
+    check_layout(shapes, ParallelConfig(tensor=2))
+    for name, tensor in read_tensors(tiny.folder):
+        parts = [shard_slices(shapes, name, tuple(tensor.shape), rank) for rank in ranks]
+        if parts[0] != parts[1]:
+            axis = next(i for i, (a, b) in enumerate(zip(*parts, strict=True)) if a != b)
+            assert torch.equal(torch.cat([tensor[part] for part in parts], axis), tensor), name
