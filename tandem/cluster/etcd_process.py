@@ -106,16 +106,17 @@ def own_etcd(host: str, password_file: Path, log: Path, prefix: str) -> Iterator
 @contextlib.contextmanager
 def _kept_running(process: "subprocess.Popen[bytes]", start: "Callable[[], subprocess.Popen[bytes]]") -> Iterator[None]:
     """Inside, ``process`` is started again whenever it has ended; afterwards it is ended."""
-    over, running = threading.Event(), [process]
+    over = threading.Event()
 
     def keep() -> None:
+        nonlocal process
         backoff = Backoff()
         while not over.wait(_LOOK_S):
-            if (status := running[-1].poll()) is not None:
+            if (status := process.poll()) is not None:
                 wait_s = backoff.wait_s(0)
                 logger.warning("etcd ended (%s); it is started again %s", describe_exit(status), describe_wait(wait_s))
                 if not over.wait(wait_s):
-                    running[:] = [start()]
+                    process = start()
 
     keeper = threading.Thread(target=keep, name="etcd", daemon=True)
     keeper.start()
@@ -124,7 +125,7 @@ def _kept_running(process: "subprocess.Popen[bytes]", start: "Callable[[], subpr
     finally:
         over.set()
         keeper.join()
-        terminate(running[-1])
+        terminate(process)
 
 
 def _authenticate(url: str, password: str, prefix: str) -> None:

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+from kept_checkpoints import wait_until_kept
 from launched_runs import LaunchedRuns, left_behind
 from network import Network
 from pod_runs import RECIPE, PodRun, difference
 from ray_cluster import RayCluster, descendants
 from ray_machines import ends, host_of, machines, marks, wait_for_room
 
-from tandem.runtime.records.checkpoint_tiers import tiers_of
 from tandem.trainer.checkpoint.memory.launched_keepers import FOLDER as KEEPERS
 
 pytestmark = marks
@@ -21,14 +21,6 @@ __all__ = ["machines"]
 KEEPER = "memory.keeper"
 STEPS = ("--run.max_steps=60", "--evaluation.target_accuracy=1.0", "--evaluation.every_steps=60", "--checkpoint.every_steps=1000")
 MEMORY = ("--checkpoint.memory_every_steps=1", "--pods.heartbeat_timeout_s=5")
-
-
-def wait_until_kept(runs: LaunchedRuns, step: int) -> None:
-    """Waits until a checkpoint of ``step`` or later is in the memory of two nodes."""
-    until = time.monotonic() + 240
-    while not [tier for tier in tiers_of(runs.directory("two")) if tier.tier == "memory" and tier.step >= step and len(tier.where) >= 2]:
-        assert time.monotonic() < until, runs.output("two")
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +38,7 @@ def test_a_lost_node_never_needs_the_folder(
         f"--pods.trainer_count={ranks}", *MEMORY, *trains, *STEPS,
     )  # fmt: skip
     chosen = network.hosts[host_of(network, runs, "two", role)]
-    wait_until_kept(runs, 8)
+    wait_until_kept(runs.directory("two"), 8)
     # The raylet and all that it has started: the machine has lost its power.
     node = cluster.processes.pop(chosen.name)
     for process in descendants(node.pid):
@@ -76,7 +68,7 @@ def test_a_keeper_ends_with_the_pod_that_leaves_its_node_and_with_a_job_that_is_
         "train", RECIPE, "--on", "ray", f"--ray.address={cluster.address}", "--run.name=two", "--ray.nodes=2", "--pods.min_count=1", *MEMORY,
         "--run.max_steps=100000", *STEPS[1:],
     )  # fmt: skip
-    wait_until_kept(runs, 2)
+    wait_until_kept(runs.directory("two"), 2)
     runs.tandem("scale", "runs/two", "1")
     until = time.monotonic() + 120
     while (runs.directory("two") / KEEPERS).exists():

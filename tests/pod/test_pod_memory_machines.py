@@ -4,7 +4,6 @@ state back from the memory of another one, without a byte of the run's folder.""
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from certificates import certificate
 from etcd_server import EtcdServer
 from four_pods import FourPods
 from joined_machines import Machines, needs_etcd
+from kept_checkpoints import wait_until_kept
 from pod_runs import PodRun, difference, finish
 from random_faults import check_undisturbed
 
@@ -37,23 +37,10 @@ def events(run: PodRun, kind: str) -> list[dict[str, Any]]:
     return [event.detail for event in run.events(kind)]
 
 
-def wait_until_kept(four: FourPods, step: int) -> dict[str, list[int]]:
-    """Waits until a checkpoint of ``step`` or later is kept by two nodes. Returns the ranks whose files each keeps."""
-    ends = time.monotonic() + 200
-    while True:
-        if (path := four.run.directory / "journal.sqlite").exists():
-            with Journal(path, read_only=True) as journal:
-                states = {state.tier: state for state in read_tiers(journal)}
-            if "memory" in states and states["memory"].step >= step and len(states["memory"].where) >= 2:
-                return {node: list(ranks) for node, ranks in states["memory"].where.items()}
-        assert time.monotonic() < ends and four.commands["run"].poll() is None
-        time.sleep(0.05)
-
-
 def test_a_machine_is_killed_with_its_keeper_and_its_rank_and_no_byte_is_read_of_the_folder(kept: FourPods, quiet: PodRun) -> None:
     kept.start()
     kept.wait_for_step(2)
-    where = wait_until_kept(kept, 3)
+    where = wait_until_kept(kept.run.directory, 3, lambda: kept.commands["run"].poll() is None)
     for rank in (0, 1):
         assert len({node for node, ranks in where.items() if rank in ranks}) == 2, "its own node, and another one"
     victims = [name for name, pod in kept.pods.items() if any("tandem.pod.trainer_worker" in line for line in pod.processes().values())]

@@ -4,37 +4,21 @@ has its state back from the memory of a pod that joined, and ends with the bits 
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from etcd_server import EtcdServer
 from four_pods import FourPods
 from joined_machines import Machines, needs_etcd, shim_of
+from kept_checkpoints import wait_until_kept
 from pod_runs import PodRun, difference, finish, trained
-
-from tandem.runtime.records.checkpoint_tiers import read_tiers
-from tandem.runtime.records.journal import Journal
 
 pytestmark = pytest.mark.full
 STEPS = 12
 SETTINGS = ("--parallel.data=2", "--checkpoint.every_steps=100", "--checkpoint.keep=1")
 MEMORY = ("--checkpoint.memory_every_steps=1",)
 ALONE = ("--checkpoint.every_steps=100", "--checkpoint.keep=1", f"--run.max_steps={STEPS}")
-
-
-def wait_until_kept(run: PodRun, step: int, is_running: Callable[[], bool]) -> None:
-    """Waits until a checkpoint of ``step`` or later is in the memory of two nodes."""
-    ends = time.monotonic() + 240
-    while True:
-        if (path := run.directory / "journal.sqlite").exists():
-            with Journal(path, read_only=True) as journal:
-                memory = next((state for state in read_tiers(journal) if state.tier == "memory"), None)
-            if memory is not None and memory.step >= step and len(memory.where) >= 2:
-                return
-        assert time.monotonic() < ends and is_running()
-        time.sleep(0.05)
 
 
 def kill_machine(run: PodRun) -> None:
@@ -63,7 +47,7 @@ def test_a_resume_elsewhere_reads_the_memory_of_a_peer_and_nothing_of_the_folder
     pods = {name: joined.pod(name, f"--pods.host=127.0.0.{n}") for n, name in ((2, "a"), (3, "b"))}
     local = ("--checkpoint.local_every_steps=1", f"--checkpoint.local_directory={tmp_path / 'nvme'}")
     command = joined.train("--pods.min_count=2", *local)
-    wait_until_kept(joined.run, 4, lambda: command.poll() is None)
+    wait_until_kept(joined.run.directory, 4, lambda: command.poll() is None)
     keepers = {pid for pod in joined.pods.values() for pid, line in pod.processes().items() if "memory.keeper" in line}
     kill_machine(joined.run)
     finish(command)
@@ -85,7 +69,7 @@ def test_a_resume_elsewhere_reads_the_memory_of_a_peer_and_nothing_of_the_folder
 def test_a_resume_that_finds_no_keeper_says_so_and_reads_the_folder(joined: Machines, expected: PodRun) -> None:
     pod = joined.pod("a", "--pods.host=127.0.0.2")
     command = joined.train("--pods.min_count=2")
-    wait_until_kept(joined.run, 3, lambda: command.poll() is None)
+    wait_until_kept(joined.run.directory, 3, lambda: command.poll() is None)
     kill_machine(joined.run)
     finish(command)
     for pid in joined.pods["a"].processes():
@@ -108,7 +92,7 @@ def test_with_the_coordination_store_lost_too_the_resume_names_it_and_then_reads
     try:
         pod = machines.pod("a", "--pods.host=127.0.0.2")
         command = machines.train("--pods.min_count=2")
-        wait_until_kept(machines.run, 3, lambda: command.poll() is None)
+        wait_until_kept(machines.run.directory, 3, lambda: command.poll() is None)
         kill_machine(machines.run)
         stores[0].kill()
         finish(command)
@@ -138,7 +122,7 @@ def test_ranks_on_two_machines_go_on_from_memory_after_the_loss_of_the_controlle
     """Network namespaces: rank 0 was on the lost machine, rank 1 on that of a pod."""
     four.settings = (*SETTINGS, *MEMORY, "--pods.trainer_count=2")
     four.start()
-    wait_until_kept(four.run, 4, lambda: four.commands["run"].poll() is None)
+    wait_until_kept(four.run.directory, 4, lambda: four.commands["run"].poll() is None)
     kill_machine(four.run)
     four.commands["run"].wait()
     host = four.hosts["p3"]
