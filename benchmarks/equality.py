@@ -51,7 +51,7 @@ from options import parser as shared_parser
 
 # isort: split
 # The rows have put the folder of these modules on the path.
-from data_ranks import trained
+from data_parallel_training import trained
 from model_ranks import LEARNING_RATE, Case, distance, sequences_of
 from pipeline_ranks import alone, train_pipeline
 from policy_ranks import EACH_ONE, Policy, train_policy

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from data_ranks import record_gradients
+from data_parallel_training import record_gradients
 from model_ranks import LLAMA, Case, ranks_of, weights_of
 from pipeline_ranks import named
 from ranks import RankContext

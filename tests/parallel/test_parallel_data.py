@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_ranks import trained
+from data_parallel_training import trained
 from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, build, by_one_process, check, ranks_of, sequences_of
 from ranks import RankContext, Ranks
 

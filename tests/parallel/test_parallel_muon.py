@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_ranks import trained as trained_by_zero
+from data_parallel_training import trained as trained_by_zero
 from model_ranks import QWEN3, QWEN3_MOE, Case, Trained, by_one_process, check, train
 from ranks import RankContext, Ranks
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_ranks import trained
+from data_parallel_training import trained
 from model_ranks import LEARNING_RATE, QWEN3, QWEN3_MOE, Case, build, ranks_of, sequences_of
 from pipeline_ranks import train_pipeline
 from ranks import RankContext, Ranks, small_pieces

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from data_ranks import record_gradients
+from data_parallel_training import record_gradients
 from model_ranks import LEARNING_RATE, QWEN3, Case, build, distance, ranks_of, sequences_of, weights_of, whole
 from pipeline_ranks import gather_ranks, named
 from ranks import RankContext, Ranks
