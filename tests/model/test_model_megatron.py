@@ -34,6 +34,8 @@ CASES = [
     (DENSE, MegatronMesh(2, 2)), (DENSE, MegatronMesh(4, 1)), (NORMED, MegatronMesh(2, 4)), (LLAMA, MegatronMesh(2, 2)), (LLAMA, MegatronMesh()),
     (MIXTURE, MegatronMesh(2, 2, 2)), (MIXTURE, MegatronMesh(1, 1, 4)), (MIXTRAL, MegatronMesh(2, 1, 2)),
     (MISTRAL, MegatronMesh(2, 2)),
+    # Interleaved pipelines.
+    (DENSE, MegatronMesh(2, 2, 1, 2)), (MIXTURE, MegatronMesh(1, 2, 2, 2)), (replace(NORMED, num_hidden_layers=12), MegatronMesh(1, 2, 1, 3)),
     # Several ranks of a key-value head.
     (MISTRAL, MegatronMesh(4, 1)), (replace(NORMED, num_key_value_heads=1), MegatronMesh(4, 2)),
 ]  # fmt: skip
@@ -54,27 +56,27 @@ def files(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.parent.name: torch.load(path, weights_only=False) for path in folder.glob("*/mp_rank_*/model_optim_rng.pt")}
 
 
-def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int) -> dict[str, torch.Tensor]:
+def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int, vp: int) -> dict[str, torch.Tensor]:
     """Assembles the whole model from a Megatron checkpoint with Transformer Engine's names, by the rules of NVIDIA's converters."""
     found = {}
     groups, per_group, head = shapes.num_key_value_heads, shapes.num_attention_heads // shapes.num_key_value_heads, shapes.head_dim
     held = files(folder)
 
-    def rank(t: int, p: int, e: int) -> dict[str, torch.Tensor]:
-        name = f"mp_rank_{t:02d}"
+    def rank(t: int, place: tuple[int, int], e: int) -> dict[str, torch.Tensor]:
+        name, (p, v) = f"mp_rank_{t:02d}", place
         if pp > 1:
             name += f"_{p:03d}"
         if ep > 1:
             name += f"_{e:03d}"
-        return held[name]["model"]
+        return held[name]["model" if vp == 1 else f"model{v}"]
 
-    def rows(name: str, p: int, e: int = 0) -> torch.Tensor:
+    def rows(name: str, p: tuple[int, int], e: int = 0) -> torch.Tensor:
         return torch.cat([rank(t, p, e)[name] for t in range(tp)], dim=0)
 
-    def columns(name: str, p: int, e: int = 0) -> torch.Tensor:
+    def columns(name: str, p: tuple[int, int], e: int = 0) -> torch.Tensor:
         return torch.cat([rank(t, p, e)[name] for t in range(tp)], dim=1)
 
-    def gate_and_up(name: str, p: int, e: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def gate_and_up(name: str, p: tuple[int, int], e: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         gates, ups = [], []
         for t in range(tp):
             tensor = rank(t, p, e)[name]
@@ -83,12 +85,15 @@ def published(folder: Path, shapes: ModelShapes, tp: int, pp: int, ep: int) -> d
             ups.append(tensor[half:])
         return torch.cat(gates), torch.cat(ups)
 
-    found["model.embed_tokens.weight"] = rows("embedding.word_embeddings.weight", 0)[: shapes.vocab_size]
-    found["model.norm.weight"] = rank(0, pp - 1, 0)["decoder.final_layernorm.weight"]
+    found["model.embed_tokens.weight"] = rows("embedding.word_embeddings.weight", (0, 0))[: shapes.vocab_size]
+    found["model.norm.weight"] = rank(0, (pp - 1, vp - 1), 0)["decoder.final_layernorm.weight"]
     if not shapes.tie_word_embeddings:
-        found["lm_head.weight"] = rows("output_layer.weight", pp - 1)[: shapes.vocab_size]
+        found["lm_head.weight"] = rows("output_layer.weight", (pp - 1, vp - 1))[: shapes.vocab_size]
     for layer in range(shapes.num_hidden_layers):
-        p, local = divmod(layer, shapes.num_hidden_layers // pp)
+        # ``get_transformer_layer_offset``: vp_rank * (layers // vp_size) + pp_rank * (layers // vp_size // pp_size).
+        chunk, rest = divmod(layer, shapes.num_hidden_layers // vp)
+        stage, local = divmod(rest, shapes.num_hidden_layers // vp // pp)
+        p = (stage, chunk)
         m, h = f"decoder.layers.{local}.", f"model.layers.{layer}."
         for kind in ("weight", "bias") if shapes.attention_bias else ("weight",):
             q, k, v = [], [], []
@@ -141,7 +146,7 @@ def test_what_is_written_is_what_the_published_layout_reads_and_comes_back_bit_f
     wanted = dict(read_tensors(source))
     convert(source, tmp_path / "megatron", to="megatron", mesh=mesh)
     assert len(files(tmp_path / "megatron")) == mesh.tensor * mesh.pipeline * mesh.expert
-    assert same(published(tmp_path / "megatron", shapes, mesh.tensor, mesh.pipeline, mesh.expert), wanted)
+    assert same(published(tmp_path / "megatron", shapes, mesh.tensor, mesh.pipeline, mesh.expert, mesh.virtual), wanted)
     convert(tmp_path / "megatron", tmp_path / "back", to="huggingface")
     assert same(load_file(tmp_path / "back" / "model.safetensors"), wanted)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
@@ -276,7 +281,8 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "lacks a tensor": (lambda f: edited(rank_file(f, 1), lambda c: c["model"].pop(QKV)), f"has no '{QKV}'"),
     "unknown tensor": (lambda f: edited(rank_file(f, 1), lambda c: c["model"].update(x=torch.zeros(1))), "has 'x', which is unknown"),
     "other shape": (lambda f: [edited(rank_file(f, t), lambda c: c["model"].update({QKV: torch.zeros(7, 32)})) for t in range(2)], "it is from another model"),
-    "interleaved": (lambda f: edited(rank_file(f), lambda c: c.update(model0={})), "interleaved pipeline"),
+    "more stages": (lambda f: edited(rank_file(f), lambda c: c.update(model0={})), "has more stages of its pipeline than the 1"),
+    "no stage": (lambda f: edited(rank_file(f), lambda c: c.pop("model")), "has no 'model'"),
     "harmful": (lambda f: edited(rank_file(f, 1), lambda c: c.update(x=Harmful(f / "ran"))), "which is not supported"),
 }  # fmt: skip
 
@@ -311,6 +317,8 @@ def test_command_says_what_it_did_and_refuses_what_cannot_be_in_one_line(tmp_pat
         (["--to", "megatron", "--tensor", "3"], "does not divide the model's 4 query groups"),
         (["--to", "megatron", "--pipeline", "3"], "does not divide the model's 4 layers"),
         (["--to", "megatron", "--expert", "2"], "the model has no experts"),
+        (["--to", "megatron", "--virtual-pipeline", "2"], "an interleaved pipeline has at least 2 ranks"),
+        (["--to", "megatron", "--pipeline", "2", "--virtual-pipeline", "3"], "does not divide the model's 2 layers on each rank"),
         (["--tensor", "2"], "add --to megatron"),
         (["--from", "megatron"], "contains no mp_rank_* folders"),
         (["--to", "nix"], "invalid choice: 'nix'"),

@@ -27,6 +27,8 @@ def arguments_of(shapes: ModelShapes, mesh: MegatronMesh, dtype: torch.dtype, it
         "qk_layernorm": shapes.qk_norm, "tensor_model_parallel_size": mesh.tensor, "pipeline_model_parallel_size": mesh.pipeline,
         "expert_model_parallel_size": mesh.expert, "params_dtype": dtype, "bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16,
         "iteration": iteration, "num_experts": None, "window_size": None,
+        "virtual_pipeline_model_parallel_size": mesh.virtual if mesh.virtual > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": shapes.num_hidden_layers // mesh.stages if mesh.virtual > 1 else None,
     }  # fmt: skip
     windows = [shapes.window(layer) for layer in range(shapes.num_hidden_layers)]
     window = next((window for window in windows if window is not None), None)
@@ -104,5 +106,5 @@ def _windows(given: dict[str, Any]) -> tuple[int | None, ...]:
 
 def mesh_of(arguments: Namespace) -> MegatronMesh:
     """Returns the ranks that wrote the checkpoint."""
-    sizes = (getattr(arguments, f"{axis}_model_parallel_size", 1) or 1 for axis in ("tensor", "pipeline", "expert"))
+    sizes = (getattr(arguments, f"{axis}_model_parallel_size", 1) or 1 for axis in ("tensor", "pipeline", "expert", "virtual_pipeline"))
     return MegatronMesh(*map(int, sizes))

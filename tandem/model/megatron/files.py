@@ -35,15 +35,17 @@ def write_megatron(
     arguments = arguments_of(shapes, mesh, dtype, iteration)
     sums = []
     for rank in mesh.ranks():
-        model = {}
-        for entry in entries(shapes, mesh, rank, spelling):
-            part = entry.join([weights[of] for of in entry.names], rank.tensor, mesh.tensor)
-            # A copy, because a view would be saved with all of its storage.
-            model[entry.name] = part.clone(memory_format=torch.contiguous_format)
+        models: dict[str, dict[str, Tensor]] = {}
+        for virtual, key in enumerate(_keys(mesh)):
+            model = models[key] = {}
+            for entry in entries(shapes, mesh, rank, spelling, virtual=virtual):
+                part = entry.join([weights[of] for of in entry.names], rank.tensor, mesh.tensor)
+                # A copy, because a view would be saved with all of its storage.
+                model[entry.name] = part.clone(memory_format=torch.contiguous_format)
         path = folder / name / mesh.folder(rank) / FILE
         path.parent.mkdir(parents=True)
         try:
-            torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": iteration, "model": model, RANK: tuple(rank)}, path)
+            torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": iteration, **models, RANK: tuple(rank)}, path)
         except RuntimeError:  # torch raises it without an errno for a failed write
             raise OSError(errno.EIO, "torch could not write all of it", str(path)) from None
         with path.open("rb") as file:
@@ -59,6 +61,11 @@ class MegatronCheckpoint(NamedTuple):
     mesh: MegatronMesh
     arguments: Namespace | None
     iteration: int
+
+
+def _keys(mesh: MegatronMesh) -> list[str]:
+    """Returns the keys of a rank's stages in its file."""
+    return ["model"] if mesh.virtual == 1 else [f"model{virtual}" for virtual in range(mesh.virtual)]
 
 
 def iteration_name(iteration: int) -> str:
@@ -88,7 +95,9 @@ def open_megatron(folder: Path) -> MegatronCheckpoint:
         mesh = mesh_of(arguments)
     else:
         arguments, columns = None, [[int(match[i] or 0) for match in ranks.values()] for i in (1, 2, 3)]
-        mesh = MegatronMesh(*(max(column) + 1 for column in columns))
+        virtual = sum(re.fullmatch(r"model\d+", str(key)) is not None for key in content)
+        tensor, pipeline, expert = (max(column) + 1 for column in columns)
+        mesh = MegatronMesh(tensor, pipeline, expert, virtual or 1)
     missing = [name for name in map(mesh.folder, mesh.ranks()) if not (inner / name / FILE).is_file()]
     if missing:
         raise UserError(f"'{inner / missing[0] / FILE}' is missing; the checkpoint has {mesh.tensor} x {mesh.pipeline} x {mesh.expert} ranks")
@@ -105,30 +114,28 @@ def read_megatron(checkpoint: MegatronCheckpoint, shapes: ModelShapes) -> dict[s
     weights: dict[str, Tensor] = {}
     for pipeline in range(mesh.pipeline):
         for expert in range(mesh.expert):
-            models = [_model(checkpoint, MegatronRank(tensor, pipeline, expert)) for tensor in range(mesh.tensor)]
-            where = checkpoint.folder / mesh.folder(MegatronRank(0, pipeline, expert)) / FILE
-            for entry in _spelled(shapes, mesh, MegatronRank(0, pipeline, expert), models[0]):
-                parts = []
-                for tensor, model in enumerate(models):
-                    path = checkpoint.folder / mesh.folder(MegatronRank(tensor, pipeline, expert)) / FILE
-                    if entry.name not in model:
-                        raise UserError(f"'{path}' has no '{entry.name}'; it is the file of another rank or another model")
-                    parts.append(model.pop(entry.name))
-                _check_parts(entry, parts, shapes, wanted, where)
-                for name, tensor_ in zip(entry.names, entry.split(parts), strict=True):
-                    _keep(weights, name, tensor_, wanted, where)
-            for tensor, model in enumerate(models):
-                left = sorted(name for name in model if not name.endswith("_extra_state"))
-                if left:
-                    path = checkpoint.folder / mesh.folder(MegatronRank(tensor, pipeline, expert)) / FILE
-                    raise UserError(f"'{path}' has '{left[0]}', which is unknown; it is the file of another rank or another model")
+            ranks = [MegatronRank(tensor, pipeline, expert) for tensor in range(mesh.tensor)]
+            paths, held = [checkpoint.folder / mesh.folder(rank) / FILE for rank in ranks], [_models(checkpoint, rank) for rank in ranks]
+            for virtual, models in enumerate(zip(*held, strict=True)):
+                for entry in _spelled(shapes, mesh, ranks[0], models[0], virtual):
+                    parts = []
+                    for path, model in zip(paths, models, strict=True):
+                        if entry.name not in model:
+                            raise UserError(f"'{path}' has no '{entry.name}'; it is the file of another rank or another model")
+                        parts.append(model.pop(entry.name))
+                    _check_parts(entry, parts, shapes, wanted, paths[0])
+                    for name, tensor in zip(entry.names, entry.split(parts), strict=True):
+                        _keep(weights, name, tensor, wanted, paths[0])
+                for path, model in zip(paths, models, strict=True):
+                    if model:
+                        raise UserError(f"'{path}' has '{min(model)}', which is unknown; it is the file of another rank or another model")
     return {name: weights[name] for name in wanted}
 
 
-def _spelled(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, model: Mapping[str, Tensor]) -> list[Entry]:
+def _spelled(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, model: Mapping[str, Tensor], virtual: int) -> list[Entry]:
     spelling: Spelling = "transformer_engine" if any(name.endswith("linear_qkv.layer_norm_weight") for name in model) else "local"
     grouped = any(re.search(r"\.experts\.linear_fc1\.weight\d+$", name) for name in model)
-    return list(entries(shapes, mesh, rank, spelling, grouped))
+    return list(entries(shapes, mesh, rank, spelling, grouped, virtual))
 
 
 def _check_parts(entry: Entry, parts: list[Tensor], shapes: ModelShapes, wanted: Mapping[str, tuple[int, ...]], where: Path) -> None:
@@ -162,19 +169,21 @@ def _keep(weights: dict[str, Tensor], name: str, tensor: Tensor, wanted: Mapping
     weights[name] = tensor
 
 
-def _model(checkpoint: MegatronCheckpoint, rank: MegatronRank) -> dict[str, Tensor]:
+def _models(checkpoint: MegatronCheckpoint, rank: MegatronRank) -> list[dict[str, Tensor]]:
+    """Returns the tensors of each stage of ``rank``."""
     path = checkpoint.folder / checkpoint.mesh.folder(rank) / FILE
     content = load_file(path)
     if RANK in content and tuple(content[RANK]) != tuple(rank):
         raise UserError(f"'{path}' is the file of rank {tuple(content[RANK])} (tensor, pipeline, expert); the files are mixed up")
     if int(content.get("iteration") or 0) != checkpoint.iteration:
         raise UserError(f"'{path}' is of iteration {content.get('iteration')}, the first file of {checkpoint.iteration}; the files do not match")
-    if "model0" in content:
-        raise UserError(f"'{path}' is of an interleaved pipeline (model0, model1, ...), which is not supported; save it with one chunk per stage")
-    model = content.get("model")
-    if not isinstance(model, dict):
-        raise UserError(f"'{path}' has no 'model'; it is not a Megatron checkpoint")
-    return {name: value for name, value in model.items() if isinstance(value, Tensor) or not str(name).endswith("_extra_state")}
+    keys = _keys(checkpoint.mesh)
+    for key in keys:
+        if not isinstance(content.get(key), dict):
+            raise UserError(f"'{path}' has no '{key}'; it is not a Megatron checkpoint, or one of another pipeline than its args say")
+    if f"model{len(keys)}" in content or (keys == ["model"] and "model0" in content):
+        raise UserError(f"'{path}' has more stages of its pipeline than the {len(keys)} that its args say; it is the file of another checkpoint")
+    return [{name: value for name, value in content[key].items() if not str(name).endswith("_extra_state")} for key in keys]
 
 
 REPLACED = ("megatron.", "transformer_engine.", "signal.", "enum.", "builtins.getattr")

@@ -32,11 +32,18 @@ VOCABULARY_MULTIPLE = 128
 
 @dataclass(frozen=True, slots=True)
 class MegatronMesh:
-    """The number of ranks along each axis."""
+    """The number of ranks along each axis. ``virtual``: stages on each rank of a pipeline, more than 1 if it is interleaved: of p ranks, rank r has the
+    stages r, r + p and so on."""
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    virtual: int = 1
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages."""
+        return self.pipeline * self.virtual
 
     def check(self, shapes: ModelShapes) -> None:
         """Raises ``UserError`` for a model that these ranks do not divide, or whose terms Megatron's layout has no place for."""
@@ -44,6 +51,10 @@ class MegatronMesh:
             raise UserError(f"the {shapes.architecture} model has {shapes.further_terms[0]}, which Megatron's layout has no place for")
         counts = [("tensor", self.tensor, what, count) for what, count in divided_by_tensor(shapes, max(1, self.tensor))]
         counts.append(("pipeline", self.pipeline, "layers", shapes.num_hidden_layers))
+        if self.virtual != 1:
+            if self.pipeline < 2:
+                raise UserError(f"--virtual-pipeline is {self.virtual} and --pipeline {self.pipeline}; an interleaved pipeline has at least 2 ranks")
+            counts.append(("virtual-pipeline", self.virtual, "layers on each rank", shapes.num_hidden_layers // self.pipeline))
         for axis, size, what, count in counts:
             if size < 1 or count % size:
                 raise UserError(f"--{axis} is {size}, which does not divide the model's {count} {what}; choose a divisor")
@@ -90,19 +101,21 @@ class Entry(NamedTuple):
     is_expert: bool = False
 
 
-def entries(shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, spelling: Spelling, grouped: bool = False) -> Iterator[Entry]:
-    """Yields the tensors in the file of ``rank``. ``grouped``: experts are named as in grouped layers."""
-    per_stage = shapes.num_hidden_layers // mesh.pipeline
-    if rank.pipeline == 0:
+def entries(
+    shapes: ModelShapes, mesh: MegatronMesh, rank: MegatronRank, spelling: Spelling, grouped: bool = False, virtual: int = 0
+) -> Iterator[Entry]:
+    """Yields the tensors in the file of ``rank``, of its stage number ``virtual``. ``grouped``: experts are named as in grouped layers."""
+    per_stage, stage = shapes.num_hidden_layers // mesh.stages, virtual * mesh.pipeline + rank.pipeline
+    if stage == 0:
         yield _vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", shapes)
     for local in range(per_stage):
-        layer = rank.pipeline * per_stage + local
+        layer = stage * per_stage + local
         yield from _layer(shapes, mesh, rank, f"decoder.layers.{local}.", f"model.layers.{layer}.", layer, spelling, grouped)
-    if rank.pipeline == mesh.pipeline - 1:
+    if stage == mesh.stages - 1:
         yield _same("decoder.final_layernorm.weight", "model.norm.weight")
         if not shapes.tie_word_embeddings:
             yield _vocabulary("output_layer.weight", "lm_head.weight", shapes)
-        elif mesh.pipeline > 1:
+        elif mesh.stages > 1:
             yield _vocabulary("output_layer.weight", "model.embed_tokens.weight", shapes)
 
 
