@@ -137,7 +137,7 @@ TOKENIZER = {
     "tokenize": "use encode(text)",
 }
 """Of a tokenizer of transformers."""
-QUANTIZED_FOLDERS = ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin")
+QUANTIZED_FOLDERS = ("awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "gptq", "gptq_marlin")
 """Values of vLLM's ``quantization`` that name the format of a folder."""
 DTYPES = {"half": "float16", "float": "float32"}
 

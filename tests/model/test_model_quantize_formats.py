@@ -221,8 +221,8 @@ def test_a_wrong_order_of_nibbles_would_show(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["bitsandbytes", "float one"]),
-        ({"load_in_8bit": True}, ["bitsandbytes"]),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ["bnb_4bit_quant_type", "fp4", "only nf4"]),
+        ({"quant_method": "bitsandbytes"}, ["load_in_4bit", "load_in_8bit"]),
         ({"quant_method": "hqq"}, ["hqq", "awq, gptq"]),
         ({"quant_method": "gptq", "bits": 8, "group_size": 128}, ["bits", "8"]),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ["checkpoint_format", "marlin"]),

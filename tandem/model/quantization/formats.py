@@ -8,10 +8,10 @@ from typing import Any, Literal
 from tandem.model.huggingface.model_config import read_json
 from tandem.types import UserError
 
-Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "float-quantized", "fp8"]
-"""AWQ's GEMM layout, GPTQ's, three of compressed-tensors, and DeepSeek's fp8 with block scales."""
+Layout = Literal["awq", "gptq", "pack-quantized", "int-quantized", "float-quantized", "fp8", "nf4", "llm-int8"]
+"""AWQ's GEMM layout, GPTQ's, three of compressed-tensors, DeepSeek's fp8 with block scales, and two of bitsandbytes."""
 
-SUPPORTED = "awq, gptq, compressed-tensors and fp8"
+SUPPORTED = "awq, gptq, compressed-tensors, fp8 and bitsandbytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def format_of(config: dict[str, Any], where: str) -> CheckpointFormat:
     method = config.get("quant_method")
     if method is None and ("load_in_4bit" in config or "load_in_8bit" in config):
         method = "bitsandbytes"
-    readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "bitsandbytes": _bitsandbytes}
     if method not in readers:
         raise UserError(f"'{where}' has quant_method {method!r}; supported are {SUPPORTED}; use such a checkpoint or the float one")
     return readers[method](config, where)
@@ -112,6 +112,18 @@ def _fp8(config: dict[str, Any], where: str) -> CheckpointFormat:
     return CheckpointFormat(
         "fp8", block=(block[0], block[1]), rounds_inputs=True, ignored=_names(config, "modules_to_not_convert")
     )
+
+
+def _bitsandbytes(config: dict[str, Any], where: str) -> CheckpointFormat:
+    plain = _names(config, "llm_int8_skip_modules")
+    if config.get("load_in_8bit"):
+        return CheckpointFormat("llm-int8", ignored=plain)
+    kind = config.get("bnb_4bit_quant_type", "fp4")
+    if not config.get("load_in_4bit"):
+        raise _fail(where, "load_in_4bit", config.get("load_in_4bit"), "it or load_in_8bit must be true")
+    if kind != "nf4":
+        raise _fail(where, "bnb_4bit_quant_type", kind, "only nf4 is supported; quantize the float model with it")
+    return CheckpointFormat("nf4", ignored=plain)
 
 
 def _compressed_tensors(config: dict[str, Any], where: str) -> CheckpointFormat:

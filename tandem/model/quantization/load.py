@@ -16,17 +16,19 @@ from tandem.model.huggingface.model_config import read_shapes
 from tandem.model.huggingface.model_folder import part_of, read_tensors, to_huggingface
 from tandem.model.layer import STACKED
 from tandem.model.parallel.tensor_parallel import RankGroup
+from tandem.model.quantization import bitsandbytes
 from tandem.model.quantization.bits import AWQ_ORDER, unpack_words
+from tandem.model.quantization.checkpoint_tensors import Tensors, take
 from tandem.model.quantization.formats import CheckpointFormat
 from tandem.model.quantization.scheme import Scheme, Stored
 from tandem.types import UserError
 
-Tensors = dict[str, Tensor]
-
 
 def scheme_of(stored: CheckpointFormat) -> Scheme:
     """Returns how plain weights are rounded when they replace those of a checkpoint in this format."""
-    if stored.layout == "int-quantized":
+    if stored.layout == "nf4":
+        return Scheme("nf4", 64)
+    if stored.layout in ("int-quantized", "llm-int8"):
         return Scheme("int8", stored.group_size, inputs="int8" if stored.rounds_inputs else "plain")
     if stored.layout in ("float-quantized", "fp8"):
         columns = 0 if stored.block is None else stored.block[1]
@@ -106,18 +108,9 @@ def _is_plain(module: str, stored: CheckpointFormat, tensors: Tensors) -> bool:
 
 
 def _plain(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
-    tensor = _take(name, tensors, shape)
+    tensor = take(name, tensors, shape)
     if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         raise UserError(f"tensor '{name}' is {tensor.dtype}, which is not the format in config.json; download the folder again")
-    return tensor
-
-
-def _take(name: str, tensors: Tensors, shape: tuple[int, ...]) -> Tensor:
-    if name not in tensors:
-        raise UserError(f"tensor '{name}' is missing from the weights; config.json requires it")
-    tensor = tensors.pop(name)
-    if tuple(tensor.shape) != shape:
-        raise UserError(f"tensor '{name}' has shape {list(tensor.shape)}; config.json requires {list(shape)}")
     return tensor
 
 
@@ -132,11 +125,17 @@ def read_weight(module: str, stored: CheckpointFormat, tensors: Tensors, shape: 
     """Returns the weight [N, K] of ``module`` from ``tensors``, removing what it reads. Raises ``UserError``."""
     rows, columns = shape
     group = stored.group_size or columns
+    if stored.layout in ("nf4", "llm-int8"):
+        read = bitsandbytes.read_four_bits if stored.layout == "nf4" else bitsandbytes.read_int8
+        return _finite(module, read(module, tensors, rows, columns))
     readers: dict[str, Callable[..., QuantizedWeight]] = {
         "awq": _awq, "gptq": _gptq, "pack-quantized": _pack_quantized, "int-quantized": _int_quantized,
         "float-quantized": _float8, "fp8": _float8,
     }  # fmt: skip
-    weight = readers[stored.layout](module, stored, tensors, rows, columns, group)
+    return _finite(module, readers[stored.layout](module, stored, tensors, rows, columns, group))
+
+
+def _finite(module: str, weight: QuantizedWeight) -> QuantizedWeight:
     for name, x in (("scales", weight.scales), ("weight", weight.codes.float() if weight.kind == "float8_e4m3" else None)):
         if x is not None and not bool(x.isfinite().all()):
             raise UserError(f"tensor '{module}.{name}' contains a value that is not finite; download the folder again")
@@ -149,20 +148,20 @@ def _scales(tensor: Tensor) -> Tensor:
 
 def _awq(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, columns: int, group: int) -> QuantizedWeight:
     groups, words = math.ceil(columns / group), math.ceil(rows / 8)
-    codes = unpack_words(_take(f"{module}.qweight", tensors, (columns, words)), rows, AWQ_ORDER)
-    zeros = unpack_words(_take(f"{module}.qzeros", tensors, (groups, words)), rows, AWQ_ORDER)
-    scales = _take(f"{module}.scales", tensors, (groups, rows))
+    codes = unpack_words(take(f"{module}.qweight", tensors, (columns, words)), rows, AWQ_ORDER)
+    zeros = unpack_words(take(f"{module}.qzeros", tensors, (groups, words)), rows, AWQ_ORDER)
+    scales = take(f"{module}.scales", tensors, (groups, rows))
     return QuantizedWeight("int4", codes.t().contiguous(), _scales(scales.t()), zeros.t().float().contiguous(), group)
 
 
 def _gptq(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, columns: int, group: int) -> QuantizedWeight:
     groups = math.ceil(columns / group)
-    words = _take(f"{module}.qweight", tensors, (math.ceil(columns / 8), rows))
+    words = take(f"{module}.qweight", tensors, (math.ceil(columns / 8), rows))
     codes = unpack_words(words.t().contiguous(), columns)
-    zeros = unpack_words(_take(f"{module}.qzeros", tensors, (groups, math.ceil(rows / 8))), rows)
+    zeros = unpack_words(take(f"{module}.qzeros", tensors, (groups, math.ceil(rows / 8))), rows)
     if stored.stored_zeros_are_one_less:
         zeros = (zeros + 1) & 15
-    scales = _take(f"{module}.scales", tensors, (groups, rows))
+    scales = take(f"{module}.scales", tensors, (groups, rows))
     index = tensors.pop(f"{module}.g_idx", None)
     codes, order = _by_group(module, codes, index, group)
     return QuantizedWeight("int4", codes, _scales(scales.t()), zeros.t().float().contiguous(), group, order)
@@ -182,18 +181,18 @@ def _by_group(module: str, codes: Tensor, index: Tensor | None, group: int) -> t
 def _pack_quantized(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, columns: int, group: int) -> QuantizedWeight:
     groups = math.ceil(columns / group)
     tensors.pop(f"{module}.weight_shape", None)
-    codes = unpack_words(_take(f"{module}.weight_packed", tensors, (rows, math.ceil(columns / 8))), columns)
-    scales = _scales(_take(f"{module}.weight_scale", tensors, (rows, groups)))
+    codes = unpack_words(take(f"{module}.weight_packed", tensors, (rows, math.ceil(columns / 8))), columns)
+    scales = _scales(take(f"{module}.weight_scale", tensors, (rows, groups)))
     zeros = torch.full((rows, groups), 8.0)
     if not stored.symmetric:
-        words = _take(f"{module}.weight_zero_point", tensors, (math.ceil(rows / 8), groups))
+        words = take(f"{module}.weight_zero_point", tensors, (math.ceil(rows / 8), groups))
         zeros = unpack_words(words.t().contiguous(), rows).t().float().contiguous()
     codes, order = _by_group(module, codes, tensors.pop(f"{module}.weight_g_idx", None), group)
     return QuantizedWeight("int4", codes, scales, zeros, group, order)
 
 
 def _int_quantized(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, columns: int, group: int) -> QuantizedWeight:
-    codes = _take(f"{module}.weight", tensors, (rows, columns))
+    codes = take(f"{module}.weight", tensors, (rows, columns))
     if codes.dtype != torch.int8:
         raise UserError(f"tensor '{module}.weight' is {codes.dtype}; config.json says int8")
     scales = _each_row(module, "weight_scale", tensors, rows, math.ceil(columns / group))
@@ -201,14 +200,14 @@ def _int_quantized(module: str, stored: CheckpointFormat, tensors: Tensors, rows
 
 
 def _float8(module: str, stored: CheckpointFormat, tensors: Tensors, rows: int, columns: int, group: int) -> QuantizedWeight:
-    codes = _take(f"{module}.weight", tensors, (rows, columns))
+    codes = take(f"{module}.weight", tensors, (rows, columns))
     if codes.dtype != torch.float8_e4m3fn:
         raise UserError(f"tensor '{module}.weight' is {codes.dtype}; config.json says float8_e4m3fn")
     inputs, name = "float8_e4m3" if stored.rounds_inputs else "plain", "weight_scale_inv" if stored.layout == "fp8" else "weight_scale"
     input_group = 0
     if stored.block is not None:
         high, group = stored.block
-        held = _take(f"{module}.{name}", tensors, (math.ceil(rows / high), math.ceil(columns / group)))
+        held = take(f"{module}.{name}", tensors, (math.ceil(rows / high), math.ceil(columns / group)))
         scales, input_group = held.float().repeat_interleave(high, 0)[:rows].contiguous(), group
     else:
         scales = _each_row(module, name, tensors, rows, math.ceil(columns / group))
@@ -222,7 +221,7 @@ def _each_row(module: str, name: str, tensors: Tensors, rows: int, groups: int) 
         return tensors.pop(f"{module}.{name}").float().reshape(1, 1).expand(rows, groups).contiguous()
     if held is not None and held.shape == (rows,) and groups == 1:
         return tensors.pop(f"{module}.{name}").float().unsqueeze(1)
-    return _scales(_take(f"{module}.{name}", tensors, (rows, groups)))
+    return _scales(take(f"{module}.{name}", tensors, (rows, groups)))
 
 
 def held_bytes(decoder: Decoder) -> int:
