@@ -20,7 +20,7 @@ from pathlib import Path
 from machine import ROOT, machine, write_report
 from options import parser as shared_parser
 
-for room in ("kills", "pod", "jobs", "serving"):
+for room in ("", "kills", "pod", "jobs", "serving"):
     sys.path.insert(0, str(ROOT / "tests" / room))
 
 from kill_targets import pod_job, ranks_job, server_model  # noqa: E402 - found by the lines above
