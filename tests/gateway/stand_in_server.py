@@ -21,7 +21,7 @@ async def serve(name: str, model: str, served: str, weights: str) -> None:
     if "deaf" in model:
         time.sleep(3600)
     backend = fault_backend.Backend(name, [served], weights)
-    if model == "sick" or model == f"sick as {name}":
+    if model == "sick" or (model.startswith("sick but ") and model != f"sick but {name}"):
         backend.mode = "500"
     server = await asyncio.start_server(backend.connection, "127.0.0.1", 0, limit=2**24)
     print(f"tandem: loading '{model}'; http://127.0.0.1:{server.sockets[0].getsockname()[1]} answers probes meanwhile", flush=True)
