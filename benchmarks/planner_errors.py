@@ -5,9 +5,10 @@
 ``planner-measured.csv`` is what the few constants of ``efficiency.py`` are fitted on; each of its rows is also predicted with constants that were fitted
 without it (five folds, each with rows of every source). ``planner-held-out.csv`` is never fitted on; its column ``collected`` says when a row was added,
 and each set was predicted once, by the model as it stood, before anything was changed with a look at it: 18.9 % off for the 49 rows of 2026-11-27, 14.1 %
-(worst 38.8 %) for the seven mixtures of experts that were added later on that day. What a row's source says of its kernels (scaling in fp8, an exchange
-that is overlapped, the precision of the loss) is in its columns. Beside both is a model of one line: 6 operations for a parameter and token, and those of
-attention, over the peak at a constant utilisation, fitted on the same rows. Where a source leaves the micro-batch open it is the fastest that fits in
+(worst 38.8 %) for the seven mixtures of experts that were added later on that day. ``planner-held-out-second.csv`` has 60 more rows of eight publications,
+whose first prediction is in its column ``first_predicted_s``: that is what rows of strangers give. What a row's source says of its kernels (scaling in fp8, an
+exchange that is overlapped, the precision of the loss) is in its columns. Beside both is a model of one line: 6 operations for a parameter and token, and
+those of attention, over the peak at a constant utilisation, fitted on the same rows. Where a source leaves the micro-batch open it is the fastest that fits in
 memory.
 """
 
@@ -30,9 +31,11 @@ from tandem.estimate.training.layout import TrainingLayout
 from tandem.estimate.training.predict import predict_step_time
 from tandem.estimate.training.rank_memory import predict_rank_memory
 from tandem.layout.flops import step_flops
+from tandem.layout.latent_attention import LatentAttention
 from tandem.layout.shapes import ExpertShapes, ModelShapes
 
 FOLDER = Path(__file__).parent
+HELD_OUT = ("planner-held-out.csv", "planner-held-out-second.csv")
 BOUNDS = {
     "products": (0.7, 1.0), "tile_s": (1e-6, 8e-6), "memory": (0.5, 0.92), "links": (0.6, 0.92), "contention": (0.0, 0.5),
 }  # fmt: skip
@@ -52,7 +55,7 @@ SOURCES = {
 @dataclass(frozen=True, eq=False)
 class Row:
     """A published measurement: layouts (one for each micro-batch that the source leaves open) and the seconds of a step. ``collected``: the day on which a
-    held-out row was added."""
+    held-out row was added; ``first_s``: what was predicted then, before anything was changed with a look at it (0: not recorded for this row alone)."""
 
     source: str
     name: str
@@ -61,6 +64,7 @@ class Row:
     layouts: tuple[TrainingLayout, ...]
     seconds: float
     collected: str = ""
+    first_s: float = 0.0
 
     def predicted(self, given: Efficiency) -> float:
         """Returns the seconds of the fastest micro-batch of those that fit."""
@@ -85,7 +89,8 @@ def _row(row: Mapping[str, str]) -> Row:
         data=whole["dp"], tensor=whole["tp"], pipeline=whole["pp"], virtual_stages=whole["virtual_pp"], context=whole.get("cp", 1), expert=whole["ep"],
         schedule="interleaved" if whole["virtual_pp"] > 1 else "1f1b", zero=whole.get("zero", 3 if titan else 1 if core else 0),  # type: ignore[arg-type]
         # The measurements of 2021 are older than sequence parallelism.
-        sequence_parallel=row["source"] != "megatron-2021" and not (row["source"] == "sequence-parallel-2022" and row["recompute"] == "full"),
+        sequence_parallel=row["source"] != "megatron-2021" and not (row["source"] == "sequence-parallel-2022" and row["recompute"] == "full")
+        and row.get("sequence_parallel") != "false",
     )  # fmt: skip
     hardware = _hardware(row)
     layouts = tuple(
@@ -97,11 +102,16 @@ def _row(row: Mapping[str, str]) -> Row:
             experts_as=row.get("experts_as") or "each", cuda_graphs=row.get("graphs") == "true",  # type: ignore[arg-type]
             fp8_scaling=row.get("scaling") or "delayed", overlaps_experts=row.get("overlap") == "true",  # type: ignore[arg-type]
             loss_precision=row.get("loss") or "fp32", whole_vocabulary=row.get("vocabulary") == "whole",  # type: ignore[arg-type]
+            tensor_overlap=row.get("tensor_overlap") or "auto",  # type: ignore[arg-type]
+            whole_experts=row.get("expert_tensor") == "1",
         )
         for size in _micro_batches(row, batch // whole["dp"])
     )  # fmt: skip
     name = f"{row['params_b']}B, {row['gpus']} {row['gpu']}"
-    return Row(row["source"], name, shapes, hardware, fitting(shapes, hardware, layouts), _seconds(row, shapes, sequence, batch), row.get("collected", ""))
+    return Row(
+        row["source"], name, shapes, hardware, fitting(shapes, hardware, layouts), _seconds(row, shapes, sequence, batch), row.get("collected", ""),
+        float(row.get("first_predicted_s") or 0),
+    )  # fmt: skip
 
 
 def _hardware(row: Mapping[str, str]) -> Hardware:
@@ -111,6 +121,8 @@ def _hardware(row: Mapping[str, str]) -> Hardware:
         hardware = replace(hardware, gpus_per_node=int(row["gpus_per_node"]))
     if row.get("network_bytes"):
         hardware = replace(hardware, network_bandwidth=float(row["network_bytes"]))
+    if row.get("links") == "mesh":
+        hardware = replace(hardware, is_meshed=True)
     return hardware
 
 
@@ -122,15 +134,21 @@ def fitting(shapes: ModelShapes, hardware: Hardware, layouts: tuple[TrainingLayo
 def _shapes(row: Mapping[str, str]) -> ModelShapes:
     hidden, heads = int(row["hidden"]), int(row["heads"])
     llama = row["source"].startswith("torchtitan-llama3")
-    experts = None
+    experts = latent = None
     if row.get("experts"):
-        experts = ExpertShapes(int(row["experts"]), int(row["experts_per_token"]), int(row["expert_ffn"]))
+        experts = ExpertShapes(
+            int(row["experts"]), int(row["experts_per_token"]), int(row["expert_ffn"]), dense_layers=tuple(range(int(row.get("dense_layers") or 0))),
+            shared_intermediate_size=int(row.get("shared_ffn") or 0),
+        )  # fmt: skip
+    if row.get("latent"):
+        queries, keys, plain, rotated, values = map(int, row["latent"].split("/"))
+        latent = LatentAttention(keys, plain, rotated, values, queries)
     layers, window = int(row["layers"]), row.get("window")
     return ModelShapes(
         "llama", int(row["vocab"]), hidden, layers, heads, int(row.get("kv_heads") or (8 if llama else heads)),
         int(row.get("head_dim") or hidden // heads), int(row.get("ffn") or (14336 if llama else 4 * hidden)), int(row["seq"]), tie_word_embeddings=not llama,
         gated_mlp=llama if "gated" not in row else row["gated"] == "true", experts=experts,
-        qk_norm=row.get("qk_norm") == "true",
+        qk_norm=row.get("qk_norm") == "true", latent=latent,
         # Every other layer.
         layer_windows=tuple(int(window) if layer % 2 == 0 else None for layer in range(layers)) if window else (),
     )  # fmt: skip
@@ -211,42 +229,63 @@ def summary(name: str, errors: Sequence[float]) -> str:
     return f"| {name} | {len(errors)} | {fmean(sizes):.1%} | {max(sizes):.1%} | {fmean(errors):+.1%} |"
 
 
+def of_held_out(name: str, rows: Sequence[Row], share: float) -> list[str]:
+    """Returns the lines of the table for a file of rows that nothing is fitted on: all, those of dense models and of mixtures, as they were first predicted,
+    of each day and of each source."""
+    errors = {row: row.predicted(FITTED) / row.seconds - 1 for row in rows}
+
+    def line(what: str, chosen: Callable[[Row], bool]) -> list[str]:
+        of = [error for row, error in errors.items() if chosen(row)]
+        return [summary(f"`{name}`{what}", of)] if of else []
+
+    lines = line("", lambda row: True)
+    lines += line(", dense models", lambda row: row.shapes.experts is None) + line(", mixtures of experts", lambda row: row.shapes.experts is not None)
+    if all(row.first_s for row in rows):
+        for what, kinds in (("", (True, False)), (", dense models", (False,)), (", mixtures of experts", (True,))):
+            first = [row.first_s / row.seconds - 1 for row in rows if (row.shapes.experts is not None) in kinds]
+            lines.append(summary(f"`{name}`{what}, first predicted", first))
+    for day in dict.fromkeys(row.collected for row in rows):
+        lines += line(f", collected {day}", lambda row, day=day: row.collected == day)  # type: ignore[misc]
+    for source in dict.fromkeys(row.source for row in rows):
+        lines += line(f": {source}", lambda row, source=source: row.source == source)  # type: ignore[misc]
+    return [*lines, summary(f"one line, `{name}`", [row.baseline(share) / row.seconds - 1 for row in rows])]
+
+
+def of_row(row: Row, unseen: str, share: float) -> str:
+    """Returns the line of a row. ``unseen``: its error with constants that were fitted without it."""
+    layout, mesh = row.layouts[0], row.layouts[0].parallel
+    what = (
+        f"{layout.precision}, recompute {layout.recompute}, sequence {layout.sequence}, tp {mesh.tensor}, pp {mesh.pipeline} x {mesh.virtual_stages}, "
+        f"dp {mesh.data}, cp {mesh.context}, ep {mesh.expert}, ZeRO {mesh.zero}"
+    )
+    seconds, page = row.predicted(FITTED), row.baseline(share) / row.seconds - 1
+    first = f"{row.first_s / row.seconds - 1:+.1%}" if row.first_s else ""
+    return f"| {row.source} | {row.name} | {what} | {row.seconds:.3f} | {seconds:.3f} | {seconds / row.seconds - 1:+.1%} | {unseen} | {first} | {page:+.1%} |"
+
+
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--fit", action="store_true", help="print the constants that fit all rows of planner-measured.csv")
     options = arguments.parse_args()
-    rows, held = read(FOLDER / "planner-measured.csv"), read(FOLDER / "planner-held-out.csv")
+    rows, held = read(FOLDER / "planner-measured.csv"), {name: read(FOLDER / name) for name in HELD_OUT}
     if options.fit:
         print(fit(rows))
         return 0
-    fitted = [row.predicted(FITTED) / row.seconds - 1 for row in rows]
-    tested = folds(rows, by_fit)
-    share = utilisation(rows)
-    one_page = [row.baseline(share) / row.seconds - 1 for row in rows]
-    one_page_tested = folds(rows, lambda kept, row: row.baseline(utilisation(kept)))
-    away = [row.predicted(FITTED) / row.seconds - 1 for row in held]
-    away_page = [row.baseline(share) / row.seconds - 1 for row in held]
+    tested, share = folds(rows, by_fit), utilisation(rows)
     lines = [
         "# Predicted step times and published measurements", "", machine(), "", *(__doc__ or "").split("\n\n")[2:], "", f"Constants: `{FITTED}`.", "",
         "Sources: " + "; ".join(f"{name}: {where}" for name, where in SOURCES.items()) + ".", "",
         "| rows | count | mean error | worst | bias |", "| --- | --- | --- | --- | --- |",
-        summary("`planner-measured.csv`, fitted", fitted), summary("`planner-measured.csv`, each in a fold that was not fitted on", tested),
-        summary("`planner-held-out.csv`", away),
-        *(summary(f"`planner-held-out.csv`, collected {day}", [e for row, e in zip(held, away, strict=True) if row.collected == day])
-          for day in dict.fromkeys(row.collected for row in held)),
-        *(summary(f"`planner-held-out.csv`: {source}", [e for row, e in zip(held, away, strict=True) if row.source == source])
-          for source in dict.fromkeys(row.source for row in held)),
-        summary(f"one line ({share:.0%} of the peak), `planner-measured.csv`, fitted", one_page), summary("one line, not fitted on", one_page_tested),
-        summary("one line, `planner-held-out.csv`", away_page), "",
-        "| source | what | layout | measured s | predicted s | error | not fitted on | one line |", "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        summary("`planner-measured.csv`, fitted", [row.predicted(FITTED) / row.seconds - 1 for row in rows]),
+        summary("`planner-measured.csv`, each in a fold that was not fitted on", tested),
+        summary(f"one line ({share:.0%} of the peak), `planner-measured.csv`, fitted", [row.baseline(share) / row.seconds - 1 for row in rows]),
+        summary("one line, not fitted on", folds(rows, lambda kept, row: row.baseline(utilisation(kept)))),
+        *(line for name, each in held.items() for line in of_held_out(name, each, share)), "",
+        "| source | what | layout | measured s | predicted s | error | not fitted on | first predicted | one line |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *(of_row(row, f"{error:+.1%}", share) for row, error in zip(rows, tested, strict=True)),
+        *(of_row(row, "same", share) for each in held.values() for row in each),
     ]  # fmt: skip
-    for row, error, unseen, page in zip(rows + held, fitted + away, [f"{e:+.1%}" for e in tested] + ["same"] * len(held), one_page + away_page, strict=True):
-        layout, mesh = row.layouts[0], row.layouts[0].parallel
-        what = (
-            f"{layout.precision}, recompute {layout.recompute}, sequence {layout.sequence}, tp {mesh.tensor}, pp {mesh.pipeline} x {mesh.virtual_stages}, "
-            f"dp {mesh.data}, cp {mesh.context}, ep {mesh.expert}, ZeRO {mesh.zero}"
-        )
-        lines.append(f"| {row.source} | {row.name} | {what} | {row.seconds:.3f} | {row.seconds * (1 + error):.3f} | {error:+.1%} | {unseen} | {page:+.1%} |")
     print("\n".join(lines))
     print(f"wrote {write_report('planner-errors', chr(10).join(lines) + chr(10), options.out)}")
     return 0

@@ -12,6 +12,11 @@ With a policy that is one step off half of the GPUs train and half generate.
 The host's work between the steps of an engine is that of the release of vLLM that each version has (``serving.host``); it was added after the errors were seen.
 Megatron-Core's expert-parallel ranks may take the place of tensor-parallel ones; here they are within data and context, and tensor-parallel ranks divide the
 experts' matrices: as many parts.
+
+A second table has seconds by phase, of Llama 3.1 8B and 70B in NeMo RL 0.3: what was published and what a user measured with the same recipes
+(``benchmarks/published/rl_phases.csv``; https://github.com/NVIDIA-NeMo/RL/issues/959). Its settings are those of version 0.3.0's
+``grpo_math_8B_megatron.yaml``, ``grpo_math_8B.yaml`` and ``grpo_math_70B_megatron.yaml``; its prompts are those of the first table. ``other`` is what is left
+of a step.
 """
 
 import csv
@@ -47,6 +52,7 @@ def decoder(layers: int, hidden: int, heads: int, kv: int, inner: int, vocab: in
 LATENT = LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536)
 MODELS = {
     "llama-3.1-8b": decoder(32, 4096, 32, 8, 14336, 128256),
+    "llama-3.1-70b": decoder(80, 8192, 64, 8, 28672, 128256),
     "qwen3-32b": decoder(64, 5120, 64, 8, 25600, 151936),
     "qwen3-30b-a3b": decoder(48, 2048, 32, 4, 6144, 151936, ExpertShapes(128, 8, 768)),
     "qwen3-235b-a22b": decoder(94, 4096, 64, 4, 12288, 151936, ExpertShapes(128, 8, 1536)),
@@ -60,8 +66,8 @@ COLOCATED_SHARE, APART_SHARE, LARGE_APART_SHARE = 0.6, 0.8, 0.88
 SEQUENCES, BATCHED_TOKENS = 1024, 16384
 """vLLM's defaults of ``LLM`` on an H100, which the recipes leave: ``max_num_seqs`` and ``max_num_batched_tokens``."""
 PASSES = 2
-HOSTS = {"nemo-rl-0.4": "vllm-0.8", "nemo-rl-0.5": "vllm-0.8", "nemo-rl-0.6": HIDDEN}
-"""Of the engines: NeMo RL 0.4 has vLLM 0.10.0, 0.5 has 0.11.2 and 0.6 has 0.17.1 (its ``pyproject.toml``)."""
+HOSTS = {"nemo-rl-0.3": "vllm-0.8", "nemo-rl-0.4": "vllm-0.8", "nemo-rl-0.5": "vllm-0.8", "nemo-rl-0.6": HIDDEN}
+"""Of the engines: NeMo RL 0.3 has vLLM 0.9.0, 0.4 has 0.10.0, 0.5 has 0.11.2 and 0.6 has 0.17.1 (its ``pyproject.toml``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +111,8 @@ def published(row: Mapping[str, str], prompt: float) -> Published:
     data = training // (whole["tensor"] * whole["context"] * whole["pipeline"])
     parallel = ParallelConfig(
         data=data, tensor=whole["tensor"], context=whole["context"], pipeline=whole["pipeline"],
-        expert=min(whole["expert"], data * whole["context"]), zero=1,
-        sequence_parallel=whole["tensor"] > 1,
+        expert=min(whole["expert"], data * whole["context"]), zero=whole.get("zero", 1),  # type: ignore[arg-type]
+        sequence_parallel=whole["tensor"] > 1 and row.get("sequence_parallel") != "false",
     )  # fmt: skip
     layout = TrainingLayout(
         with_stages(parallel, shapes.num_hidden_layers), whole["max_sequence"], samples, 1, row["precision"], row["recompute"],  # type: ignore[arg-type]
@@ -126,10 +132,46 @@ def published(row: Mapping[str, str], prompt: float) -> Published:
 
 
 def rows() -> list[Published]:
-    with (HERE / "published" / "rl_steps.csv").open(encoding="utf-8", newline="") as file:
-        read = list(csv.DictReader(file))
-    prompts = {name: statistics.median(left_for_prompt(row) for row in read if row["model"] == name) for name in MODELS}
+    read = _read("rl_steps.csv")
+    prompts = {name: statistics.median(left_for_prompt(row) for row in read if row["model"] == name) for name in {row["model"] for row in read}}
     return [published(row, prompts[row["model"]]) for row in read]
+
+
+def with_phases() -> list[Published]:
+    """Returns the steps whose phases are published too."""
+    prompt = statistics.median(left_for_prompt(row) for row in _read("rl_steps.csv") if row["model"] == "llama-3.1-8b")
+    return [published(row, prompt) for row in _read("rl_phases.csv")]
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    with (HERE / "published" / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+PHASES = {
+    "training": lambda time: time.training, "logprobs": lambda time: time.inference, "generation": lambda time: time.rollout,
+    "refit": lambda time: time.weight_update + time.switch,
+}  # fmt: skip
+"""Of the second table, and what is predicted of each. Its refit moves the trainer's memory away too."""
+
+
+def phase_error(each: Published, phase: str) -> float:
+    return float(PHASES[phase](each.predicted()) / float(each.row[f"{phase}_seconds"]) - 1)
+
+
+def _phase_lines() -> list[str]:
+    lines = ["| source | model | GPUs | training | who | tokens | " + " | ".join(PHASES) + " | other | step |", "|---" * 12 + "|"]
+    for each in with_phases():
+        row, time = each.row, each.predicted()
+        cells = [f"{float(row[f'{name}_seconds']):g} / {PHASES[name](time):.3g} ({phase_error(each, name):+.0%})" for name in PHASES]
+        other = each.seconds - sum(float(row[f"{name}_seconds"]) for name in PHASES)
+        trainer = "PyTorch FSDP" if row["zero"] == "3" else "Megatron-Core"
+        lines.append(
+            f"| {row['source']} | {row['model']} | {row['gpus']} | {trainer} | {row['who']} | {float(row['response_tokens']):,.0f} | {' | '.join(cells)} | "
+            f"{other:g} / 0 | {each.seconds:g} / {time.seconds:.3g} ({time.seconds / each.seconds - 1:+.0%}) |"
+        )
+    means = [statistics.mean(phase_error(each, name) for each in with_phases()) for name in PHASES]
+    return [*lines, "", "Mean errors by phase: " + ", ".join(f"{name} {mean:+.0%}" for name, mean in zip(PHASES, means, strict=True)) + "."]
 
 
 def _summary(name: str, errors: list[float]) -> str:
@@ -151,7 +193,7 @@ def main() -> int:
             f"{lengths} | {phases} | {each.seconds:g} | {time.seconds:.3g} | {error:+.0%} |"
         )
     summary = ["| rows | count | mean error | median | worst | bias |", "|---" * 6 + "|", _summary("all", [error for _, error in errors])]
-    for name in MODELS:
+    for name in dict.fromkeys(each.row["model"] for each, _ in errors):
         summary.append(_summary(name, [error for each, error in errors if each.row["model"] == name]))
     for name, ahead in (("on policy, one set of GPUs", False), ("one step off, two halves", True)):
         summary.append(_summary(name, [error for each, error in errors if each.step.is_ahead == ahead]))
@@ -160,9 +202,10 @@ def main() -> int:
         "| predicted s | error |",
         "|---" * 15 + "|",
     ]  # fmt: skip
-    told = (__doc__ or "").split("\n\n")[2]
+    told = "\n\n".join((__doc__ or "").split("\n\n")[2:])
     sources = "Sources: " + ", ".join(f"[{name}]({address})" for name, address in SOURCES.items()) + "."
-    text = "\n".join(["# Published steps of reinforcement learning", "", machine(), "", told, "", sources, "", *summary, "", *header, *lines])
+    by_phase = ["", "## By phase (seconds, published / predicted)", "", *_phase_lines()]
+    text = "\n".join(["# Published steps of reinforcement learning", "", machine(), "", told, "", sources, "", *summary, "", *header, *lines, *by_phase])
     print(text)
     print(f"wrote {write_report('rl-steps-published', text, options.out)}")
     return 0

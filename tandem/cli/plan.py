@@ -126,6 +126,7 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
         layout.add_argument(f"--{name.replace('_', '-')}", choices=choices, default=choices[0], help=text)
     layout.add_argument("--sum-gradients-once", action="store_true", help="with --zero 3, gradients stay whole until the last micro-batch")
     layout.add_argument("--whole-vocabulary", action="store_true", help="each tensor-parallel rank has the whole embedding and all logits")
+    layout.add_argument("--whole-experts", action="store_true", help="tensor-parallel ranks have experts of their own: --ep x --tp ranks divide them")
     layout.add_argument("--overlap-experts", action="store_true", help="the exchange between experts is hidden behind another micro-batch")
     layout.add_argument("--expert-imbalance", type=float, default=1.0, metavar="X", help="tokens of the fullest expert-parallel rank over the mean")
     layout.add_argument("--cuda-graphs", action="store_true", help="kernels are not started one by one")
@@ -382,7 +383,7 @@ def _layout(options: argparse.Namespace, request: "PlanRequest") -> "TrainingLay
         tensor_overlap=options.tensor_overlap, expert_dispatch=options.expert_dispatch, experts_as=options.experts_as, cuda_graphs=options.cuda_graphs,
         reduce_precision=options.reduce_precision, state_precision=options.state_precision, reduces_each_pass=not options.sum_gradients_once,
         fp8_scaling=options.fp8_scaling, loss_precision=options.loss_precision, whole_vocabulary=options.whole_vocabulary,
-        overlaps_experts=options.overlap_experts, expert_imbalance=options.expert_imbalance,
+        whole_experts=options.whole_experts, overlaps_experts=options.overlap_experts, expert_imbalance=options.expert_imbalance,
     )  # fmt: skip
     check_training_layout(request.shapes, layout, request.gpus)
     return request.completed(replace(layout, parallel=with_stages(parallel, request.shapes.num_hidden_layers)))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.cli.number_types import token_count
 from tandem.cli.plan import hardware_named, model_of, size_arguments
 from tandem.estimate.serving.host import HIDDEN, SEQUENCE_S
+from tandem.estimate.serving.kernels import KERNELS, PUBLISHED
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-batched-tokens", type=token_count, default=8192, help="tokens of a step (default: 8192)")
     engine.add_argument(
         "--engine-host", choices=tuple(SEQUENCE_S), default=HIDDEN, help="what the host adds to a step, by the engine's release (default: hidden)"
+    )
+    engine.add_argument(
+        "--kernels", choices=tuple(KERNELS), default=PUBLISHED, help="of published engines, or Tandem's batch-invariant ones (default: published)"
     )
     engine.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of the GPU's memory for the engine (default: 0.9)")
 
@@ -106,7 +110,7 @@ def _request(options: argparse.Namespace) -> "PoolRequest":
     traffic = replace(demand.traffic, prompts=prompts.cut(length), outputs=outputs.cut(length))
     layout = ServingLayout(
         1, "bf16", options.kv_cache_dtype, options.max_num_seqs, options.max_num_batched_tokens, options.gpu_memory_utilization, length,
-        host_sequence_s=SEQUENCE_S[options.engine_host],
+        host_sequence_s=SEQUENCE_S[options.engine_host], kernels=options.kernels,
     )  # fmt: skip
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise UserError(

@@ -8,13 +8,15 @@ from typing import Any
 from tandem.config.recipe import Recipe
 from tandem.estimate.disk_bytes import offloaded_bytes, rl_bytes_on_disk
 from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.memory import processes_beside
 from tandem.estimate.pod_phases import PhaseMemory, pinned_parts, pod_phases
+from tandem.layout.residents import Residency
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.planner.as_text import table
 from tandem.planner.recipe_step import sequence_tokens
 from tandem.planner.request import own_recompute
 from tandem.planner.score import Score
-from tandem.pod.residents.plan import Budget, candidates, choose, gpu_candidate, kv_cache_tokens, largest_micro_batch
+from tandem.pod.residents.plan import Budget, Candidate, candidates, choose, gpu_candidate, kv_cache_tokens, largest_micro_batch
 from tandem.pod.rl_models import rl_models
 from tandem.runtime.machine.gpus import room
 from tandem.types.errors import RunError, UserError
@@ -28,14 +30,17 @@ KINDS = ("device", "host", "disk")
 @dataclass(frozen=True, slots=True)
 class PodMemoryPlan:
     """``plan``: of the residents, the loosest that fits on ``hardware``; ``why``: a line for each looser one. ``refused``: why there is none; then there are
-    no ``phases``. ``ranks`` and ``engines``: of the trainer and of the rollout on one machine."""
+    no ``phases``. ``ranks`` and ``engines``: of the trainer and of the rollout on one machine. ``machines``: that have the GPUs. ``phases``: of the first
+    machine, which has the controller and the run's files too; ``everywhere``: host and disk of all machines together."""
 
     hardware: Hardware
     ranks: int
     engines: int
+    machines: int = 1
     plan: str = ""
     why: tuple[str, ...] = ()
     phases: tuple[PhaseMemory, ...] = ()
+    everywhere: tuple[PhaseMemory, ...] = ()
     refused: str = ""
 
 
@@ -57,11 +62,11 @@ def plan_pod_memory(recipe: Recipe, scored: Score) -> PodMemoryPlan:
     count (``machine.memory_gib``, ``residents.disk_gib``)."""
     planned, hardware, gpus = planned_recipe(recipe, scored), scored.hardware, scored.layout.gpus
     ranks = min(gpus, hardware.gpus_per_node)
-    engines = max(1, ranks // recipe.rollout.engine.tensor_parallel_size)
+    empty = PodMemoryPlan(hardware, ranks, max(1, ranks // recipe.rollout.engine.tensor_parallel_size), -(-gpus // hardware.gpus_per_node))
     try:
-        return _phases(planned, scored.shapes, PodMemoryPlan(hardware, ranks, engines))
+        return _phases(planned, scored.shapes, empty)
     except (UserError, RunError) as error:
-        return PodMemoryPlan(hardware, ranks, engines, refused=str(error))
+        return replace(empty, refused=str(error))
 
 
 def _phases(recipe: Recipe, actor: ModelShapes, empty: PodMemoryPlan) -> PodMemoryPlan:
@@ -83,31 +88,46 @@ def _phases(recipe: Recipe, actor: ModelShapes, empty: PodMemoryPlan) -> PodMemo
         recipe.residents, on_gpu=True, sleeps=rollout.engine.tensor_parallel_size == 1 and rollout.backend == "tandem", at_once=ahead,
         moves_trainer=trainer.backend == "tandem",
     )  # fmt: skip
-    chosen, why = choose(
-        allowed,
-        lambda residency: gpu_candidate(
-            residency, rollout, trainer, parallel, shapes, micro_batch, cache, recipe.rollout_precision, models, empty.engines, empty.ranks
-        ),
-        budget,
-    )
-    assert chosen.gpu_parts is not None
-    pinned = pinned_parts(shapes, trainer, parallel, chosen.residency, **models, ranks=empty.ranks)
+
+    def needs(residency: Residency, engines: int, ranks: int) -> Candidate:
+        return gpu_candidate(residency, rollout, trainer, parallel, shapes, micro_batch, cache, recipe.rollout_precision, models, engines, ranks)
+
+    chosen, why = choose(allowed, lambda residency: needs(residency, empty.engines, empty.ranks), budget)
     trained = [shapes] if beside.critic is None else [shapes, beside.critic]
-    disk = {
-        "checkpoints_and_models": rl_bytes_on_disk(
-            shapes, trainer, recipe.checkpoint.keep, critic=beside.critic, follows=recipe.reference.follows
-        ),
-        "moved_residents": chosen.disk, "offloaded": sum(offloaded_bytes(each, trainer, micro_batch.tokens, parallel) for each in trained),
-    }  # fmt: skip
-    return replace(empty, plan=chosen.name, why=tuple(why), phases=tuple(pod_phases(chosen.gpu_parts, chosen.host, pinned, disk)))
+    files = rl_bytes_on_disk(shapes, trainer, recipe.checkpoint.keep, critic=beside.critic, follows=recipe.reference.follows)
+
+    def phases(candidate: Candidate, ranks: int) -> tuple[PhaseMemory, ...]:
+        """Returns the phases of ``ranks`` and their engines. The run's files are in one place."""
+        assert candidate.gpu_parts is not None
+        pinned = pinned_parts(shapes, trainer, parallel, candidate.residency, **models, ranks=ranks)
+        divided = replace(parallel, ranks_per_node=ranks)
+        offloaded = sum(offloaded_bytes(each, trainer, micro_batch.tokens, divided) for each in trained)
+        disk = {"checkpoints_and_models": files, "moved_residents": candidate.disk, "offloaded": offloaded}
+        return tuple(pod_phases(candidate.gpu_parts, candidate.host, pinned, disk))
+
+    one = phases(chosen, empty.ranks)
+    if empty.machines == 1:
+        return replace(empty, plan=chosen.name, why=tuple(why), phases=one, everywhere=one)
+    world, machines = parallel.world, empty.machines
+    everywhere = needs(chosen.residency, max(1, world // rollout.engine.tensor_parallel_size), world)
+    # Each machine has the buffers that its engines read the weights from, and its own servers; the controller is on one.
+    host = replace(everywhere.host, segments=machines * everywhere.host.segments, beside=processes_beside(trainer, world, machines))
+    return replace(empty, plan=chosen.name, why=tuple(why), phases=one, everywhere=phases(replace(everywhere, host=host), world))
 
 
 def pod_memory_json(plan: PodMemoryPlan) -> dict[str, Any]:
     """Returns the bytes of each phase by kind of memory and by what holds them, each kind with its ``total``."""
     if plan.refused:
         return {"refused": plan.refused}
-    phases = [{"phase": each.phase, **{kind: _with_total(getattr(each, kind)) for kind in KINDS}} for each in plan.phases]
-    return {"residents_plan": plan.plan, "why": list(plan.why), "ranks_of_a_machine": plan.ranks, "engines_of_a_machine": plan.engines, "phases": phases}
+    phases = [
+        {"phase": each.phase, **{kind: _with_total(getattr(each, kind)) for kind in KINDS}}
+        | {f"all_{kind}s": _with_total(getattr(everywhere, kind)) for kind in KINDS[1:]}
+        for each, everywhere in zip(plan.phases, plan.everywhere, strict=True)
+    ]
+    return {
+        "residents_plan": plan.plan, "why": list(plan.why), "machines": plan.machines, "ranks_of_a_machine": plan.ranks,
+        "engines_of_a_machine": plan.engines, "phases": phases,
+    }  # fmt: skip
 
 
 def _with_total(parts: Mapping[str, int]) -> dict[str, int]:
@@ -123,9 +143,13 @@ def _lines(plan: PodMemoryPlan) -> Iterator[str]:
         yield f"memory of the pod: not predicted, {plan.refused}"
         return
     yield f"memory of each phase of the pod, with residents.plan {plan.plan}, GiB:"
-    yield from table(
-        ("", f"fullest GPU (of {plan.hardware.memory_bytes / GIB:.1f})", "host of a machine", "its disk"),
-        [(each.phase, *(f"{sum(getattr(each, kind).values()) / GIB:.2f}" for kind in KINDS)) for each in plan.phases],
-    )
+    names = ["", f"fullest GPU (of {plan.hardware.memory_bytes / GIB:.1f})", "host of a machine", "its disk"]
+    rows = [[each.phase, *(f"{sum(getattr(each, kind).values()) / GIB:.2f}" for kind in KINDS)] for each in plan.phases]
+    if plan.machines > 1:
+        names += [f"hosts of all {plan.machines} machines", "their disks"]
+        rows = [
+            [*row, *(f"{sum(getattr(each, kind).values()) / GIB:.2f}" for kind in KINDS[1:])] for row, each in zip(rows, plan.everywhere, strict=True)
+        ]
+    yield from table(tuple(names), [tuple(row) for row in rows])
     for line in plan.why:
         yield f"  {line}"

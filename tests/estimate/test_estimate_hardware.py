@@ -27,6 +27,12 @@ def test_each_kind_of_gpu_has_a_file_whose_figures_have_sources() -> None:
         assert hardware.memory_bandwidth > hardware.link_bandwidth >= hardware.network_bandwidth
 
 
+def test_gpus_of_a_node_without_a_switch_reach_each_other_over_the_links_between_them() -> None:
+    hardware = load_hardware("MI300X")
+    assert [hardware.group_bandwidth(*group) for group in ((8, 1), (2, 1), (4, 2))] == pytest.approx([4.48e11, 6.4e10, 1.92e11])
+    assert hardware.group_bandwidth(2, 8) == hardware.network_bandwidth and load_hardware("H200").group_bandwidth(2, 1) == 4.5e11
+
+
 def test_products_without_a_measured_rate_reach_the_share_that_bf16_reaches(tmp_path: Path) -> None:
     assert load_hardware("A100-80GB").product_rate("fp16") == pytest.approx(271.2e12)
     # Nothing is published of products in int8: they reach the share of fp8 where that is measured, otherwise of bf16.

@@ -10,10 +10,10 @@ from tandem.engine import settings
 from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.serving.engine_memory import predict_engine_memory
 from tandem.estimate.serving.host import HIDDEN, SEQUENCE_S
+from tandem.estimate.serving.kernels import KERNELS, PUBLISHED
 from tandem.estimate.serving.kv_cache import held_tokens, read_bytes, token_bytes
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.step_time import (
-    BANDWIDTH_SHARE,
     REDUCE_S,
     REDUCE_SHARE,
     _matrices,
@@ -31,6 +31,7 @@ from tandem.types.kv_cache import KVCacheDtype
 
 LLAMA_2_7B = ModelShapes("llama", 32000, 4096, 32, 32, 32, 128, 11008, 4096, False)
 LLAMA_3_8B = ModelShapes("llama", 128256, 4096, 32, 32, 8, 128, 14336, 8192, False)
+BANDWIDTH_SHARE = KERNELS[PUBLISHED].bandwidth
 H100 = load_hardware("H100-80GB")
 
 

@@ -268,7 +268,7 @@ def test_an_imbalance_slows_experts_and_their_exchange_and_an_overlap_hides_the_
 
 def test_pytorch_copies_what_tensor_parallel_ranks_gather_and_scatter_and_gathers_in_eight_bits() -> None:
     layout = TrainingLayout(ParallelConfig(data=2, tensor=4, zero=3), 4096, 8, 4)
-    times = [LayerTimes(GPT, replace(layout, precision=each), H100, FITTED)._tensor_seconds(0.0) for each in ("bf16", "fp8")]  # type: ignore[arg-type]
+    times = [LayerTimes(GPT, replace(layout, precision=each), H100, FITTED)._tensor_seconds(0.0, None) for each in ("bf16", "fp8")]  # type: ignore[arg-type]
     moved = 2.0 * 4 * 4096 * 4096
     # Over the link and, read and written, over the memory.
     one = gather_seconds(H100, 4, 1, moved, FITTED) + 2 * moved / (3.35e12 * FITTED.memory)
@@ -281,6 +281,33 @@ def test_operands_scaled_by_their_own_largest_value_are_read_once_more_and_their
     operands = 2 * 2048 * (3 * 4096 + 16384)
     kernels = 3 * 4 * FITTED.kernel_s
     assert current - delayed == pytest.approx(4 * 32 * 2 * (2 * operands / (3.35e12 * FITTED.memory) + kernels), rel=0.01)
+
+
+def test_ranks_that_divide_experts_gather_what_each_of_them_got_and_ranks_with_whole_experts_send_their_tokens_alone() -> None:
+    mixed = replace(GPT, experts=ExpertShapes(16, 4, 2048))
+    divided = TrainingLayout(ParallelConfig(data=8, tensor=4, expert=2, zero=1), 4096, 8, tensor_overlap="none")
+    whole = replace(divided, whole_experts=True)
+    dense, shared, own = (LayerTimes(s, e, H100, FITTED).layer(None, s.experts) for s, e in ((GPT, divided), (mixed, divided), (mixed, whole)))
+    # Attention gathers its input, scatters its output and does the same backward, once more for its weights; the MLP as often, for each copy of a token.
+    one = gather_seconds(H100, 4, 1, 2.0 * 4096 * 4096, FITTED)
+    assert (dense.forward.tensor, dense.backward.tensor) == pytest.approx((4 * one, 6 * one))
+    assert (own.forward.tensor, own.backward.tensor) == pytest.approx((2 * one, 3 * one))
+    copies = gather_seconds(H100, 4, 1, 4 * 2.0 * 4096 * 4096, FITTED)
+    assert (shared.forward.tensor, shared.backward.tensor) == pytest.approx((2 * one + 2 * copies, 3 * one + 2 * copies))
+    # The same copies of a quarter of the tokens leave a rank, now to eight ranks of a node.
+    sent = 4 * 2.0 * 1024 * 4096 * 7 / 8 / (H100.link_bandwidth * 370 / 450)
+    assert own.forward.expert == pytest.approx(2 * (sent + 3 * FITTED.latency_s))
+    assert whole.expert_ranks == 8 and own.forward.products == pytest.approx(shared.forward.products, rel=0.03), "as many operations"
+
+
+def test_a_pair_of_gpus_without_a_switch_has_its_own_links_alone() -> None:
+    meshed = replace(H100, gpus_per_node=4, is_meshed=True)
+    moved, started = 1e9, gather_seconds(H100, 2, 1, 1.0, FITTED)
+    two, four = (gather_seconds(meshed, size, 1, moved, FITTED) - gather_seconds(meshed, size, 1, 1.0, FITTED) for size in (2, 4))
+    switched = [gather_seconds(H100, size, 1, moved, FITTED) - gather_seconds(H100, size, 1, 1.0, FITTED) for size in (2, 4)]
+    assert two == pytest.approx(3 * switched[0], rel=0.01) and four == pytest.approx(switched[1], rel=0.01) and started > 0
+    # A node's four cards are as fast as before, and so is one of them.
+    assert gather_seconds(meshed, 8, 1, moved, FITTED) == pytest.approx(gather_seconds(replace(H100, gpus_per_node=4), 8, 1, moved, FITTED))
 
 
 def test_tokens_that_travel_once_are_those_that_a_random_choice_sends_to_a_node_or_gpu() -> None:

@@ -13,6 +13,7 @@ from recipes_of_models import grpo_recipe
 from tandem.cli.main import main
 from tandem.config.recipe import Recipe, load_config
 from tandem.estimate.hardware.load import load_hardware
+from tandem.estimate.processes import CONTROLLER_BYTES
 from tandem.jobs.pod_plan import plan_of
 from tandem.planner.page_bars import figure
 from tandem.planner.pod_memory import plan_pod_memory, planned_recipe
@@ -77,7 +78,8 @@ def test_the_page_shows_the_memory_of_every_phase_and_stage_with_the_figures_of_
         titles = [f"Memory of the pod, by phase: {place}" for place in ("the fullest GPU", "the host of a machine", "the disk of a machine")]
         phases = answer["pod_memory"]["phases"]
         assert [each["phase"] for each in phases] == PHASES
-        for kind, title in zip(("device", "host", "disk"), titles, strict=True):
+        titles += [f"Memory of the pod, by phase: the {kind}s of all 2 machines" for kind in ("host", "disk")]
+        for kind, title in zip(("device", "host", "disk", "all_hosts", "all_disks"), titles, strict=True):
             expected = {
                 name.replace("_", " "): [figure(each[kind].get(name, 0) / GIB) for each in phases]
                 for name in dict.fromkeys(name for each in phases for name in each[kind] if name != "total")
@@ -137,6 +139,29 @@ def test_the_phases_are_those_that_a_run_on_these_gpus_is_checked_with(plan: str
     assert "activations" not in parts["offload"] and parts["offload"]["actor"] == parts["convert"]["actor"]
     assert ("optimizer" in parts["convert"]) == (plan in ("keep", "sleep")) and "kv_cache" in parts["rollout"]
     assert ("kv_cache" in parts["train"]) == (plan == "keep")
+
+
+@pytest.mark.parametrize(("place", "moved"), (("memory", "host"), ("disk", "disk")))
+def test_all_machines_have_what_each_of_them_has_and_once_what_is_in_one_place(place: str, moved: str, tmp_path: Path) -> None:
+    from tandem.planner.model_input import recipe_shapes
+
+    recipe = recipe_of(
+        tmp_path, "--parallel.data=16", "--parallel.zero=3", "--machine.device=cuda", "--residents.plan=offload", f"--residents.to={place}",
+        "--rollout.prompts_per_step=16", "--trainer.offload=cpu",
+    )  # fmt: skip
+    shapes = recipe_shapes(recipe.model)
+    pod = plan_pod_memory(recipe, score(shapes, recipe_layout(recipe, shapes), H200))
+    assert (pod.machines, pod.ranks) == (2, 8)
+    for one, everywhere in zip(pod.phases, pod.everywhere, strict=True):
+        assert everywhere.device == one.device
+        # Ranks, engines and the buffers that they read are on both, moments and a checkpoint's copy are those of all ranks, and the controller is on one.
+        for name in ("weight_buffers", "engines", *(name for name in one.host if name.startswith("moved_"))):
+            assert everywhere.host[name] == 2 * one.host[name], name
+        assert {everywhere.host[name] - one.host[name] for name in ("checkpoint_copy", "offloaded_moments")} == {0}
+        assert everywhere.host["processes"] == 2 * one.host["processes"] - CONTROLLER_BYTES
+        assert everywhere.disk["checkpoints_and_models"] == one.disk["checkpoints_and_models"] > 0
+        assert everywhere.disk["moved_residents"] == 2 * one.disk["moved_residents"]
+        assert (one.disk["moved_residents"] > 0) == (moved == "disk")
 
 
 def test_a_pod_that_fits_in_no_plan_says_why_and_nothing_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

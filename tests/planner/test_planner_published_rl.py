@@ -45,8 +45,19 @@ def test_published_steps_of_dense_models_are_predicted_as_the_document_says() ->
     assert fmean(map(abs, dense)) == pytest.approx(0.26, abs=0.02)
 
 
+def test_published_phases_add_up_and_training_is_closer_than_generation() -> None:
+    steps = rl_steps_published.with_phases()
+    assert len(steps) == 6
+    for each in steps:
+        phases = [float(each.row[f"{name}_seconds"]) for name in rl_steps_published.PHASES]
+        assert 0.9 < sum(phases) / each.seconds < 1.0, "the rest is what a trainer does beside its phases"
+        error = {name: rl_steps_published.phase_error(each, name) for name in rl_steps_published.PHASES}
+        assert -0.5 < error["training"] < 0 and -0.65 < error["generation"] < -0.35 and error["refit"] < -0.7
+        assert abs(error["training"]) < abs(error["generation"])
+
+
 @pytest.mark.full
 def test_published_steps_of_all_models_are_predicted_as_the_document_says() -> None:
-    everything = errors(set(rl_steps_published.MODELS))
+    everything = errors({each.row["model"] for each in rl_steps_published.rows()})
     assert all(-0.8 < error < 0 for error in everything)
     assert fmean(map(abs, everything)) == pytest.approx(0.43, abs=0.02)

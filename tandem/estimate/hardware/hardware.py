@@ -29,7 +29,8 @@ class Hardware:
     of 128 elements and long causal sequences, ``forward`` and ``backward``, and where FlashAttention-2 is slower ``flash2_forward`` and ``flash2_backward``.
     ``memory_bytes``: of a GPU.
     ``memory_bandwidth``: bytes per second. ``multiprocessors``: streaming multiprocessors or compute units. ``link_bandwidth``: bytes per second of one
-    GPU to the others of its node, in one direction (NVLink, Infinity Fabric, PCIe). ``network_bandwidth``: bytes per second of one GPU to other nodes, in
+    GPU to the others of its node, in one direction (NVLink, Infinity Fabric, PCIe). ``is_meshed``: each pair of a node's GPUs has links of its own, an equal
+    part of that, instead of a switch between all. ``network_bandwidth``: bytes per second of one GPU to other nodes, in
     one direction. ``host_bandwidth``: bytes per second of one GPU to the memory of its host, in one direction. ``disk_bandwidth``: bytes per second that
     one GPU's share of the node's local disks writes. ``price_per_hour``: of one GPU, in US dollars; 0: unknown. ``device_names``: substrings of
     the names by which torch knows the device. ``sources``: where each figure is published.
@@ -43,6 +44,7 @@ class Hardware:
     link_bandwidth: float
     network_bandwidth: float
     gpus_per_node: int = 8
+    is_meshed: bool = False
     price_per_hour: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
     product_flops: Mapping[str, float] = field(default_factory=dict)
@@ -94,8 +96,14 @@ class Hardware:
         """Returns the bytes per second in one direction at which a GPU takes part in a collective of ``size`` GPUs that are ``stride`` ranks apart: its
         links within a node; beyond it the network cards of all members in its node, which a collective uses together."""
         if size * stride <= self.gpus_per_node:
-            return self.link_bandwidth
-        return min(self.link_bandwidth, max(1, min(size, self.gpus_per_node // stride)) * self.network_bandwidth)
+            return self.bandwidth_within(size)
+        members = max(1, min(size, self.gpus_per_node // stride))
+        return min(self.bandwidth_within(members) if members > 1 else self.link_bandwidth, members * self.network_bandwidth)
+
+    def bandwidth_within(self, members: int) -> float:
+        """Returns the bytes per second in one direction between a GPU and the others of ``members`` GPUs of its node: without a switch, over the links to
+        these alone."""
+        return self.link_bandwidth * (members - 1) / (self.gpus_per_node - 1) if self.is_meshed and self.gpus_per_node > 1 else self.link_bandwidth
 
 
 def _check_positive(name: str, value: float) -> None:

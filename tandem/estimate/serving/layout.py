@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tandem.config.engine import EngineArgs
 from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.serving.kernels import PUBLISHED
 from tandem.estimate.serving.weight_formats import Quantization, format_named
 from tandem.layout.shapes import ModelShapes
 from tandem.types.errors import UserError
@@ -14,7 +15,7 @@ from tandem.types.kv_cache import KV_CACHE_DTYPES, KVCacheDtype
 class ServingLayout:
     """One engine. ``tensor``: its GPUs. ``quantization``: of the weights. ``max_num_seqs``, ``max_num_batched_tokens``, ``gpu_memory_utilization``,
     ``max_model_len`` (0: the model's context) and ``kv_cache_dtype``: the engine's options. ``host_s`` and ``host_sequence_s``: what the host adds to a step
-    and for each sequence in it (``serving.host``), where it is not hidden behind the GPU."""
+    and for each sequence in it (``serving.host``), where it is not hidden behind the GPU. ``kernels``: whose (``serving.kernels``)."""
 
     tensor: int = 1
     quantization: Quantization = "bf16"
@@ -25,6 +26,7 @@ class ServingLayout:
     max_model_len: int = 0
     host_s: float = 0.0
     host_sequence_s: float = 0.0
+    kernels: str = PUBLISHED
 
     def engine_args(self) -> EngineArgs:
         """Returns the options of the engine."""

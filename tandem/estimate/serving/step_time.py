@@ -1,7 +1,7 @@
 """The seconds of one step of an engine on GPUs: a roofline for each kernel. Imports no torch.
 
-A kernel takes the longer of its operations at the product rate of the GPU and its bytes at ``BANDWIDTH_SHARE`` of the memory bandwidth (Williams et al.,
-2009), and ``KERNEL_S`` before it reaches either. A step of decoding reads all weights once and the keys and values of every sequence; prompt tokens that
+A kernel takes the longer of its operations at the product rate of the GPU and its bytes at a share of the memory bandwidth (Williams et al., 2009), and a
+start before it reaches either (``serving.kernels``). A step of decoding reads all weights once and the keys and values of every sequence; prompt tokens that
 share the step share the weights. The arithmetic of Pope et al., 2022 (arXiv 2211.05102, section 3), with the engine's own formats.
 """
 
@@ -9,15 +9,12 @@ import math
 from dataclasses import dataclass
 
 from tandem.estimate.hardware.hardware import Hardware
+from tandem.estimate.serving.kernels import KERNELS, EngineKernels
 from tandem.estimate.serving.kv_cache import attended_tokens, read_bytes
 from tandem.estimate.serving.layout import ServingLayout
 from tandem.estimate.serving.weight_formats import format_named
 from tandem.layout.shapes import ModelShapes
 
-BANDWIDTH_SHARE = 0.85
-"""Of the memory bandwidth, for kernels that stream: what STREAM and copies reach on HBM."""
-KERNEL_S = 4e-6
-"""Between two kernels of a CUDA graph (about 1.5 microseconds), and until memory or tensor cores are busy and again idle at its ends."""
 LAYER_KERNELS = 9
 """Two norms, four products, rotation with the write to the cache, attention, activation."""
 REDUCE_S = 6e-6
@@ -27,9 +24,6 @@ REDUCE_SHARE = 0.75
 TREE_S, TREE_LINK_S, TREE_NETWORK_S = 6.8e-6, 0.6e-6, 2.7e-6
 """Of NCCL's trees with the protocol of the least latency, which an all-reduce of a few rows takes beyond a node: before they start, and of each step within a
 node and between two (github.com/NVIDIA/nccl, src/graph/tuning.cc, ``baseLat`` and ``hwLat``)."""
-ATTENTION_SHARE = 0.55
-"""Of the product rate, which attention over whole prompts reaches (FlashAttention 2 and 3: 50 to 75 %)."""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
@@ -68,23 +62,24 @@ class EngineStepTime:
 def predict_step(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, step: EngineStep) -> EngineStepTime:
     """Returns the time of one step of an engine."""
     form, ranks, hidden, rows = format_named(layout.quantization), layout.tensor, shapes.hidden_size, step.rows
-    bandwidth = BANDWIDTH_SHARE * hardware.memory_bandwidth
+    kernels = KERNELS[layout.kernels]
+    bandwidth = kernels.bandwidth * hardware.memory_bandwidth
     products, is_read = 0.0, True
     moved = 0.0
     for outputs, inputs, times, each, distinct in _matrices(shapes, ranks, rows):
-        operations = 2 * each * distinct * outputs * inputs / hardware.product_rate(form.multiplies_in)
+        operations = 2 * each * distinct * outputs * inputs / (kernels.prompts * hardware.product_rate(form.multiplies_in))
         read = (distinct * form.matrix_bytes(outputs * inputs, inputs) + 2 * each * distinct * (outputs + inputs)) / bandwidth
         products += times * max(operations, read)
         is_read = is_read and read >= operations
         moved += times * 2 * each * distinct * outputs
-    launches = KERNEL_S * LAYER_KERNELS * shapes.num_hidden_layers
+    launches = kernels.start_s * LAYER_KERNELS * shapes.num_hidden_layers
     # Norms read and write the residual stream; rotation and activation their inputs once more.
     moved += shapes.num_hidden_layers * rows * 2 * 8 * hidden
     drawn = step.decoding + (step.prompt_tokens > 0)
     return EngineStepTime(
         products=products,
-        head=_head(shapes, ranks, hardware, drawn, bandwidth),
-        attention=_attention(shapes, layout, hardware, step, bandwidth),
+        head=_head(shapes, ranks, hardware, drawn, kernels),
+        attention=_attention(shapes, layout, hardware, step, kernels),
         memory_bound=moved / bandwidth,
         communication=all_reduce_seconds(2 * rows * hidden, layout, hardware) * 2 * shapes.num_hidden_layers,
         launches=launches,
@@ -156,21 +151,21 @@ def _matrices(shapes: ModelShapes, ranks: int, rows: float) -> list[tuple[float,
     return found
 
 
-def _head(shapes: ModelShapes, ranks: int, hardware: Hardware, drawn: float, bandwidth: float) -> float:
+def _head(shapes: ModelShapes, ranks: int, hardware: Hardware, drawn: float, kernels: EngineKernels) -> float:
     """Returns the seconds of the output head in 16 bits and of drawing from its logits, which are read and written in fp32 three times."""
-    numbers = shapes.vocab_size * shapes.hidden_size / ranks
+    numbers, bandwidth = shapes.vocab_size * shapes.hidden_size / ranks, kernels.bandwidth * hardware.memory_bandwidth
     product = max(2 * drawn * numbers / hardware.product_rate("bf16"), 2 * numbers / bandwidth)
-    return product + 3 * 4 * drawn * shapes.vocab_size / bandwidth + 4 * KERNEL_S
+    return product + 3 * 4 * drawn * shapes.vocab_size / bandwidth + 4 * kernels.start_s
 
 
-def _attention(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, step: EngineStep, bandwidth: float) -> float:
+def _attention(shapes: ModelShapes, layout: ServingLayout, hardware: Hardware, step: EngineStep, kernels: EngineKernels) -> float:
     """Returns the seconds of attention. Decoding over latent attention multiplies queries with the compressed vectors themselves, the products with the
     heads' own matrices being taken on queries and outputs (DeepSeek-AI, 2024, arXiv 2405.04434, section 2.1.2): of all heads, so that it computes as long
     as it reads."""
-    rate = ATTENTION_SHARE * hardware.product_rate("bf16")
+    rate = kernels.attention * hardware.product_rate("bf16")
     latent, heads = shapes.latent, shapes.num_attention_heads
     each = 4 * shapes.query_size if latent is None else 2 * heads * (latent.cached_size + latent.kv_lora_rank)
     computed = step.decoding * each * attended_tokens(shapes, step.context) / layout.tensor / rate
-    read = step.decoding * read_bytes(shapes, layout, step.context) / bandwidth
+    read = step.decoding * read_bytes(shapes, layout, step.context) / (kernels.cache * hardware.memory_bandwidth)
     operations = 2 * step.prompt_tokens * attended_tokens(shapes, step.prompt_context) * (shapes.query_size + shapes.attended_size) / layout.tensor
     return max(computed, read) + operations / rate

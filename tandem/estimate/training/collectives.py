@@ -61,7 +61,7 @@ def all_to_all_seconds(
         beyond = moved * (nodes - 1) * _with_one(nodes, copies)
     else:
         within, beyond = copies * moved * (local - 1) / size, copies * moved * (size - local) / size
-    seconds = max(within / link_data_bandwidth(hardware, given), beyond / (hardware.network_bandwidth * given.links))
+    seconds = max(within / link_data_bandwidth(hardware, local, given), beyond / (hardware.network_bandwidth * given.links))
     return seconds + math.ceil(math.log2(size)) * given.latency_s
 
 
@@ -75,13 +75,15 @@ def send_seconds(hardware: Hardware, stride: int, moved: float, given: Efficienc
     return moved / _data_bandwidth(hardware, 2, stride, given) + given.latency_s
 
 
-def link_data_bandwidth(hardware: Hardware, given: Efficiency) -> float:
-    """Returns the bytes of data per second of a GPU to the others of its node, in one direction."""
-    return hardware.link_bandwidth * (NVLINK_SHARE if hardware.link_bandwidth >= SLOWEST_NVLINK else given.links)
+def link_data_bandwidth(hardware: Hardware, members: int, given: Efficiency) -> float:
+    """Returns the bytes of data per second of a GPU to the others of ``members`` GPUs of its node, in one direction."""
+    share = NVLINK_SHARE if hardware.link_bandwidth >= SLOWEST_NVLINK else given.links
+    return (hardware.bandwidth_within(members) if members > 1 else hardware.link_bandwidth) * share
 
 
 def _data_bandwidth(hardware: Hardware, size: int, stride: int, given: Efficiency) -> float:
     """Returns the bytes of data per second at which a GPU takes part in a collective: over its links, and beyond its node over the network cards of the
     group."""
-    links = link_data_bandwidth(hardware, given)
+    local = max(1, min(size, hardware.gpus_per_node // stride))
+    links = link_data_bandwidth(hardware, local, given)
     return links if size * stride <= hardware.gpus_per_node else min(links, hardware.group_bandwidth(size, stride) * given.links)

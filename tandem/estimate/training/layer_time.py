@@ -112,8 +112,8 @@ class LayerTimes:
             inner = _part(self.shapes.intermediate_size, tensor)
             shapes += [Shape(rows, (self.shapes.mlp_matrices - 1) * inner, hidden), Shape(rows, hidden, inner)]
         else:
-            inner, rows = _part(experts.intermediate_size, tensor), self._expert_rows(experts)
-            local = max(1, experts.num_experts // self.layout.parallel.expert)
+            inner, rows = _part(experts.intermediate_size, self.layout.expert_tensor), self._expert_rows(experts)
+            local = max(1, experts.num_experts // self.layout.expert_ranks)
             each, is_chance = max(1, rows // local), self.layout.experts_as != "padded"
             of_experts = [Shape(each, 2 * inner, hidden, local, is_chance), Shape(each, hidden, inner, local, is_chance)]
             shapes += [Shape(self.tokens, experts.num_experts, hidden), *of_experts]
@@ -123,7 +123,7 @@ class LayerTimes:
         forward, backward = self._products(shapes, self.layout.precision)
         attention = self._attention(window)
         moved = self._memory_bound(rows, inner, shapes, of_experts, experts)
-        tensor_forward, tensor_backward = self._tensor_seconds(forward)
+        tensor_forward, tensor_backward = self._tensor_seconds(forward, experts)
         exchange = (0.0, 0.0)
         if experts is not None:
             sent = self._expert_seconds(experts)
@@ -157,10 +157,10 @@ class LayerTimes:
     def _expert_rows(self, experts: ExpertShapes) -> int:
         """Returns the tokens of the experts of the expert-parallel rank with the most: of n ranks that get their tokens by chance, about sqrt(2 ln n) standard
         deviations more than on average."""
-        mean = self.tokens * experts.num_experts_per_tok
+        mean = self.tokens * experts.num_experts_per_tok * self.layout.expert_tensor // self.layout.parallel.tensor
         if self.layout.experts_as == "padded":
             return mean
-        return round((mean + math.sqrt(2 * math.log(self.layout.parallel.expert) * mean)) * self.layout.expert_imbalance)
+        return round((mean + math.sqrt(2 * math.log(self.layout.expert_ranks) * mean)) * self.layout.expert_imbalance)
 
     @property
     def _token_ranks(self) -> int:
@@ -212,7 +212,7 @@ class LayerTimes:
         routed, cast, in_fp8 = 0.0, 0.0, self.layout.precision == "fp8"
         if experts is not None:
             bytes_each = ROUTED[self.layout.expert_dispatch] + (ALIGNED if in_fp8 and self.layout.experts_as != "padded" else 0)
-            routed = bytes_each * rows * hidden / self._token_ranks
+            routed = bytes_each * rows * hidden / (1 if self.layout.whole_experts else self._token_ranks)
         if in_fp8:
             cast = QUANTISED[self.layout.fp8_scaling] * sum(each.batch * each.rows * each.inner for each in products)
         memory = self.hardware.memory_bandwidth * self.given.memory
@@ -223,17 +223,33 @@ class LayerTimes:
     def _expert_seconds(self, experts: ExpertShapes) -> float:
         """Returns the seconds of sending tokens to their experts and back."""
         moved = ACTIVATION_BYTES * self.tokens * self.shapes.hidden_size / self._token_ranks
-        copies, parallel = experts.num_experts_per_tok, self.layout.parallel
-        moved *= self.layout.expert_imbalance
-        return 2 * all_to_all_seconds(self.hardware, parallel.expert, parallel.tensor, moved, self.given, copies, once=self.layout.expert_dispatch == "once")
+        copies, layout = experts.num_experts_per_tok, self.layout
+        moved *= layout.expert_imbalance
+        return 2 * all_to_all_seconds(
+            self.hardware, layout.expert_ranks, layout.expert_tensor, moved, self.given, copies, once=layout.expert_dispatch == "once"
+        )
 
-    def _tensor_seconds(self, products: float) -> tuple[float, float]:
+    def _tensor_seconds(self, products: float, experts: ExpertShapes | None) -> tuple[float, float]:
         """Returns the exposed seconds of both passes: an all-reduce after attention and one after the MLP, or the all-gather and reduce-scatter that they are
         made of; with sequence parallelism the backward pass gathers the inputs of two products once more. ``products``: the seconds of the products
-        forward, which those of the gradients of the weights take again."""
-        tensor, hides = self.layout.parallel.tensor, self.layout.hidden_tensor_communication
+        forward, which those of the gradients of the weights take again. Ranks that divide the tokens send them to ``experts`` as they are; where they
+        divide the experts too, they gather what each of them got, and scatter the sums, with nothing to hide behind (Megatron-Core,
+        ``MoEAlltoAllTokenDispatcher``)."""
+        tensor = self.layout.parallel.tensor
         if tensor == 1:
             return 0.0, 0.0
+        forward, backward = self._dense_tensor_seconds(products)
+        if experts is None or not self.layout.shares_tokens:
+            return forward, backward
+        arrived = ACTIVATION_BYTES * self.tokens * experts.num_experts_per_tok * self.shapes.hidden_size
+        gathered = gather_seconds(self.hardware, self.layout.expert_tensor, 1, arrived * self.layout.expert_imbalance, self.given)
+        # Attention has half of them; a shared expert has the other half.
+        kept = 1.0 if experts.shared_intermediate_size else 0.5
+        return kept * forward + 2 * gathered, kept * backward + 2 * gathered
+
+    def _dense_tensor_seconds(self, products: float) -> tuple[float, float]:
+        """Returns ``_tensor_seconds`` of a layer with a plain MLP."""
+        tensor, hides = self.layout.parallel.tensor, self.layout.hidden_tensor_communication
         if self.layout.copies_collectives:
             # Autograd keeps what was gathered; in fp8 the inputs of products are cast before (torchtitan, docs/float8.md).
             forward, backward = 2 * self._copied_seconds(self.layout.product_bytes) + 2 * self._copied_seconds(), 4 * self._copied_seconds()

@@ -30,9 +30,11 @@ class TrainingLayout:
     tensor-parallel rank has the whole embedding and gathers the logits of all (PyTorch, where the embedding is replicated and the head's output is gathered
     for the loss). ``expert_dispatch``: a token travels once for each of its experts (``copies``), or ``once`` to each node and each GPU that has some of them
     (DeepEP, HybridEP). ``experts_as``: the products of each expert of a GPU are kernels of their own, whose sizes the host awaits (``each``) or knows, because
-    they are padded to a capacity (``padded``), or those of all experts are one kernel (``grouped``). ``expert_imbalance``: tokens of the expert-parallel rank
-    with the most over those of a rank on average, beyond chance; the others wait for it. ``overlaps_experts``: the exchange of a micro-batch is hidden behind
-    the kernels of another. ``fp8_scaling``: of an operand, by the largest values of earlier steps (``delayed``), by its own (``current``), or by those of
+    they are padded to a capacity (``padded``), or those of all experts are one kernel (``grouped``). ``whole_experts``: the ranks of a tensor-parallel group
+    have different experts, each of them whole, so that ``expert`` x ``tensor`` ranks divide the experts (Megatron-Core's ``expert_tensor_parallel_size`` of
+    1: Liu et al., 2025, "MoE Parallel Folding"); otherwise they divide each. ``expert_imbalance``: tokens of the expert-parallel rank with the most over those
+    of a rank on average, beyond chance; the others wait for it. ``overlaps_experts``: the exchange of a micro-batch is hidden behind the kernels of another.
+    ``fp8_scaling``: of an operand, by the largest values of earlier steps (``delayed``), by its own (``current``), or by those of
     its blocks (``block``: MXFP8). ``cuda_graphs``: kernels are not started one by one.
 
     ``trainer``: section ``trainer`` of a recipe, whose choices Tandem's own trainer follows; ``None``: a trainer of the literature (Megatron-Core, FSDP2).
@@ -60,6 +62,7 @@ class TrainingLayout:
     whole_vocabulary: bool = False
     expert_dispatch: Literal["copies", "once"] = "copies"
     experts_as: Literal["each", "padded", "grouped"] = "each"
+    whole_experts: bool = False
     expert_imbalance: float = 1.0
     overlaps_experts: bool = False
     fp8_scaling: Literal["delayed", "current", "block"] = "delayed"
@@ -105,6 +108,16 @@ class TrainingLayout:
     @property
     def gpus(self) -> int:
         return self.parallel.world
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that divide the experts of a layer among them."""
+        return self.parallel.expert * (self.parallel.tensor if self.whole_experts else 1)
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that divide each expert."""
+        return 1 if self.whole_experts else self.parallel.tensor
 
     @property
     def micro_batches(self) -> int:
