@@ -13,6 +13,8 @@ from tandem.runtime.process.temporary import choose_temporary_folder, temporary_
 logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
+_SHARED = "etcd-"
+"""Beginning of the name of the folder in the shared place, which is the run's own."""
 _ROOM_BYTES = 192 * 2**20
 """Two segments of etcd's log, each of which it reserves as a whole, and its database."""
 _FULL_BYTES = 96 * 2**20
@@ -30,7 +32,10 @@ class EtcdPlaces:
         self._stack = contextlib.ExitStack()
 
     def begin(self) -> Path:
-        """Returns a new folder in the first place with room. Raises ``OSError`` if none can be made."""
+        """Returns a new folder in the first place with room. Removes what an earlier job of the run, which was killed, has left in the shared one. Raises
+        ``OSError`` if none can be made."""
+        for left in self._shared.glob(f"{_SHARED}*") if self._shared is not None else ():
+            shutil.rmtree(left, ignore_errors=True)
         self.data = self._made(next(iter(self._with_room()), Path(tempfile.gettempdir()))) / "etcd"
         return self.data
 
@@ -78,7 +83,7 @@ class EtcdPlaces:
         if place != self._shared:
             # Swept by the next one there if this process is killed.
             return self._stack.enter_context(temporary_folder(place))
-        made = place / f"etcd-{secrets.token_hex(4)}"
+        made = place / f"{_SHARED}{secrets.token_hex(4)}"
         made.mkdir(mode=0o700)
         self._stack.callback(shutil.rmtree, made, ignore_errors=True)
         return made

@@ -105,7 +105,8 @@ def own_etcd(
                 break
             # Another process may have taken a port meanwhile.
             if not left:
-                raise RunError(f"etcd did not start at {host} ({describe_exit(process.poll())}); see '{log}'")
+                where = f"see '{log}'"
+                raise RunError(f"etcd did not start at {host} ({describe_exit(process.poll())}); {places.trouble() or where}")
         _authenticate(client, password_file.read_text(encoding="ascii").strip(), prefix)
         config = CoordinationConfig(store="etcd", endpoints=(client,), user=USER, password_file=str(password_file))
         with contextlib.closing(EtcdStore(config, prefix)) as store:

@@ -71,6 +71,8 @@ def test_an_etcd_whose_disk_is_full_goes_on_elsewhere_with_what_it_had_and_one_w
         monkeypatch.setattr("tempfile.tempdir", str(disks[0]))
         monkeypatch.setattr(etcd_places, "MEMORY", tmp_path / "none")
         monkeypatch.setattr(etcd_process, "LOST_S", 3.0)
+        # Of a job that was killed.
+        (disks[1] / "etcd-0a" / "etcd").mkdir(parents=True)
         with own_etcd("127.0.0.1", password, tmp_path / "etcd.log", "/tandem/r/", shared=disks[1], say=said.append, lost=lost.append) as etcd:
             given = apply_overrides({}, etcd.overrides())["coordination"]
             store = EtcdStore(CoordinationConfig(**{**given, "endpoints": tuple(given["endpoints"]), "deadline_s": 60.0}), "/tandem/r/")
