@@ -7,6 +7,7 @@ examples:
   tandem emit --topology inference --on kubernetes --model llama-70b --tensor-parallel 2 --instances 8 --image registry.example.com/tandem:0.1.0
   tandem emit --topology inference --on local --model runs/sort/model --tensor-parallel 1 --instances 2 --gpus-per-node 0
   tandem emit --topology training --on slurm --recipe recipe.yaml --gpu-nodes gpu1,gpu2,gpu3,gpu4 --storage-nodes nas1,nas2
+  tandem emit --topology training --recipe pretrain.yaml       data-parallel ranks on all GPUs of the nodes that are no spares
   tandem emit --topology training --on kubernetes --gpu-nodes a,b --storage-class nfs --rdma-resource rdma/hca_shared_devices_a
 """
 

@@ -1,7 +1,8 @@
 """List the nodes that runs have in the etcd of a recipe or a run, and cordon and uncordon them for all of its runs.
 
-A cordoned node takes no new pod. The runs there go on with the pods that they have, and a trainer that is started again goes to another node. A run cordons a
-node with a fatal GPU error or with other bits here by itself; such a cordon stays until it is removed. NODE is the name of the pod or of its machine.
+A cordoned node takes no new pod. The runs there go on with the pods that they have, and a trainer that is started again goes to another node; a run on
+data saves its step and gives the ranks there to a pod that waits. A run cordons a node with a fatal GPU error or with other bits here by itself; such a
+cordon stays until it is removed. NODE is the name of the pod or of its machine.
 
 examples:
   tandem nodes list sort.yaml

@@ -12,16 +12,16 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tandem.cluster.etcd_places import EtcdPlaces
 from tandem.config.coordination import CoordinationConfig
 from tandem.runtime.coordination.etcd import EtcdStore
 from tandem.runtime.process.backoff import Backoff, describe_wait
 from tandem.runtime.process.processes import Threads, describe_exit, spawn, terminate
-from tandem.runtime.process.temporary import temporary_folder
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ USER = "tandem"
 _START_S = 60.0
 _TRIES = 3
 _LOOK_S = 0.5
+LOST_S = 120.0
+"""A run whose etcd cannot run for so long is ended: all that it needs to go on is in its folder."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Without the proxy that the environment may name."""
 
@@ -69,33 +71,42 @@ def check_etcd_program() -> str:
 
 
 @contextlib.contextmanager
-def own_etcd(host: str, password_file: Path, log: Path, prefix: str) -> Iterator[OwnEtcd]:
+def own_etcd(
+    host: str, password_file: Path, log: Path, prefix: str, *, shared: Path | None = None, say: Callable[[str], None] = logger.warning,
+    lost: Callable[[str], None] = lambda why: None,
+) -> Iterator[OwnEtcd]:  # fmt: skip
     """Runs an etcd at ``host`` inside the block, with a user who may use the keys under ``prefix`` alone. Its data is in this machine's folder for temporary
-    files. If it ends, such as on a full disk, it is started again with what it has, until there is room; the run waits for it. Raises ``RunError`` if it does
-    not start."""
+    files, or where there is room (``EtcdPlaces``; ``shared``: a folder that other machines have too). If it ends, such as on a disk that is full, it is started
+    again with what it has, there or in the next place with room, which ``say`` is told; the run waits for it. ``lost`` is told why, once, if it cannot run for
+    ``LOST_S``. Raises ``RunError`` if it does not start."""
     binary = check_etcd_program()
-    with temporary_folder() as folder, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        places = stack.enter_context(contextlib.closing(EtcdPlaces(shared)))
+        data = places.begin()
         for left in reversed(range(_TRIES)):
             client, peer = (_url(host, port) for port in _free_ports(host))
             options = {
-                "name": "run", "data-dir": str(folder / "etcd"), "listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": peer,
+                "name": "run", "listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": peer,
                 "initial-advertise-peer-urls": peer, "initial-cluster": f"run={peer}", "log-level": "warn",
             }  # fmt: skip
-            start = partial(
-                spawn, None, [f"--{name}={value}" for name, value in options.items()], program=binary, threads=Threads(1), new_session=True, output=log
-            )
-            process = start()
+            given = [f"--{name}={value}" for name, value in options.items()]
+
+            def start(data: Path, given: Sequence[str] = given) -> "subprocess.Popen[bytes]":
+                return spawn(None, [f"--data-dir={data}", *given], program=binary, threads=Threads(1), new_session=True, output=log)
+
+            process = start(data)
             ends = time.monotonic() + _START_S
             while process.poll() is None and not _answers(client):
                 if time.monotonic() > ends:
                     terminate(process)
                 time.sleep(0.05)
             if process.poll() is None:
-                stack.enter_context(_kept_running(process, start))
+                stack.enter_context(contextlib.closing(_KeptRunning(process, start, places, partial(_answers, client), say, lost)))
                 break
             # Another process may have taken a port meanwhile.
             if not left:
-                raise RunError(f"etcd did not start at {host} ({describe_exit(process.poll())}); see '{log}'")
+                where = f"see '{log}'"
+                raise RunError(f"etcd did not start at {host} ({describe_exit(process.poll())}); {places.trouble() or where}")
         _authenticate(client, password_file.read_text(encoding="ascii").strip(), prefix)
         config = CoordinationConfig(store="etcd", endpoints=(client,), user=USER, password_file=str(password_file))
         with contextlib.closing(EtcdStore(config, prefix)) as store:
@@ -103,29 +114,41 @@ def own_etcd(host: str, password_file: Path, log: Path, prefix: str) -> Iterator
         yield own
 
 
-@contextlib.contextmanager
-def _kept_running(process: "subprocess.Popen[bytes]", start: "Callable[[], subprocess.Popen[bytes]]") -> Iterator[None]:
-    """Inside, ``process`` is started again whenever it has ended; afterwards it is ended."""
-    over = threading.Event()
+class _KeptRunning:
+    """Starts ``process`` again whenever it has ended, until ``close`` ends it. ``start``: with the data in a folder; ``answers``: whether it does."""
 
-    def keep() -> None:
-        nonlocal process
-        backoff = Backoff()
-        while not over.wait(_LOOK_S):
-            if (status := process.poll()) is not None:
-                wait_s = backoff.wait_s(0)
-                logger.warning("etcd ended (%s); it is started again %s", describe_exit(status), describe_wait(wait_s))
-                if not over.wait(wait_s):
-                    process = start()
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", start: "Callable[[Path], subprocess.Popen[bytes]]", places: EtcdPlaces, answers: Callable[[], bool],
+        say: Callable[[str], None], lost: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._process, self._start, self._places, self._answers, self._say, self._lost = process, start, places, answers, say, lost
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="etcd", daemon=True)
+        self._thread.start()
 
-    keeper = threading.Thread(target=keep, name="etcd", daemon=True)
-    keeper.start()
-    try:
-        yield
-    finally:
-        over.set()
-        keeper.join()
-        terminate(process)
+    def _keep(self) -> None:
+        backoff, away = Backoff(), 0.0
+        while not self._over.wait(_LOOK_S):
+            if (status := self._process.poll()) is None and (not away or self._answers()):
+                away = 0.0
+                continue
+            away = away or time.monotonic()
+            if time.monotonic() - away > LOST_S:
+                self._lost(f"the etcd of the run cannot run on this node: {self._places.trouble() or describe_exit(status)}")
+                return
+            if status is None:
+                continue
+            if moved := self._places.move():
+                self._say(moved)
+            wait_s = 0.0 if moved else backoff.wait_s(0)
+            logger.warning("etcd ended (%s); it is started again %s", describe_exit(status), describe_wait(wait_s))
+            if not self._over.wait(wait_s):
+                self._process = self._start(self._places.data)
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        terminate(self._process)
 
 
 def _authenticate(url: str, password: str, prefix: str) -> None:

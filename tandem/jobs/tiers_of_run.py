@@ -41,9 +41,9 @@ def near_tiers(
 
 def kept_elsewhere(directory: Path, journal: Journal) -> dict[int, Collection[str]]:
     """Returns, by rank, the keepers on other machines than that of the last controller that had its files of the newest checkpoint; none if some rank has
-    none there, and none if the folder has a newer one."""
+    none there, and none if the folder has one that is as new."""
     memory = next((state for state in read_tiers(journal) if state.tier == "memory"), None)
-    if memory is None or memory.step < max(steps_on_disk(directory), default=0):
+    if memory is None or memory.step <= max(steps_on_disk(directory), default=0):
         return {}
     home = journal.get(NODE_KEY)
     of_rank: dict[int, Collection[str]] = {

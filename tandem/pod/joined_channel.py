@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tandem.pod.calls import TRAINER_CALLS
 from tandem.pod.failures import SidecarDied
 from tandem.pod.watched_call import is_of_worker, watched_call
+from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.rpc.calls import Blobs, CallError, Meta, Progress, RpcTimeout, WorkerDied
 from tandem.runtime.rpc.http_client import HttpClient
 from tandem.types import CollectiveError, DamagedWeights, EngineDied, UserError
@@ -70,6 +71,10 @@ class JoinedChannel:
         """Returns the stacks of the processes of this life by their names, while other calls are in progress. Raises as ``CallClient.call``."""
         reply = self.client.call("stacks", {"token": self.token}, deadline_s=deadline_s)
         return {str(who): str(text) for who, text in reply.meta["stacks"].items()}
+
+    def step_times(self, deadline_s: float) -> list[RankTimes]:
+        """Returns where the time of each rank of this pod has gone, while other calls are in progress. Raises ``SidecarDied``."""
+        return [RankTimes.from_json(each) for each in self._ask("step_times", None, None, None, deadline_s).meta["step_times"]]
 
     def kill(self) -> None:
         """Leaves this life alone from now on, and lets another begin. A pod that cannot be reached finds out in the store."""

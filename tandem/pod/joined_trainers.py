@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 
 from tandem.pod.failures import SidecarDied
+from tandem.pod.joined_channel import JoinedChannel
 from tandem.pod.joining import Joining
 from tandem.pod.rollout_pod import RolloutPod
 from tandem.runtime.coordination.membership import members
 from tandem.runtime.coordination.store import Store
+from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress
 from tandem.types import RunError
 from tandem.types.wire import Frame
@@ -41,6 +43,10 @@ class JoinedTrainer:
             return self.pod.channel.call(name, meta, blobs, on_progress=on_progress, deadline_s=deadline_s)
         except SidecarDied as death:
             raise SidecarDied("trainer", death.part, f"{self.pod.name}: {death.reason}") from None
+
+    def step_times(self, deadline_s: float) -> list[RankTimes]:
+        """Returns where the time of each rank has gone, while a call of them is in progress. Raises ``SidecarDied``."""
+        return self.pod.channel.step_times(deadline_s) if isinstance(self.pod.channel, JoinedChannel) else []
 
     def allocate(self, size_bytes: int) -> tuple[str, ...]:
         return tuple(self.call("allocate", {"bytes": size_bytes}).meta["names"])

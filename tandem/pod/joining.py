@@ -112,6 +112,11 @@ class Joining:
         self.nodes.note(present, tuple(self.lives))
         return sorted(found, key=lambda pod: pod.number)
 
+    def may_train(self, member: Member) -> bool:
+        """Returns whether ``member`` could have ranks of the trainer in the place of another pod."""
+        is_pod = "agent" in member.facts and bool(member.facts.get("trains", True))
+        return is_pod and (member.name, member.revision) not in self._over and self.nodes.cordon_of(member) is None
+
     def _life(self, store: Store, member: Member) -> RolloutPod | None:
         """Returns this life of ``member``; ``None`` if it may not take part."""
         if "agent" not in member.facts or (member.name, member.revision) in self._over:

@@ -1,11 +1,15 @@
 """What a pod that joins a run is asked before it takes part, whatever has started it and however late: the clock and the versions of its machine."""
 
+import contextlib
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from tandem.config.cluster import ClusterConfig
 from tandem.pod.rollout_pod import RolloutPod
+from tandem.runtime.coordination.embedded import boot_id
+from tandem.runtime.coordination.membership import Member
 from tandem.runtime.health.compare import setup_findings
 from tandem.runtime.health.node_report import NodeReport, own_versions
 from tandem.types import RunError
@@ -34,3 +38,22 @@ def check_joining(pod: RolloutPod, config: ClusterConfig, deadline_s: float) -> 
             break
     if findings := setup_findings(report, NodeReport("the controller", own_versions()), config):
         raise RunError("; ".join(each.text for each in findings))
+
+
+def process_space() -> str:
+    """Returns what tells the process ids that this process sees from those of other machines and containers; empty where that is not known."""
+    with contextlib.suppress(OSError):
+        return f"{boot_id()}/{Path('/proc/self/ns/pid').readlink()}"
+    return ""
+
+
+def has_died(member: Member) -> bool:
+    """Returns whether ``member`` was a process beside this one that is there no more, though its lease may not have ended."""
+    if not (space := process_space()) or member.facts.get("processes") != space:
+        return False
+    try:
+        stat = Path(f"/proc/{int(member.facts['pid'])}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return True
+    # One that has ended and that its new parent has not waited for.
+    return stat.rpartition(")")[2].split()[0] in "ZX"

@@ -28,7 +28,7 @@ from tandem.pod.calls import ROLLOUT_CALLS, TRAINER_CALLS
 from tandem.pod.failures import Role
 from tandem.pod.joined_keeper import JoinedKeeper, asks_owner
 from tandem.pod.joining import FOLDER_PROOF
-from tandem.pod.joining_checks import describe_machine
+from tandem.pod.joining_checks import describe_machine, has_died, process_space
 from tandem.pod.sent_functions import take_functions
 from tandem.pod.sent_weights import KeptWeights
 from tandem.pod.shim import Shim
@@ -88,11 +88,11 @@ class JoiningShim:
         """Becomes a member that answers at ``port``. Raises ``UserError`` if there is another one of this name, or the store does not let it in."""
         facts = {
             "host": self.options.host, "port": port, "pid": os.getpid(), "machine": socket.gethostname(), "agent": self.options.agent, "version": __version__,
-            "tls": self.options.tls is not None, "trains": bool(self.options.trains),
+            "tls": self.options.tls is not None, "trains": bool(self.options.trains), "processes": process_space(),
         }  # fmt: skip
         before = find_member(self.store, self.name)
-        if before is not None and before.facts.get("agent") == self.options.agent:
-            leave(self.store, self.name)  # The life before this one, which has ended.
+        if before is not None and (before.facts.get("agent") == self.options.agent or has_died(before)):
+            leave(self.store, self.name)  # The life before this one, which has ended, or that of a command which was killed.
         self.session = Session(self.store, self.lease_s)
         with contextlib.suppress(FileNotFoundError):
             # Before it is a member, so that who finds it has the report.
@@ -182,7 +182,7 @@ class JoiningShim:
         passed_on = {name: self._fenced(name, "rollout") for name in _OF_ROLLOUT} | {name: self._fenced(name, "trainer") for name in _OF_TRAINER}
         own: dict[str, Method] = {
             "describe": lambda meta, blobs, progress: (describe_machine(), {}), "setup": self.setup, "release": self.release,
-            "receive_model": self.receive_model, "receive_file": self.receive_file, "stacks": self.stacks,
+            "receive_model": self.receive_model, "receive_file": self.receive_file, "stacks": self.stacks, "step_times": self.step_times,
         }  # fmt: skip
         return {**own, **passed_on}
 
@@ -251,6 +251,11 @@ class JoiningShim:
         """The ``stacks`` of all processes of this pod, by their names."""
         self._check(meta, "stacks")
         return {"stacks": named_stacks(self.folder / STACKS_FOLDER, self.folder, "the rollout shim")}, {}
+
+    def step_times(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
+        """The ``step_times`` of the trainer's ranks of this pod, also while a call of them is in progress; none where they do not run."""
+        self._check(meta, "step_times")
+        return {"step_times": [each.to_json() for each in self.shims["trainer"].step_times()]}, {}
 
     def release(self, meta: Meta, blobs: Blobs, progress: Progress) -> Reply:
         """Ends this life; ``again``: another may join. The reply says whether the pod ``left`` by itself."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from tandem.layout.mesh import MeshShape
 from tandem.pod.failures import SidecarDied
+from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.process.worker_group import GroupForks, GroupSettings, RanksLost, Share, WorkerGroup
 from tandem.runtime.rpc.calls import Blobs, Meta, Progress, RpcTimeout, WorkerDied
 from tandem.runtime.rpc.listener import listen
@@ -59,6 +60,11 @@ class OwnRanks:
         """Sends ``number`` to every rank that runs here."""
         if self.group is not None:
             self.group.signal(number)
+
+    def step_times(self, deadline_s: float) -> list[RankTimes]:
+        """Returns where the time of each rank has gone, from shared memory; none where they do not run."""
+        group = self.group
+        return [] if group is None else group.step_times()
 
     def allocate(self, size_bytes: int) -> tuple[str, ...]:
         raise NotImplementedError("a run on data has no engines that take weights")

@@ -31,6 +31,7 @@ from tandem.pod.weights_between_pods import WeightsBetweenPods, add_tls
 from tandem.runtime.coordination.membership import join
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.coordination.session import Session
+from tandem.runtime.health.step_times import RankTimes
 from tandem.runtime.machine.gpus import pod_device, visible_gpus
 from tandem.runtime.process.faults import FaultPlan, no_fault
 from tandem.runtime.process.waits import WAITS
@@ -230,10 +231,14 @@ class Shim:
                 return method(meta, blobs, progress)
             frame = self.workers[0].call(name, meta, blobs, deadline_s=float(self.options.deadline), on_progress=progress)
             if name == "train":
-                return {**frame.meta, "step_times": [each.to_json() for each in self.workers[0].step_times()]}, frame.blobs
+                return {**frame.meta, "step_times": [each.to_json() for each in self.step_times()]}, frame.blobs
             return frame.meta, frame.blobs
 
         return call
+
+    def step_times(self) -> list[RankTimes]:
+        """Returns where the time of each rank of the worker has gone; none where it does not run."""
+        return [each for worker in self.workers[:1] for each in worker.step_times()]
 
     def signal(self, number: signal.Signals) -> None:
         """Sends ``number`` to the worker's processes."""

@@ -33,9 +33,9 @@ def ends(runs: LaunchedRuns, name: str) -> None:
     assert status["state"] == "finished", (status, runs.output(name))
 
 
-def assert_equal_to_local(runs: LaunchedRuns, name: str, recipe: Path) -> None:
-    """Compares the finished run ``name`` with the same ranks on this machine, bit for bit."""
-    runs.tandem("train", recipe, "--run.name=local", *MESH)
+def assert_equal_to_local(runs: LaunchedRuns, name: str, recipe: str | Path, *settings: str) -> None:
+    """Compares the finished run ``name`` with the same ranks on this machine and ``settings``, bit for bit."""
+    runs.tandem("train", recipe, "--run.name=local", *MESH, *settings)
     assert runs.model(name) == runs.model("local") and rows(runs.directory(name)) == rows(runs.directory("local"))
     newest = max((runs.directory("local") / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2])).name
     assert is_same(*(runs.directory(each) / "checkpoints" / newest for each in (name, "local")))

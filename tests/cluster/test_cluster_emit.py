@@ -143,6 +143,27 @@ def test_every_script_is_bash_every_recipe_is_one_and_every_gateway_file_too(her
     assert len(settings) == 6 and all(build(GatewayConfig, yaml.safe_load(path.read_text())) for path in settings)
 
 
+def test_a_run_on_data_has_ranks_on_every_gpu_of_the_nodes_that_are_no_spares_whatever_the_launcher(here: Here, tmp_path: Path) -> None:
+    nodes = ("--gpu-nodes", "a,b,c", "--gpus-per-node", "2", "--shared", str(tmp_path))
+    here("emit", "--topology", "training", "--recipe", "pretrain", *nodes)
+    for launcher in ("slurm", "ray", "kubernetes"):
+        folder = tmp_path / "training" / launcher
+        emitted = yaml.safe_load((folder / "recipe.yaml").read_text())
+        assert emitted["parallel"] == {"data": 4, "zero": 0} and emitted["cluster"] == {"spares": 1} and emitted[launcher]["nodes"] == 3, launcher
+        assert "3 GPU nodes with data-parallel ranks" in (folder / "README.md").read_text()
+    for each in (planned := list(yaml.safe_load_all(here("train", tmp_path / "training" / "kubernetes" / "recipe.yaml", "--on", "kubernetes", "--dry-run")))):
+        check(each)
+    assert sum(job["replicas"] * job["template"]["spec"]["parallelism"] for job in planned[0]["spec"]["replicatedJobs"]) == 3
+    # What the recipe says itself is kept, and what the nodes cannot have is refused.
+    (tmp_path / "own.yaml").write_text((ROOT / "recipes" / "pretrain.yaml").read_text().replace("data: 1\n", "data: 8\n"))
+    here("emit", "--topology", "training", "--on", "slurm", "--recipe", tmp_path / "own.yaml", "--folder", "own", *nodes)
+    assert yaml.safe_load((tmp_path / "own" / "recipe.yaml").read_text())["parallel"]["data"] == 8
+    (tmp_path / "own.yaml").write_text((tmp_path / "own.yaml").read_text().replace("data: 8\n", "data: 3\n"))
+    assert here("emit", "--topology", "training", "--on", "slurm", "--recipe", tmp_path / "own.yaml", "--folder", "odd", *nodes).startswith(
+        "'--gpu-nodes' is 3 and 'parallel.data' 3, which 2 nodes with ranks do not divide; set parallel.data to a multiple of 2"
+    )  # fmt: skip
+
+
 def test_the_documents_have_the_objects_and_the_role_that_are_emitted() -> None:
     text = (ROOT / "docs" / "cluster" / "kubernetes.md").read_text(encoding="utf-8")
     role = yaml.safe_load(next(block for block in text.split("```yaml\n")[1:] if block.startswith("apiVersion")).split("```")[0])
@@ -181,7 +202,7 @@ def test_the_documents_have_the_objects_and_the_role_that_are_emitted() -> None:
         ("training --gpu-nodes a,,b", "--gpu-nodes has '', which is not the name of a host"),
         ("training --storage-nodes a,b,c", "--storage-nodes has 3 names; give one, with runs and models"),
         ("training --spares 3", "--spares is 3, and there are 4 GPU nodes; besides the first node"),
-        ("training --recipe pretrain", "--recipe is 'pretrain', and the files of several GPU nodes are for reinforcement learning in this version"),
+        ("training --recipe pretrain", "'parallel.data' is 24 and a step has 16 sequences; raise data.global_batch_size, so that every rank has one"),
         ("training --recipe sorted", "recipe 'sorted' does not exist; did you mean 'sort'"),
     ],
 )

@@ -17,8 +17,11 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from data_runs import rows
 from etcd_server import program
+from launched_runs import LaunchedRuns
 from ray_cluster import SERVE_PACKAGES, RayCluster, descendants
+from runs_on_data import write_recipe
 from slurm_cluster import SlurmCluster
 
 from tandem.cluster.etcd_process import etcd_program
@@ -284,3 +287,37 @@ def test_the_head_node_has_an_etcd_that_asks_for_a_password_and_a_prometheus_and
                 until(is_ready, lambda: logs(folder) + logs(shared))
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, logs(folder)
+
+
+@pytest.mark.skipif(program() is None or shutil.which("prometheus") is None, reason="etcd or Prometheus is not installed, so the emitted run is NOT started")
+def test_the_emitted_run_on_data_trains_on_both_nodes_of_slurm_through_the_etcd_of_the_head_node(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    shared, ports, runs = tmp_path / "shared", free_ports(4), LaunchedRuns(tmp_path, slurm_cluster.environment)
+    recipe = write_recipe(runs, 12)
+    tandem(
+        tmp_path, "emit", "--topology", "training", "--on", "slurm", "--folder", "out", "--recipe", recipe, "--gpu-nodes", "n1,n2", "--gpus-per-node", "0",
+        "--partition", "main", "--shared", shared, "--head", "localhost",
+    )  # fmt: skip
+    folder = tmp_path / "out"
+    # The ports of the figure are taken on a machine with other tests, and the shared folder of one storage node is not mounted.
+    for name in ("head.sh", "recipe.yaml"):
+        (folder / name).write_text((folder / name).read_text().replace("2379", str(ports)).replace("2380", str(ports + 1)))
+    binary = etcd_program()
+    assert binary is not None
+    path = f"{Path(binary).parent}:{BIN}:{slurm_cluster.environment['PATH']}"
+    more = {"PATH": path, "TANDEM_ETCD_DATA": str(tmp_path / "etcd"), "UP_OPTIONS": f"--port {ports + 2} --alertmanager-port {ports + 3}"}
+    try:
+        with started(folder / "head.sh", folder, **more):
+            until((shared / "head" / "etcd.password").exists, lambda: logs(folder) + logs(shared))
+            given = {**environment(tmp_path), **slurm_cluster.environment, "PATH": path}
+            one_machine = ["--run.name=two", "--metrics.host=127.0.0.1", "--cluster.min_speed=0"]
+            done = subprocess.run([folder / "submit.sh", *one_machine], env=given, capture_output=True, text=True)
+            assert done.returncode == 0 and "submitted job" in done.stdout, done.stdout + done.stderr
+            run = shared / "runs" / "two"
+            until(lambda: not slurm_cluster.ask("squeue", "-h", "-o", "%i"), lambda: logs(run))
+    finally:
+        slurm_cluster.clear()
+    assert "trains with rank 1" in logs(run) and "preflight" not in logs(run)
+    runs.tandem("train", recipe, "--run.name=local", "--parallel.data=2")
+    assert rows(run) == rows(runs.directory("local"))
+    assert (run / "model" / "model.safetensors").read_bytes() == (runs.directory("local") / "model" / "model.safetensors").read_bytes()
+    assert [path.name for path in (shared / "checkpoints").iterdir()] != []

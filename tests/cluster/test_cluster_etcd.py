@@ -1,13 +1,17 @@
 """The etcd that a job starts for its run lets in the run alone, and leaves nothing behind."""
 
+import contextlib
 import os
 import signal
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from etcd_server import WHY_SKIPPED, program
 
+from tandem.cluster import etcd_places, etcd_process
 from tandem.cluster.etcd_process import USER, own_etcd
 from tandem.cluster.launch.addresses import own_address
 from tandem.cluster.launch.slurm.addresses import address_of
@@ -48,6 +52,56 @@ def test_the_etcd_of_a_run_asks_for_its_password_and_shows_its_own_keys_alone(tm
     assert list(tmp_path.glob("tandem-*")) == []
     with pytest.raises(RunError):
         EtcdStore(replace(config, deadline_s=1.0), "/tandem/r/").get("key")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(program() is None, reason=WHY_SKIPPED)
+def test_an_etcd_whose_disk_is_full_goes_on_elsewhere_with_what_it_had_and_one_without_a_place_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    password, disks = tmp_path / "a password", [tmp_path / name for name in ("temporary", "shared")]
+    write_credential(password, "ab" * 32)
+    said, lost = list[str](), list[str]()
+    with contextlib.ExitStack() as stack:
+        for disk in disks:
+            disk.mkdir()
+            if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=320m", "tmpfs", disk], capture_output=True).returncode:
+                pytest.skip("no file system can be mounted here (it needs root), so a full disk is NOT tested")
+            stack.callback(subprocess.run, ["umount", "-l", disk], check=True)
+        monkeypatch.setattr("tempfile.tempdir", str(disks[0]))
+        monkeypatch.setattr(etcd_places, "MEMORY", tmp_path / "none")
+        monkeypatch.setattr(etcd_process, "LOST_S", 3.0)
+        # Of a job that was killed.
+        (disks[1] / "etcd-0a" / "etcd").mkdir(parents=True)
+        with own_etcd("127.0.0.1", password, tmp_path / "etcd.log", "/tandem/r/", shared=disks[1], say=said.append, lost=lost.append) as etcd:
+            given = apply_overrides({}, etcd.overrides())["coordination"]
+            store = EtcdStore(CoordinationConfig(**{**given, "endpoints": tuple(given["endpoints"]), "deadline_s": 60.0}), "/tandem/r/")
+            store.put("key", b"value")
+            fill_and_kill(disks[0])
+            store.put("other", b"later")
+            assert {entry.key: entry.value for entry in store.list("")} == {"key": b"value", "other": b"later"}
+            store.close()
+            ends = time.monotonic() + 60
+            while not lost:
+                # Its log has room for some more entries.
+                assert time.monotonic() < ends
+                fill_and_kill(disks[1])
+                time.sleep(0.05)
+        assert said == [f"the disk of {disks[0]} is full: the etcd of the run goes on in {disks[1]}"]
+        assert lost == [
+            f"the etcd of the run cannot run on this node: the disk of {disks[1]} is full, and no other place here has room; make room, then resume the run"
+        ]
+        assert [path.name for disk in disks for path in disk.iterdir()] == ["fill", "fill"], "nothing is left behind"
+
+
+def fill_and_kill(disk: Path) -> None:
+    """Leaves no room on ``disk``, and kills the etcd whose data is there."""
+    if not (disk / "fill").exists():
+        subprocess.run(["dd", "if=/dev/zero", f"of={disk}/fill", "bs=1M"], capture_output=True)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        if f"--data-dir={disk}/".encode() in read(path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def read(path: Path) -> bytes:

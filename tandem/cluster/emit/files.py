@@ -124,7 +124,9 @@ class Emitted:
             files = training.ray(topology, shared, folder)
         else:
             files = training.local(topology, folder)
-        return {**files, "README.md": readme("training", launcher, {"nodes": len(topology.gpu_nodes), "namespace": site.namespace})}
+        has = "data-parallel ranks" if training.is_on_data(topology) else "pods of trainer and rollout"
+        facts = {"nodes": len(topology.gpu_nodes), "namespace": site.namespace, "has": has}
+        return {**files, "README.md": readme("training", launcher, facts)}
 
     def _check_one_machine(self, topology: InferenceTopology) -> None:
         needed = topology.instances * topology.tensor_parallel

@@ -6,8 +6,7 @@ FIGURES = {
         "and Loki"
     ),
     "training": (
-        "head node (job scheduler, cluster manager, health monitor, metric collector, metrics database), storage nodes, {nodes} GPU nodes with pods of trainer "
-        "and rollout"
+        "head node (job scheduler, cluster manager, health monitor, metric collector, metrics database), storage nodes, {nodes} GPU nodes with {has}"
     ),
 }  # fmt: skip
 HOW = {

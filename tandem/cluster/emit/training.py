@@ -1,5 +1,7 @@
 """The training topology: the recipe of a run on all GPU nodes and, without Kubernetes, the head node, the storage nodes, and the scheduler's own files."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -11,11 +13,11 @@ from tandem.cluster.emit.head import ETCD_PORT, ETCD_USER, PASSWORD, head_script
 from tandem.cluster.emit.kubernetes.etcd import endpoints
 from tandem.cluster.emit.scripts import script
 from tandem.cluster.emit.topology import TrainingTopology
+from tandem.cluster.launch.several_nodes import for_nodes, section
 from tandem.config.bundled import recipe_file
 from tandem.config.kubernetes import KubernetesConfig
-from tandem.config.load import read_yaml
+from tandem.config.load import apply_overrides, read_yaml
 from tandem.config.recipe import ON_DATA, recipe_of
-from tandem.types import UserError
 
 HEAD = "# Written by 'tandem emit'.\n"
 _RAY_PORT = 6379
@@ -24,19 +26,31 @@ _RAY_PORT = 6379
 def recipe_text(topology: TrainingTopology, sections: dict[str, dict[str, Any]]) -> str:
     """Returns the text of the topology's recipe with ``sections``, which have those of its file in them. Raises ``UserError`` for one that cannot be on several
     nodes."""
-    base = read_yaml(recipe_file(topology.recipe))
-    algorithm = base.get("algorithm")
-    if len(topology.gpu_nodes) > 1 and isinstance(algorithm, dict) and algorithm.get("name") in ON_DATA:
-        raise UserError(
-            f"--recipe is '{topology.recipe}', and the files of several GPU nodes are for reinforcement learning in this version; name one GPU node, or "
-            "another recipe"
-        )
-    merged = {**base}
+    merged = {**read_yaml(recipe_file(topology.recipe))}
     for name, values in sections.items():
-        own = merged.get(name)
-        merged[name] = {**(own if isinstance(own, dict) else {}), **values}
-    recipe_of(merged)
+        merged[name] = {**section(merged, name), **values}
+    if len(topology.gpu_nodes) > 1 and is_on_data(topology):
+        merged["parallel"] = _parallel_on_data(topology, section(merged, "parallel"))
+        # With what the launcher will add, so that what it could not place is refused now.
+        named = {**merged, "run": {"name": "run", **section(merged, "run")}}
+        more, _ = for_nodes(named, Path("run"), lambda data: (len(topology.gpu_nodes), "--gpu-nodes"), etcd_is_here=False)
+        recipe_of(apply_overrides(named, more))
+    else:
+        recipe_of(merged)
     return HEAD + yaml.safe_dump(merged, sort_keys=False, width=160)
+
+
+def is_on_data(topology: TrainingTopology) -> bool:
+    """Returns whether the run of ``topology`` trains on data: then each GPU node that is no spare has ranks, and none draws samples."""
+    return section(read_yaml(recipe_file(topology.recipe)), "algorithm").get("name") in ON_DATA
+
+
+def _parallel_on_data(topology: TrainingTopology, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns section ``parallel`` for all GPUs of the nodes that train; ``own`` is kept where it says how many data-parallel ranks there are."""
+    if own.get("data", 1) != 1 or own.get("layout") == "auto":
+        return dict(own)
+    replica = math.prod(size for name in ("tensor", "context", "pipeline") if isinstance(size := own.get(name, 1), int))
+    return {**own, "data": (len(topology.gpu_nodes) - topology.spares) * max(1, topology.node.gpus // max(1, replica))}
 
 
 def shared_sections(topology: TrainingTopology, shared: Path) -> dict[str, dict[str, Any]]:

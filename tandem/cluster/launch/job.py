@@ -22,7 +22,7 @@ from pathlib import Path
 from tandem.cluster.etcd_process import own_etcd
 from tandem.cluster.launch.record import FOLDER, PASSWORD, Record, read_record
 from tandem.config.recipe import AnyRecipe, load_config
-from tandem.runtime.process.processes import Threads, available_cores, spawn
+from tandem.runtime.process.processes import Threads, available_cores, spawn, terminate
 from tandem.runtime.records.run_lock import RunLock
 from tandem.types import RunError, UserError
 
@@ -32,15 +32,16 @@ SAVED = 75
 """Exit status of a job whose run was stopped and saved (``EX_TEMPFAIL``)."""
 _INTERRUPTED = 130
 _LOOK_S = 2.0
+_FAILS_S = 20.0
 
 
 class RunProcess:
     """The process of the run in ``directory``, which continues it, or begins it, with ``tandem resume``. ``stop`` may be called at any time, also from a
-    signal handler. ``stops``: how often it was."""
+    signal handler. ``stops``: how often it was; ``failure``: why it was ended because it could not go on; empty: it was not."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.stops = 0
+        self.stops, self.failure = 0, ""
         # Again in the thread that has it: the handler of a signal may run inside.
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -53,10 +54,12 @@ class RunProcess:
         process = spawn("tandem.cli.main", arguments, threads=threads, new_session=True, output=output)
         with self._lock:
             self._process = process
-            for _ in range(self.stops):
+            for _ in range(self.stops + bool(self.failure)):
                 process.terminate()
         status = process.wait()
         logger.info("the controller ended with %d", status)
+        if self.failure:
+            raise RunError(self.failure)
         # One that was asked to stop before it listened has done nothing.
         if status == _INTERRUPTED or (self.stops and status == -signal.SIGTERM):
             return SAVED
@@ -68,6 +71,14 @@ class RunProcess:
             self.stops += 1
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
+
+    def fail(self, why: str) -> None:
+        """Ends it, because what it needs on this machine is lost: what it has saved stays, and a resume continues it. ``run`` raises ``RunError``."""
+        with self._lock:
+            self.failure = why
+            process = self._process
+        if process is not None:
+            terminate(process, _FAILS_S)
 
 
 def read_job(directory: Path) -> tuple[Record, AnyRecipe]:
@@ -103,15 +114,18 @@ def exit_status(run: Callable[[], int]) -> int:
 
 
 @contextlib.contextmanager
-def store_of_run(directory: Path, record: Record, recipe: AnyRecipe, host: str, password_file: Path | None = None) -> Iterator[list[str]]:
-    """Inside, the run has its etcd at ``host``, unless it has another. ``password_file``: of that etcd; ``None``: the one in the run's folder. Yields the
-    values with which its processes find it."""
+def store_of_run(
+    directory: Path, record: Record, recipe: AnyRecipe, host: str, run: RunProcess, say: Callable[[str], None], password_file: Path | None = None
+) -> Iterator[list[str]]:
+    """Inside, the run has its etcd at ``host``, unless it has another. ``password_file``: of that etcd; ``None``: the one in the run's folder. ``run`` ends
+    if it is lost; ``say``: of messages for the user. Yields the values with which its processes find it."""
     if not record.starts_etcd:
         yield []
         return
     # The keys of all runs: what cordons a node of the cluster for every run stands beside those of a run.
     prefix = f"{recipe.coordination.prefix.rstrip('/')}/"
-    with own_etcd(host, password_file or directory / FOLDER / PASSWORD, directory / "logs" / "etcd.log", prefix) as etcd:
+    password = password_file or directory / FOLDER / PASSWORD
+    with own_etcd(host, password, directory / "logs" / "etcd.log", prefix, shared=directory / FOLDER, say=say, lost=run.fail) as etcd:
         logger.info("etcd at %s, cluster %s", etcd.endpoint, etcd.cluster_id)
         yield etcd.overrides()
 

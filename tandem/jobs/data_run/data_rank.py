@@ -37,7 +37,8 @@ class DataRank:
         node = None if local is None else Node(local["node"], local["credential"], tls)
         try:
             result = train_on(
-                self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]), memory=memory, node=node, recorded=tiers["recorded"]
+                self.rank, self.recipe, self._callback(progress), resumed=bool(meta["resumed"]), memory=memory, node=node, recorded=tiers["recorded"],
+                watches_health=self.recipe.pods.trainer_count == 1,
             )
         except KeyboardInterrupt:
             return {"stopped": True}, {}

@@ -84,12 +84,12 @@ def this_process(machine: MachineConfig, directory: Path) -> Rank:
 
 def train_on(
     rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool, memory: Keepers | None = None, node: Node | None = None,
-    recorded: int | None = None,
+    recorded: int | None = None, watches_health: bool = True,
 ) -> RunResult | None:  # fmt: skip
     """Runs ``recipe`` on this rank, from the run's newest whole checkpoint if there is one. Returns its result on the first rank, ``None``
     on others. Only the first rank calls ``callback``. ``memory``: holds checkpoints too. ``node``, ``recorded``: as of
-    ``DataCheckpoints``."""
-    with opened_run(rank, recipe, callback, resumed=resumed, memory=memory, node=node, recorded=recorded) as run:
+    ``DataCheckpoints``. ``watches_health``: the first rank does; else the controller, where ranks are on several machines."""
+    with opened_run(rank, recipe, callback, resumed=resumed, memory=memory, node=node, recorded=recorded, watches_health=watches_health) as run:
         _predict(run)
         with run.checkpoints.requests:
             steps = pretrain(run)
@@ -137,7 +137,7 @@ KEPT_TIMES = 1.25
 @contextlib.contextmanager
 def opened_run(
     rank: Rank, recipe: PretrainRecipe, callback: Callback, *, resumed: bool = False, at_most: int | None = None, memory: Keepers | None = None,
-    node: Node | None = None, recorded: int | None = None,
+    node: Node | None = None, recorded: int | None = None, watches_health: bool = True,
 ) -> Iterator[DataRun]:  # fmt: skip
     """Yields ``recipe`` on this rank, ready for its next step, from the run's newest whole checkpoint of step ``at_most`` or before."""
     ranks, directory = rank.ranks, rank.directory
@@ -202,7 +202,7 @@ def opened_run(
         if rank.flips is not None:
             inject_flips(replica.model, rank.flips)
         health, here = None, (socket.gethostname(), LOOPBACK)
-        if journal is not None and at_most is None:
+        if journal is not None and at_most is None and watches_health:
             health = RunHealth(ranks.mesh.shape, recipe.health, journal.record_event, callback)
             # The supervisor of several ranks is part of the run too.
             root = os.getpid() if is_alone else os.getppid()

@@ -103,7 +103,7 @@ def supervise(
                 leaving = [] if machines is None or requests.stop else machines.let_go()
                 if not leaving:
                     raise
-                callback.message(f"{' and '.join(leaving)} left the run, which goes on from the step that was saved when other pods have its ranks")
+                callback.message(f"{' and '.join(leaving)}: the run goes on from the step that was saved when other pods have those ranks")
             except SilentCorruption as corruption:
                 is_replaced = machines is not None and machines.replaces(corruption.finding)
                 restarts, trusted = distrust(

@@ -104,18 +104,19 @@ class Event:
 
 class Journal:
     """The open ``journal.sqlite`` of a run. Thread-safe; one process writes, others read. ``brief``: for a few reads at once, of a
-    file of any size.
+    file of any size. ``is_beside``: for some events of another process than the one that writes, and that merges the file at its end.
 
     ``incarnation``: the number of trainer starts in this run, resumes included. Raises ``RunError`` where the file is damaged, locked or
     cannot be written.
     """
 
     def __init__(
-        self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0, brief: bool = False
-    ) -> None:
+        self, path: Path, *, fault_point: FaultPoint = no_fault, read_only: bool = False, busy_s: float = 10.0, brief: bool = False,
+        is_beside: bool = False,
+    ) -> None:  # fmt: skip
         self.path = path
         self._fault_point = fault_point
-        self._read_only = read_only
+        self._merges = not read_only and not is_beside
         self._lock = threading.RLock()
         self._connection = connect(path, "the run's journal", _VERSION, _SCHEMA, read_only=read_only, durable=False, busy_s=busy_s, brief=brief)
         self._tables = ChainedTables(self._connection, path, _TABLES, read_only=read_only)
@@ -124,10 +125,10 @@ class Journal:
     def close(self) -> None:
         with self._lock:
             self._tables.close()
-            if self._read_only:
-                self._connection.close()
-            else:
+            if self._merges:
                 close_last(self._connection, self.path)
+            else:
+                self._connection.close()
 
     def __enter__(self) -> "Journal":
         return self

@@ -64,7 +64,7 @@ class Job:
         with contextlib.ExitStack() as stack:
             files = private_secrets(stack.enter_context(temporary_folder(prefix="tandem-secrets")), self._mounted)
             own += [f"--pods.host={host}", f"--pods.port={WEIGHTS_PORT}", f"--pods.credential_file={files[CREDENTIAL]}", *tls_overrides(self._certificates)]
-            shared = stack.enter_context(store_of_run(self.directory, record, recipe, host, files[PASSWORD]))
+            shared = stack.enter_context(store_of_run(self.directory, record, recipe, host, self._process, _say, files[PASSWORD]))
             # Each pod has the password in a file of its own.
             told = tuple(each for each in shared if not each.startswith("--coordination.password_file="))
             write_meeting(self.directory, Meeting(secrets.token_hex(8), host, told))
@@ -72,6 +72,10 @@ class Job:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._process.stop()
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ import os
 import shutil
 import subprocess
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ from ray.util.placement_group import remove_placement_group
 
 from tandem.cluster.launch.ended import Ended, read_end, write_end
 from tandem.cluster.launch.job import RunProcess, read_job, store_of_run, wait_for_earlier
+from tandem.cluster.launch.kept_pod import KeptPod
 from tandem.cluster.launch.node_pod import node_pod
 from tandem.cluster.launch.ray.keeper import end_node_keeper, node_keeper
 from tandem.cluster.launch.ray.nodes import end_with_node, node_name
 from tandem.cluster.launch.ray.placement import CONTROLLER, group_name, groups_of, in_group, make_group, remove_groups
-from tandem.runtime.process.backoff import Backoff
-from tandem.runtime.process.processes import describe_exit
 from tandem.runtime.records.logs import setup
 from tandem.trainer.checkpoint.memory.launched_keepers import FOLDER as KEEPERS
 from tandem.types import RunError, UserError
@@ -110,7 +109,7 @@ class RunActor:
         if not recipe.pods.may_join:
             return self._process.run(recipe, record.overrides, self._output)
         host = str(ray.util.get_node_ip_address())
-        with store_of_run(self._directory, record, recipe, host) as shared:
+        with store_of_run(self._directory, record, recipe, host, self._process, self.say) as shared:
             self._pods.start(host, shared)
             try:
                 return self._process.run(recipe, [*record.overrides, *shared, f"--pods.host={host}"], self._output)
@@ -172,43 +171,21 @@ class PodActor:
     def __init__(self, job: str, directory: str, folder: str, host: str, name: str, overrides: Sequence[str]) -> None:
         os.chdir(folder)
         self._job, self._directory, self._host, self._name, self._overrides = job, Path(directory), host, name, list(overrides)
-        self._leaves, self._lock = threading.Event(), threading.Lock()
-        self._pod: subprocess.Popen[bytes] | None = None
+        self._logs = self._directory / "logs" / "pods" / name
+        self._pod = KeptPod(self._start, lambda text: self._say(f"pod {name} {text}"))
         end_with_node()
-        self._thread = threading.Thread(target=self._work, name="pod", daemon=True)
+        self._thread = threading.Thread(target=self._pod.run, name="pod", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
         """Lets the pod leave after its iteration; returns when it has."""
-        with self._lock:
-            self._leaves.set()
-            if self._pod is not None and self._pod.poll() is None:
-                self._pod.terminate()
+        self._pod.leave()
         self._thread.join()
         end_node_keeper(self._job, self._name)
 
-    def _work(self) -> None:
-        logs = self._directory / "logs" / "pods" / self._name
-        logs.mkdir(parents=True, exist_ok=True)
-        backoff = Backoff()
-        while not self._leaves.is_set():
-            began = time.monotonic()
-            try:
-                with node_pod(self._directory, self._host, self._name, self._overrides, logs / "pod.log", self._keeper()) as pod:
-                    with self._lock:
-                        self._pod = pod
-                        if self._leaves.is_set():
-                            pod.terminate()
-                    status = pod.wait()
-                said = describe_exit(status)
-            except (OSError, RunError) as error:
-                # Such as a full disk, which may not stay full.
-                status, said = 1, str(error)
-            if status == 0 or status == UserError.exit_code:
-                return
-            wait_s = backoff.wait_s(int(began // 60))
-            self._say(f"pod {self._name} ended on node '{node_name()}' ({said}); it starts again in {wait_s:g} s")
-            self._leaves.wait(wait_s)
+    def _start(self) -> "AbstractContextManager[subprocess.Popen[bytes]]":
+        self._logs.mkdir(parents=True, exist_ok=True)
+        return node_pod(self._directory, self._host, self._name, self._overrides, self._logs / "pod.log", self._keeper())
 
     def _keeper(self) -> Path | None:
         """Returns the file of the node's keeper; ``None`` where the pod is to have its own, or none."""
@@ -219,7 +196,7 @@ class PodActor:
             return None
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError), (self._directory / "logs" / "pods" / self._name / "pod.log").open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), (self._logs / "pod.log").open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
 
 

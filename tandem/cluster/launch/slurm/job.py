@@ -22,16 +22,20 @@ from tandem.cluster.launch.job import SAVED, RunProcess, exit_status, read_job, 
 from tandem.cluster.launch.record import FOLDER, Record
 from tandem.cluster.launch.slurm.addresses import address_of
 from tandem.cluster.launch.slurm.commands import ask, node_address
+from tandem.cluster.launch.slurm.kept import folders_of, kept_on_node
 from tandem.cluster.launch.slurm.parts import Part, end_earlier_steps, parts_of_job
 from tandem.config.recipe import AnyRecipe, load_config
+from tandem.jobs.verify.verify_records import steps_on_disk
 from tandem.runtime.coordination.open import open_store, store_address
 from tandem.runtime.process.processes import Threads, spawn, terminate, wait
+from tandem.runtime.records.checkpoint_tiers import tiers_of
 from tandem.runtime.records.logs import setup
 from tandem.types import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
 _POD_ENDS_S = 10.0
+_FORGETS_S = 60.0
 
 
 class Job:
@@ -52,18 +56,34 @@ class Job:
         nodes = [node for part in self._parts for node in part.nodes]
         logger.info("job %s on %s", os.environ["SLURM_JOB_ID"], ", ".join(nodes))
         if int(os.environ.get("SLURM_RESTART_COUNT", "0")):
-            wait_for_earlier(self.directory, lambda text: print(f"[job {os.environ['SLURM_JOB_ID']}] {text}", flush=True), lambda: self._process.stops > 0)
+            wait_for_earlier(self.directory, _say, lambda: self._process.stops > 0)
         if ended := end_earlier_steps(self._parts):
             logger.info("ended %d steps of the job's earlier life", ended)
-        with self._beside(record, recipe, nodes) as overrides:
+        with kept_on_node(recipe.checkpoint, self.directory, nodes[0]), self._beside(record, recipe, nodes) as overrides:
             status = self._process.run(recipe, [*record.overrides, *overrides])
-        if status == SAVED and self.is_over_time and recipe.slurm.requeue:
-            print(f"[job {os.environ['SLURM_JOB_ID']}] its time ends: it queues itself again, to continue from the checkpoint", flush=True)
+        is_queued_again = self.is_over_time and recipe.slurm.requeue
+        if status == SAVED and not is_queued_again:
+            self._forget(recipe, nodes)
+        if status == SAVED and is_queued_again:
+            _say("its time ends: it queues itself again, to continue from the checkpoint")
             try:
                 ask("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
             except (UserError, RunError) as error:
                 print(f"tandem: {error}; 'tandem resume' continues the run in a new job", file=sys.stderr, flush=True)
         return status
+
+    def _forget(self, recipe: AnyRecipe, nodes: list[str]) -> None:
+        """Removes what the ``nodes`` keep of the run's checkpoints, which its user has stopped: its folder has the newest. What is newer stays, and is said."""
+        if not folders_of(recipe.checkpoint):
+            return
+        newest = max(steps_on_disk(self.directory), default=0)
+        newer = [tier for tier in tiers_of(self.directory) if tier.tier in ("memory", "local") and tier.step > newest]
+        for tier in newer:
+            where = " and ".join(sorted(tier.where))
+            _say(f"the checkpoint of step {tier.step} stays in tier {tier.tier} of {where}: the run's folder has none that is as new")
+        if newer:
+            return
+        _end(self._start("tandem.cluster.launch.slurm.kept", nodes, "", lambda part: []), _FORGETS_S)
 
     @contextlib.contextmanager
     def _beside(self, record: Record, recipe: AnyRecipe, nodes: list[str]) -> Iterator[list[str]]:
@@ -73,7 +93,7 @@ class Job:
             return
         host = own_address(address_of(node_address(nodes[1]))) if len(nodes) > 1 else "127.0.0.1"
         with contextlib.ExitStack() as stack:
-            shared = stack.enter_context(store_of_run(self.directory, record, recipe, host))
+            shared = stack.enter_context(store_of_run(self.directory, record, recipe, host, self._process, _say))
             if recipe.cluster.preflight and len(nodes) > 1:
                 nodes = self._fit(recipe, nodes, host, [*record.overrides, *shared])
             if others := nodes[1:]:
@@ -101,7 +121,7 @@ class Job:
             return nodes[:1]
         write_outcome(self.directory / FOLDER, outcome)
         for each in check_outcome(outcome, nodes, recipe.cluster):
-            print(f"[job {os.environ['SLURM_JOB_ID']}] {each.text}; it is cordoned", flush=True)
+            _say(f"{each.text}; it is cordoned")
         logger.info("preflight: %s are fit", ", ".join(outcome.fit))
         return list(outcome.fit)
 
@@ -129,9 +149,13 @@ class Job:
         self._process.stop()
 
 
-def _end(steps: "list[subprocess.Popen[bytes]]") -> None:
-    """Lets the steps end, such as pods that the run has released, and ends those that have not."""
-    ends = time.monotonic() + _POD_ENDS_S
+def _say(text: str) -> None:
+    print(f"[job {os.environ['SLURM_JOB_ID']}] {text}", flush=True)
+
+
+def _end(steps: "list[subprocess.Popen[bytes]]", within_s: float = _POD_ENDS_S) -> None:
+    """Lets the steps end, such as pods that the run has released, and ends those that have not ``within_s``."""
+    ends = time.monotonic() + within_s
     for step in steps:
         wait(step, max(0.0, ends - time.monotonic()))
     for step in steps:

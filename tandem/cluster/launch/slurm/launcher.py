@@ -13,11 +13,13 @@ from tandem.cluster.launch.several_nodes import placed_recipe, prepared, run_fol
 from tandem.cluster.launch.slurm import array
 from tandem.cluster.launch.slurm.check import check, nodes_of
 from tandem.cluster.launch.slurm.commands import ask, check_installed, find_job, submit
+from tandem.cluster.launch.slurm.kept import folders_of
 from tandem.cluster.launch.slurm.script import batch_script
 from tandem.config.load import to_mapping
 from tandem.config.recipe import AnyRecipe
 from tandem.jobs.finished import finished_result
 from tandem.jobs.prepare import read_recipe
+from tandem.runtime.records.checkpoint_tiers import tiers_of
 from tandem.types import UserError
 
 _BEGINNINGS = ("tandem: ", "slurmstepd: error: ")
@@ -82,11 +84,15 @@ class SlurmLauncher:
         record, status = read_record(directory), self.status(directory)
         if record is None or not status.is_active:
             raise UserError(f"the run in '{directory}' is not running on Slurm, so there is nothing to cancel")
+        # A run that waits may have been on nodes before.
+        is_kept = bool(folders_of(read_recipe(directory).checkpoint)) and (status.state == "running" or bool(tiers_of(directory)))
         if at_once or status.state == "queued":
             ask("scancel", record.job)
-            return f"cancelled job {record.job}"
+            kept = "; checkpoints that its nodes keep stay there for 'tandem resume', until the next job of Tandem on the node" if is_kept else ""
+            return f"cancelled job {record.job}{kept}"
         ask("scancel", "--batch", "--signal=TERM", record.job)
-        return f"asked job {record.job} to stop after its step, which it saves first"
+        kept = "; then it removes the checkpoints that its nodes keep" if is_kept else ""
+        return f"asked job {record.job} to stop after its step, which it saves first{kept}"
 
 
 def _submitted(directory: Path, recipe: AnyRecipe, record: Record) -> Placed:

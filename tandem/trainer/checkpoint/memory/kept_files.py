@@ -17,7 +17,7 @@ from tandem.types import RunError
 File = bytearray | mmap.mmap
 KEEP_S = 86400.0
 """What a keeper has left behind on a node is removed by the next one there after so long."""
-_OWNER, _LOCK = "owner.json", "lock"
+OWNER, LOCK = "owner.json", "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class KeptFiles:
     def owner(self) -> Owner:
         """Returns whose files there are."""
         try:
-            return Owner() if self.folder is None else Owner(**json.loads((self.folder / _OWNER).read_text(encoding="utf-8")))
+            return Owner() if self.folder is None else Owner(**json.loads((self.folder / OWNER).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return Owner()
 
     def set_owner(self, owner: Owner) -> None:
         if self.folder is None:
             return
-        fresh = self.folder / f".{_OWNER}.tmp"
+        fresh = self.folder / f".{OWNER}.tmp"
         fresh.write_text(json.dumps({"of": owner.of, "incarnation": owner.incarnation}), encoding="utf-8")
-        fresh.replace(self.folder / _OWNER)
+        fresh.replace(self.folder / OWNER)
 
     def earlier(self) -> dict[int, dict[str, File]]:
         """Returns the files of the whole checkpoints that are there, and removes the others."""
@@ -87,7 +87,7 @@ class KeptFiles:
     def committed(self) -> None:
         """The files are in use from now on for ``KEEP_S``."""
         if self.folder is not None:
-            os.utime(self.folder / _OWNER)
+            os.utime(self.folder / OWNER)
 
     def drop(self, step: int) -> None:
         if self.folder is not None and (path := self._step(step)).is_dir():
@@ -110,11 +110,11 @@ def open_folder(parent: Path, run: str, node: str) -> tuple[Path, int]:
     while True:
         folder = home / (f"node-{node}" if not number else f"node-{node}.{number}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # It may have been removed meanwhile by who held it.
-            if os.path.samestat(os.fstat(lock), (folder / _LOCK).stat()):
+            if os.path.samestat(os.fstat(lock), (folder / LOCK).stat()):
                 return folder, lock
         except BlockingIOError:
             # Of another keeper of this machine.
@@ -135,9 +135,9 @@ def remove_folder(folder: Path) -> None:
 
 def _remove_old(folder: Path) -> None:
     try:
-        if time.time() - (folder / _OWNER).stat().st_mtime < KEEP_S:
+        if time.time() - (folder / OWNER).stat().st_mtime < KEEP_S:
             return
-        with (folder / _LOCK).open("r+b") as file:
+        with (folder / LOCK).open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove_folder(folder)
     except OSError:
