@@ -182,12 +182,26 @@ def test_the_documents_have_the_objects_and_the_role_that_are_emitted() -> None:
         ("training --storage-nodes a,b,c", "--storage-nodes has 3 names; give one, with runs and models"),
         ("training --spares 3", "--spares is 3, and there are 4 GPU nodes; besides the first node"),
         ("training --recipe pretrain", "--recipe is 'pretrain', and the files of several GPU nodes are for reinforcement learning in this version"),
+        ("inference --on slurm --image x", "--image is for --on kubernetes of this topology, and --on is slurm; leave it out"),
+        ("inference --on ray --shared /data", "--shared is for --on kubernetes of this topology, and --on is ray; leave it out"),
+        ("training --on kubernetes --account lab", "--account is for --on slurm of this topology, and --on is kubernetes; leave it out"),
+        ("training --on local --spares 1", "--spares is for --on slurm or ray or kubernetes of this topology, and --on is local; leave it out"),
+        ("training --on slurm --jaeger head", "'traces.endpoint' is 'head'; give the address of a collector"),
         ("training --recipe sorted", "recipe 'sorted' does not exist; did you mean 'sort'"),
     ],
 )
 def test_what_cannot_be_a_topology_is_refused_and_leaves_nothing(here: Here, tmp_path: Path, arguments: str, line: str) -> None:
     assert here("emit", "--topology", *arguments.split()).startswith(line)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_account_the_time_limit_and_the_collector_are_in_the_files_of_a_run(here: Here, tmp_path: Path) -> None:
+    here("emit", "--topology", "training", "--account", "lab", "--time", "1-00:00:00", "--jaeger", "http://head:4318")
+    recipes = {name: yaml.safe_load((tmp_path / "training" / name / "recipe.yaml").read_text()) for name in ("slurm", "ray", "kubernetes")}
+    assert (recipes["slurm"]["slurm"]["account"], recipes["slurm"]["slurm"]["time"]) == ("lab", "1-00:00:00")
+    assert recipes["slurm"]["traces"] == recipes["ray"]["traces"] == {"endpoint": "http://head:4318"}
+    assert recipes["kubernetes"]["traces"] == {"endpoint": "http://jaeger:4318"}, "that of the emitted Jaeger"
+    assert "#SBATCH --account=lab" in (tmp_path / "training" / "slurm" / "preflight.sbatch").read_text().splitlines()
 
 
 def test_nothing_is_overwritten(here: Here, tmp_path: Path) -> None:

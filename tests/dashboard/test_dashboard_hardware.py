@@ -26,7 +26,7 @@ def used(name: str, at: int, **labels: str) -> float:
     if name == "tandem_process_cpu_seconds_total":
         return 0.5 * at * EVERY_S
     if name == "tandem_node_cpu_seconds_total":
-        return {"user": 1.25, "idle": 0.75}[labels["mode"]] * at * EVERY_S
+        return {"user": 1.25, "system": 0.25, "idle": 0.75}[labels["mode"]] * at * EVERY_S
     return {"tandem_process_resident_memory_bytes": 1e6 * at * at, "tandem_node_memory_bytes": 8e9, "tandem_node_memory_available_bytes": 8e9 - 1e7 * at}[name]
 
 
@@ -34,6 +34,7 @@ SERIES: tuple[tuple[str, dict[str, str]], ...] = (
     ("tandem_process_cpu_seconds_total", RANK),
     ("tandem_process_resident_memory_bytes", RANK),
     ("tandem_node_cpu_seconds_total", {**NODE, "mode": "user"}),
+    ("tandem_node_cpu_seconds_total", {**NODE, "mode": "system"}),
     ("tandem_node_cpu_seconds_total", {**NODE, "mode": "idle"}),
     ("tandem_node_memory_bytes", NODE),
     ("tandem_node_memory_available_bytes", NODE),
@@ -65,7 +66,8 @@ def test_the_hardware_is_what_the_samples_say(run: Path) -> None:
     assert told["began_s"] == BEGAN_S
     lines = {chart["title"]: {line["name"]: line["key"] for line in chart["series"]} for chart in told["charts"]}
     assert lines == {
-        "Cores in use on the machine": {"here user": "0|here user"}, "Cores in use by process": {"trainer.rank_process 12": "1|trainer.rank_process 12"},
+        "Cores in use on the machine": {"user": "0|here user", "system": "0|here system"},
+        "Cores in use by process": {"trainer.rank_process 12": "1|trainer.rank_process 12"},
         "Memory of the machine in use": {"here": "2|here"}, "Memory by process": {"trainer.rank_process 12": "3|trainer.rank_process 12"},
     }  # fmt: skip
     keys = [key for each in lines.values() for key in each.values()]
