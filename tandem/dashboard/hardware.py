@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -90,7 +91,8 @@ def _moments(first: int, last: int, count: int) -> list[int]:
 
 
 def hardware(run: OpenRun) -> dict[str, Any]:
-    """Returns the charts of the hardware with their lines; none where the run has no metrics database. ``began_s``: Unix time of the first sample."""
+    """Returns the charts of the hardware with their lines; none where the run has no metrics database. ``began_s``: Unix time of the first sample. Raises
+    ``RunError`` where the database is damaged."""
     span = _reader(run).span_ms()
     if span is None:
         return {"charts": [], "began_s": None}
@@ -123,7 +125,13 @@ def hardware_curves(run: OpenRun, keys: Sequence[str], low: float | None, high: 
 
 
 def newest_by_node(run: OpenRun) -> dict[str, tuple[float, tuple[str, ...]]]:
-    """Returns of each node when it has looked at itself last, Unix seconds, and its GPUs, by the newest samples."""
+    """Returns of each node when it has looked at itself last, Unix seconds, and its GPUs, by the newest samples; none where the database is damaged."""
+    with suppress(RunError):
+        return _newest_by_node(run)
+    return {}
+
+
+def _newest_by_node(run: OpenRun) -> dict[str, tuple[float, tuple[str, ...]]]:
     reader = _reader(run)
     span = reader.span_ms()
     if span is None:
@@ -140,7 +148,13 @@ def newest_by_node(run: OpenRun) -> dict[str, tuple[float, tuple[str, ...]]]:
 
 
 def newest_processes(run: OpenRun) -> list[dict[str, Any]]:
-    """Returns what each process of the run uses by the newest samples, the largest first: name, cores and bytes."""
+    """Returns what each process of the run uses by the newest samples, the largest first: name, cores and bytes; none where the database is damaged."""
+    with suppress(RunError):
+        return _newest_processes(run)
+    return []
+
+
+def _newest_processes(run: OpenRun) -> list[dict[str, Any]]:
     reader = _reader(run)
     span = reader.span_ms()
     if span is None:
