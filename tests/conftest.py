@@ -2,6 +2,7 @@
 interpreter, so the environment is set here."""
 
 import gc
+import logging
 import os
 import signal
 import socket
@@ -146,3 +147,14 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     if folder.is_mount():
         subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture
+def quiet_root() -> Iterator[None]:
+    """Closes the log files that a run in this process has opened."""
+    root, before = logging.getLogger(), (logging.getLogger().handlers[:], logging.getLogger().level)
+    yield
+    for handler in set(root.handlers) - set(before[0]):
+        handler.close()
+    root.handlers[:], root.level = before
+    logging.captureWarnings(False)

@@ -9,6 +9,8 @@ examples:
 import argparse
 from pathlib import Path
 
+from tandem.cli.several_runs import for_each_run
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", nargs="+", help="the folder of the run, for example runs/sort, or those of several")
@@ -22,9 +24,11 @@ def run(options: argparse.Namespace) -> int:
         directory = Path(options.run_directory[0])
         print(launcher_of(directory).cancel(directory, at_once=options.now))
         return 0
-    # Of several runs those that have ended are no error.
-    for directory in map(Path, options.run_directory):
+
+    def cancel(directory: Path) -> None:
+        # Of several runs those that have ended are no error.
         chosen = launcher_of(directory)
         said = chosen.cancel(directory, at_once=options.now) if chosen.status(directory).is_active else "not running"
         print(f"{directory}: {said}")
-    return 0
+
+    return for_each_run(options.run_directory, cancel)

@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cluster.launch.launcher import LAUNCHERS
+from tandem.cluster.launch.launcher import LAUNCHERS, LauncherName
 from tandem.types import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 _OF_INFERENCE = ("model", "tensor_parallel", "instances", "max_instances", "gateways", "port")
 _OF_TRAINING = ("recipe", "head", "gpu_nodes", "storage_nodes", "spares")
+_READ_BY: dict[str, tuple[LauncherName, ...]] = {
+    **dict.fromkeys(("max_instances", "image", "namespace", "claim", "storage_class", "rdma_resource", "node_selector"), ("kubernetes",)),
+    **dict.fromkeys(("partition", "account", "time"), ("slurm",)), **dict.fromkeys(("head", "storage_nodes"), ("slurm", "ray")),
+    **dict.fromkeys(("gpu_nodes", "spares"), ("slurm", "ray", "kubernetes")), "jaeger": ("local", "slurm", "ray"),
+}  # fmt: skip
+"""The launchers whose files have what an option says; the other options are for all of them."""
 _OF_SITE = ("shared", "namespace", "image", "claim", "storage_class", "rdma_resource", "partition", "account", "time", "jaeger")
 
 
@@ -60,8 +66,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     site.add_argument("--node-selector", action="append", metavar="KEY=VALUE", help="a label that the nodes with GPUs have; may be repeated")
     site.add_argument("--partition", metavar="NAME", help="of Slurm (default: gpu for training, else the cluster's)")
     site.add_argument("--account", metavar="NAME", help="of Slurm")
-    site.add_argument("--time", metavar="TIME", help="limit of the job of Slurm that serves, days first")
-    site.add_argument("--jaeger", metavar="URL", help="collector of traces; on Kubernetes one is emitted (default: none)")
+    site.add_argument("--time", metavar="TIME", help="limit of the job of Slurm, days first")
+    site.add_argument("--jaeger", metavar="URL", help="collector of traces, such as http://head:4318; on Kubernetes one is emitted (default: none)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -71,6 +77,10 @@ def run(options: argparse.Namespace) -> int:
     other = _OF_TRAINING if options.topology == "inference" else _OF_INFERENCE
     if (name := next((each for each in other if getattr(options, each) is not None), None)) is not None:
         raise UserError(f"--{name.replace('_', '-')} is for the other topology than --topology {options.topology}; leave it out")
+    shared: tuple[LauncherName, ...] = ("kubernetes",) if options.topology == "inference" else ("slurm", "ray", "kubernetes")
+    for each, readers in {**_READ_BY, "shared": shared}.items():
+        if options.on not in ("all", *readers) and getattr(options, each) is not None:
+            raise UserError(f"--{each.replace('_', '-')} is for --on {' or '.join(readers)} of this topology, and --on is {options.on}; leave it out")
     topology = _inference(options) if options.topology == "inference" else _training(options)
     given = {name: value for name in _OF_SITE if (value := getattr(options, name)) is not None}
     site = Site(**{"image": f"tandem:{__version__}", **given, "node_selector": tuple(options.node_selector or ())})

@@ -12,6 +12,7 @@ examples:
 import argparse
 from pathlib import Path
 
+from tandem.cli.several_runs import for_each_run
 from tandem.types import UserError
 
 
@@ -26,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     from tandem.cluster.launch.log_files import follow, role_files, show
 
     if len(options.run_directory) > 1:
-        return _several([Path(each) for each in options.run_directory], options)
+        return _several(options)
     directory = Path(options.run_directory[0])
     chosen = launcher_of(directory)
 
@@ -42,14 +43,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _several(directories: list[Path], options: argparse.Namespace) -> int:
+def _several(options: argparse.Namespace) -> int:
     """Shows what each of several runs says, under its folder."""
     from tandem.cluster.launch.choose import launcher_of
     from tandem.cluster.launch.log_files import role_files, show
 
     if options.follow:
-        raise UserError(f"--follow is for one run, and there are {len(directories)}; name one")
-    for directory in directories:
+        raise UserError(f"--follow is for one run, and there are {len(options.run_directory)}; name one")
+
+    def show_one(directory: Path) -> None:
         print(f"== {directory}", flush=True)
         show(role_files(directory, options.role) if options.role else launcher_of(directory).logs(directory))
-    return 0
+
+    return for_each_run(options.run_directory, show_one)

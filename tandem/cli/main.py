@@ -123,17 +123,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overrides = overrides
         return int(importlib.import_module(f"tandem.cli.{options.command.replace(' ', '_')}").run(options))
     except UserError as error:
-        return _fail(str(error), error.exit_code)
+        return fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return fail("interrupted", 130)
     except BrokenPipeError:
         sys.stderr.close()
         return 1
     except OSError as error:  # A full disk or a read-only folder is no bug, so it gets one line and no traceback.
         where = f"'{error.filename}': " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}", 1)
+        return fail(f"{where}{error.strerror or error}", 1)
     except MemoryError:
-        return _fail("out of memory; give the command smaller values or more memory", 1)
+        return fail("out of memory; give the command smaller values or more memory", 1)
 
 
 def with_form(given: list[str]) -> list[str]:
@@ -141,7 +141,8 @@ def with_form(given: list[str]) -> list[str]:
     return [" ".join(given[:2]), *given[2:]] if given[1:] and given[1] in FORMS.get(given[0], ()) else given
 
 
-def _fail(message: str, exit_code: int) -> int:
+def fail(message: str, exit_code: int) -> int:
+    """Prints an error as one line; returns ``exit_code``."""
     line = "".join(c if c.isprintable() else _ESCAPES.get(c, repr(c)[1:-1]) for c in message.strip())
     if len(line) > LONGEST_LINE:
         # The beginning names the thing, the end the fix.

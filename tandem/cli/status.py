@@ -16,6 +16,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from tandem.cli.several_runs import for_each_run
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_directory", nargs="+", help="the folder of the run, for example runs/sort, or those of several")
@@ -23,9 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for each in options.run_directory:
-        _show(Path(each), options.json)
-    return 0
+    return for_each_run(options.run_directory, lambda directory: _show(directory, options.json))
 
 
 def _show(directory: Path, as_json: bool) -> None:

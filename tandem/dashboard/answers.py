@@ -39,7 +39,8 @@ def _without_nan(value: Any) -> Any:
 
 
 def _runs(runs: Runs, query: Query) -> Any:
-    return {"folder": str(runs.folder), "runs": runs.list()}
+    listed, count = runs.list()
+    return {"folder": str(runs.folder), "runs": listed, "count": count}
 
 
 def _run(runs: Runs, query: Query) -> Any:

@@ -1,5 +1,6 @@
 """The runs in a folder: found, listed, and opened once."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from tandem.runtime.records.run_lock import lock_holder
 from tandem.types import RunError, UserError
 
 DEPTH = 4
-MOST_FOLDERS = 10_000
-"""Folders that are looked into for runs, so that a wrong folder costs no minutes."""
+MOST_FOLDERS = 100_000
+"""Folders that are looked at for runs, so that a wrong folder costs no minutes."""
 MOST_RUNS = 1000
+"""Runs that are listed, those that were changed last; any other can be opened by its name."""
 MOST_OPEN = 16
 """Runs whose metrics are kept in memory."""
 _TAIL_BYTES = 65_536
@@ -45,32 +47,58 @@ class Runs:
         if _is_run(self.folder):
             name = self.folder.resolve().name
             return {name: self.folder, **{f"{name}/{stage}": path for stage, path in stages(self.folder).items()}}
-        found: dict[str, Path] = {}
-        self._search(self.folder, "", DEPTH, found, iter(range(MOST_FOLDERS)))
-        return dict(sorted(found.items()))
+        listed: dict[str, Path] = {}
+        self._search(self.folder, "", DEPTH, listed, iter(range(MOST_FOLDERS)))
+        return dict(sorted(listed.items()))
 
-    def _search(self, folder: Path, prefix: str, depth: int, found: dict[str, Path], left: Iterator[int]) -> None:
-        if next(left, None) is None:
-            return
+    def _search(self, folder: Path, prefix: str, depth: int, listed: dict[str, Path], left: Iterator[int]) -> None:
         try:
             inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
         except OSError:
             return
         for path in inner:
-            if len(found) >= MOST_RUNS:
+            if next(left, None) is None:
                 return
             if _is_run(path):
-                found[prefix + path.name] = path
-                found.update({f"{prefix}{path.name}/{stage}": inside for stage, inside in stages(path).items()})
+                listed[prefix + path.name] = path
+                listed.update({f"{prefix}{path.name}/{stage}": inside for stage, inside in stages(path).items()})
             elif depth > 1:
-                self._search(path, f"{prefix}{path.name}/", depth - 1, found, left)
+                self._search(path, f"{prefix}{path.name}/", depth - 1, listed, left)
+
+    def newest(self) -> tuple[dict[str, Path], int]:
+        """Returns the runs that are listed, those that were changed last, and how many runs there are."""
+        listed = self.find()
+        if len(listed) <= MOST_RUNS:
+            return listed, len(listed)
+        kept = sorted(listed, key=lambda name: _changed_s(listed[name]))[-MOST_RUNS:]
+        return {name: listed[name] for name in sorted(kept)}, len(listed)
+
+    def _directory(self, name: str) -> Path | None:
+        """Returns the folder of the run ``name`` as ``find`` does, which may be one of very many."""
+        if _is_run(self.folder):
+            return self.find().get(name)
+        *above, last = parts = name.split("/")
+        if any(not part or part.startswith(".") or "\0" in part for part in parts):
+            return None
+        folder, is_stage = self.folder, last == "sft" and bool(above) and _is_run(self.folder.joinpath(*above))
+        if len(parts) > DEPTH + is_stage:
+            return None
+        for part in above[:-1] if is_stage else above:
+            folder = folder / part
+            if _is_run(folder):
+                return None
+        directory = self.folder.joinpath(*parts)
+        return directory if _is_run(directory) else None
 
     def open(self, name: str) -> OpenRun:
         """Returns the run ``name``. Raises ``UserError`` where there is none."""
         with self._lock:
             run = self._open.pop(name, None)
             if run is None or not _is_run(run.directory):
-                directory = self.find().get(name)
+                try:
+                    directory = self._directory(name)
+                except OSError:  # No file system has such a name.
+                    directory = None
                 if directory is None:
                     raise UserError(f"there is no run '{name[:200]}' in {self.folder}; it may have been moved or removed")
                 run = OpenRun(name, directory)
@@ -80,21 +108,31 @@ class Runs:
             return run
 
     def stamps(self) -> list[tuple[str, Stamp]]:
-        """Returns the stamp of each run, which changes when it writes something."""
-        return [(name, stamp_of(path)) for name, path in self.find().items()]
+        """Returns the stamp of each listed run, which changes when it writes something."""
+        return [(name, stamp_of(path)) for name, path in self.newest()[0].items()]
 
-    def list(self) -> list[dict[str, Any]]:
-        """Returns what the list says of each run; what has not changed is not read again."""
+    def list(self) -> tuple[list[dict[str, Any]], int]:
+        """Returns what the list says of each of its runs, and how many runs there are; what has not changed is not read again."""
+        newest, count = self.newest()
         listed: dict[str, _Listed] = {}
-        for name, path in self.find().items():
+        for name, path in newest.items():
             stamp, known = stamp_of(path), self._listed.get(name)
             listed[name] = known if known is not None and known.stamp == stamp else _Listed(stamp, listed_run(name, path))
         self._listed = listed
-        return [each.entry for each in listed.values()]
+        return [each.entry for each in listed.values()], count
 
 
 def _is_run(folder: Path) -> bool:
     return (folder / JOURNAL).is_file() or (folder / METRICS).is_file()
+
+
+def _changed_s(folder: Path) -> float:
+    """Returns when a run has written something last."""
+    changed_s = 0.0
+    for name in (METRICS, JOURNAL, f"{JOURNAL}-wal"):
+        with contextlib.suppress(OSError):
+            changed_s = max(changed_s, (folder / name).stat().st_mtime)
+    return changed_s
 
 
 def stages(run: Path) -> dict[str, Path]:

@@ -28,7 +28,7 @@ _MIB = 2**20
 def chosen_run(path: Path) -> OpenRun:
     """Returns the run that ``path`` is, or of a folder of runs the one that lives, or that was changed last. Raises ``UserError`` where there is none."""
     runs = Runs(path)
-    listed = runs.list()
+    listed, _ = runs.list()
     if not listed:
         raise UserError(f"there are no runs in '{path}'; name a run, or the folder with your runs")
     newest = max(listed, key=lambda run: (run["live"], run["changed_s"]))

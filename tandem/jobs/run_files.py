@@ -2,7 +2,9 @@
 
 import contextlib
 import shlex
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -61,6 +63,15 @@ def folder_to_resume(directory: Path) -> Path:
     """Returns the folder that ``tandem resume`` takes for what runs in ``directory``: if that is the stage ``sft`` of a run, the run's own."""
     is_stage = directory.name == SFT_FOLDER and (directory.parent / "config.yaml").is_file()
     return directory.parent if is_stage else directory
+
+
+def no_room(directory: Path, error: OSError) -> str:
+    """Returns the line for a run in ``directory`` that a full disk has ended: which of its disks have how much room, and the command that continues it."""
+    named, free = [Path(error.filename)] if isinstance(error.filename, str) else [], []
+    for folder in dict.fromkeys((*named, directory, Path(tempfile.gettempdir()), Path("/dev/shm"))):
+        with contextlib.suppress(OSError):
+            free.append(f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB of '{folder}'")
+    return f"no space left on a disk of the run (free: {', '.join(free)}); make room, then '{resume_command(directory)}' continues it"
 
 
 def resume_command(directory: Path) -> str:

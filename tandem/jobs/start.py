@@ -1,6 +1,7 @@
 """Starts or resumes a run of any job: checks it and chooses the job."""
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from tandem.jobs.hub_models import describe_download, with_commits
 from tandem.jobs.prepare import check_may_change, new_directory, read_recipe
 from tandem.jobs.python_inputs import Rewards, python_inputs, with_dataset_task, written_for_checks
 from tandem.jobs.result import RunResult
-from tandem.jobs.run_files import INPUTS_FOLDER, SFT_FOLDER, record_config, write_recipe
+from tandem.jobs.run_files import INPUTS_FOLDER, SFT_FOLDER, no_room, record_config, write_recipe
 from tandem.jobs.tracked import Tracked
 from tandem.jobs.uploads import check_upload_is_free
 from tandem.jobs.verify.resume_checks import check_recipe_text, check_records
@@ -186,8 +187,13 @@ def _execute(
     except KeyboardInterrupt:
         callback.raise_why(directory, is_stopped=True)
         raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunError(no_room(directory, error)) from error
     finally:
-        tracked.close(status)
+        with contextlib.suppress(OSError):  # A full disk ends the run in a line of its own.
+            tracked.close(status)
     callback.raise_why(directory, is_stopped=False)
     return result
 

@@ -4,9 +4,11 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from tandem.config.trackers import TrackersConfig
+from tandem.jobs.helper_process import HelperProcess
 from tandem.runtime.callback import Callback
 from tandem.runtime.import_path import path_for_children
 from tandem.runtime.process.processes import Threads, spawn
@@ -22,7 +24,7 @@ class Tracked(Callback):
         self._config, self._say = config, say
         self._directory = Path()
         self._passed_on: dict[str, int] = {}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, HelperProcess] = {}
 
     def started(self, run_directory: str, max_steps: int, target: float | None) -> None:
         self._directory = Path(run_directory)
@@ -32,14 +34,19 @@ class Tracked(Callback):
             (folder / STATUS).unlink(missing_ok=True)
             for name in self._config.names:
                 (folder / f"{_file(name)}.said").unlink(missing_ok=True)
-                self._processes[name] = spawn(
-                    "tandem.trackers.follow", [name, _file(name), run_directory], threads=Threads(1), new_session=True,
-                    output=self._directory / "logs" / f"tracker_{_file(name)}.log", environment={"PYTHONPATH": path_for_children()},
-                )  # fmt: skip
+                self._processes[name] = HelperProcess(f"tracker {name}", partial(self._start, name), self._say)
         except OSError as error:
             self._say(f"the trackers could not be started: {error}; the run continues without them")
 
+    def _start(self, name: str) -> "subprocess.Popen[bytes]":
+        return spawn(
+            "tandem.trackers.follow", [name, _file(name), str(self._directory)], threads=Threads(1), new_session=True,
+            output=self._directory / "logs" / f"tracker_{_file(name)}.log", environment={"PYTHONPATH": path_for_children()},
+        )  # fmt: skip
+
     def row(self, row: Mapping[str, float | int | str]) -> None:
+        for helper in self._processes.values():
+            helper.look()
         self._pass_on()
 
     def close(self, status: Status) -> None:
@@ -47,15 +54,18 @@ class Tracked(Callback):
         if not self._processes:
             return
         folder, until = self._directory / FOLDER, time.monotonic() + self._config.finish_timeout_s
+        # One that was killed sends what it lacks.
+        for helper in self._processes.values():
+            helper.look(now=True)
         (folder / STATUS).write_text(status)
-        for process in self._processes.values():
+        for helper in self._processes.values():
             try:
-                process.wait(max(0.0, until - time.monotonic()))
+                helper.process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                helper.process.kill()
+                helper.process.wait()
         self._pass_on()
-        for name, process in self._processes.items():
+        for name, process in ((name, helper.process) for name, helper in self._processes.items()):
             missing = missing_rows(self._directory, folder / f"{_file(name)}.sent")
             if not process.returncode and missing:
                 # It cannot remove points: those that a resume repeats are not sent before.

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import logging
 import os
 import sys
 import threading
@@ -14,8 +15,10 @@ from pathlib import Path
 from tandem.metrics_database.rules import Rules
 from tandem.metrics_database.scrape import Scraper, Target
 from tandem.metrics_database.store import MetricsWriter, Retention
+from tandem.runtime.records.sqlite_file import DAMAGED
 from tandem.types import RunError
 
+logger = logging.getLogger(__name__)
 THIN_EVERY_S = 300.0
 
 
@@ -24,15 +27,15 @@ def collect(
 ) -> None:
     """Scrapes ``targets`` each ``interval_s`` into the database ``path``, and evaluates ``rules`` after it, until ``stop``, and once more then. Raises
     ``RunError`` where it cannot be written."""
-    writer, scraper = MetricsWriter(path, retention), Scraper(timeout_s=min(interval_s, 10.0))
+    writer, scraper = opened(path, retention), Scraper(timeout_s=min(interval_s, 10.0))
     thinned, due = -THIN_EVERY_S, time.monotonic()
     try:
         while True:
             is_last = stop.is_set()
             now = list(targets())
             writer.append(scraper.leave(now))
-            for target in now:
-                writer.append(scraper.scrape(target))
+            for samples in scraper.scrape(now):
+                writer.append(samples)
             if rules is not None:
                 writer.evaluate(rules, round(time.time() * 1000))
             if time.monotonic() - thinned >= THIN_EVERY_S:
@@ -44,6 +47,20 @@ def collect(
             stop.wait(due - time.monotonic())
     finally:
         writer.close()
+
+
+def opened(path: Path, retention: Retention) -> MetricsWriter:
+    """Returns the writer of ``path``. No result depends on its samples, so a file that is damaged is kept as ``NAME.damaged``, and a new one begun."""
+    try:
+        return MetricsWriter(path, retention)
+    except RunError as error:
+        if DAMAGED not in str(error):
+            raise
+        logger.warning("%s; it is kept as %s.damaged, and a new one begins", error, path.name)
+        for name in (f"{path.name}-wal", f"{path.name}-shm"):
+            path.with_name(name).unlink(missing_ok=True)
+        path.replace(path.with_name(f"{path.name}.damaged"))
+        return MetricsWriter(path, retention)
 
 
 def _wait_end_of_input(stop: threading.Event) -> None:

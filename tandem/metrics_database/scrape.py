@@ -1,11 +1,12 @@
 """Asks processes for ``/metrics`` and makes samples of their answers, as Prometheus does with ``honor_labels``. Needs ``prometheus_client``."""
 
 import contextlib
+import http.client
 import json
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,8 @@ Labels = tuple[tuple[str, str], ...]
 Sample = tuple[Labels, int, float | None]
 MOST_BYTES = 64 * 2**20
 """Of one answer."""
+MOST_AT_ONCE = 64
+"""Targets that are asked at the same time."""
 DEFAULT_JOB = "tandem"
 """The label ``job`` of a target that names none, as in the configuration of Prometheus."""
 
@@ -52,17 +55,27 @@ class Scraper:
     timeout_s: float = 10.0
     _before: dict[Target, set[Labels]] = field(default_factory=dict)
 
-    def scrape(self, target: Target) -> list[Sample]:
-        """Returns the samples of one answer, with ``up`` and ``scrape_duration_seconds``."""
+    def scrape(self, targets: Sequence[Target]) -> Iterator[list[Sample]]:
+        """Yields the samples of the answer of each target, with ``up`` and ``scrape_duration_seconds``. All are asked at the same time, so that one that does
+        not answer holds up no other."""
+        with ThreadPoolExecutor(max_workers=max(1, min(MOST_AT_ONCE, len(targets)))) as asking:
+            for target, answer in zip(targets, asking.map(self._ask, targets), strict=True):
+                yield self._samples(target, *answer)
+
+    def _ask(self, target: Target) -> tuple[int, float, dict[Labels, float] | None]:
+        """Returns when ``target`` was asked (milliseconds), the seconds that it took, and its values, ``None`` where it did not answer in time."""
         began, when = time.perf_counter(), round(time.time() * 1000)
         try:
             with urllib.request.urlopen(target.url, timeout=self.timeout_s) as answer:
-                body = answer.read(MOST_BYTES).decode("utf-8", "replace")
-            values = samples_of(body, target.labels)
-            is_up = 1.0
-        except (OSError, ValueError, urllib.error.URLError):
-            values, is_up = {}, 0.0
-        own = {"up": is_up, "scrape_duration_seconds": time.perf_counter() - began, "scrape_samples_scraped": float(len(values))}
+                body = _body(answer, began + self.timeout_s)
+            values = samples_of(body.decode("utf-8", "replace"), target.labels)
+        except (OSError, ValueError, http.client.HTTPException):
+            values = None
+        return when, time.perf_counter() - began, values
+
+    def _samples(self, target: Target, when: int, seconds: float, answered: dict[Labels, float] | None) -> list[Sample]:
+        values = answered or {}
+        own = {"up": float(answered is not None), "scrape_duration_seconds": seconds, "scrape_samples_scraped": float(len(values))}
         ended = self._before.get(target, set()) - values.keys()
         self._before[target] = set(values)
         samples: list[Sample] = [(labels, when, value) for labels, value in values.items()]
@@ -76,6 +89,20 @@ class Scraper:
             own = {_named(name, target.labels) for name in ("up", "scrape_duration_seconds", "scrape_samples_scraped")}
             ended += [(labels, when, None) for labels in self._before.pop(target) | own]
         return ended
+
+
+def _body(answer: http.client.HTTPResponse, ends: float) -> bytes:
+    """Returns an answer, of at most ``MOST_BYTES``. Raises ``TimeoutError`` for one that is not whole at ``ends`` (``time.perf_counter``): the limit of the
+    socket is for each of its parts. Raises ``IncompleteRead`` for one that was cut."""
+    parts, size = [], 0
+    while size < MOST_BYTES and (part := answer.read1(min(2**16, MOST_BYTES - size))):
+        parts.append(part)
+        size += len(part)
+        if time.perf_counter() > ends:
+            raise TimeoutError
+    if answer.length:
+        raise http.client.IncompleteRead(b"", answer.length)
+    return b"".join(parts)
 
 
 def _named(name: str, labels: Iterable[tuple[str, str]]) -> Labels:

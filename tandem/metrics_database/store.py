@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem.metrics_database.promql.evaluate import Series, matches
 from tandem.metrics_database.promql.syntax import NAME, Matcher
@@ -49,7 +50,7 @@ class MetricsWriter:
         self._ids: dict[Labels, int] = {}
         with errors(path, _WHAT):
             for id, labels in self._connection.execute("SELECT id, labels FROM series"):
-                self._ids[tuple(sorted(json.loads(labels).items()))] = id
+                self._ids[tuple(sorted(_labels(labels).items()))] = id
 
     def append(self, samples: Iterable[tuple[Labels, int, float | None]]) -> None:
         """Adds samples: the labels of the series with its name, milliseconds since 1970, and the value; ``None``: the series has ended for now."""
@@ -123,6 +124,8 @@ def _series(connection: sqlite3.Connection, matchers: Sequence[Matcher], start_m
         if rows:
             times, values = zip(*rows, strict=True)
             numbers = [math.nan if value == _NAN else value for value in values]
+            if not all(isinstance(each, int) for each in times) or not all(isinstance(each, int | float | None) for each in numbers):
+                raise sqlite3.DatabaseError("a sample is no number")
             listed.append(Series(tuple(sorted(labels.items())), times, numbers))
     return listed
 
@@ -131,8 +134,19 @@ def _matching(connection: sqlite3.Connection, matchers: Sequence[Matcher]) -> li
     name = next((each.value for each in matchers if each.label == NAME and each.kind == "="), None)
     where, given = ("", ()) if name is None else (" WHERE name = ?", (name,))
     rows = connection.execute(f"SELECT id, labels FROM series{where}", given)
-    listed = ((id, json.loads(labels)) for id, labels in rows)
+    listed = ((id, _labels(labels)) for id, labels in rows)
     return [(id, labels) for id, labels in listed if matches(labels, matchers)]
+
+
+def _labels(text: Any) -> Mapping[str, str]:
+    """Returns the labels of a series. Raises SQLite's error for damage where ``text`` has none."""
+    try:
+        labels = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        labels = None
+    if not isinstance(labels, dict) or not all(isinstance(value, str) for value in labels.values()):
+        raise sqlite3.DatabaseError("the labels of a series cannot be read")
+    return labels
 
 
 @dataclass(frozen=True, slots=True)

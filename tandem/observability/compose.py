@@ -21,6 +21,8 @@ CONFIGURATION = "prometheus-docker.yml"
 """Of the Prometheus in a container, which has the targets folder at another place."""
 TARGETS = Path("/etc/tandem/targets")
 ALLOY_FILE = "config.alloy"
+DASHBOARD_FOLDER = "/etc/tandem/dashboards"
+"""Of Grafana, in its container."""
 LOKI, JAEGER = "tandem-loki", "tandem-jaeger"
 """Data sources of Grafana."""
 _LOOPBACK = "127.0.0.1"
@@ -29,20 +31,29 @@ _LOOPBACK = "127.0.0.1"
 def compose_files(targets_folder: Path, port: int, alertmanager_port: int, log_folders: Sequence[Path]) -> dict[str, str]:
     """Returns the files by their paths in the folder. ``log_folders``: whose logs Alloy reads. Prometheus, Alertmanager, Grafana and Alloy have the machine's
     own network, where targets answer on 127.0.0.1; nothing listens on another address."""
-    datasources = [
-        {"name": "Prometheus", **DATASOURCE, "url": f"http://{_LOOPBACK}:{port}", "isDefault": True},
-        {"name": "Loki", "type": "loki", "uid": LOKI, "url": f"http://{_LOOPBACK}:3100", "jsonData": {"derivedFields": [_TRACE_OF_LINE]}},
-        {"name": "Jaeger", "type": "jaeger", "uid": JAEGER, "url": f"http://{_LOOPBACK}:16686", "jsonData": {"tracesToLogsV2": _LINES_OF_TRACE}},
-    ]
-    provider = {"name": "tandem", "type": "file", "options": {"path": "/etc/tandem/dashboards"}}
+    at = {name: f"http://{_LOOPBACK}:{number}" for name, number in (("prometheus", port), ("loki", 3100), ("jaeger", 16686))}
     services = _services(targets_folder, port, alertmanager_port, log_folders)
     volumes: dict[str, Any] = {name: {} for name in ("prometheus", "alertmanager", "grafana", "loki", "alloy")}
     return {
         COMPOSE_FILE: _yaml({"name": "tandem-observability", "services": services, "volumes": volumes}),
-        "grafana/datasources/tandem.yml": _yaml({"apiVersion": 1, "datasources": datasources}),
-        "grafana/dashboards/tandem.yml": _yaml({"apiVersion": 1, "providers": [provider]}),
+        "grafana/datasources/tandem.yml": datasources_file(**at), "grafana/dashboards/tandem.yml": dashboards_file(),
         "loki.yml": _yaml(LOKI_CONFIG),
     }
+
+
+def datasources_file(*, prometheus: str, loki: str, jaeger: str) -> str:
+    """Returns Grafana's file of data sources, at these addresses; a line of a log leads to its trace, and a trace to its lines."""
+    sources = [
+        {"name": "Prometheus", **DATASOURCE, "url": prometheus, "isDefault": True},
+        {"name": "Loki", "type": "loki", "uid": LOKI, "url": loki, "jsonData": {"derivedFields": [_TRACE_OF_LINE]}},
+        {"name": "Jaeger", "type": "jaeger", "uid": JAEGER, "url": jaeger, "jsonData": {"tracesToLogsV2": _LINES_OF_TRACE}},
+    ]
+    return _yaml({"apiVersion": 1, "datasources": sources})
+
+
+def dashboards_file() -> str:
+    """Returns Grafana's file that says where its dashboards are."""
+    return _yaml({"apiVersion": 1, "providers": [{"name": "tandem", "type": "file", "options": {"path": DASHBOARD_FOLDER}}]})
 
 
 def _services(targets_folder: Path, port: int, alertmanager_port: int, log_folders: Sequence[Path]) -> dict[str, Any]:
@@ -66,7 +77,7 @@ def _services(targets_folder: Path, port: int, alertmanager_port: int, log_folde
         "grafana": {
             **common["grafana"], **of_host,
             "environment": {"GF_SERVER_HTTP_ADDR": _LOOPBACK, "GF_SERVER_HTTP_PORT": "3000", "GF_ANALYTICS_REPORTING_ENABLED": "false"},
-            "volumes": ["./grafana:/etc/grafana/provisioning:ro", "./dashboards:/etc/tandem/dashboards:ro", "grafana:/var/lib/grafana"],
+            "volumes": ["./grafana:/etc/grafana/provisioning:ro", f"./dashboards:{DASHBOARD_FOLDER}:ro", "grafana:/var/lib/grafana"],
         },
         "jaeger": {**common["jaeger"], "ports": [f"{_LOOPBACK}:{each}:{each}" for each in (16686, 4317, 4318)]},
         "loki": {

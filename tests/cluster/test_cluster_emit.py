@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -79,6 +80,32 @@ def test_the_autoscaler_asks_for_metrics_that_exist_and_the_gateways_know_every_
     (settings,) = [each for each in of_kind(found, "ConfigMap") if each["metadata"]["name"] == "gateway"]
     config = build(GatewayConfig, yaml.safe_load(settings["data"]["gateway.yaml"]))
     assert [backend.url for backend in config.backends] == [f"http://engine-{number}.engine:8000" for number in range(5)]
+
+
+@pytest.mark.parametrize("topology", ["inference", "training"])
+def test_grafana_reaches_its_data_sources_and_has_every_dashboard(here: Here, tmp_path: Path, topology: str) -> None:
+    here("emit", "--topology", topology, "--on", "kubernetes")
+    found = manifests(tmp_path / topology)
+    (pod,) = [each["spec"]["template"] for each in of_kind(found, "Deployment") if each["metadata"]["name"] == "grafana"]
+    maps = {each["metadata"]["name"]: each["data"] for each in of_kind(found, "ConfigMap")}
+    (container,) = pod["spec"]["containers"]
+    files = {f"{mount['mountPath']}/{name}": text for mount in container["volumeMounts"] for name, text in maps.get(mount["name"], {}).items()}
+    sources = yaml.safe_load(files["/etc/grafana/provisioning/datasources/tandem.yml"])["datasources"]
+    (provider,) = yaml.safe_load(files["/etc/grafana/provisioning/dashboards/tandem.yml"])["providers"]
+    dashboards = {path: json.loads(text) for path, text in files.items() if path.startswith(provider["options"]["path"])}
+    assert sorted(each["title"] for each in dashboards.values()) == sorted(each.title for each in DASHBOARDS)
+    asked = {target["datasource"]["uid"] for each in dashboards.values() for panel in each["panels"] for target in panel.get("targets", ())}
+    assert asked <= {each["uid"] for each in sources}
+    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(found, "Service")}
+    for url in (urlsplit(each["url"]) for each in sources):
+        assert url.port in [port["port"] for port in services[url.hostname]["ports"]], url
+        for policy in of_kind(found, "NetworkPolicy"):
+            if policy["spec"]["podSelector"]["matchLabels"].items() <= services[url.hostname]["selector"].items():
+                allowed = [rule for rule in policy["spec"]["ingress"] if url.port in [port["port"] for port in rule["ports"]]]
+                labels = [peer["podSelector"]["matchLabels"] for rule in allowed for peer in rule["from"]]
+                assert any(each.items() <= pod["metadata"]["labels"].items() for each in labels), url
+    (own,) = [each for each in of_kind(found, "NetworkPolicy") if each["metadata"]["name"] == "grafana"]
+    assert own["spec"]["ingress"] == [], "no pod reaches it"
 
 
 def test_the_emitted_run_is_a_jobset_that_is_valid_and_fits_the_queue(here: Here, tmp_path: Path) -> None:
@@ -203,12 +230,26 @@ def test_the_documents_have_the_objects_and_the_role_that_are_emitted() -> None:
         ("training --storage-nodes a,b,c", "--storage-nodes has 3 names; give one, with runs and models"),
         ("training --spares 3", "--spares is 3, and there are 4 GPU nodes; besides the first node"),
         ("training --recipe pretrain", "'parallel.data' is 24 and a step has 16 sequences; raise data.global_batch_size, so that every rank has one"),
+        ("inference --on slurm --image x", "--image is for --on kubernetes of this topology, and --on is slurm; leave it out"),
+        ("inference --on ray --shared /data", "--shared is for --on kubernetes of this topology, and --on is ray; leave it out"),
+        ("training --on kubernetes --account lab", "--account is for --on slurm of this topology, and --on is kubernetes; leave it out"),
+        ("training --on local --spares 1", "--spares is for --on slurm or ray or kubernetes of this topology, and --on is local; leave it out"),
+        ("training --on slurm --jaeger head", "'traces.endpoint' is 'head'; give the address of a collector"),
         ("training --recipe sorted", "recipe 'sorted' does not exist; did you mean 'sort'"),
     ],
 )
 def test_what_cannot_be_a_topology_is_refused_and_leaves_nothing(here: Here, tmp_path: Path, arguments: str, line: str) -> None:
     assert here("emit", "--topology", *arguments.split()).startswith(line)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_account_the_time_limit_and_the_collector_are_in_the_files_of_a_run(here: Here, tmp_path: Path) -> None:
+    here("emit", "--topology", "training", "--account", "lab", "--time", "1-00:00:00", "--jaeger", "http://head:4318")
+    recipes = {name: yaml.safe_load((tmp_path / "training" / name / "recipe.yaml").read_text()) for name in ("slurm", "ray", "kubernetes")}
+    assert (recipes["slurm"]["slurm"]["account"], recipes["slurm"]["slurm"]["time"]) == ("lab", "1-00:00:00")
+    assert recipes["slurm"]["traces"] == recipes["ray"]["traces"] == {"endpoint": "http://head:4318"}
+    assert recipes["kubernetes"]["traces"] == {"endpoint": "http://jaeger:4318"}, "that of the emitted Jaeger"
+    assert "#SBATCH --account=lab" in (tmp_path / "training" / "slurm" / "preflight.sbatch").read_text().splitlines()
 
 
 def test_nothing_is_overwritten(here: Here, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launched_runs import TINY, LaunchedRuns
 
+from tandem.cli.main import main
 from tandem.cluster.launch.log_files import follow
 from tandem.cluster.launch.record import FOLDER, Record, read_record, write_record, write_secrets
 from tandem.types import RunError
@@ -36,6 +37,19 @@ def test_a_folder_that_is_no_run_and_a_run_that_does_not_run_are_refused_in_one_
     (run / "logs" / "pods" / "n2" / "rollout_shim.log").write_text("two\n")
     assert here("logs", run, "--role", "tariner") == f"--role is 'tariner', which has no log in '{run}/logs'; there are controller, pods/n2/rollout_shim"
     assert here("logs", run) == "one\n" and here("logs", run, "--role", "pods/n2/rollout_shim") == "two\n"
+
+
+def test_of_several_runs_one_that_cannot_be_read_hides_no_other(here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last, none = a_run(tmp_path / "first"), a_run(tmp_path / "last"), tmp_path / "none"
+    none.mkdir()
+    (last / "logs" / "controller.log").write_text("one\n")
+    said = {
+        "status": f"{first}: stopped\n0 of at most 4 steps, no checkpoint yet\n{last}: stopped\n0 of at most 4 steps, no checkpoint yet\n",
+        "cancel": f"{first}: not running\n{last}: not running\n", "logs": f"== {first}\n== {none}\n== {last}\none\n",
+    }  # fmt: skip
+    for command, out in said.items():
+        assert main([command, *map(str, (first, none, last))]) == 2
+        assert capsys.readouterr() == (out, f"tandem: '{none}' is not a run: it has no config.yaml; name a folder under runs/\n")
 
 
 def test_a_record_is_for_its_user_alone_and_a_damaged_or_foreign_one_is_named(here: Here, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from starlette.testclient import TestClient
 
 from tandem.dashboard.app import make_app
 from tandem.dashboard.runs import Runs
+from tandem.dashboard.top import chosen_run
 from tandem.runtime.records.journal import Journal
 from tandem.runtime.records.run_lock import RunLock
 from tandem.runtime.records.tracing import Tracer
@@ -61,6 +63,23 @@ def test_the_list_has_every_run_with_its_state_and_last_figures(dashboard: Dashb
     with RunLock(runs / "a"):
         assert [run["live"] for run in dashboard.ask("runs")["runs"]] == [True, False] and dashboard.ask("run", run="a")["live"] is not None
     assert not dashboard.ask("runs")["runs"][0]["live"]
+
+
+def test_of_very_many_runs_the_newest_are_listed_and_every_one_is_opened_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.dashboard.runs.MOST_RUNS", 3)
+    for number, name in enumerate(("d", "c", "group/b", "a", "a/sft", "group/a/b/c")):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        write_rows(tmp_path / name, [row(0)])
+        os.utime(tmp_path / name / "metrics.jsonl", (1e9 + number, 1e9 + number))
+    many = Dashboard(tmp_path)
+    answer = many.ask("runs")
+    assert [run["name"] for run in answer["runs"]] == ["a", "a/sft", "group/a/b/c"] and answer["count"] == 6
+    assert chosen_run(tmp_path).name == "group/a/b/c"
+    assert [many.ask("run", run=name)["rows"] for name in Runs(tmp_path).find()] == [1] * 6
+    (tmp_path / "a" / "inside").mkdir()
+    write_rows(tmp_path / "a" / "inside", [row(0)])
+    for name in ("a/inside", "../a", "group/../a", "/etc", "group", "a/", "e", ".", "a\0"):
+        assert many.refusal("run", run=name)[0] == 404, name
 
 
 def test_curves_are_those_of_the_rows_and_thinned_to_means_with_their_ranges(dashboard: Dashboard) -> None:
@@ -222,7 +241,7 @@ def test_runs_without_metrics_or_journal_and_folders_without_runs_are_shown(tmp_
     assert dashboard.ask("run", run="no-rows")["rows"] == 0 and dashboard.ask("curves", run="no-rows", key="accuracy")["x"] == []
     assert dashboard.ask("phases", run="no-rows")["lanes"] == [] and dashboard.ask("samples", run="no-rows")["step"] is None
     assert "does not exist" in dashboard.ask("run", run="only-rows")["problem"]
-    assert Dashboard(tmp_path / "empty").ask("runs") == {"folder": str(tmp_path / "empty"), "runs": []}
+    assert Dashboard(tmp_path / "empty").ask("runs") == {"folder": str(tmp_path / "empty"), "runs": [], "count": 0}
 
 
 def test_a_run_that_grows_and_one_that_a_resume_cuts_are_followed(tmp_path: Path) -> None:

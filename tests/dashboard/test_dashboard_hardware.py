@@ -1,6 +1,8 @@
 """The hardware of a run and its replays on the dashboard: each figure is that of its source."""
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from rich.console import Console
 from starlette.testclient import TestClient
 
 from tandem.dashboard.app import make_app
+from tandem.dashboard.report import write_report
 from tandem.dashboard.runs import Runs
 from tandem.dashboard.top import chosen_run, picture
 from tandem.metrics_database.promql.syntax import NAME
@@ -26,7 +29,7 @@ def used(name: str, at: int, **labels: str) -> float:
     if name == "tandem_process_cpu_seconds_total":
         return 0.5 * at * EVERY_S
     if name == "tandem_node_cpu_seconds_total":
-        return {"user": 1.25, "idle": 0.75}[labels["mode"]] * at * EVERY_S
+        return {"user": 1.25, "system": 0.25, "idle": 0.75}[labels["mode"]] * at * EVERY_S
     return {"tandem_process_resident_memory_bytes": 1e6 * at * at, "tandem_node_memory_bytes": 8e9, "tandem_node_memory_available_bytes": 8e9 - 1e7 * at}[name]
 
 
@@ -34,6 +37,7 @@ SERIES: tuple[tuple[str, dict[str, str]], ...] = (
     ("tandem_process_cpu_seconds_total", RANK),
     ("tandem_process_resident_memory_bytes", RANK),
     ("tandem_node_cpu_seconds_total", {**NODE, "mode": "user"}),
+    ("tandem_node_cpu_seconds_total", {**NODE, "mode": "system"}),
     ("tandem_node_cpu_seconds_total", {**NODE, "mode": "idle"}),
     ("tandem_node_memory_bytes", NODE),
     ("tandem_node_memory_available_bytes", NODE),
@@ -65,7 +69,8 @@ def test_the_hardware_is_what_the_samples_say(run: Path) -> None:
     assert told["began_s"] == BEGAN_S
     lines = {chart["title"]: {line["name"]: line["key"] for line in chart["series"]} for chart in told["charts"]}
     assert lines == {
-        "Cores in use on the machine": {"here user": "0|here user"}, "Cores in use by process": {"trainer.rank_process 12": "1|trainer.rank_process 12"},
+        "Cores in use on the machine": {"user": "0|here user", "system": "0|here system"},
+        "Cores in use by process": {"trainer.rank_process 12": "1|trainer.rank_process 12"},
         "Memory of the machine in use": {"here": "2|here"}, "Memory by process": {"trainer.rank_process 12": "3|trainer.rank_process 12"},
     }  # fmt: skip
     keys = [key for each in lines.values() for key in each.values()]
@@ -96,6 +101,24 @@ def test_a_run_without_a_database_or_with_a_damaged_one_says_so(tmp_path: Path) 
     client = TestClient(make_app(Runs(folder.parent), ""), base_url="http://127.0.0.1:6060")
     answer = client.get("/api/hardware_curves", params={"run": "a", "key": ["1|x", "99|x", "x", ""]})
     assert answer.status_code == 409 and "has no samples" in answer.json()["error"]["message"]
+
+
+DAMAGE = ("UPDATE series SET labels = '{\"pid\"!' WHERE id = 2", "UPDATE series SET labels = '[' || id", "UPDATE samples SET value = 'nao'")
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=("of one series", "of all", "of samples"))
+def test_damage_inside_the_database_is_one_line_and_keeps_no_other_figure_from_the_page_the_terminal_and_the_report(run: Path, damage: str) -> None:
+    with closing(sqlite3.connect(run / FILE)) as connection, connection:
+        connection.execute(damage)
+    client = TestClient(make_app(Runs(run.parent), ""), base_url="http://127.0.0.1:6060")
+    answers = [client.get(f"/api/{name}", params={"run": "a", "key": "1|trainer.rank_process 12"}) for name in ("hardware", "hardware_curves", "nodes", "run")]
+    assert [each.status_code for each in answers[2:]] == [200, 200]
+    refused = [each.json()["error"]["message"] for each in answers[:2] if each.status_code != 200]
+    assert refused and all("\n" not in line and ("is damaged" in line or "has no samples" in line) for line in refused)
+    console = Console(width=120, record=True)
+    console.print(picture(chosen_run(run), 120))
+    assert "rank_process" not in console.export_text()
+    assert '"title":"Accuracy"' in write_report([run], run.parent / "report.html").read_text()
 
 
 def test_what_a_replay_found_is_shown_and_a_damaged_line_is_left_out(run: Path) -> None:

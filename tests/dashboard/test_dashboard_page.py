@@ -156,8 +156,9 @@ def test_samples_are_filtered_searched_and_coloured_by_token(chromium: Any, serv
         page.page.wait_for_selector(".token")
         colour = "() => getComputedStyle(document.querySelectorAll('.token')[1]).backgroundColor"
         by_probability = page.page.evaluate(colour)
+        assert "The stronger, the less likely the model thought the token." in page.page.locator(".colour").inner_text()
         page.page.get_by_label("Colour by").select_option("advantage")
-        assert page.page.evaluate(colour) != by_probability
+        assert page.page.evaluate(colour) != by_probability and "Green: made more likely" in page.page.locator(".colour").inner_text()
         page.page.get_by_label("Colour by").select_option("entropy")
         shares = [page.page.evaluate(f"() => document.querySelectorAll('.token')[{number}].style.getPropertyValue('--share')") for number in range(3)]
         assert shares == ["2%", "49%", "0%"], "of 2 nats, at most 65 %; the last has none"
@@ -178,9 +179,11 @@ def test_samples_are_filtered_searched_and_coloured_by_token(chromium: Any, serv
 def test_the_timeline_is_moved_with_the_keyboard_and_a_phase_is_described(chromium: Any, served: LoggedProcess) -> None:
     with opened(chromium, served, viewport={"width": 1280, "height": 900}) as page:
         go(page, served, "run/first/timeline")
-        page.page.get_by_label("Step", exact=True).fill("2")
-        page.page.get_by_label("Step", exact=True).press("Enter")
-        page.page.wait_for_function("() => document.querySelector('#view').innerText.includes('train')")
+        with page.page.expect_response(lambda response: "step=2" in response.url) as shown:
+            page.page.get_by_label("Step", exact=True).fill("2")
+            page.page.get_by_label("Step", exact=True).press("Enter")
+        shown.value.finished()
+        page.page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
         canvas = page.page.locator("canvas")
         box = canvas.bounding_box()
         assert box is not None
@@ -246,6 +249,21 @@ def test_a_run_that_grows_is_followed_and_shown_as_live(chromium: Any, tmp_path:
         page.page.wait_for_function("() => !document.querySelector('.badge.live')")
         make_run(tmp_path / "runs" / "another", [row(0)], steps=0)
         page.page.wait_for_function("() => document.querySelector('#view').innerText.includes('another')")
+
+
+@pytest.mark.full
+def test_sizes_are_whole_no_chart_is_without_values_and_the_tab_is_on_the_screen(chromium: Any, served: LoggedProcess) -> None:
+    with opened(chromium, served, viewport={"width": 360, "height": 900}) as page:
+        go(page, served, "run/first/memory")
+        shown = page.page.evaluate("() => [...document.querySelectorAll('#tabs a[aria-current]')].map((tab) => tab.getBoundingClientRect())[0]")
+        assert shown["left"] >= 0 and shown["right"] <= 360, "the tab of the part is on the screen"
+        assert page.page.locator("figcaption").all_inner_texts() == ["trainbytes"], "of the charts of the machine the run has no metric"
+        ticks = "() => import('./assets/words.js').then((words) => words.byteTicks(0, 437 * 2 ** 20, 5).map(words.bytes))"
+        assert page.page.evaluate(ticks) == ["0 B", "100 MiB", "200 MiB", "300 MiB", "400 MiB"]
+        go(page, served, "run/100%/curves")
+        assert "there is no run '100%'" in page.page.locator("#notice").inner_text()
+        # The answer 404 is a message of the console.
+        page.problems.clear()
 
 
 @pytest.mark.full

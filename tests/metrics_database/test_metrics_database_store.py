@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from http_processes import COMMAND, end, until
 
 from tandem.metrics_database.answers import Answers, number_text
+from tandem.metrics_database.collect import opened
 from tandem.metrics_database.promql.syntax import NAME, Matcher
 from tandem.metrics_database.scrape import Scraper, Target, samples_of, targets_in
 from tandem.metrics_database.store import MetricsReader, MetricsWriter, Retention
@@ -122,12 +124,51 @@ def test_a_series_that_is_missing_ends_and_so_do_all_of_a_target_that_does_not_a
         (tmp_path / "damaged.json").write_text("[{")
         (target,) = targets_in(tmp_path)
         scraper = Scraper()
-        told = [{(dict(labels)[NAME], dict(labels).get("run")): value for labels, _, value in scraper.scrape(target)} for _ in range(3)]
+        told = [
+            {(dict(labels)[NAME], dict(labels).get("run")): value for samples in scraper.scrape([target]) for labels, _, value in samples} for _ in range(3)
+        ]
     assert told[0]["a_total", "own"] == 3 and told[0]["b", "sort"] != told[0]["b", "sort"] and told[0]["up", "sort"] == 1.0
     assert told[1]["a_total", "own"] is None and told[1]["b", "sort"] == 2.0
     assert told[2]["b", "sort"] is None and told[2]["up", "sort"] == 0.0
     gone = scraper.leave([])
     assert {dict(labels)[NAME] for labels, _, value in gone if value is None} == {"up", "scrape_duration_seconds", "scrape_samples_scraped"}
+
+
+class Slow(http.server.BaseHTTPRequestHandler):
+    """Answers ``/good``; ``/silent`` gets nothing, ``/slow`` a byte now and then for good, ``/cut`` half of an answer."""
+
+    stop = threading.Event()
+
+    def do_GET(self) -> None:
+        if self.path == "/silent":
+            self.stop.wait(60)
+            return
+        self.send_response(200)
+        body = b"x 1\n"
+        if self.path != "/slow":
+            self.send_header("Content-Length", str(len(body) * (2 if self.path == "/cut" else 1)))
+        self.end_headers()
+        self.wfile.write(body)
+        while self.path == "/slow" and not self.stop.wait(0.05):
+            self.wfile.write(b"#")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_targets_that_are_silent_slow_or_cut_off_have_no_value_and_hold_up_no_other() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever).start()
+    try:
+        targets = [Target(f"http://127.0.0.1:{server.server_port}/{name}", (("run", name),)) for name in (*["silent"] * 6, "slow", "cut", "good")]
+        began = time.monotonic()
+        answered = [{dict(labels)[NAME]: value for labels, _, value in samples} for samples in Scraper(timeout_s=0.3).scrape(targets)]
+        assert [each["up"] for each in answered] == [0.0] * 8 + [1.0] and [each.get("x") for each in answered] == [None] * 8 + [1.0]
+        assert time.monotonic() - began < 6 * 0.3, "all are asked at the same time"
+    finally:
+        Slow.stop.set()
+        server.shutdown()
+        server.server_close()
 
 
 def test_an_exposition_is_read_as_prometheus_does_it() -> None:
@@ -156,6 +197,19 @@ def test_numbers_are_written_as_prometheus_writes_them() -> None:
     assert [number_text(value) for value in (1.0, 0.1, 1e-7, 1e22, NAN, float("inf"), -float("inf"), -2.5)] == [
         "1", "0.1", "0.0000001", "10000000000000000000000", "NaN", "+Inf", "-Inf", "-2.5",
     ]  # fmt: skip
+
+
+def test_a_damaged_database_is_kept_beside_a_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.sqlite"
+    for damage in (b"no database" * 1000, b"other"):
+        path.write_bytes(damage)
+        writer = opened(path, Retention())
+        writer.append([(LABELS, 1, 2.0)])
+        writer.close()
+        assert values(path) == [(1, 2.0)] and (tmp_path / "metrics.sqlite.damaged").read_bytes() == damage
+    again = opened(path, Retention())
+    assert values(path) == [(1, 2.0)]
+    again.close()
 
 
 def test_no_database_and_a_damaged_one_are_one_line(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tandem.cli.main import main
@@ -90,16 +89,6 @@ def stages(line: str, path: str, blocks: list[Any]) -> tuple[dict[str, str], dic
         else:
             assert name == "stage.timestamp" and attributes["format"] == "RFC3339"
     return labels, metadata
-
-
-@pytest.fixture
-def quiet_root() -> Any:
-    root, before = logging.getLogger(), (logging.getLogger().handlers[:], logging.getLogger().level)
-    yield
-    for handler in set(root.handlers) - set(before[0]):
-        handler.close()
-    root.handlers[:], root.level = before
-    logging.captureWarnings(False)
 
 
 def test_lines_get_the_labels_that_loki_keeps_streams_by_and_the_trace_that_grafana_links(tmp_path: Path, quiet_root: None) -> None:

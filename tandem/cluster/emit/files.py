@@ -119,11 +119,11 @@ class Emitted:
             files = _manifests(training_on_kubernetes(site.place, asked, recipe, site.storage_class, site.shared_storage, site.storage))
             files["recipe.yaml"] = recipe
         elif launcher == "slurm":
-            files = training.slurm(topology, shared, site.partition, folder)
+            files = training.slurm(topology, shared, SlurmPlace(site.partition, site.account, site.time), folder, site.jaeger)
         elif launcher == "ray":
-            files = training.ray(topology, shared, folder)
+            files = training.ray(topology, shared, folder, site.jaeger)
         else:
-            files = training.local(topology, folder)
+            files = training.local(topology, folder, site.jaeger)
         has = "data-parallel ranks" if training.is_on_data(topology) else "pods of trainer and rollout"
         facts = {"nodes": len(topology.gpu_nodes), "namespace": site.namespace, "has": has}
         return {**files, "README.md": readme("training", launcher, facts)}

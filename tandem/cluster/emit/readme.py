@@ -18,8 +18,10 @@ loaded to the claim; for a gated one the token is in a Secret: `kubectl create s
     kubectl apply -f .
     kubectl get leaderworkerset,pods --namespace {namespace}
     kubectl port-forward --namespace {namespace} service/envoy {port}:80
+    kubectl port-forward --namespace {namespace} service/grafana 3000:3000
 
-`dashboards.yaml` has the label that the sidecar of Grafana's chart looks for.""",
+Grafana has its data sources and the dashboards; its first user and password are both `admin`, so change it, and no pod reaches it. The dashboards have the
+label that the sidecar of Grafana's chart looks for, for a Grafana of yours.""",
     ("inference", "slurm"): """\
     bash -n inference.sbatch && sbatch --test-only inference.sbatch
     sbatch inference.sbatch
@@ -42,9 +44,12 @@ Engines are replicas of Ray Serve, which has one configuration for a cluster: ot
 Needs JobSet and Kueue, a class of storage that is ReadWriteMany, and the device plugins of GPUs and RDMA.
 
     kubectl apply -f namespace.yaml
-    kubectl apply -f storage.yaml -f queues.yaml -f etcd.yaml -f access.yaml -f prometheus.yaml -f jaeger.yaml -f loki.yaml
+    kubectl apply -f storage.yaml -f queues.yaml -f etcd.yaml -f access.yaml -f prometheus.yaml -f jaeger.yaml -f loki.yaml -f dashboards.yaml
     kubectl create -f submit.yaml       makes the JobSet of the run
-    kubectl logs --namespace {namespace} job/submit""",
+    kubectl logs --namespace {namespace} job/submit
+    kubectl port-forward --namespace {namespace} service/grafana 3000:3000
+
+Grafana has its data sources and the dashboards; its first user and password are both `admin`, so change it, and no pod reaches it.""",
     ("training", "slurm"): """\
     storage/                            exports of the storage nodes, and the mounts of all others
     nodes.conf, gres.conf               parts of Slurm's own configuration

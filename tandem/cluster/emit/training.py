@@ -11,6 +11,7 @@ import yaml
 
 from tandem.cluster.emit.head import ETCD_PORT, ETCD_USER, PASSWORD, head_script
 from tandem.cluster.emit.kubernetes.etcd import endpoints
+from tandem.cluster.emit.machines import SlurmPlace
 from tandem.cluster.emit.scripts import script
 from tandem.cluster.emit.topology import TrainingTopology
 from tandem.cluster.launch.several_nodes import for_nodes, section
@@ -53,15 +54,15 @@ def _parallel_on_data(topology: TrainingTopology, own: Mapping[str, Any]) -> dic
     return {**own, "data": (len(topology.gpu_nodes) - topology.spares) * max(1, topology.node.gpus // max(1, replica))}
 
 
-def shared_sections(topology: TrainingTopology, shared: Path) -> dict[str, dict[str, Any]]:
-    """Returns the sections of a recipe that are the same under Slurm and Ray."""
+def shared_sections(topology: TrainingTopology, shared: Path, jaeger: str) -> dict[str, dict[str, Any]]:
+    """Returns the sections of a recipe that are the same under Slurm and Ray. ``jaeger``: address of a collector of traces; empty: none."""
     several = len(topology.gpu_nodes) > 1
     more = shared / "checkpoints"
     return {
         "run": {"directory": str(shared / "runs")},
         # On the volume of the first storage node, and copied to that of the next one.
         **({"checkpoint": {"upload": str(more)}} if len(topology.storage_nodes) > 1 else {}),
-        "metrics": {"host": "0.0.0.0", "targets_folder": str(shared / "targets")},
+        "metrics": {"host": "0.0.0.0", "targets_folder": str(shared / "targets")}, **_traces(jaeger),
         **({
             "coordination": {
                 "store": "etcd", "endpoints": [f"http://{topology.head}:{ETCD_PORT}"], "user": ETCD_USER, "password_file": str(shared / "head" / PASSWORD),
@@ -71,12 +72,17 @@ def shared_sections(topology: TrainingTopology, shared: Path) -> dict[str, dict[
     }  # fmt: skip
 
 
-def slurm(topology: TrainingTopology, shared: Path, partition: str, folder: Path) -> dict[str, str]:
-    """Returns the files of the topology under Slurm, whose ``partition`` has the GPU nodes. ``folder``: in which they will be."""
-    node, name = topology.node, partition or "gpu"
+def _traces(jaeger: str) -> dict[str, dict[str, Any]]:
+    return {"traces": {"endpoint": jaeger}} if jaeger else {}
+
+
+def slurm(topology: TrainingTopology, shared: Path, place: SlurmPlace, folder: Path, jaeger: str) -> dict[str, str]:
+    """Returns the files of the topology under Slurm, at ``place``. ``folder``: in which they will be; ``jaeger``: as of ``shared_sections``."""
+    node, name = topology.node, place.partition or "gpu"
+    asked = {key: value for key, value in (("account", place.account), ("time", place.time)) if value}
     cpus, memory_gib = whole_node(topology)
-    sections = shared_sections(topology, shared) | {
-        "slurm": {"partition": name, "nodes": len(topology.gpu_nodes), **({"gpus_per_node": str(node.gpus)} if node.gpus else {})}
+    sections = shared_sections(topology, shared, jaeger) | {
+        "slurm": {"partition": name, "nodes": len(topology.gpu_nodes), **asked, **({"gpus_per_node": str(node.gpus)} if node.gpus else {})}
     }  # fmt: skip
     listed = ",".join(topology.gpu_nodes)
     gres = f" Gres=gpu:{node.gpus}" if node.gpus else ""
@@ -87,6 +93,7 @@ def slurm(topology: TrainingTopology, shared: Path, partition: str, folder: Path
     ]  # fmt: skip
     preflight = script(
         "#SBATCH --job-name=tandem-preflight", f"#SBATCH --partition={name}", f"#SBATCH --nodes={len(topology.gpu_nodes)}", "#SBATCH --ntasks-per-node=1",
+        *([f"#SBATCH --account={place.account}"] if place.account else []),
         "#SBATCH --exclusive", f"#SBATCH --output={shared}/logs/preflight-%j.out", *([f"#SBATCH --gpus-per-node={node.gpus}"] if node.gpus else []), "",
         "# Measures every GPU node, and says which is not fit. A run does the same before it begins; this is for the administrator.",
         f'reports={shared}/logs/preflight-"$SLURM_JOB_ID"', 'mkdir -p "$reports"',
@@ -101,10 +108,10 @@ def slurm(topology: TrainingTopology, shared: Path, partition: str, folder: Path
     }  # fmt: skip
 
 
-def ray(topology: TrainingTopology, shared: Path, folder: Path) -> dict[str, str]:
-    """Returns the files of the topology on Ray. ``folder``: in which they will be."""
+def ray(topology: TrainingTopology, shared: Path, folder: Path, jaeger: str) -> dict[str, str]:
+    """Returns the files of the topology on Ray. ``folder``: in which they will be; ``jaeger``: as of ``shared_sections``."""
     node = topology.node
-    sections = shared_sections(topology, shared) | {
+    sections = shared_sections(topology, shared, jaeger) | {
         "ray": {"address": f"{topology.head}:{_RAY_PORT}", "nodes": len(topology.gpu_nodes), **({"num_gpus": node.gpus} if node.gpus else {})}
     }  # fmt: skip
     submit = script("# Submits the run, on the head node.", "set -eu", f"cd {shared}", f'tandem train {quote(str(folder / "recipe.yaml"))} --on ray "$@"')
@@ -114,10 +121,10 @@ def ray(topology: TrainingTopology, shared: Path, folder: Path) -> dict[str, str
     }  # fmt: skip
 
 
-def local(topology: TrainingTopology, folder: Path) -> dict[str, str]:
+def local(topology: TrainingTopology, folder: Path, jaeger: str) -> dict[str, str]:
     """Returns the files of the topology on one machine, which is head, storage and GPU node at once."""
     one = replace(topology, gpu_nodes=topology.gpu_nodes[:1], spares=0)
-    sections = {"run": {"directory": str(folder / "runs")}, "metrics": {"targets_folder": str(folder / "targets")}}
+    sections = {"run": {"directory": str(folder / "runs")}, "metrics": {"targets_folder": str(folder / "targets")}, **_traces(jaeger)}
     submit = script("# Trains in this terminal.", "set -eu", f"cd {quote(str(folder))}", 'tandem train recipe.yaml "$@"')
     return {"submit.sh": submit, "recipe.yaml": recipe_text(one, sections)}
 

@@ -3,9 +3,9 @@
 import uPlot from "./vendor/uplot.js";
 import { button, make } from "./dom.js";
 import { ask } from "./server.js";
-import { bytes, figure, seconds } from "./words.js";
+import { bytes, byteTicks, figure, seconds } from "./words.js";
 
-const HEIGHT = 200;
+const HEIGHT = 214;
 const PADDING = 0.06;
 const COLOURS = 8;
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3]];
@@ -143,7 +143,8 @@ export class Board {
 class Chart {
   constructor(board, definition) {
     Object.assign(this, { board, definition, isVisible: false, isStale: true, answers: null, plot: null, shape: "", hidden: new Set() });
-    this.words = definition.unit === "bytes" ? bytes : figure;
+    this.isBytes = definition.unit.startsWith("bytes");
+    this.words = this.isBytes ? bytes : figure;
     this.keys = make("div", { className: "keys" });
     this.place = make("div", { className: "plot", attributes: { role: "img" }, aria: { label: definition.title } });
     const caption = make("figcaption", {}, definition.title, definition.unit ? make("span", {}, definition.unit) : null);
@@ -165,7 +166,7 @@ class Chart {
       if (!part || !part.y.some((value) => value !== null)) return;
       const isAlone = runs.length === 1;
       const label = isAlone ? name : this.definition.series.length > 1 ? `${runs[run]}, ${name}` : runs[run];
-      found.push({ label, x: answer.x, y: part.y, low: part.low, high: part.high, hue: isAlone ? place : run, dash: isAlone ? 0 : place, points: false });
+      found.push({ label, x: answer.x, y: part.y, low: part.low, high: part.high, hue: isAlone ? place : run, dash: isAlone ? Math.floor(place / COLOURS) : place, points: false });
     }));
     const first = this.definition.series.length;
     this.definition.points.forEach((each, place) => {
@@ -239,8 +240,10 @@ class Chart {
       },
       axes: [
         { stroke: quiet, grid: { show: false }, ticks: { stroke: grid.stroke, size: 4 }, font, size: 26, values: (_, values) => values.map((value) => (
-          board.axis === "time" ? seconds(value) : Number.isInteger(value) ? figure(value) : "")), space: 60 },
-        { stroke: quiet, grid, ticks: { show: false }, font, size: 56, values: (_, values) => values.map(this.words), space: 34 },
+          board.axis === "time" ? value ? seconds(value) : "0 s" : Number.isInteger(value) ? figure(value) : "")), space: 60,
+        label: board.axis === "time" ? "time" : "step", labelSize: 14, labelGap: 0, labelFont: font },
+        { stroke: quiet, grid, ticks: { show: false }, font, size: 56, values: (_, values) => values.map(this.words), space: 34,
+          ...(this.isBytes ? { splits: (_, __, low, high) => byteTicks(low, high, HEIGHT / 34 - 1) } : {}) },
       ],
       cursor: {
         drag: { x: true, y: false, setScale: false }, sync: { key: "board", scales: ["x", null] }, points: { size: 6 },

@@ -20,6 +20,9 @@ const page = {
   tabs(...links) {
     byId("tabs").hidden = !links.length;
     byId("tabs").replaceChildren(...links);
+    // On a narrow screen the tabs scroll.
+    const current = links.find((each) => each.getAttribute("aria-current"));
+    if (current) byId("tabs").scrollLeft = current.offsetLeft + current.offsetWidth / 2 - byId("tabs").clientWidth / 2;
   },
   show(...parts) { byId("view").replaceChildren(...parts); },
   failed(error) {
@@ -36,10 +39,19 @@ const page = {
   },
 };
 
+/** Returns a part of the address; one that was cut or mistyped as it is. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
 async function open() {
   leave.abort();
   leave = new AbortController();
-  const [kind, ...rest] = (location.hash || firstView()).replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [kind, ...rest] = (location.hash || firstView()).replace(/^#\/?/, "").split("/").map(decoded);
   page.worked();
   page.summary("");
   page.tabs();

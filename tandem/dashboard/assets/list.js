@@ -44,7 +44,8 @@ export async function listView(page, signal) {
     place.replaceChildren(table("Runs", columns, runs.map((run) => row(run).slice(0, columns.length)), empty));
     if (focus?.startsWith("Compare ")) [...place.querySelectorAll("input")].find((box) => box.getAttribute("aria-label") === focus)?.focus();
     const live = listed.runs.filter((run) => run.live).length;
-    page.summary(`${count(listed.runs.length)} in ${listed.folder}${live ? `, ${live} live` : ""}`);
+    const all = listed.count ?? listed.runs.length;
+    page.summary(`${all > listed.runs.length ? `the newest ${count(listed.runs.length)} of ` : ""}${count(all)} in ${listed.folder}${live ? `, ${live} live` : ""}`);
   }
 
   async function load() {

@@ -43,11 +43,12 @@ export function memoryPart({ page, name, run, place, signal }) {
   const columns = [["Phase"], ["Predicted", "number"], ["Measured, most", "number"], ["Measured / predicted", "number"], ["Predicted above measured", "wide"]];
   const draw = (now) => memory.replaceChildren(table("Memory of each phase", columns, bars(now.memory), "Nothing was measured yet."), compared(now.compared));
   draw(run);
+  const there = new Set(run.sections.flatMap((each) => each.charts.flatMap(({ series }) => series.map(({ key }) => key))));
   const machine = Object.entries(run.machine).map(([key, value]) => [key, value]);
   place.replaceChildren(section("Memory of each phase", memory), boardTools(board),
     make("div", { className: "charts" }, ...phases.map((each) => board.add(each))),
     moved(run.moves),
     section("Machine", table("Machine", [["Of the machine"], ["Value", "wide"]], machine, "The journal says nothing of the machine."),
-      make("div", { className: "charts" }, ...MACHINE.map((each) => board.add(chart(...each))))));
+      make("div", { className: "charts" }, ...MACHINE.filter(([, , series]) => series.some(([key]) => there.has(key))).map((each) => board.add(chart(...each))))));
   return { overview: draw, changed: () => board.refresh() };
 }

@@ -12,12 +12,14 @@ const STRONG_ADVANTAGE = 2;
 /** Nats: as of seven tokens with the same probability. */
 const STRONG_ENTROPY = 2;
 
-/** How strongly a token is coloured, from 0 to 1, and whether it is good. */
+/** What is coloured, how strongly (from 0 to 1) and whether it is good, and what the colours mean. */
 const COLOURS = {
-  logprob: ["log-probability", (token) => [token.logprob === null ? 0 : 1 - Math.exp(token.logprob), "doubt"]],
-  advantage: ["advantage", (token, sample) => [Math.min(1, Math.abs(sample.advantage ?? 0) / STRONG_ADVANTAGE), sample.advantage > 0 ? "good" : "bad"]],
-  entropy: ["entropy", (token) => [Math.min(1, (token.entropy ?? 0) / STRONG_ENTROPY), "doubt"]],
-  difference: ["model – sampling", (token) => [token.logprob === null || token.sampling === null ? 0 : Math.min(1, 2 * Math.abs(Math.exp(token.logprob) - Math.exp(token.sampling))), "doubt"]],
+  logprob: ["log-probability", (token) => [token.logprob === null ? 0 : 1 - Math.exp(token.logprob), "doubt"], "The stronger, the less likely the model thought the token."],
+  advantage: ["advantage", (token, sample) => [Math.min(1, Math.abs(sample.advantage ?? 0) / STRONG_ADVANTAGE), sample.advantage > 0 ? "good" : "bad"],
+    `Green: made more likely, red: less likely; full at an advantage of ${STRONG_ADVANTAGE}.`],
+  entropy: ["entropy", (token) => [Math.min(1, (token.entropy ?? 0) / STRONG_ENTROPY), "doubt"], `The stronger, the less sure the policy was; full at ${STRONG_ENTROPY} nats.`],
+  difference: ["model – sampling", (token) => [token.logprob === null || token.sampling === null ? 0 : Math.min(1, 2 * Math.abs(Math.exp(token.logprob) - Math.exp(token.sampling))), "doubt"],
+    "The stronger, the further the token's probability is from that with which it was drawn; full at a half."],
 };
 let chosen = "logprob";
 
@@ -34,11 +36,12 @@ export function tokenView(sample) {
     aria: { label: `${quoted(token.text) || "part of a letter"}, ${token.isSampled ? percent(token.logprob) : "not sampled"}` },
   }, shown(token.text)));
   row.append(...parts);
-  const paint = () => parts.forEach((part, number) => {
+  const meaning = make("span", { className: "quiet" });
+  const paint = () => { meaning.textContent = COLOURS[chosen][2]; parts.forEach((part, number) => {
     const [share, hue] = tokens[number].isSampled ? COLOURS[chosen][1](tokens[number], sample) : [0, "doubt"];
     part.style.setProperty("--share", `${Math.round(share * FULL)}%`);
     part.style.setProperty("--hue", `var(--${hue === "doubt" ? "doubt-hue" : hue})`);
-  });
+  }); };
   const select = make("select", { on: { change: () => { chosen = select.value; paint(); } } }, ...Object.entries(COLOURS).map(([value, [title]]) => {
     const why = missing(value, sample);
     return make("option", { value, disabled: Boolean(why) }, why ? `${title} (${why})` : title);
@@ -71,5 +74,5 @@ export function tokenView(sample) {
     choose(Math.max(0, Math.min(parts.length - 1, current + step)), true);
   });
   const cut = sample.left_out ? make("p", { className: "quiet" }, `${sample.left_out} more tokens are not shown.`) : null;
-  return make("div", {}, make("label", { className: "colour" }, "Colour by ", select), row, cut, detail);
+  return make("div", {}, make("p", { className: "colour" }, make("label", {}, "Colour by ", select), " ", meaning), row, cut, detail);
 }

@@ -34,6 +34,17 @@ export function bytes(value) {
   return `${+size.toPrecision(3)} ${units[at]}`;
 }
 
+/** Returns at most `most` sizes between two that are whole in their unit: 1, 2 or 5 of it, 10, 20, 50 and so on. */
+export function byteTicks(low, high, most) {
+  const least = Math.max(1, (high - low) / Math.max(1, most));
+  let unit = 1;
+  while (unit * 1024 <= least) unit *= 1024;
+  const step = unit * ([1, 2, 5, 10, 20, 50, 100, 200, 500].find((each) => each * unit >= least) ?? 1024);
+  const ticks = [];
+  for (let at = Math.ceil(low / step) * step; at <= high; at += step) ticks.push(at);
+  return ticks;
+}
+
 /** Returns a time of day with its date, both of this place. */
 export function when(unix) {
   if (!unix) return "–";

@@ -6,12 +6,14 @@ import ipaddress
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING
 
 from tandem.config.metrics import MetricsConfig
 from tandem.config.recipe import AnyRecipe, Recipe
+from tandem.jobs.helper_process import HelperProcess
 from tandem.metrics_database.store import FILE
+from tandem.runtime.callback import Callback
 from tandem.runtime.exposition.http_server import MetricsServer
 from tandem.runtime.exposition.targets import announced, check_folder
 from tandem.runtime.process.processes import Threads, spawn, terminate, wait
@@ -69,23 +71,41 @@ def exposed(recipe: AnyRecipe, directory: Path, listener: socket.socket | None, 
         host = f"[{server.address[0]}]" if ":" in str(server.address[0]) else server.address[0]
         callbacks.tell("message", f"metrics at http://{host}:{server.address[1]}/metrics")
         if config.database:
-            stack.enter_context(_kept(config, directory, f"http://{host}:{server.address[1]}/metrics", {"job": job, "run": run}))
+            stack.enter_context(_kept(config, directory, f"http://{host}:{server.address[1]}/metrics", {"job": job, "run": run}, callbacks))
         yield
 
 
 @contextlib.contextmanager
-def _kept(config: MetricsConfig, directory: Path, url: str, labels: Mapping[str, str]) -> Iterator[None]:
-    """Runs the process that scrapes ``url`` into the database of the run in ``directory``. The run does not wait for it, and goes on if it ends."""
+def _kept(config: MetricsConfig, directory: Path, url: str, labels: Mapping[str, str], callbacks: "Callbacks") -> Iterator[None]:
+    """Runs the process that scrapes ``url`` into the database of the run in ``directory``, again where it ends. The run does not wait for it."""
     options = [f"--interval={config.interval_s}", f"--retention-s={config.retention_days * 86400}", f"--most-bytes={round(config.database_mib * 2**20)}"]
     given = [str(directory / FILE), f"--url={url}", *(f"--label={name}={value}" for name, value in labels.items()), *options]
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
-    process = spawn("tandem.metrics_database.collect", given, threads=Threads(1), new_session=True, stdin=PIPE, output=logs / "metrics_database.log")
+
+    def start() -> "Popen[bytes]":
+        return spawn("tandem.metrics_database.collect", given, threads=Threads(1), new_session=True, stdin=PIPE, output=logs / "metrics_database.log")
+
+    watch = _Watch(HelperProcess("the metrics database", start, lambda text: callbacks.tell("message", text)))
+    callbacks.add(watch)
     try:
         yield
     finally:
+        # One that was killed is started for the last time.
+        watch.helper.look(now=True)
+        process = watch.helper.process
         # It scrapes once more, the last step of the run, and ends.
         assert process.stdin is not None
         process.stdin.close()
         wait(process, _LAST_SCRAPE_S)
         terminate(process)
+
+
+class _Watch(Callback):
+    """Looks after each step whether the process still runs."""
+
+    def __init__(self, helper: HelperProcess) -> None:
+        self.helper = helper
+
+    def row(self, row: Mapping[str, float | int | str]) -> None:
+        self.helper.look()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tandem.types.errors import RunError
 
+DAMAGED = "is damaged"
+"""In the error of a file that can be read no more."""
 _MERGE_S = 2.0
 """How long the last writer of a file waits for readers, each of which has it open for milliseconds."""
 
@@ -73,7 +75,7 @@ def _prepare(
 ) -> None:
     damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0] if not brief else "ok"
     if damage != "ok":
-        raise RunError(f"{what}: {path} is damaged ({damage.splitlines()[-1]}); restore it from a copy or start a new run")
+        raise RunError(f"{what}: {path} {DAMAGED} ({damage.splitlines()[-1]}); restore it from a copy or start a new run")
     layout = connection.execute("PRAGMA user_version").fetchone()[0]
     if layout not in (version, 0):
         raise RunError(f"{what}: {path} has layout {layout} and this version of tandem reads {version}; use the version that wrote it")
@@ -144,7 +146,7 @@ def errors(path: Path, what: str) -> Iterator[None]:
             raise RunError(f"{what}: {path} cannot be written ({text}); make room on its disk and resume") from error
         if "unable to open" in text or "readonly" in text:
             raise RunError(f"{what}: {path} cannot be opened for writing ({text}); check who owns it") from error
-        raise RunError(f"{what}: {path} is damaged ({text}); restore it from a copy or start a new run") from error
+        raise RunError(f"{what}: {path} {DAMAGED} ({text}); restore it from a copy or start a new run") from error
 
 
 def snapshot(path: Path, target: Path, what: str) -> None:

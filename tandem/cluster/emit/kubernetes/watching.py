@@ -1,4 +1,4 @@
-"""What watches over an emitted topology on Kubernetes: Prometheus with rules and Alertmanager, Jaeger, and Loki with the logs that Alloy sends it."""
+"""What watches over an emitted topology on Kubernetes: Prometheus with rules and Alertmanager, Jaeger, Loki with the logs that Alloy sends it, and Grafana."""
 
 import json
 
@@ -8,7 +8,7 @@ from tandem.cluster.emit.kubernetes.objects import PART_OF, Place, Program, conf
 from tandem.cluster.launch.kubernetes.pod_template import Manifest
 from tandem.observability.alerts import ALERTS
 from tandem.observability.alloy import LABELS, METADATA
-from tandem.observability.compose import IMAGES, LOKI_CONFIG
+from tandem.observability.compose import DASHBOARD_FOLDER, IMAGES, LOKI_CONFIG, dashboards_file, datasources_file
 from tandem.observability.dashboards.all import DASHBOARDS
 from tandem.observability.dashboards.model import to_json
 from tandem.observability.prometheus import alertmanager_config
@@ -19,14 +19,14 @@ COLLECTOR = "http://jaeger:4318"
 """Where spans are sent, over OTLP."""
 METRIC_PORTS = ("http", "metrics")
 """Names of the ports of containers that answer ``/metrics``."""
-_DAYS = "15d"
+_DAYS, _GRAFANA = "15d", "grafana"
 
 
 def watching(place: Place, traced: tuple[str, ...], storage: str) -> dict[str, list[Manifest]]:
     """Returns the objects of each file. ``traced``: components that send spans. ``storage``: of the volume of Prometheus, and of that of Loki."""
     return {
         "prometheus.yaml": _prometheus(place, storage), "jaeger.yaml": _jaeger(place, traced), "loki.yaml": _loki(place, storage),
-        "dashboards.yaml": _dashboards(place),
+        "dashboards.yaml": [*_dashboards(place), *_grafana(place)],
     }  # fmt: skip
 
 
@@ -145,6 +145,7 @@ def _jaeger(place: Place, traced: tuple[str, ...]) -> list[Manifest]:
     if "run" in traced:
         # The pods of runs have labels of their own.
         policy["spec"]["ingress"] = [{"from": [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "tandem"}}}], "ports": _ports(4317, 4318)}]
+    policy["spec"]["ingress"] += reached_from("jaeger", place, [((_GRAFANA,), (16686,))])["spec"]["ingress"]
     return [*jaeger.objects(place), policy]
 
 
@@ -160,7 +161,7 @@ def _loki(place: Place, storage: str) -> list[Manifest]:
     )  # fmt: skip
     return [
         config_map("loki", "loki", place, {"loki.yml": yaml.safe_dump(LOKI_CONFIG, sort_keys=False)}), *loki.objects(place),
-        reached_from("loki", place, [(("alloy",), (3100,))]),
+        reached_from("loki", place, [(("alloy", _GRAFANA), (3100,))]),
         *reader("alloy", place, [logs]), config_map("alloy", "alloy", place, {"config.alloy": alloy_file(place)}), *alloy.objects(place),
     ]  # fmt: skip
 
@@ -173,6 +174,21 @@ def _dashboards(place: Place) -> list[Manifest]:
         made["metadata"]["labels"] = {**PART_OF, "grafana_dashboard": "1"}
         found.append(made)
     return found
+
+
+def _grafana(place: Place) -> list[Manifest]:
+    """Returns Grafana with its data sources and the dashboards in place. No pod reaches it: its first password is known to all, and ``kubectl port-forward`` is
+    not held up by the policy. It keeps nothing that is not in these files."""
+    sources = datasources_file(prometheus="http://prometheus:9090", loki="http://loki:3100", jaeger="http://jaeger:16686")
+    place_of = {"datasources": sources, "dashboards": dashboards_file()}
+    mounted = {f"{_GRAFANA}-{kind}": f"/etc/grafana/provisioning/{kind}" for kind in place_of}
+    grafana = Program(
+        _GRAFANA, IMAGES["grafana"], (), {"web": 3000}, ("/api/health", "web"), memory="512Mi",
+        files={**mounted, **{f"dashboard-{each.name}": f"{DASHBOARD_FOLDER}/{each.name}" for each in DASHBOARDS}},
+        environment={"GF_PATHS_DATA": "/tmp/grafana", "GF_PATHS_LOGS": "/tmp/grafana/log", "GF_ANALYTICS_REPORTING_ENABLED": "false"},
+    )  # fmt: skip
+    maps = [config_map(f"{_GRAFANA}-{kind}", _GRAFANA, place, {"tandem.yml": text}) for kind, text in place_of.items()]
+    return [*maps, *grafana.objects(place), reached_from(_GRAFANA, place, [])]
 
 
 def _ports(*numbers: int) -> list[Manifest]:
