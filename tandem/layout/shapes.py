@@ -42,6 +42,10 @@ class Rotary(NamedTuple):
     scaling: RopeScaling
 
 
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+"""The activation of an MLP's gate, by its name in transformers; the second is GELU in its approximation by tanh."""
+
+
 @dataclass(frozen=True, slots=True)
 class Multipliers:
     """Constants of the forward pass. ``embedding``: of the embedding's rows; ``residual``: of what attention and MLP add to the residual stream;
@@ -106,7 +110,10 @@ class ModelShapes:
     ``latent`` (multi-head latent attention; ``head_dim`` is that of its queries and keys). ``pre_norms``: attention and MLP read a norm of the residual
     stream; ``post_norms``: what they write to it is normalised. ``qk_norm``: queries and keys are normalised before the rotation, each head alone or with
     ``qk_norm_all_heads`` all heads together. ``unrotated_layers``: those without rotary embedding, ascending. ``window_rotary``: that of layers with a
-    window (``None``: as the others).
+    window (``None``: as the others). ``norms_from_one``: norms multiply with 1 plus their weights. ``scaled_embedding``: the embedding's rows are
+    multiplied with sqrt(hidden_size), rounded to the weights' dtype. ``score_cap``, ``logit_cap``: the soft caps of the attention scores and of the logits,
+    x -> cap tanh(x / cap) (``None``: without). ``rotary_fraction``: the part of each head, from its start, that is rotated; ``rotary_interleaved``: a component
+    is rotated with its neighbour, not with the one half of that part behind it.
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -142,6 +149,13 @@ class ModelShapes:
     unrotated_layers: tuple[int, ...] = ()
     window_rotary: Rotary | None = None
     multipliers: Multipliers = Multipliers()
+    activation: Activation = "silu"
+    norms_from_one: bool = False
+    scaled_embedding: bool = False
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    rotary_fraction: float = 1.0
+    rotary_interleaved: bool = False
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -156,6 +170,8 @@ class ModelShapes:
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even number")
+        if not 0 < self.rotary_fraction <= 1 or self.rotated_size % 2 or not self.rotated_size:
+            raise ValueError(f"model rotary_fraction {self.rotary_fraction} of {self.head_dim} numbers is {self.rotated_size}; it must be an even number")
         if self.latent is not None and (self.head_dim, self.num_key_value_heads) != (self.latent.head_dim, self.num_attention_heads):
             raise ValueError(f"model head_dim {self.head_dim} is not the {self.latent.head_dim} of its latent attention, whose queries each have a key")
         if not self.language_head and self.tie_word_embeddings:
@@ -164,6 +180,10 @@ class ModelShapes:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if list(self.unrotated_layers) != sorted(set(self.unrotated_layers) & set(range(self.num_hidden_layers))):
             raise ValueError(f"model unrotated_layers are {list(self.unrotated_layers)}; they must be layers from 0 to {self.num_hidden_layers - 1}, ascending")
+        for name in ("score_cap", "logit_cap"):
+            cap = getattr(self, name)
+            if cap is not None and not cap > 0:
+                raise ValueError(f"model {name} is {cap}; it must be above 0, or None")
         if self.experts is not None:
             self._check_experts(self.experts)
         if self.lora is not None and self.experts is not None and (of_experts := [m for m in self.lora.target_modules if m in MLP_MODULES]):
@@ -207,6 +227,11 @@ class ModelShapes:
         return int(self.window_rotary is not None and self.window(layer) is not None)
 
     @property
+    def rotated_size(self) -> int:
+        """The numbers of a head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
     def attention_scale(self) -> float:
         """The factor of the attention scores."""
         return self.head_dim**-0.5 if self.multipliers.attention is None else self.multipliers.attention
@@ -235,6 +260,13 @@ class ModelShapes:
             "layers without rotary embedding": bool(self.unrotated_layers),
             "a rotary embedding of its own in layers with windows": self.window_rotary is not None,
             "multipliers of embedding, residual stream, attention or logits": self.multipliers != Multipliers(),
+            "another activation than SiLU": self.activation != "silu",
+            "norms that multiply with 1 plus their weights": self.norms_from_one,
+            "a scaled embedding": self.scaled_embedding,
+            "a rotary embedding of a part of each head": self.rotated_size != self.head_dim,
+            "a rotary embedding of neighbouring components": self.rotary_interleaved,
+            "a soft cap of attention scores": self.score_cap is not None,
+            "a soft cap of logits": self.logit_cap is not None,
         }
         return tuple(term for term, is_there in terms.items() if is_there)
 
