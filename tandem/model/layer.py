@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.kernels.quantized import PackedQuantized
 from tandem.layout.shapes import ModelShapes
@@ -40,6 +40,11 @@ class Linear(nn.Module):
         assert self.weight is not None
         if any(ranks):
             self.adapter = TrainedAdapter(rows, [rank > 0 for rank in ranks], self.columns, max(ranks), scale, self.weight.detach())
+
+
+def factor_of_norm(weight: Tensor, from_one: bool) -> Tensor:
+    """Returns what a norm with ``weight[H]`` multiplies with: the weight, or 1 plus it in at least fp32, which transformers too does not round to 16 bits."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0 if from_one else weight
 
 
 class Norm(nn.Module):

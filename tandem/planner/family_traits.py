@@ -27,7 +27,7 @@ class FamilyTraits:
     ties: bool = False
     head_dim: int = 0
     shared_gate: bool = False
-    windows: Literal["all", "but_every_second", "but_every_sixth", "first_odd"] = "all"
+    windows: Literal["all", "first_odd"] = "all"
 
 
 OTHER = FamilyTraits()
@@ -38,9 +38,6 @@ TRAITS = {
     "deepseek_v3": FamilyTraits(mlp_bias=False),
     "kimi_k2": FamilyTraits(mlp_bias=False),
     "glm4_moe": FamilyTraits(output_bias=False, mlp_bias=False, qk_norm=ConfigFlag("use_qk_norm")),
-    "gemma": FamilyTraits(mlp_bias=False, ties=True, head_dim=256),
-    "gemma2": FamilyTraits(mlp_bias=False, ties=True, head_dim=256, post_norms=True, windows="but_every_second"),
-    "gemma3_text": FamilyTraits(mlp_bias=False, ties=True, head_dim=256, post_norms=True, qk_norm=True, windows="but_every_sixth"),
     "gpt2": FamilyTraits(gated_mlp=False, ties=True),
     "gpt_bigcode": FamilyTraits(gated_mlp=False, ties=True),
     "opt": FamilyTraits(gated_mlp=False, ties=True),

@@ -134,9 +134,8 @@ def _windows(read: ConfigReader, layers: int, traits: FamilyTraits) -> tuple[int
         most = read.integer("max_window_layers", 28)
         return tuple(window if layer % 2 == 0 and layer < most else None for layer in range(layers))
     pattern = "sliding_window_pattern" if config.get("sliding_window_pattern") is not None else "_sliding_window_pattern"
-    default = {"but_every_second": 2, "but_every_sixth": 6}.get(traits.windows, 0)
-    if default or config.get(pattern) is not None:
+    if config.get(pattern) is not None:
         # Every so many layers one has full attention.
-        every = read.integer(pattern, default or None)
+        every = read.integer(pattern)
         return tuple(None if (layer + 1) % every == 0 else window for layer in range(layers))
     return (window,) * layers

@@ -29,6 +29,10 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
     "qwen3_moe": {"tie_word_embeddings": True, "qk_norm": True, "experts": ExpertShapes(6, 2, 40)},
     "mistral": {"tie_word_embeddings": False, "layer_windows": (20, 20)},
+    "gemma2": {
+        "tie_word_embeddings": True, "layer_windows": (20, None), "post_norms": True, "activation": "gelu_pytorch_tanh", "norms_from_one": True,
+        "scaled_embedding": True, "score_cap": 2.0, "logit_cap": 5.0,
+    },
     "granite": {"tie_word_embeddings": True, "multipliers": Multipliers(3.0, 0.22, 0.3, 0.8)},
     "olmo2": {"tie_word_embeddings": False, "qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
     "phi3": {"tie_word_embeddings": False},
@@ -53,6 +57,8 @@ def random_decoder(architecture: str, seed: int) -> Decoder:
         for name, tensor in to_huggingface(decoder):
             if not name.endswith("norm.weight"):
                 tensor.mul_(10 if "proj" in name else 3)
+            elif decoder.shapes.norms_from_one:
+                tensor.copy_(torch.linspace(-0.3, 0.3, len(tensor)))
     return decoder
 
 

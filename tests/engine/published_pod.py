@@ -33,6 +33,10 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True, "attention_bias": True},
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
     "olmo2": {"tie_word_embeddings": False, "qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
+    "gemma2": {
+        "tie_word_embeddings": True, "post_norms": True, "activation": "gelu_pytorch_tanh", "norms_from_one": True, "scaled_embedding": True, "score_cap": 2.0,
+        "logit_cap": 5.0,
+    },
     # Experts of whole panels, a router in panels (16 experts) and one that is not, a layer without experts, and tensors with other names.
     "qwen3_moe": {"tie_word_embeddings": False, "qk_norm": True, "experts": ExpertShapes(16, 2, 64)},
     "dense_layers": {"architecture": "qwen3_moe", "tie_word_embeddings": True, "qk_norm": True, "experts": ExpertShapes(3, 2, 128, dense_layers=(1,))},
