@@ -64,14 +64,17 @@ token's state) or of token classification (with ``score.bias``)."""
 
 class ExpertNames(NamedTuple):
     """Names of a layer's router and expert matrices in the Hugging Face folder, after ``model.layers.N.``. Those of an expert contain
-    ``.experts.{}.`` for its index."""
+    ``.experts.{}.`` for its index; ``shared`` is what those of the shared experts begin with."""
 
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
+    shared: str = "mlp.shared_experts"
 
 
+SHARED_GATE = "mlp.shared_expert_gate.weight"
+"""The name of the gate of a layer's shared experts, after ``model.layers.N.``."""
 STANDARD_NAMES = ExpertNames()
 """The names in Qwen's and most other families."""
 
@@ -82,7 +85,7 @@ class ExpertShapes:
 
     ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a plain MLP instead,
     ascending. ``names``: the family's names of the matrices. ``shared_intermediate_size``: the inner size of the shared experts together, which every token
-    visits (0: none), with a gate if ``shared_gate``; only estimates know them.
+    visits (0: none), with a gate, a sigmoid, if ``shared_gate``.
     """
 
     num_experts: int
@@ -197,7 +200,7 @@ class ModelShapes:
             raise ValueError(f"model experts' shared_intermediate_size is {experts.shared_intermediate_size}; it must be at least 0")
         if experts.num_experts_per_tok > experts.num_experts:
             raise ValueError(f"model num_experts_per_tok {experts.num_experts_per_tok} is more than its num_experts {experts.num_experts}")
-        for name in experts.names[1:]:
+        for name in (experts.names.gate, experts.names.up, experts.names.down):
             if name.count(".experts.{}.") != 1:
                 raise ValueError(f"model experts' name '{name}' must contain '.experts.{{}}.' once")
         if list(experts.dense_layers) != sorted(set(experts.dense_layers) & set(range(self.num_hidden_layers))):
@@ -265,6 +268,7 @@ class ModelShapes:
             "a scaled embedding": self.scaled_embedding,
             "a rotary embedding of a part of each head": self.rotated_size != self.head_dim,
             "a rotary embedding of neighbouring components": self.rotary_interleaved,
+            "shared experts": self.experts is not None and self.experts.shared_intermediate_size > 0,
             "a soft cap of attention scores": self.score_cap is not None,
             "a soft cap of logits": self.logit_cap is not None,
         }
@@ -413,6 +417,14 @@ def matrix_name(layer: int, module: str) -> str:
     return f"model.layers.{layer}.{'self_attn' if module in ATTENTION_MODULES else 'mlp'}.{module}"
 
 
+def linear_name(shapes: ModelShapes, layer: int, module: str) -> str:
+    """Does ``matrix_name`` in a model where a layer with a mixture of experts has its shared experts in the place of the MLP."""
+    experts = shapes.experts_of(layer)
+    if experts is None or module in ATTENTION_MODULES:
+        return matrix_name(layer, module)
+    return f"model.layers.{layer}.{experts.names.shared}.{module}"
+
+
 def linear_matrices(shapes: ModelShapes) -> set[str]:
     """Returns the names, without ``.weight``, of the layers' matrices; experts have none."""
     return {matrix_name(layer, module) for layer in range(shapes.num_hidden_layers) for module in LINEAR_MODULES}
@@ -457,9 +469,9 @@ def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[
     shared = experts.shared_intermediate_size
     if shared:
         for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
-            yield Parameter(f"{at}mlp.shared_experts.{name}_proj.weight", shape)
+            yield Parameter(f"{at}{names.shared}.{name}_proj.weight", shape)
     if experts.shared_gate:
-        yield Parameter(f"{at}mlp.shared_expert_gate.weight", (1, hidden))
+        yield Parameter(f"{at}{SHARED_GATE}", (1, hidden))
 
 
 def parameter_count(shapes: ModelShapes) -> int:

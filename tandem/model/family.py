@@ -41,11 +41,13 @@ class Biases(NamedTuple):
 
 class Mixture(NamedTuple):
     """The mixture of experts of a family. ``names``: of its matrices in the folder; ``read(reader, layers)`` and ``write(experts)``
-    translate from and to the keys of ``config.json``."""
+    translate from and to the keys of ``config.json``; ``new(inner)`` returns further fields of ``ExpertShapes`` for a model that is created, whose experts have
+    the inner size ``inner``."""
 
     names: ExpertNames
     read: Callable[[ConfigReader, int], ExpertShapes]
     write: Callable[[ExpertShapes], dict[str, Any]]
+    new: Callable[[int], dict[str, Any]] = lambda inner: {}
 
 
 class Terms(NamedTuple):

@@ -11,7 +11,7 @@ from tandem.kernels.api import Kernels, PackedWeight, gate_of
 from tandem.model.attention import AttentionContext, Rotation, attend
 from tandem.model.layer_weights import LayerWeights, Written, with_factors
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
-from tandem.model.moe import mixture
+from tandem.model.moe import gated, mixture
 from tandem.model.parallel.context_parallel import SharedContext
 from tandem.model.parallel.model_parallel import Collectives
 from tandem.model.router_balance import RouterBalance
@@ -81,7 +81,11 @@ def run_layer(
     if experts is not None:
         route = kernels.route if replayed is None else partial(replayed.route, attention.index)
         route = route if balance is None else partial(balance.route, route, attention.index)
-        x = after(mixture(kernels, experts, x, router_logits, before, expert_ranks, route))
+        routed = mixture(kernels, experts, x, router_logits, before, expert_ranks, route)
+        if gate_up is not None:
+            shared = linear(before(gate_of(kernels, activation)(linear(x, gate_up, None))), down, None)
+            routed = routed + gated(kernels, experts, x, shared)
+        x = after(routed)
     elif fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         x = kernels.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias, activation)
     else:

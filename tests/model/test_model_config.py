@@ -14,7 +14,7 @@ BASE = {
     "model_type": "qwen3", "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 80,
 }  # fmt: skip
-WITHOUT_NULL = ("gemma", "gemma2", "gemma3_text", "glm4", "mistral", "mixtral", "qwen3_moe", "smollm3")
+WITHOUT_NULL = ("gemma", "gemma2", "gemma3_text", "glm4", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
 
 
 def read(folder, **changes) -> ModelShapes:
@@ -37,7 +37,7 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) ->
     window = peer.sliding_window if model_type in ("mistral", "olmo3", "gemma3_text") else None
     expected = (4096, None, 4096) if model_type == "gemma2" else () if window is None else (window,) * 3
     assert shapes.layer_windows == expected
-    assert (shapes.attention_bias, shapes.mlp_bias) == (model_type in ("qwen2", "glm4"), False)
+    assert (shapes.attention_bias, shapes.mlp_bias) == (model_type in ("qwen2", "qwen2_moe", "glm4"), False)
     assert shapes.attention_scale == getattr(peer, "attention_multiplier", shapes.head_dim**-0.5)
 
 
@@ -145,6 +145,15 @@ def test_yarn_takes_its_context_from_the_positions_where_none_is_given(tmp_path)
 )
 def test_windows_follow_the_rules_of_the_checkpoint(changes, windows, tmp_path) -> None:
     assert read(tmp_path, **changes).layer_windows == windows
+
+
+@pytest.mark.parametrize("most", [0, 2, 28])
+def test_windows_of_qwen2_moe_are_those_of_transformers(most, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    shapes = read(tmp_path, model_type="qwen2_moe", num_hidden_layers=5, use_sliding_window=True, sliding_window=16, max_window_layers=most)
+    peer = AutoConfig.from_pretrained(tmp_path)
+    assert [shapes.window(i) for i in range(5)] == [16 if kind == "sliding_attention" else None for kind in peer.layer_types]
 
 
 def test_mistral_has_one_window_for_all_layers_and_a_null_turns_it_off(tmp_path) -> None:

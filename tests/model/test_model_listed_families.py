@@ -66,6 +66,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "phi3": {"sliding_window": 9},
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen2_moe": {**EXPERTS, "num_hidden_layers": 3, "shared_expert_intermediate_size": 40},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": {**EXPERTS, "head_dim": 16},
     "smollm3": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9},

@@ -15,6 +15,7 @@ from tandem.layout.mesh import GroupName
 from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary, parameters
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.families import qwen2_moe
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.losses.aggregate import counts_of
@@ -30,6 +31,10 @@ from tandem.types import TrainSequence
 QWEN3 = ModelShapes("qwen3", 43, 32, 2, 4, 2, 16, 48, 128, True, qk_norm=True)
 LLAMA = ModelShapes("llama", 43, 32, 2, 4, 4, 8, 48, 128, False, attention_bias=True, output_bias=True, mlp_bias=True)
 QWEN3_MOE = ModelShapes("qwen3_moe", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(6, 2, 24))
+QWEN2_MOE = ModelShapes(
+    "qwen2_moe", 43, 32, 3, 4, 2, 16, 48, 128, False, attention_bias=True,
+    experts=ExpertShapes(6, 2, 24, normalised=False, dense_layers=(1,), names=qwen2_moe.NAMES, shared_intermediate_size=40, shared_gate=True),
+)
 MISTRAL = ModelShapes("mistral", 43, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(5, 5))
 GRANITE = ModelShapes("granite", 43, 32, 2, 4, 2, 16, 48, 128, False, multipliers=Multipliers(3.0, 0.22, 0.3, 0.8), post_norms=True)
 """With norms after attention and MLP too, so that both happen to what ranks have summed."""

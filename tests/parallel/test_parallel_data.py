@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from data_ranks import trained
-from model_ranks import GEMMA, LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, build, by_one_process, check, ranks_of, sequences_of
+from model_ranks import GEMMA, LEARNING_RATE, LLAMA, QWEN2_MOE, QWEN3, QWEN3_MOE, Case, build, by_one_process, check, ranks_of, sequences_of
 from ranks import RankContext, Ranks
 
 from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes
@@ -60,8 +60,9 @@ def test_one_is_added_to_the_norms_of_a_layer_while_they_are_there(recompute: An
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 
-def test_experts_are_replicas_too(ranks: Ranks) -> None:
-    case = Case(QWEN3_MOE)
+@pytest.mark.parametrize("shapes", [QWEN3_MOE, pytest.param(QWEN2_MOE, marks=pytest.mark.full)], ids=lambda shapes: shapes.architecture)
+def test_experts_are_replicas_too(shapes: Any, ranks: Ranks) -> None:
+    case = Case(shapes)
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 
