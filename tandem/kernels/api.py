@@ -11,7 +11,7 @@ thread count, since torch may split products differently at another).
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tandem.kernels.kv_dtype import is_scaled
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight
+from tandem.layout.shapes import Activation
 from tandem.types.kv_cache import BLOCK_TOKENS as BLOCK_TOKENS
 
 
@@ -140,10 +141,10 @@ class Kernels(Protocol):
         ...
 
     def gated_mlp_packed(
-        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation = "silu"
     ) -> Tensor:
-        """Computes ``linear_packed`` by gate_up [2 F, H], ``silu_mul`` and ``linear_packed`` by down [H, F], with their bits: [T, H] -> [T,
-        H]. No gradient."""
+        """Computes ``linear_packed`` by gate_up [2 F, H], the ``gate_of`` the activation and ``linear_packed`` by down [H, F], with their bits: [T, H] ->
+        [T, H]. No gradient."""
         ...
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
@@ -199,15 +200,16 @@ class Kernels(Protocol):
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None,
+        query_start: Tensor | None = None, cap: float | None = None,
     ) -> Tensor:
         """Computes causal attention within each of the sequences marked by ``cu_seqlens[S + 1]`` int32 -> [T, Hq, D]; positions start at 0
         in each. A query at position p attends to keys ``max(0, p - window + 1) .. p``. Same bits as ``paged_attention``. ``query_start[S + 1]``
-        int32: sequence s has queries at its last positions only, the rows ``query_start[s]:query_start[s + 1]`` of ``q`` and of the result."""
+        int32: sequence s has queries at its last positions only, the rows ``query_start[s]:query_start[s + 1]`` of ``q`` and of the result. ``cap``: the
+        scores, scaled, are replaced by ``cap tanh(score / cap)`` (``None``: they are not)."""
         ...
 
     def paged_attention(
-        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None
     ) -> Tensor:
         """Computes causal attention of an engine's new tokens over the cache -> [T, Hq, D]. No gradient."""
         ...
@@ -216,9 +218,17 @@ class Kernels(Protocol):
         """Computes ``silu(gate_up[:, :F]) * gate_up[:, F:]``: [T, 2 F] -> [T, F] (Shazeer, 2020)."""
         ...
 
-    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
-        """Returns the log-probabilities of ``targets[T]`` int64 under ``softmax(linear(hidden[T, H], weight[V, H]))``. ``raw`` has the bits
-        of ``logits_logprobs``.
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """Does ``silu_mul`` with GELU in its approximation by tanh (Hendrycks and Gimpel, 2016)."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """Computes ``cap tanh(x / cap)`` of ``x[T, N]``, in at least fp32."""
+        ...
+
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None) -> TokenLogprobs:
+        """Returns the log-probabilities of ``targets[T]`` int64 under ``softmax(linear(hidden[T, H], weight[V, H]))``; with a ``cap`` under that of the
+        logits' ``soft_cap``. ``raw`` has the bits of ``logits_logprobs``.
 
         Forward and backward hold a chunk of the logits [T, V] at a time, of the size given by ``layout.lm_head``; on CPU all of them are
         kept for the backward pass if they are few. The size of a chunk changes no bit of the outputs nor, except for Triton, of the
@@ -239,6 +249,11 @@ class Kernels(Protocol):
         min-p, top-k and top-p, each applied to the result of the previous one; among equal logits the lowest ids are kept. The token is the
         first, in id order, whose cumulative probability exceeds ``uniform``. No gradient."""
         ...
+
+
+def gate_of(kernels: Kernels, activation: Activation) -> Callable[[Tensor], Tensor]:
+    """Returns the gate of an MLP: [T, 2 F] -> [T, F]."""
+    return kernels.silu_mul if activation == "silu" else kernels.gelu_mul
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 They compute packed attention: the trainer's, and whole prompts in the engine. None of them reads the layout of the engine's cache, so
 decoding and continued prompts use the wrapped kernels. Bits then differ between trainer and engine, unless the backend rounds in the same
-way: in deterministic mode it is tested before use, and refused if it differs.
+way: in deterministic mode it is tested before use, and refused if it differs. Scores with a soft cap, which not all of them have, are the wrapped kernels'.
 """
 
 import importlib
@@ -133,10 +133,12 @@ def with_attention(kernels: Kernels, name: str, dtype: torch.dtype, device: torc
 
 def _replaced(kernels: Kernels, attention: Attention) -> Kernels:
     """Returns ``kernels`` with another attention for packed sequences and for steps of whole prompts over a cache."""
-    paged = kernels.paged_attention
+    packed, paged = kernels.packed_attention, kernels.paged_attention
     checked: list[tuple[PagedBatch, int]] = []  # the last batch and its longest prompt, which every layer looks up
 
-    def paged_attention(q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
+    def paged_attention(q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
+        if cap is not None:
+            return paged(q, cache, batch, scale, window, cap)
         # A step that only decodes has one token per sequence, which needs no device synchronization, so that CUDA graphs can capture it.
         if len(q) == len(batch.context_lens) or cache.keys.dtype != q.dtype:
             return paged(q, cache, batch, scale, window)
@@ -150,8 +152,11 @@ def _replaced(kernels: Kernels, attention: Attention) -> Kernels:
         return attention(q, keys.contiguous(), values.contiguous(), batch.query_start, longest, scale, window)
 
     def packed_attention(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None, query_start: Tensor | None = None
-    ) -> Tensor:
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None, query_start: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        if cap is not None:
+            return packed(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap)
         if query_start is not None:
             return attend_last(attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start)
         return attention(q, k, v, cu_seqlens, max_seqlen, scale, window)

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import Kernels, PackedGroups, PackedWeight, TokenLogprobs
+from tandem.kernels.api import Kernels, PackedGroups, PackedWeight, TokenLogprobs, gate_of
 from tandem.kernels.fp8 import FP8_CAPABILITY, Fp8Linear, fits_fp8_units, power_of_two_scale
 from tandem.kernels.quantized import PackedParts, PackedQuantized
+from tandem.layout.shapes import Activation
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -94,12 +95,12 @@ class MixedKernels:
             return self.inner.grouped_linear(x.to(self.dtype), weight.to(self.dtype), bounds)
         return self._output(self.inner.grouped_linear(self._input(x), self._weight(weight), bounds))
 
-    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None) -> TokenLogprobs:
         """Does ``inner.token_logprobs`` with 16-bit operands; logits and later values are fp32 if emulated."""
         if not self.emulated:
-            return self.inner.token_logprobs(hidden.to(self.dtype), weight.to(self.dtype), targets, temperature)
+            return self.inner.token_logprobs(hidden.to(self.dtype), weight.to(self.dtype), targets, temperature, cap)
         hidden, weight = _Round.apply(hidden, self.dtype, self.dtype), _Round.apply(weight, self.dtype, None)
-        return self.inner.token_logprobs(hidden, weight, targets, temperature)
+        return self.inner.token_logprobs(hidden, weight, targets, temperature, cap)
 
     @property
     def head(self) -> "MixedKernels":
@@ -122,11 +123,11 @@ class MixedKernels:
             return self._output(self.inner.linear_packed(self._input(x), weight, bias))
 
     def gated_mlp_packed(
-        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation = "silu"
     ) -> Tensor:
         """Computes its three steps one by one, because intermediate values are rounded."""
         with torch.no_grad():
-            return self.linear_packed(self.inner.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+            return self.linear_packed(gate_of(self.inner, activation)(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
 
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         """Does ``inner.pack_groups`` with the rounded weights."""

@@ -15,6 +15,7 @@ from tandem.kernels.quantized import (
     round_inputs,
     with_parts,
 )
+from tandem.layout.shapes import Activation
 
 
 class PlainPacking:
@@ -27,6 +28,9 @@ class PlainPacking:
         raise NotImplementedError
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
         raise NotImplementedError
 
     def pack(self, weight: Tensor) -> PackedWeight:
@@ -59,10 +63,11 @@ class PlainPacking:
             return self.linear(round_inputs(x, weight), dequantize(weight).to(x.dtype), bias)
 
     def gated_mlp_packed(
-        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation = "silu"
     ) -> Tensor:
         with torch.no_grad():
-            return self.linear_packed(self.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
+            gate = self.silu_mul if activation == "silu" else self.gelu_mul
+            return self.linear_packed(gate(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
 
     def pack_groups(self, weight: Tensor) -> PackedGroups:
         return PackedGroups(weight.detach().clone(memory_format=torch.contiguous_format), *weight.shape[1:])

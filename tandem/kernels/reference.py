@@ -9,6 +9,7 @@ float64 serves as the ground truth for values and gradients; it does not use til
 """
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ from tandem.kernels.api import (
 from tandem.kernels.kv_dtype import RoundKV, encode
 from tandem.kernels.plain_packing import PlainPacking
 from tandem.kernels.reference_attention import attend, gather
-from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype
+from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype, soft_cap
 from tandem.kernels.reference_logprobs import TokenLogprobsFunction, filter_logits, first_argmax, gather_columns, log_softmax
 
+GELU_SLOPE = math.sqrt(2 / math.pi)
 FEWEST_COLUMNS = 16
 """Narrower products (observed with 2 to 11 columns) give a row different bits depending on its position in the tile; they are padded."""
 
@@ -111,18 +113,18 @@ class ReferenceKernels(PlainPacking):
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None,
+        query_start: Tensor | None = None, cap: float | None = None,
     ) -> Tensor:
         bounds = cu_seqlens.tolist()
         queries = bounds if query_start is None else query_start.tolist()
         parts = [
-            attend(q[first:last], k[start:end], v[start:end], (end - start) - (last - first), scale, window)
+            attend(q[first:last], k[start:end], v[start:end], (end - start) - (last - first), scale, window, cap)
             for (start, end), (first, last) in zip(itertools.pairwise(bounds), itertools.pairwise(queries), strict=True)
             if last > first
         ]
         return torch.cat(parts) if parts else torch.empty_like(q)
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
+    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
         out = torch.empty_like(q)
         starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
         with torch.no_grad():
@@ -132,7 +134,7 @@ class ReferenceKernels(PlainPacking):
                     first = length - (end - start)
                     behind = 0 if window is None else max(0, first - window + 1) // BLOCK_TOKENS
                     k, v = gather(cache, batch.block_tables[s], length, behind, q.dtype)
-                    out[start:end] = attend(q[start:end], k, v, first, scale, window)
+                    out[start:end] = attend(q[start:end], k, v, first, scale, window, cap)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -140,10 +142,19 @@ class ReferenceKernels(PlainPacking):
         # The input of silu is contiguous, so that an element never moves between a vector and a scalar remainder.
         return (gate / (1 + torch.exp(-gate.contiguous())) * up).to(gate_up.dtype)
 
-    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)
+        gate = gate.contiguous()
+        # F.gelu computes the last elements of a tensor by another function than the others, so that their bits depend on the number of rows.
+        return (0.5 * gate * (1 + torch.tanh(GELU_SLOPE * (gate + 0.044715 * gate * gate * gate))) * up).to(gate_up.dtype)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return soft_cap(x, cap)
+
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None) -> TokenLogprobs:
         if not temperature > 0:
             raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
-        raw, scaled, entropy = TokenLogprobsFunction.apply(hidden, weight, targets.long(), temperature, self.linear)
+        raw, scaled, entropy = TokenLogprobsFunction.apply(hidden, weight, targets.long(), temperature, self.linear, cap)
         return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
 
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:

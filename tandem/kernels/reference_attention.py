@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.kernels.api import BLOCK_TOKENS, KVLayer
 from tandem.kernels.kv_dtype import decode
-from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype
+from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype, soft_cap
 
 
 def gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torch
     return F.pad(keys, (0, 0, 0, 0, skipped, 0)), F.pad(values, (0, 0, 0, 0, skipped, 0))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, cap: float | None = None) -> Tensor:
     """Computes attention of ``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
 
     A row that attends to a non-finite value is NaN; for other rows it counts as 0. Tile t holds the positions ``64 t .. 64 t + 63``: always
@@ -45,6 +45,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: in
         rows = F.pad(q[low - first : high - first], (0, 0, 0, 0, low - begin, width - high))
         rows = rows.view(TILE_ROWS, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, -1, size)
         scores = torch.bmm(rows, keys[:, :, :width].contiguous()) * scale
+        if cap is not None:
+            scores = soft_cap(scores.to(compute_dtype(q.dtype)), cap)
         at = torch.arange(begin, width, device=q.device).unsqueeze(1)
         seen = torch.arange(width, device=q.device).unsqueeze(0)
         hidden = seen > at

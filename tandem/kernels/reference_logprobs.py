@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.kernels.reference_dtype import compute_dtype
+from tandem.kernels.reference_dtype import compute_dtype, soft_cap, soft_cap_slope
 from tandem.layout import lm_head as sizes
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -26,14 +26,15 @@ class TokenLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, linear: Linear
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, linear: Linear, cap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.linear = temperature, linear
+        ctx.temperature, ctx.linear, ctx.cap = temperature, linear, cap
         raw = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden.dtype))
         scaled, entropy = torch.empty_like(raw), torch.empty_like(raw)
         for rows in sizes.row_chunks(len(hidden), len(weight), sizes.FORWARD_LOGITS):
             logits = linear(hidden[rows], weight, None)
+            logits = logits if cap is None else soft_cap(logits, cap)
             logprobs = log_softmax(logits)
             raw[rows] = gather_columns(logprobs, targets[rows])
             if temperature != 1:
@@ -50,12 +51,13 @@ class TokenLogprobsFunction(torch.autograd.Function):
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         for rows in sizes.row_chunks(len(hidden), len(weight), sizes.BACKWARD_LOGITS):
             logits = ctx.linear(hidden[rows], weight, None)
+            logits = logits if ctx.cap is None else soft_cap(logits, ctx.cap)
             grad = _logprob_grad(log_softmax(logits), targets[rows], grad_raw[rows])
             if ctx.temperature != 1:
                 scaled = log_softmax(logits / ctx.temperature)
                 grad += _logprob_grad(scaled, targets[rows], grad_scaled[rows] / ctx.temperature)
-            gradients.add(grad, rows)
-        return *gradients.result(), None, None, None
+            gradients.add(grad if ctx.cap is None else grad * soft_cap_slope(logits, ctx.cap), rows)
+        return *gradients.result(), None, None, None, None
 
 
 class HeadGradients:

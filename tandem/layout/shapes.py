@@ -42,6 +42,10 @@ class Rotary(NamedTuple):
     scaling: RopeScaling
 
 
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+"""The activation of an MLP's gate, by its name in transformers; the second is GELU in its approximation by tanh."""
+
+
 @dataclass(frozen=True, slots=True)
 class Multipliers:
     """Constants of the forward pass. ``embedding``: of the embedding's rows; ``residual``: of what attention and MLP add to the residual stream;
@@ -60,14 +64,17 @@ token's state) or of token classification (with ``score.bias``)."""
 
 class ExpertNames(NamedTuple):
     """Names of a layer's router and expert matrices in the Hugging Face folder, after ``model.layers.N.``. Those of an expert contain
-    ``.experts.{}.`` for its index."""
+    ``.experts.{}.`` for its index; ``shared`` is what those of the shared experts begin with."""
 
     router: str = "mlp.gate"
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
+    shared: str = "mlp.shared_experts"
 
 
+SHARED_GATE = "mlp.shared_expert_gate.weight"
+"""The name of the gate of a layer's shared experts, after ``model.layers.N.``."""
 STANDARD_NAMES = ExpertNames()
 """The names in Qwen's and most other families."""
 
@@ -78,7 +85,7 @@ class ExpertShapes:
 
     ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a plain MLP instead,
     ascending. ``names``: the family's names of the matrices. ``shared_intermediate_size``: the inner size of the shared experts together, which every token
-    visits (0: none), with a gate if ``shared_gate``; only estimates know them.
+    visits (0: none), with a gate, a sigmoid, if ``shared_gate``.
     """
 
     num_experts: int
@@ -106,7 +113,10 @@ class ModelShapes:
     ``latent`` (multi-head latent attention; ``head_dim`` is that of its queries and keys). ``pre_norms``: attention and MLP read a norm of the residual
     stream; ``post_norms``: what they write to it is normalised. ``qk_norm``: queries and keys are normalised before the rotation, each head alone or with
     ``qk_norm_all_heads`` all heads together. ``unrotated_layers``: those without rotary embedding, ascending. ``window_rotary``: that of layers with a
-    window (``None``: as the others).
+    window (``None``: as the others). ``norms_from_one``: norms multiply with 1 plus their weights. ``scaled_embedding``: the embedding's rows are
+    multiplied with sqrt(hidden_size), rounded to the weights' dtype. ``score_cap``, ``logit_cap``: the soft caps of the attention scores and of the logits,
+    x -> cap tanh(x / cap) (``None``: without). ``rotary_fraction``: the part of each head, from its start, that is rotated; ``rotary_interleaved``: a component
+    is rotated with its neighbour, not with the one half of that part behind it.
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -142,6 +152,13 @@ class ModelShapes:
     unrotated_layers: tuple[int, ...] = ()
     window_rotary: Rotary | None = None
     multipliers: Multipliers = Multipliers()
+    activation: Activation = "silu"
+    norms_from_one: bool = False
+    scaled_embedding: bool = False
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    rotary_fraction: float = 1.0
+    rotary_interleaved: bool = False
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -156,6 +173,8 @@ class ModelShapes:
             )
         if self.head_dim % 2:
             raise ValueError(f"model head_dim {self.head_dim} is odd; rotary embedding needs an even number")
+        if not 0 < self.rotary_fraction <= 1 or self.rotated_size % 2 or not self.rotated_size:
+            raise ValueError(f"model rotary_fraction {self.rotary_fraction} of {self.head_dim} numbers is {self.rotated_size}; it must be an even number")
         if self.latent is not None and (self.head_dim, self.num_key_value_heads) != (self.latent.head_dim, self.num_attention_heads):
             raise ValueError(f"model head_dim {self.head_dim} is not the {self.latent.head_dim} of its latent attention, whose queries each have a key")
         if not self.language_head and self.tie_word_embeddings:
@@ -164,6 +183,10 @@ class ModelShapes:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if list(self.unrotated_layers) != sorted(set(self.unrotated_layers) & set(range(self.num_hidden_layers))):
             raise ValueError(f"model unrotated_layers are {list(self.unrotated_layers)}; they must be layers from 0 to {self.num_hidden_layers - 1}, ascending")
+        for name in ("score_cap", "logit_cap"):
+            cap = getattr(self, name)
+            if cap is not None and not cap > 0:
+                raise ValueError(f"model {name} is {cap}; it must be above 0, or None")
         if self.experts is not None:
             self._check_experts(self.experts)
         if self.lora is not None and self.experts is not None and (of_experts := [m for m in self.lora.target_modules if m in MLP_MODULES]):
@@ -177,7 +200,7 @@ class ModelShapes:
             raise ValueError(f"model experts' shared_intermediate_size is {experts.shared_intermediate_size}; it must be at least 0")
         if experts.num_experts_per_tok > experts.num_experts:
             raise ValueError(f"model num_experts_per_tok {experts.num_experts_per_tok} is more than its num_experts {experts.num_experts}")
-        for name in experts.names[1:]:
+        for name in (experts.names.gate, experts.names.up, experts.names.down):
             if name.count(".experts.{}.") != 1:
                 raise ValueError(f"model experts' name '{name}' must contain '.experts.{{}}.' once")
         if list(experts.dense_layers) != sorted(set(experts.dense_layers) & set(range(self.num_hidden_layers))):
@@ -205,6 +228,11 @@ class ModelShapes:
         if layer in self.unrotated_layers:
             return len(self.rotaries) - 1
         return int(self.window_rotary is not None and self.window(layer) is not None)
+
+    @property
+    def rotated_size(self) -> int:
+        """The numbers of a head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
 
     @property
     def attention_scale(self) -> float:
@@ -235,6 +263,14 @@ class ModelShapes:
             "layers without rotary embedding": bool(self.unrotated_layers),
             "a rotary embedding of its own in layers with windows": self.window_rotary is not None,
             "multipliers of embedding, residual stream, attention or logits": self.multipliers != Multipliers(),
+            "another activation than SiLU": self.activation != "silu",
+            "norms that multiply with 1 plus their weights": self.norms_from_one,
+            "a scaled embedding": self.scaled_embedding,
+            "a rotary embedding of a part of each head": self.rotated_size != self.head_dim,
+            "a rotary embedding of neighbouring components": self.rotary_interleaved,
+            "shared experts": self.experts is not None and self.experts.shared_intermediate_size > 0,
+            "a soft cap of attention scores": self.score_cap is not None,
+            "a soft cap of logits": self.logit_cap is not None,
         }
         return tuple(term for term, is_there in terms.items() if is_there)
 
@@ -381,6 +417,14 @@ def matrix_name(layer: int, module: str) -> str:
     return f"model.layers.{layer}.{'self_attn' if module in ATTENTION_MODULES else 'mlp'}.{module}"
 
 
+def linear_name(shapes: ModelShapes, layer: int, module: str) -> str:
+    """Does ``matrix_name`` in a model where a layer with a mixture of experts has its shared experts in the place of the MLP."""
+    experts = shapes.experts_of(layer)
+    if experts is None or module in ATTENTION_MODULES:
+        return matrix_name(layer, module)
+    return f"model.layers.{layer}.{experts.names.shared}.{module}"
+
+
 def linear_matrices(shapes: ModelShapes) -> set[str]:
     """Returns the names, without ``.weight``, of the layers' matrices; experts have none."""
     return {matrix_name(layer, module) for layer in range(shapes.num_hidden_layers) for module in LINEAR_MODULES}
@@ -425,9 +469,9 @@ def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[
     shared = experts.shared_intermediate_size
     if shared:
         for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
-            yield Parameter(f"{at}mlp.shared_experts.{name}_proj.weight", shape)
+            yield Parameter(f"{at}{names.shared}.{name}_proj.weight", shape)
     if experts.shared_gate:
-        yield Parameter(f"{at}mlp.shared_expert_gate.weight", (1, hidden))
+        yield Parameter(f"{at}{SHARED_GATE}", (1, hidden))
 
 
 def parameter_count(shapes: ModelShapes) -> int:

@@ -13,7 +13,7 @@ from tandem.kernels.api import Kernels, PackedGroups, PackedWeight
 from tandem.kernels.quantized import PackedParts
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.panels import EMBEDDING, HEAD, Stacks, expert_stacks, is_stackable, panels_of_rows
-from tandem.layout.shapes import ModelShapes, matrix_name, published_parameters
+from tandem.layout.shapes import SHARED_GATE, ModelShapes, linear_name, published_parameters
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.layer import STACKED
@@ -56,9 +56,10 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
     own, layers, mixtures = {"norm.weight": tensors["model.norm.weight"]}, list[tuple[Any, ...]](), list[ExpertLayer | None]()
     for index in range(shapes.num_hidden_layers):
         at, experts, packed = f"model.layers.{index}.", shapes.experts_of(index), []
-        modules = ("qkv_proj", "o_proj") if experts is not None else ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+        has_mlp = experts is None or experts.shared_intermediate_size > 0
+        modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if has_mlp else ("qkv_proj", "o_proj")
         for module, stacked in zip(modules, STACKED, strict=False):
-            names = [matrix_name(index, each) for each in stacked]
+            names = [linear_name(shapes, index, each) for each in stacked]
             packed.append(matrices.stack([f"{name}.weight" for name in names]))
             if f"{names[0]}.bias" in tensors:
                 own[f"layers.{index}.{module}.bias"] = _as_one([tensors[f"{name}.bias"] for name in names])
@@ -67,8 +68,11 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
         if experts is not None:
             router = f"{at}{experts.names.router}.weight"
             gate_up, down = (matrices.groups(stacks) for stacks in expert_stacks(matrices.known.keys(), at, experts.names))
-            mixture = ExpertLayer(matrices.stack([router]), gate_up, down, experts.num_experts_per_tok, experts.normalised)
+            shared_gate = matrices.stack([f"{at}{SHARED_GATE}"]) if experts.shared_gate else None
+            mixture = ExpertLayer(matrices.stack([router]), gate_up, down, experts.num_experts_per_tok, experts.normalised, shared_gate)
             own[f"layers.{index}.experts.router"] = matrices.in_rows(router)
+            if experts.shared_gate:
+                own[f"layers.{index}.experts.shared_gate"] = matrices.in_rows(f"{at}{SHARED_GATE}")
         mixtures.append(mixture)
         own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}{norm}.weight"] for norm in shapes.layer_norms}
         if shapes.qk_norm:

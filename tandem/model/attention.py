@@ -41,7 +41,7 @@ AttentionContext = PackedContext | PagedContext
 class AttentionLayer:
     """The inputs of attention that belong to layer ``index``. ``heads``: (query heads, key-value heads, head size); ``window`` in tokens
     (``None``: full causal attention); ``q_norm`` and ``k_norm`` [D] if the architecture has them, or with ``norms_all_heads`` [Hq D] and [Hkv D].
-    ``rotation``: the index of its rotation in the batch's (see ``rotations``)."""
+    ``rotation``: the index of its rotation in the batch's (see ``rotations``). ``cap``: the soft cap of the scores (``None``: without)."""
 
     index: int
     heads: tuple[int, int, int]
@@ -52,18 +52,21 @@ class AttentionLayer:
     eps: float
     norms_all_heads: bool = False
     rotation: int = 0
+    cap: float | None = None
 
 
 class Rotation(NamedTuple):
-    """The rows ``positions[T]`` of the table ``cos_sin[P, D]`` that a batch's queries and keys are rotated by."""
+    """The rows ``positions[T]`` of the table ``cos_sin[P, D]`` that a batch's queries and keys are rotated by, with the columns in ``order`` (``None``: as they
+    are)."""
 
     positions: Tensor
     cos_sin: Tensor
+    order: Tensor | None = None
 
 
-def rotations(positions: Tensor, tables: tuple[Tensor, ...]) -> tuple[Rotation, ...]:
-    """Returns the rotations of a batch at ``positions[T]`` by each of ``model.rotary.rotary_tables``."""
-    return tuple(Rotation(positions if len(table) > 1 else torch.zeros_like(positions), table) for table in tables)
+def rotations(positions: Tensor, tables: tuple[Tensor, ...], order: Tensor | None) -> tuple[Rotation, ...]:
+    """Returns the rotations of a batch at ``positions[T]`` by each of ``model.rotary.rotary_tables``, in the ``model.rotary.rotary_order``."""
+    return tuple(Rotation(positions if len(table) > 1 else torch.zeros_like(positions), table, order) for table in tables)
 
 
 def attend(
@@ -71,29 +74,32 @@ def attend(
 ) -> Tensor:
     """Applies norms of queries and keys, rotary embedding and attention: ``qkv[T, (Hq + 2 Hkv) D]`` -> [T, Hq D]. ``kv_dtype``: packed keys and values
     are rounded as a KV cache of this dtype would; a paged cache has its own dtype."""
-    positions, cos_sin = rotation
+    positions, cos_sin, order = rotation
     q_norm, k_norm = layer.q_norm, layer.k_norm
     if layer.norms_all_heads:
         qkv, q_norm, k_norm = _normalised(kernels, layer, qkv), None, None
+    if order is not None:
+        qkv, of_head = qkv.index_select(1, order), order[: layer.heads[2]]
+        q_norm, k_norm = (None if norm is None else norm.index_select(0, of_head) for norm in (q_norm, k_norm))
     if isinstance(context, PagedContext):
         cache = context.caches[layer.index]
         q = kernels.rope_to_cache(
             qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps, cache, context.batch.slots
         )
-        mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window)
+        mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window, layer.cap)
     else:
         q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps)
         # Mixed precision computes with 16-bit values, which fp32 represents exactly.
         if kv_dtype is not None and kv_dtype not in (qkv.dtype, torch.float32):
             k, v = kernels.round_kv(k, kv_dtype), kernels.round_kv(v, kv_dtype)
         if isinstance(context, SharedContext):
-            mixed = shared_attention(kernels, q, k, v, context, layer.scale, layer.window)
+            mixed = shared_attention(kernels, q, k, v, context, layer.scale, layer.window, layer.cap)
         elif context.prompts is not None:
             k, v = (gathered_runs_of(x, context.prompts.runs) for x in (k, v))
             query_start = context.prompts.query_start
-            mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, query_start)
+            mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, query_start, layer.cap)
         else:
-            mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window)
+            mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, cap=layer.cap)
     return mixed.flatten(1)
 
 

@@ -16,10 +16,11 @@ from tandem.layout.pipeline_stages import Span, whole
 from tandem.layout.shapes import ModelShapes
 from tandem.layout.sharding import WHOLE, local_shapes, vocabulary_part
 from tandem.model.attention import AttentionContext, PackedContext, PagedContext, rotations
+from tandem.model.embedding_scale import embedding_factor
 from tandem.model.head_outputs import HeadOutputs
-from tandem.model.layer import Layer, Linear, Norm
+from tandem.model.layer import Layer, Linear, Norm, factor_of_norm
 from tandem.model.layer_pass import AroundLayer, LayerBatch, run_layer
-from tandem.model.layer_weights import LayerWeights, layer_weights
+from tandem.model.layer_weights import LayerWeights, layer_weights, with_factors
 from tandem.model.lora import LoraBatch
 from tandem.model.moe import ExpertLayer
 from tandem.model.parallel.context_parallel import SharedContext
@@ -29,7 +30,7 @@ from tandem.model.parallel.vocabulary_parallel import Head, shared_logits, share
 from tandem.model.quantization.frozen import frozen_linear
 from tandem.model.quantization.scheme import Scheme, pack_stored, pack_weight, scheme_named
 from tandem.model.recompute import Recompute, around_layers
-from tandem.model.rotary import rotary_tables
+from tandem.model.rotary import rotary_order, rotary_tables
 from tandem.model.router_balance import RouterBalance
 from tandem.model.routing import Replay, ReplayCount
 from tandem.model.trained_adapter import adapted_linear, is_adapter_parameter, packed_by
@@ -90,6 +91,8 @@ class Decoder(nn.Module):
         self.score = Linear(shapes.num_labels, shapes.hidden_size, shapes.value_head == "token", dtype, device) if has_score else None
         # Not a buffer, so that it stays fp32 when the parameters are converted.
         self.rotary_tables = tuple(table.to(device) for table in rotary_tables(shapes))
+        order = rotary_order(local)
+        self.rotary_order = None if order is None else order.to(device)
         self._collectives = collectives(group)
         self.kv_cache_dtype: KVCacheDtype = "auto"
         self.quantization: Scheme | None = None if shapes.lora is None or shapes.lora.quantization == "none" else scheme_named(shapes.lora.quantization)
@@ -170,8 +173,9 @@ class Decoder(nn.Module):
         if isinstance(context, PackedContext):
             kernels, around = around_layers(self.recompute, self.kernels, self.around_layer)
         balance = self.router_balance if isinstance(context, PackedContext) else None
+        rotated = rotations(positions, self.rotary_tables, self.rotary_order)
         batch = LayerBatch(
-            kernels, linear, rotations(positions, self.rotary_tables), shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
+            kernels, linear, rotated, shared, stored_dtype(self.kv_cache_dtype, self.dtype), collectives, expert_ranks,
             balance, router_logits, lora, layers is self._packed and lora is None and self.group is None,
             None if replayed is None else Replay(replayed, self.replay_count),
         )
@@ -190,7 +194,8 @@ class Decoder(nn.Module):
         assert x is not None
         if span is not None and not span.is_last:
             return x + residual
-        return self.kernels.add_rms_norm(x, residual, self.norm.weight, self.shapes.rms_norm_eps)[0]
+        norm = factor_of_norm(self.norm.weight, self.shapes.norms_from_one)
+        return self.kernels.add_rms_norm(x, residual, norm, self.shapes.rms_norm_eps)[0]
 
     def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
         if self.shard_spec.size == 1:
@@ -203,7 +208,7 @@ class Decoder(nn.Module):
 
     def _rows(self, tokens: Tensor) -> Tensor:
         """Returns the rows of this rank's part of the embedding, as the first layer reads them."""
-        factor = self.shapes.multipliers.embedding
+        factor = embedding_factor(self.shapes, self.dtype)
         if self._packed_embedding is not None:
             rows = self.kernels.packed_rows(tokens, self._packed_embedding)
         else:
@@ -235,7 +240,7 @@ class Decoder(nn.Module):
         """Returns the log-probabilities of ``targets[R]`` after the tokens ``rows[R]`` (ascending) of a packed batch of ``tokens`` tokens;
         ``hidden`` is the output of ``forward``. With ``parallel`` every rank returns all of them."""
         if self.parallel is None:
-            return self.kernels.token_logprobs(self._to_head(hidden.index_select(0, rows)), self.head_weight, targets, temperature)
+            return self.kernels.token_logprobs(self._to_head(hidden.index_select(0, rows)), self.head_weight, targets, temperature, self.shapes.logit_cap)
         return shared_logprobs(self.kernels, self.parallel, self._to_head(hidden), self._head_part, rows, targets, temperature, tokens)
 
     def packed_logits(self, hidden: Tensor, tokens: int) -> Tensor:
@@ -247,7 +252,7 @@ class Decoder(nn.Module):
     @property
     def _head_part(self) -> Head:
         part = vocabulary_part(self.shapes, self.shard_spec)
-        return Head(self.head_weight, self.shard_spec.rank * part, part, self.shapes.vocab_size)
+        return Head(self.head_weight, self.shard_spec.rank * part, part, self.shapes.vocab_size, self.shapes.logit_cap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes ``hidden[R, H]`` -> [R, V]; ranks other than the first return only their own columns."""
@@ -256,6 +261,8 @@ class Decoder(nn.Module):
             own = head_kernels(self.kernels).linear_packed(hidden, self._packed_head, None)
         else:
             own = head_kernels(self.kernels).linear(hidden, self.head_weight, None)
+        if self.shapes.logit_cap is not None:
+            own = self.kernels.soft_cap(own, self.shapes.logit_cap)
         if self.group is None:
             return own
         return self.group.first_rank_columns(own, vocabulary_part(self.shapes, self.shard_spec), self.shapes.vocab_size)
@@ -302,12 +309,13 @@ class Decoder(nn.Module):
     def replace_packed(self, matrices: Mapping[tuple[int, int], Any], head: Any) -> None:
         """Puts packed ``matrices`` in the places of those of the same layer and place of ``Layer.linears``, and ``head`` if it is not ``None``."""
         assert self._packed is not None
-        if matrices:
+        # Norms whose factors are not their weights may have changed too.
+        if matrices or self.shapes.norms_from_one:
             numbers = self.layer_numbers
             self._packed_matrices = [
                 tuple(matrices.get((index, place), own) for place, own in enumerate(kept)) for index, kept in zip(numbers, self._packed_matrices, strict=True)
             ]
-            self._packed = self._steps(self._adapted(self._packed_matrices), [step.experts for step in self._packed])
+            self._packed = self._packed_steps(self._adapted(self._packed_matrices), [step.experts for step in self._packed])
         if head is not None:
             self._packed_head = head
 
@@ -333,7 +341,7 @@ class Decoder(nn.Module):
                 matrices.append(tuple(self._pack_linear(linear, self.quantization) for linear in layer.linears()))
                 experts.append(layer.experts.pack(self.kernels) if layer.experts else None)
             self._packed_matrices = matrices
-            self._packed = self._steps(self._adapted(matrices), experts)
+            self._packed = self._packed_steps(self._adapted(matrices), experts)
         if self.lm_head is None:
             if self.shapes.language_head:
                 self._packed_head = pack_weight(self.kernels, self.embed_tokens, self.head_quantization)
@@ -363,7 +371,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = None
         self._adopted, self._packed_embedding, self._packed_head = shapes, embedding, head
         self._packed_matrices = [*matrices]
-        self._packed = self._steps(self._packed_matrices, experts)
+        self._packed = self._packed_steps(self._packed_matrices, experts)
 
     def twin(self) -> "Decoder":
         """Returns another decoder of the same model, kernels and quantization, whose weights are uninitialised. Not for a shard or one that trains."""
@@ -432,7 +440,7 @@ class Decoder(nn.Module):
     def pack_adapter(self) -> None:
         """Packs the adapter's matrices of a packed decoder again, after they have changed."""
         assert self._packed is not None
-        self._packed = self._steps(self._adapted(self._packed_matrices), [step.experts for step in self._packed])
+        self._packed = self._packed_steps(self._adapted(self._packed_matrices), [step.experts for step in self._packed])
 
     def _adapted(self, matrices: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Returns the packed ``matrices`` of every layer with their packed adapters."""
@@ -484,12 +492,17 @@ class Decoder(nn.Module):
             for layer, index, own, mixture in zip(self._layers(), self.layer_numbers, matrices, experts, strict=True)
         ]
 
+    @torch.no_grad()
+    def _packed_steps(self, matrices: list[tuple[Any, ...]], experts: list[ExpertLayer | None]) -> list[LayerWeights]:
+        return [with_factors(step) for step in self._steps(matrices, experts)]
+
     def _apply(self, fn: Any, recurse: bool = True) -> "Decoder":
         if self._packed is not None:
             raise RuntimeError("a packed decoder cannot be moved or converted; call unpack() and load weights first")
         super()._apply(fn, recurse)
         weight = next(self.parameters())
         self.dtype, self.rotary_tables = weight.dtype, tuple(table.to(weight.device) for table in self.rotary_tables)
+        self.rotary_order = None if self.rotary_order is None else self.rotary_order.to(weight.device)
         return self
 
 

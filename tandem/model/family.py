@@ -1,7 +1,7 @@
 """The declaration of a model family, and how a model's family is looked up. Imports no torch.
 
 A family is one module of ``tandem.model.families`` with a constant ``FAMILY``. All families are decoders with RMSNorm, rotary embedding,
-grouped-query attention and a gated SiLU MLP or a mixture of them; the declaration says what differs. It is read when a folder is
+grouped-query attention and a gated MLP or a mixture of them; the declaration says what differs. It is read when a folder is
 opened, written or created. The network is built from the resulting ``ModelShapes`` alone.
 """
 
@@ -11,9 +11,9 @@ import pkgutil
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes
+from tandem.layout.shapes import Activation, ExpertNames, ExpertShapes, ModelShapes
 from tandem.model import families
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.sliding_windows import FULL_ATTENTION, Mask
@@ -41,11 +41,13 @@ class Biases(NamedTuple):
 
 class Mixture(NamedTuple):
     """The mixture of experts of a family. ``names``: of its matrices in the folder; ``read(reader, layers)`` and ``write(experts)``
-    translate from and to the keys of ``config.json``."""
+    translate from and to the keys of ``config.json``; ``new(inner)`` returns further fields of ``ExpertShapes`` for a model that is created, whose experts have
+    the inner size ``inner``."""
 
     names: ExpertNames
     read: Callable[[ConfigReader, int], ExpertShapes]
     write: Callable[[ExpertShapes], dict[str, Any]]
+    new: Callable[[int], dict[str, Any]] = lambda inner: {}
 
 
 class Terms(NamedTuple):
@@ -70,9 +72,15 @@ class Family:
     ``attention_bias`` (of q, k and v), ``output_bias`` (of the attention's output), ``mlp_bias``: which linear layers have biases.
     ``qk_norm``: queries and keys of each head are normalised before the rotation; ``qk_norm_all_heads``: those of all heads together.
     ``pre_norms``, ``post_norms``: attention and MLP read a norm; their outputs are normalised.
+    ``rotary_fraction``: the part of each head that is rotated, where ``partial_rotary_factor`` does not say (``None``: all, and there is no such key).
+    ``rotary_interleaved``: neighbouring components are rotated together.
+    ``activation``: of the MLP's gate, which ``config.json`` names in ``activation_key``, by this name or by ``activation_alias``. ``norms_from_one``: norms
+    multiply with 1 plus their weights. ``scaled_embedding``: the embedding's rows are multiplied with sqrt(hidden_size).
     ``terms``: further terms, which each ``config.json`` sets. ``stacked``: matrices of a layer that the folder has as one, each with the names that its
-    parts have here, in the order of their rows and of ``layout.shapes.parameters``.
-    ``rotary_by_window``: layers with a window have a rotary embedding of their own.
+    parts have here, in the order of their rows and of ``layout.shapes.parameters``. One with a single part has another name in the folder.
+    ``rotary_by_window``: layers with a window have a rotary embedding of their own; ``window_rope_theta``: its base, which ``rope_local_base_freq`` sets
+    (``None``: the same key as the others').
+    ``other_classes``: what the names of transformers' classes with another head than a language model's begin with (empty: as ``class_name`` does).
     ``mask``: the sliding windows. ``experts``: the mixture of experts in place of the MLP.
     The rest are the values of keys that a ``config.json`` leaves out: the defaults of transformers' configuration class.
     ``num_key_value_heads`` ``None``: as many as attention heads; ``head_dim`` ``None``: ``hidden_size`` over attention heads.
@@ -87,9 +95,18 @@ class Family:
     qk_norm_all_heads: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    rotary_fraction: float | None = None
+    rotary_interleaved: bool = False
+    activation: Activation = "silu"
+    activation_key: Literal["hidden_act", "hidden_activation"] = "hidden_act"
+    activation_alias: str = ""
+    norms_from_one: bool = False
+    scaled_embedding: bool = False
     terms: Terms | None = None
     stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
     rotary_by_window: bool = False
+    window_rope_theta: float | None = None
+    other_classes: str = ""
     mask: Mask = FULL_ATTENTION
     experts: Mixture | None = None
     num_key_value_heads: int | None = None
@@ -100,9 +117,15 @@ class Family:
     tie_word_embeddings: bool = False
 
     @property
-    def norms(self) -> dict[str, Any]:
-        """The norms as fields of ``ModelShapes``."""
-        return {name: getattr(self, name) for name in ("qk_norm", "qk_norm_all_heads", "pre_norms", "post_norms")}
+    def constants(self) -> dict[str, Any]:
+        """The traits of all models of the family as fields of ``ModelShapes``."""
+        names = ("qk_norm", "qk_norm_all_heads", "pre_norms", "post_norms", "activation", "norms_from_one", "scaled_embedding", "rotary_interleaved")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether the folder has another name for a tensor than ``layout.shapes.parameters``."""
+        return any(len(parts) == 1 for _, parts in self.stacked)
 
     def biases(self, reader: ConfigReader) -> Biases:
         """Returns which linear layers have biases according to a ``config.json``."""
@@ -144,6 +167,12 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
                 return family
     elif isinstance(model_type, str) and model_type in known:
         return known[model_type]
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and inner.get("model_type") in known:
+        raise UserError(
+            f"'{where}' has model_type {reprlib.repr(model_type)}, whose language model of model_type '{inner['model_type']}' is supported only in a folder of "
+            f"its own: load it with transformers as {known[inner['model_type']].class_name}, and save that"
+        )
     raise UserError(f"'{where}' has model_type {reprlib.repr(model_type)}; supported are {', '.join(known)}{_nearest(model_type, known)}")
 
 

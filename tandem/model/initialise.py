@@ -13,7 +13,7 @@ from tandem.model.huggingface.model_folder import load_adapter_tensors, part_of,
 
 @torch.no_grad()
 def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) -> None:
-    """Fills every parameter: norms with 1, biases with 0, matrices from a normal distribution of ``standard_deviation``, divided by sqrt(2
+    """Fills every parameter: norms to multiply with 1, biases with 0, matrices from a normal distribution of ``standard_deviation``, divided by sqrt(2
     layers) for matrices that write to the residual stream (Radford et al., 2019, section 2.3).
 
     Each matrix is drawn in fp32 on one CPU thread by a generator seeded with ``seed`` and its Hugging Face name, so that the values do not
@@ -25,7 +25,7 @@ def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) ->
     to_residual = ("o_proj.weight", "down_proj.weight", *([f"{experts.names.down.rpartition('{}')[2]}.weight"] if experts else []))
     for name, tensor in to_huggingface(decoder):
         if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
+            tensor.fill_(0.0 if decoder.shapes.norms_from_one else 1.0)
         elif name.endswith(".bias"):
             tensor.fill_(0.0)
         elif is_of_adapter(name):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tandem.kernels.quantized import PackedQuantized
 from tandem.layout.shapes import ModelShapes
@@ -42,6 +42,11 @@ class Linear(nn.Module):
             self.adapter = TrainedAdapter(rows, [rank > 0 for rank in ranks], self.columns, max(ranks), scale, self.weight.detach())
 
 
+def factor_of_norm(weight: Tensor, from_one: bool) -> Tensor:
+    """Returns what a norm with ``weight[H]`` multiplies with: the weight, or 1 plus it in at least fp32, which transformers too does not round to 16 bits."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0 if from_one else weight
+
+
 class Norm(nn.Module):
     """The ``weight[H]`` of a root-mean-square norm."""
 
@@ -52,7 +57,8 @@ class Norm(nn.Module):
 
 class Layer(nn.Module):
     """The parameters of one layer. ``qkv_proj`` stacks the rows of q, k and v, ``gate_up_proj`` those of gate and up.
-    A layer has these and ``down_proj``, or ``experts``; of the norms, those of ``ModelShapes.layer_norms``."""
+    A layer has these and ``down_proj``, or ``experts``, with those of the shared experts if there are any; of the norms, those of
+    ``ModelShapes.layer_norms``."""
 
     input_layernorm: Norm | None
     post_attention_layernorm: Norm | None
@@ -81,6 +87,9 @@ class Layer(nn.Module):
         if experts is not None and whole_experts is not None:
             down = (rows, whole_experts.intermediate_size)
             self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // shard_spec.expert_size)
+            if experts.shared_intermediate_size:
+                self.gate_up_proj = Linear(2 * experts.shared_intermediate_size, hidden, False, dtype, device)
+                self.down_proj = Linear(rows, whole_experts.shared_intermediate_size, False, dtype, device)
         else:
             self.gate_up_proj = Linear(2 * inner, hidden, shapes.mlp_bias, dtype, device)
             self.down_proj = Linear(rows, of.intermediate_size, shapes.mlp_bias, dtype, device)

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.kernels.api import Kernels, PackedWeight
+from tandem.kernels.api import Kernels, PackedWeight, gate_of
 from tandem.model.attention import AttentionContext, Rotation, attend
-from tandem.model.layer_weights import LayerWeights, Written
+from tandem.model.layer_weights import LayerWeights, Written, with_factors
 from tandem.model.lora import LoraBatch, LoraLayer, LowRank, add_lora
-from tandem.model.moe import mixture
+from tandem.model.moe import gated, mixture
 from tandem.model.parallel.context_parallel import SharedContext
 from tandem.model.parallel.model_parallel import Collectives
 from tandem.model.router_balance import RouterBalance
@@ -54,11 +54,13 @@ def run_layer(
 ) -> tuple[Tensor, Tensor]:
     """Computes (x, residual) -> (x, residual). The norm of the sum is at the start, so that a layer reads only its own parameters. ``rows``
     int64: the rows computed after the attention (``None``: all)."""
+    if weights.norms_from_one:
+        weights = with_factors(weights)
     # Unpacked at once, because attribute look-ups dominate the decoding time of a small model.
     kernels, linear, rotations, context, kv_dtype, collectives, expert_ranks, balance, router_logits, lora, fused_mlp, replayed = batch
     (
         input_norm, attention, qkv, qkv_bias, output, output_bias, mlp_norm, gate_up, gate_up_bias, down, down_bias, experts,
-        summed_output_bias, summed_down_bias, written,
+        summed_output_bias, summed_down_bias, written, activation, _,
     ) = weights  # fmt: skip
     enter, before, after = collectives[:3]
     eps, changes = attention.eps, _UNCHANGED if lora is None else lora.layers[attention.index]
@@ -79,12 +81,16 @@ def run_layer(
     if experts is not None:
         route = kernels.route if replayed is None else partial(replayed.route, attention.index)
         route = route if balance is None else partial(balance.route, route, attention.index)
-        x = after(mixture(kernels, experts, x, router_logits, before, expert_ranks, route))
+        routed = mixture(kernels, experts, x, router_logits, before, expert_ranks, route)
+        if gate_up is not None:
+            shared = linear(before(gate_of(kernels, activation)(linear(x, gate_up, None))), down, None)
+            routed = routed + gated(kernels, experts, x, shared)
+        x = after(routed)
     elif fused_mlp and isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
-        x = kernels.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias)
+        x = kernels.gated_mlp_packed(x, gate_up, gate_up_bias, down, down_bias, activation)
     else:
         x = linear(x, gate_up, gate_up_bias) if lora is None else _adapted(batch, x, gate_up, gate_up_bias, changes.gate_up)
-        x = before(kernels.silu_mul(x))
+        x = before(gate_of(kernels, activation)(x))
         x = after(linear(x, down, down_bias) if lora is None else _adapted(batch, x, down, down_bias, changes.down))
         x = x if summed_down_bias is None else x + summed_down_bias
     return (x if written is None else to_residual(kernels, x, written[1], eps)), residual

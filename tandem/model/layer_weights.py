@@ -1,13 +1,14 @@
 """A layer's weights in the form that the forward pass uses."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tandem.layout.shapes import ModelShapes
+from tandem.layout.shapes import Activation, ModelShapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.attention import AttentionLayer
-from tandem.model.layer import Layer
+from tandem.model.layer import Layer, factor_of_norm
 from tandem.model.moe import ExpertLayer
 
 
@@ -21,7 +22,8 @@ class Written(NamedTuple):
 class LayerWeights(NamedTuple):
     """One layer's plain tensors or packed weights, without modules, so that nothing is looked up. ``summed_output_bias`` and
     ``summed_down_bias`` replace the other two if they are added after the sum over ranks. ``input_norm`` and ``mlp_norm``: ``None`` where attention and MLP
-    read the residual stream as it is. ``written``: of attention and MLP, ``None`` where their outputs are added as they are."""
+    read the residual stream as it is. ``written``: of attention and MLP, ``None`` where their outputs are added as they are. ``activation``: of the MLP's gate.
+    ``norms_from_one``: norms multiply with 1 plus the weights here (see ``with_factors``)."""
 
     input_norm: Tensor | None
     attention: AttentionLayer
@@ -38,6 +40,8 @@ class LayerWeights(NamedTuple):
     summed_output_bias: Tensor | None = None
     summed_down_bias: Tensor | None = None
     written: tuple[Written, Written] | None = None
+    activation: Activation = "silu"
+    norms_from_one: bool = False
 
 
 def layer_weights(
@@ -64,7 +68,7 @@ def layer_weights(
         norms.get("input_layernorm"),
         AttentionLayer(
             index, heads, shapes.attention_scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps, shapes.qk_norm_all_heads,
-            shapes.rotary_of(index),
+            shapes.rotary_of(index), shapes.score_cap,
         ),
         qkv,
         layer.qkv_proj.bias,
@@ -79,4 +83,25 @@ def layer_weights(
         layer.o_proj.bias if late else None,
         layer.down_proj.bias if layer.down_proj is not None and late else None,
         written,
+        shapes.activation,
+        shapes.norms_from_one,
     )
+
+
+def with_factors(weights: LayerWeights) -> LayerWeights:
+    """Returns ``weights`` with the factors of norms in the place of the weights that they are 1 more than. A layer that trains does this while it runs,
+    because only then are its weights sure to be there; an engine once."""
+    if not weights.norms_from_one:
+        return weights
+    attention, written = weights.attention, weights.written
+    return weights._replace(
+        input_norm=_factor(weights.input_norm),
+        attention=replace(attention, q_norm=_factor(attention.q_norm), k_norm=_factor(attention.k_norm)),
+        mlp_norm=_factor(weights.mlp_norm),
+        written=None if written is None else (written[0]._replace(norm=_factor(written[0].norm)), written[1]._replace(norm=_factor(written[1].norm))),
+        norms_from_one=False,
+    )
+
+
+def _factor(norm: Tensor | None) -> Tensor | None:
+    return None if norm is None else factor_of_norm(norm, True)

@@ -21,7 +21,7 @@ from tandem.runtime.collectives.communicator import Communicator
 class Experts(nn.Module):
     """The parameters of one layer's mixture of E experts, of which this rank holds ``held``: ``router[E, H]``, ``gate_up_proj[held, 2 F,
     H]`` (an expert's rows of gate, then those of up) and ``down_proj[held, N, I]``, [held, H, F] if the model is not sharded. Packing drops
-    the last two and keeps the router."""
+    the last two and keeps the router. ``shared_gate[1, H]``: of the shared experts, if they have one."""
 
     gate_up_proj: nn.Parameter | None
     down_proj: nn.Parameter | None
@@ -34,6 +34,7 @@ class Experts(nn.Module):
         self.shapes, self.hidden, self.held = shapes, hidden, held or shapes.num_experts
         self.down = down or (hidden, shapes.intermediate_size)
         self.router = nn.Parameter(torch.empty(shapes.num_experts, hidden, dtype=dtype, device=device))
+        self.shared_gate = nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=device)) if shapes.shared_gate else None
         self.allocate()
 
     @property
@@ -51,7 +52,9 @@ class Experts(nn.Module):
         assert self.gate_up_proj is not None and self.down_proj is not None
         gate_up, self.gate_up_proj = kernels.pack_groups(self.gate_up_proj), None
         down, self.down_proj = kernels.pack_groups(self.down_proj), None
-        return ExpertLayer(whole_precision(kernels).pack(self.router), gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised)
+        plain = whole_precision(kernels)
+        shared_gate = None if self.shared_gate is None else plain.pack(self.shared_gate)
+        return ExpertLayer(plain.pack(self.router), gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised, shared_gate)
 
     def drop(self) -> None:
         """Drops the plain matrices, for a decoder that has packed ones from elsewhere."""
@@ -60,7 +63,7 @@ class Experts(nn.Module):
     def plain(self) -> "ExpertLayer":
         """Returns the layer over the parameters themselves."""
         return ExpertLayer(
-            self.router, self.gate_up_proj, self.down_proj, self.shapes.num_experts_per_tok, self.shapes.normalised
+            self.router, self.gate_up_proj, self.down_proj, self.shapes.num_experts_per_tok, self.shapes.normalised, self.shared_gate
         )
 
 
@@ -72,6 +75,19 @@ class ExpertLayer(NamedTuple):
     down: Any
     num_experts_per_tok: int
     normalised: bool
+    shared_gate: Any = None
+
+
+def gated(kernels: Kernels, layer: ExpertLayer, x: Tensor, shared: Tensor) -> Tensor:
+    """Returns what the shared experts computed for ``x[T, H]``, times the sigmoid of their gate, if they have one."""
+    if layer.shared_gate is None:
+        return shared
+    plain = whole_precision(kernels)
+    multiply: Any = plain.linear if isinstance(layer.shared_gate, Tensor) else plain.linear_packed
+    logits: Tensor = multiply(x, layer.shared_gate, None)
+    # torch's sigmoid gives the last elements of a tensor other bits than the others; below -80 its value is 0 and its slope too.
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous().clamp_min(-80.0)
+    return (shared * (1.0 / (1.0 + torch.exp(-wide)))).to(shared.dtype)
 
 
 def mixture(

@@ -31,7 +31,7 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
         refuse_unread("model.create", config, reason, "num_experts", "num_experts_per_tok", "moe_intermediate_size", fix=fix)
     else:
         inner = config.moe_intermediate_size or config.intermediate_size
-        experts = ExpertShapes(config.num_experts, config.num_experts_per_tok, inner, names=family.experts.names)
+        experts = ExpertShapes(config.num_experts, config.num_experts_per_tok, inner, names=family.experts.names, **family.experts.new(inner))
     biases = family.biases(ConfigReader({}, "model.create"))
     try:
         shapes = ModelShapes(
@@ -49,7 +49,8 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
             attention_bias=biases.attention,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
-            **family.norms,
+            **family.constants,
+            rotary_fraction=1.0 if family.rotary_fraction is None else family.rotary_fraction,
             **({} if family.terms is None else family.terms.new(config.num_hidden_layers)),
             experts=experts,
         )

@@ -6,6 +6,7 @@ The steps and their fp32 roundings are transformers', so that the table has the 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.layout.shapes import ModelShapes, RopeScaling, Rotary
@@ -25,10 +26,29 @@ def _identity(shapes: ModelShapes) -> Tensor:
 
 
 def _table(shapes: ModelShapes, rotary: Rotary) -> Tensor:
-    frequencies, attention_factor = inverse_frequencies(rotary.scaling, rotary.theta, shapes.head_dim)
+    frequencies, attention_factor = inverse_frequencies(rotary.scaling, rotary.theta, shapes.rotated_size)
     angles = torch.arange(shapes.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * frequencies
-    table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    return table.mul_(attention_factor) if attention_factor != 1.0 else table
+    cos, sin = angles.cos(), angles.sin()
+    if attention_factor != 1.0:
+        cos, sin = cos.mul_(attention_factor), sin.mul_(attention_factor)
+    # What is not rotated is rotated by nothing.
+    rest = shapes.head_dim // 2 - len(frequencies)
+    return torch.cat((F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))) if rest else (cos, sin), dim=1)
+
+
+def rotary_order(shapes: ModelShapes) -> Tensor | None:
+    """Returns the order of the columns [(Hq + 2 Hkv) D] int64 of queries, keys and values in which the components of a head that are rotated together are half
+    a head apart, as the kernels rotate them, and those that are not rotated fill both halves; ``None`` where they are. Queries and keys in the same order have
+    the same products."""
+    size, rotated = shapes.head_dim, shapes.rotated_size
+    if rotated == size and not shapes.rotary_interleaved:
+        return None
+    of_rotated = torch.arange(rotated).view(-1, 2).t() if shapes.rotary_interleaved else torch.arange(rotated).view(2, -1)
+    one = torch.cat((of_rotated, torch.arange(rotated, size).view(2, -1)), dim=1).flatten()
+    query_and_keys = shapes.num_attention_heads + shapes.num_key_value_heads
+    rows = torch.arange(query_and_keys).unsqueeze(1) * size + one
+    values = torch.arange(query_and_keys * size, shapes.qkv_size)
+    return torch.cat((rows.flatten(), values))
 
 
 def inverse_frequencies(scaling: RopeScaling, theta: float, head_dim: int) -> tuple[Tensor, float]:

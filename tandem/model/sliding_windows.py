@@ -92,15 +92,16 @@ def _write_by_layer(windows: Windows) -> dict[str, Any]:
     }
 
 
-def windows_by_type(default: int, full_every: int) -> Mask:
+def windows_by_type(default: int, full_every: int, pattern: str = "") -> Mask:
     """Returns the mask of a family whose ``layer_types`` names the layers with the window ``sliding_window`` (a missing key: ``default``; null: none). Without
-    ``layer_types`` every ``full_every``-th layer has full attention."""
+    ``layer_types`` every ``full_every``-th layer has full attention, or as often as the key ``pattern`` says."""
 
     def read(reader: ConfigReader, layers: int) -> Windows:
         if reader.config.get("sliding_window", default) is None:
             return ()
         window = reader.integer("sliding_window", default)
-        kinds = _layer_types(reader, layers) or ["sliding_attention" if (i + 1) % full_every else "full_attention" for i in range(layers)]
+        every = reader.integer(pattern, full_every) if pattern else full_every
+        kinds = _layer_types(reader, layers) or ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
         return tuple(window if kind == "sliding_attention" else None for kind in kinds) if "sliding_attention" in kinds else ()
 
     return Mask(read, lambda windows: {"sliding_window": _first(windows), **_types(windows)})

@@ -5,7 +5,6 @@ a gated MLP and a norm before attention and before the MLP, which changes less t
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tandem.model.family import ConfigFlag, Trait
 
@@ -16,7 +15,7 @@ BIASED, MLP_BIASED = ConfigFlag("attention_bias"), ConfigFlag("mlp_bias")
 class FamilyTraits:
     """``attention_bias``, ``output_bias``, ``mlp_bias``, ``qk_norm``: as in ``tandem.model.family.Family``. ``gated_mlp``, ``post_norms``: as in
     ``ModelShapes``. ``ties``: embedding and head are one matrix where ``config.json`` does not say. ``head_dim``: where it has none (0: hidden size over
-    heads). ``shared_gate``: the shared expert has a gate. ``windows``: the layers that have the window, where none are listed."""
+    heads)."""
 
     attention_bias: Trait = BIASED
     output_bias: Trait = BIASED
@@ -26,21 +25,15 @@ class FamilyTraits:
     post_norms: bool = False
     ties: bool = False
     head_dim: int = 0
-    shared_gate: bool = False
-    windows: Literal["all", "but_every_second", "but_every_sixth", "first_odd"] = "all"
 
 
 OTHER = FamilyTraits()
 TWO_MATRICES = FamilyTraits(gated_mlp=False)
 TRAITS = {
-    "qwen2_moe": FamilyTraits(attention_bias=ConfigFlag("qkv_bias", True), output_bias=False, mlp_bias=False, shared_gate=True, windows="first_odd"),
     "deepseek_v2": OTHER,
     "deepseek_v3": FamilyTraits(mlp_bias=False),
     "kimi_k2": FamilyTraits(mlp_bias=False),
     "glm4_moe": FamilyTraits(output_bias=False, mlp_bias=False, qk_norm=ConfigFlag("use_qk_norm")),
-    "gemma": FamilyTraits(mlp_bias=False, ties=True, head_dim=256),
-    "gemma2": FamilyTraits(mlp_bias=False, ties=True, head_dim=256, post_norms=True, windows="but_every_second"),
-    "gemma3_text": FamilyTraits(mlp_bias=False, ties=True, head_dim=256, post_norms=True, qk_norm=True, windows="but_every_sixth"),
     "gpt2": FamilyTraits(gated_mlp=False, ties=True),
     "gpt_bigcode": FamilyTraits(gated_mlp=False, ties=True),
     "opt": FamilyTraits(gated_mlp=False, ties=True),

@@ -97,8 +97,7 @@ def _experts(read: ConfigReader, layers: int, inner: int, traits: FamilyTraits) 
             shared = each * read.integer(key)
     return ExpertShapes(
         count, _size(read, "num_experts_per_tok", None), each, dense_layers=_dense_layers(read, layers), shared_intermediate_size=shared,
-        shared_gate=traits.shared_gate and shared > 0,
-    )  # fmt: skip
+    )
 
 
 def _dense_layers(read: ConfigReader, layers: int) -> tuple[int, ...]:
@@ -124,19 +123,14 @@ def _windows(read: ConfigReader, layers: int, traits: FamilyTraits) -> tuple[int
         for kind in kinds:
             if kind not in LAYER_KINDS:
                 raise read.fail("layer_types", kind, f"the planner knows {' and '.join(LAYER_KINDS)}")
-    is_off = config.get("use_sliding_window") is False or (traits.windows == "first_odd" and not config.get("use_sliding_window"))
-    if not config.get("sliding_window") or is_off:
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return ()
     window = read.integer("sliding_window")
     if isinstance(kinds, list):
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if traits.windows == "first_odd":
-        most = read.integer("max_window_layers", 28)
-        return tuple(window if layer % 2 == 0 and layer < most else None for layer in range(layers))
     pattern = "sliding_window_pattern" if config.get("sliding_window_pattern") is not None else "_sliding_window_pattern"
-    default = {"but_every_second": 2, "but_every_sixth": 6}.get(traits.windows, 0)
-    if default or config.get(pattern) is not None:
+    if config.get(pattern) is not None:
         # Every so many layers one has full attention.
-        every = read.integer(pattern, default or None)
+        every = read.integer(pattern)
         return tuple(None if (layer + 1) % every == 0 else window for layer in range(layers))
     return (window,) * layers

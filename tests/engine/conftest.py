@@ -12,7 +12,7 @@ from tandem.engine.llm import LLM
 from tandem.kernels import select
 from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers
 from tandem.model.decoder import Decoder
-from tandem.model.families import mixtral
+from tandem.model.families import mixtral, qwen2_moe
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
@@ -28,7 +28,15 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True, "attention_bias": True},
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
     "qwen3_moe": {"tie_word_embeddings": True, "qk_norm": True, "experts": ExpertShapes(6, 2, 40)},
+    "qwen2_moe": {
+        "tie_word_embeddings": False, "attention_bias": True,
+        "experts": ExpertShapes(6, 2, 40, normalised=False, names=qwen2_moe.NAMES, shared_intermediate_size=48, shared_gate=True),
+    },
     "mistral": {"tie_word_embeddings": False, "layer_windows": (20, 20)},
+    "gemma2": {
+        "tie_word_embeddings": True, "layer_windows": (20, None), "post_norms": True, "activation": "gelu_pytorch_tanh", "norms_from_one": True,
+        "scaled_embedding": True, "score_cap": 2.0, "logit_cap": 5.0,
+    },
     "granite": {"tie_word_embeddings": True, "multipliers": Multipliers(3.0, 0.22, 0.3, 0.8)},
     "olmo2": {"tie_word_embeddings": False, "qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
     "phi3": {"tie_word_embeddings": False},
@@ -53,6 +61,8 @@ def random_decoder(architecture: str, seed: int) -> Decoder:
         for name, tensor in to_huggingface(decoder):
             if not name.endswith("norm.weight"):
                 tensor.mul_(10 if "proj" in name else 3)
+            elif decoder.shapes.norms_from_one:
+                tensor.copy_(torch.linspace(-0.3, 0.3, len(tensor)))
     return decoder
 
 

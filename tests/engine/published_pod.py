@@ -12,6 +12,7 @@ from tandem.layout.shapes import STANDARD_NAMES, ExpertShapes, ModelShapes
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
 from tandem.model.families.mixtral import NAMES as MIXTRAL
+from tandem.model.families.qwen2_moe import NAMES as QWEN2_MOE
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.model.weight_digests import packed_tensors
@@ -33,6 +34,14 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True, "attention_bias": True},
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
     "olmo2": {"tie_word_embeddings": False, "qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
+    "gemma2": {
+        "tie_word_embeddings": True, "post_norms": True, "activation": "gelu_pytorch_tanh", "norms_from_one": True, "scaled_embedding": True, "score_cap": 2.0,
+        "logit_cap": 5.0,
+    },
+    "qwen2_moe": {
+        "tie_word_embeddings": False, "attention_bias": True,
+        "experts": ExpertShapes(16, 2, 64, normalised=False, dense_layers=(1,), names=QWEN2_MOE, shared_intermediate_size=80, shared_gate=True),
+    },
     # Experts of whole panels, a router in panels (16 experts) and one that is not, a layer without experts, and tensors with other names.
     "qwen3_moe": {"tie_word_embeddings": False, "qk_norm": True, "experts": ExpertShapes(16, 2, 64)},
     "dense_layers": {"architecture": "qwen3_moe", "tie_word_embeddings": True, "qk_norm": True, "experts": ExpertShapes(3, 2, 128, dense_layers=(1,))},

@@ -20,7 +20,7 @@ from tandem.layout.panels import place_in_panels
 from tandem.layout.shapes import ModelShapes, parameters
 from tandem.layout.shard_offsets import whole_offsets
 from tandem.model.changed_weights import load_changes
-from tandem.model.decoder import Decoder
+from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.huggingface.model_folder import load_tensors
 from tandem.model.quantization.scheme import scheme_named
 from tandem.model.weight_digests import packed_tensors
@@ -35,6 +35,7 @@ from tandem.weight_transfer.shared_memory import Segment, WeightBuffers
 
 # 100 and 40 rows: a last panel of 36 and of 40, neither a multiple of the kernels' lanes.
 SHAPES = ModelShapes("qwen2", 100, 40, 2, 4, 2, 10, 72, 64, tie_word_embeddings=True, attention_bias=True, qk_norm=True, post_norms=True)
+FROM_ONE = replace(SHAPES, architecture="gemma2", norms_from_one=True)
 
 
 def decoder_of(tensors: dict[str, Tensor], kernels: Any, dtype: torch.dtype, tied: bool, quantization: str) -> Decoder:
@@ -83,6 +84,21 @@ def test_what_has_changed_has_the_bits_of_packing_everything(kernels: str, tied:
         found = dict(packed_tensors(held))
         assert found.keys() == whole.keys()
         assert [name for name in whole if not torch.equal(found[name].view(torch.uint8), whole[name].view(torch.uint8))] == []
+
+
+def test_a_norm_that_multiplies_with_one_more_than_its_weight_is_computed_with_as_it_is_after_a_change() -> None:
+    kernels, draw = select("cpu"), torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(shape, generator=draw) for name, shape in parameters(FROM_ONE)}
+    held = Decoder(FROM_ONE, kernels)
+    load_tensors(held, tensors.items(), pack=True)
+    names = ["model.norm.weight", *(f"model.layers.1.{norm}.weight" for norm in (*FROM_ONE.layer_norms, "self_attn.q_norm", "self_attn.k_norm"))]
+    for name in names:
+        tensors[name] = tensors[name] + 0.5
+        assert load_changes(held, tensors, {name: None})
+        whole = Decoder(FROM_ONE, kernels)
+        load_tensors(whole, tensors.items(), pack=True)
+        tokens, context = torch.arange(7), PackedContext(torch.tensor([0, 7], dtype=torch.int32), 7)
+        assert torch.equal(held(tokens, tokens, context), whole(tokens, tokens, context)), name
 
 
 def test_matrices_without_a_change_are_not_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,13 +50,16 @@ def full(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "mixtral", *full("qwen3", "llama", "mistral", "qwen3_moe", "granite", "smollm3", "phi3")])
+OTHERS = full("qwen3", "llama", "mistral", "qwen3_moe", "granite", "smollm3", "phi3", "gemma2", "qwen2_moe")
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "mixtral", *OTHERS])
 def test_two_ranks_have_the_bits_of_one(make_folder, make_llm, ranks, architecture) -> None:
     expected = generate(make_llm(architecture))
     assert generate(ranks(make_folder(architecture))) == expected
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", *full("qwen3", "mixtral", "granite", "smollm3")])
+@pytest.mark.parametrize("architecture", ["qwen2", *full("qwen3", "mixtral", "granite", "smollm3", "gemma2", "qwen2_moe")])
 def test_two_ranks_that_sum_partial_products_are_within_1e_5_of_one(make_folder, make_llm, ranks, architecture) -> None:
     llm = ranks(make_folder(architecture), deterministic=False)
     found = generate(llm)

@@ -91,12 +91,13 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
     for residual in (x, x.float()):
         normed, total = kernels.add_rms_norm(x, residual, x[0].detach(), 1e-6)
         (normed.sum() + total.sum()).backward()
-    kernels.silu_mul(x).sum().backward()
+    (kernels.silu_mul(x) + kernels.gelu_mul(x)).sum().backward()
     x = x.detach()
     logits, ones = torch.zeros(64, 4096), torch.ones(64)
     hidden = x.clone().requires_grad_()
     scored = kernels.token_logprobs(hidden, weight, torch.zeros(64, dtype=torch.int64), 0.5)
     (scored.raw + scored.scaled).sum().backward()
+    kernels.soft_cap(logits, 30.0)
     kernels.sample_rows(logits, ones, ones.long(), ones, ones, ones.double())
     qkv, table, positions = torch.zeros(64, 12 * size, dtype=dtype), torch.zeros(512, size), torch.zeros(64, dtype=torch.int64)
     heads, norm = (8, 2, size), torch.zeros(size, dtype=dtype)
@@ -105,6 +106,7 @@ def every_program(kernels: Any, dtype: torch.dtype) -> None:
     starts = torch.tensor([0, 64], dtype=torch.int32)
     kernels.packed_attention(q.requires_grad_(), k, v, starts, 64, 0.1, None).sum().backward()
     q = q.detach()
+    kernels.packed_attention(q.clone().requires_grad_(), k, v, starts, 64, 0.1, 4096, cap=50.0).sum().backward()
     for stored in (dtype, torch.int8, torch.float8_e4m3fn):
         (cache,) = empty_cache((64, 2, size), 1, stored, device)
         kernels.rope_to_cache(qkv, positions, table, heads, norm, norm, 1e-6, cache, positions)

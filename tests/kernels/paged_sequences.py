@@ -14,13 +14,14 @@ def bounds_of(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
+def exact(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, window: int | None, cap: float | None = None) -> Tensor:
     """Returns causal attention by its definition, in float64."""
     parts = []
     for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
         group = q.shape[1] // k.shape[1]
         keys, values = (x[start:end].double().repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q[start:end].double(), keys) * scale
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
         distance = torch.arange(end - start).unsqueeze(1) - torch.arange(end - start)
         hidden = (distance < 0) | (distance >= (window or math.inf))
         parts.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -math.inf).softmax(-1), values))
@@ -50,7 +51,9 @@ class Paged:
         self.done = [0] * len(lengths)
         self.table = torch.cat([torch.ones(max(lengths), size // 2), torch.zeros(max(lengths), size // 2)], 1)
 
-    def step(self, chunks: dict[int, int], qkv: tuple[Tensor, Tensor, Tensor], scale: float, window: int | None, out: Tensor) -> None:
+    def step(
+        self, chunks: dict[int, int], qkv: tuple[Tensor, Tensor, Tensor], scale: float, window: int | None, out: Tensor, cap: float | None = None
+    ) -> None:
         rows, positions, starts, lengths, slots = [], [], [0], [], []
         for s, count in chunks.items():
             for p in range(self.done[s], self.done[s] + count):
@@ -70,7 +73,7 @@ class Paged:
             torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32),
             self.tables[list(chunks)].contiguous(), slot,
         )  # fmt: skip
-        out[rows] = self.kernels.paged_attention(q, self.cache, batch, scale, window)
+        out[rows] = self.kernels.paged_attention(q, self.cache, batch, scale, window, cap)
 
     def left(self, s: int) -> int:
         return self.lengths[s] - self.done[s]

@@ -110,6 +110,34 @@ def test_silu_mul(kernels: Kernels, width: int) -> None:
     check(kernels.silu_mul, exact, torch.randn(77, width) * 4)
 
 
+@pytest.mark.parametrize("width", [2, 30, 514])
+def test_gelu_mul(kernels: Kernels, width: int) -> None:
+    def exact(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    check(kernels.gelu_mul, exact, torch.randn(77, width) * 4)
+
+
+def test_gelu_mul_of_large_inputs_is_finite_and_so_are_its_gradients(kernels: Kernels) -> None:
+    gates = torch.tensor([-300.0, -20.0, -10.3, 10.3, 300.0])
+    x = torch.stack([gates, torch.ones(5)], 1).requires_grad_()
+    out = kernels.gelu_mul(x)
+    assert torch.allclose(out[:, 0], F.gelu(gates, approximate="tanh"), atol=1e-30)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.allclose(grad[:, 0], torch.tensor([0.0, 0, 0, 1, 1]), atol=1e-20)
+
+
+@pytest.mark.parametrize("width", [3, 99])
+def test_soft_cap(kernels: Kernels, width: int) -> None:
+    x = torch.randn(50, width) * torch.logspace(-4, 4, 50).unsqueeze(1)
+    check(lambda x: kernels.soft_cap(x, 2.5), lambda x: 2.5 * torch.tanh(x / 2.5), x)
+    small = torch.linspace(-1e-3, 1e-3, 99).view(3, 33)
+    assert ((kernels.soft_cap(small, 30.0) - small).abs() <= 1e-6 * small.abs()).all()
+    ends = kernels.soft_cap(torch.tensor([[torch.inf, -torch.inf, torch.nan, 1e30]]), 30.0)
+    assert ends[0, :2].tolist() == [30.0, -30.0] and ends[0, 2].isnan() and ends[0, 3] == 30.0
+
+
 def test_silu_mul_of_large_inputs_is_finite(kernels: Kernels) -> None:
     gates = torch.tensor([-300.0, -89.0, -87.5, 87.5, 300.0])
     out = kernels.silu_mul(torch.stack([gates, torch.ones(5)], 1))
@@ -141,9 +169,9 @@ def test_rope(kernels: Kernels, size: int, heads: int, kv_heads: int, normed: bo
     check(ours, exact, torch.randn(tokens, (heads + 2 * kv_heads) * size), *norms)
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (9, None), (9, 1.5)])
 @pytest.mark.parametrize(("size", "heads", "kv_heads"), [(32, 4, 2), (24, 3, 1), (80, 2, 2), (6, 7, 1)])
-def test_packed_attention(kernels: Kernels, size: int, heads: int, kv_heads: int, window: int | None) -> None:
+def test_packed_attention(kernels: Kernels, size: int, heads: int, kv_heads: int, window: int | None, cap: float | None) -> None:
     bounds = [0, 1, 40, 40, 104, 170]
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -155,29 +183,31 @@ def test_packed_attention(kernels: Kernels, size: int, heads: int, kv_heads: int
                 seen &= ~torch.ones(length, length, dtype=torch.bool).tril(-window)
             keys, values = (x[start:end].repeat_interleave(heads // kv_heads, 1).transpose(0, 1) for x in (k, v))
             scores = q[start:end].transpose(0, 1) @ keys.transpose(1, 2) * 0.3
+            scores = scores if cap is None else cap * torch.tanh(scores / cap)
             parts.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
         return torch.cat(parts)
 
     tokens, cu_seqlens = bounds[-1], torch.tensor(bounds, dtype=torch.int32)
     check(
-        lambda q, k, v: kernels.packed_attention(q, k, v, cu_seqlens, 66, 0.3, window), exact,
+        lambda q, k, v: kernels.packed_attention(q, k, v, cu_seqlens, 66, 0.3, window, cap=cap), exact,
         torch.randn(tokens, heads, size), torch.randn(tokens, kv_heads, size), torch.randn(tokens, kv_heads, size),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("window", [None, 600])
-def test_attention_gradients_over_several_spans(cpu_kernels: Kernels, window: int | None) -> None:
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (600, None), (600, 2.0)])
+def test_attention_gradients_over_several_spans(cpu_kernels: Kernels, window: int | None, cap: float | None) -> None:
     tokens, cu_seqlens = 1100, torch.tensor([0, 1100], dtype=torch.int32)  # three spans, each with its own task
     seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     if window:
         seen &= ~torch.ones(tokens, tokens, dtype=torch.bool).tril(-window)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (q[:, 0] @ k[:, 0].t() * 0.5).masked_fill(~seen, -torch.inf)
+        scores = q[:, 0] @ k[:, 0].t() * 0.5
+        scores = (scores if cap is None else cap * torch.tanh(scores / cap)).masked_fill(~seen, -torch.inf)
         return (scores.softmax(-1) @ v[:, 0]).unsqueeze(1)
 
     inputs = [torch.randn(tokens, 1, 16) for _ in range(3)]
-    check(lambda q, k, v: cpu_kernels.packed_attention(q, k, v, cu_seqlens, tokens, 0.5, window), exact, *inputs)
+    check(lambda q, k, v: cpu_kernels.packed_attention(q, k, v, cu_seqlens, tokens, 0.5, window, cap=cap), exact, *inputs)
 
 
 def test_attention_gradients_do_not_depend_on_the_thread_count_or_on_neighbours(cpu_kernels: Kernels) -> None:
@@ -199,21 +229,23 @@ def test_attention_gradients_do_not_depend_on_the_thread_count_or_on_neighbours(
     assert all(torch.equal(one, both[:2100]) for one, both in zip(alone, found[0], strict=True))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("temperature", "cap"), [(1.0, None), (0.7, None), (1.0, 2.0), (0.7, 2.0)])
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (70, 99), (200, 9000)])
-def test_token_logprobs(kernels: Kernels, rows: int, vocabulary: int, temperature: float) -> None:
+def test_token_logprobs(kernels: Kernels, rows: int, vocabulary: int, temperature: float, cap: float | None) -> None:
     targets = torch.randint(0, vocabulary, (rows,))
 
     def exact(hidden: Tensor, weight: Tensor) -> list[Tensor]:
         logits = hidden @ weight.t()
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
         return [x.log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1) for x in (logits, logits / temperature)]
 
     hidden, weight = torch.randn(rows, 48), torch.randn(vocabulary, 48) / 4
-    check(lambda h, w: kernels.token_logprobs(h, w, targets, temperature)[:2], exact, hidden, weight)
-    ours = kernels.token_logprobs(hidden, weight, targets, temperature)
+    check(lambda h, w: kernels.token_logprobs(h, w, targets, temperature, cap)[:2], exact, hidden, weight)
+    ours = kernels.token_logprobs(hidden, weight, targets, temperature, cap)
     assert (ours.scaled is ours.raw) == (temperature == 1)
     assert not ours.entropy.requires_grad
-    scaled = (hidden.double() @ weight.double().t() / temperature).log_softmax(-1)
+    logits = hidden.double() @ weight.double().t()
+    scaled = ((logits if cap is None else cap * torch.tanh(logits / cap)) / temperature).log_softmax(-1)
     assert distance(ours.entropy, -(scaled.exp() * scaled).sum(-1)) < 1e-5
 
 
@@ -224,9 +256,9 @@ def test_the_path_of_truth_passes_gradcheck() -> None:
     def network(qkv: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
         table = torch.linspace(-1, 1, 32).view(8, 4)
         q, k, v = kernels.rope(qkv, torch.arange(8), table, (2, 1, 4), norm, norm, 1e-6)
-        mixed = kernels.packed_attention(q, k, v, bounds, 5, 0.5, 3).flatten(1)
+        mixed = kernels.gelu_mul(kernels.packed_attention(q, k, v, bounds, 5, 0.5, 3, cap=1.5).flatten(1).repeat(1, 2))
         normed, total = kernels.add_rms_norm(mixed, kernels.linear(mixed, weight, None), norm.repeat(2), 1e-6)
-        logprobs = kernels.token_logprobs(normed + total, weight[:5], targets, 0.8)
+        logprobs = kernels.token_logprobs(normed + total, weight[:5], targets, 0.8, 3.0)
         return logprobs.raw + 2 * logprobs.scaled
 
     inputs = [torch.randn(8, 16), torch.rand(4) + 0.5, torch.randn(8, 8)]
@@ -248,6 +280,8 @@ def test_a_nan_is_never_hidden(kernels: Kernels) -> None:
     for out in (
         kernels.rms_norm(x, torch.ones(32), 1e-6),
         kernels.silu_mul(x),
+        kernels.gelu_mul(x),
+        kernels.soft_cap(x, 2.0),
         kernels.logits_logprobs(x, torch.zeros(3).long()).unsqueeze(1),
         kernels.packed_attention(heads, heads, heads, bounds, 2, 1.0, None).flatten(1),
     ):

@@ -89,29 +89,34 @@ def test_rows_of_norms_gates_and_logprobs_are_right_and_keep_their_bits(width: i
     assert torch.equal(normed, KERNELS.rms_norm(x + other, weight, 1e-6))
     even = width // 2 * 2
     assert error(KERNELS.silu_mul(x[:, :even].contiguous()), TRUTH.silu_mul(wide[:, :even])) < 1e-6
+    assert error(KERNELS.gelu_mul(x[:, :even].contiguous()), TRUTH.gelu_mul(wide[:, :even])) < 1e-6
+    assert error(KERNELS.soft_cap(x, 2.5), TRUTH.soft_cap(wide, 2.5)) < 1e-6
     assert (KERNELS.logits_logprobs(x, target) - wide.log_softmax(-1)[:, 3]).abs().max() < 1e-5
     for op in (
         lambda rows: KERNELS.rms_norm(rows, weight, 1e-6),
         lambda rows: KERNELS.silu_mul(rows[:, :even].contiguous()),
+        lambda rows: KERNELS.gelu_mul(rows[:, :even].contiguous()),
+        lambda rows: KERNELS.soft_cap(rows, 2.5),
         lambda rows: KERNELS.logits_logprobs(rows, target[: len(rows)]),
     ):
         assert rows_that_differ(op, x) == []
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_token_logprobs_and_their_gradients_are_those_of_float64(temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "cap"), [(1.0, None), (0.7, None), (0.7, 2.0)])
+def test_token_logprobs_and_their_gradients_are_those_of_float64(temperature: float, cap: float | None) -> None:
     hidden, weight, targets = torch.randn(20, 24), torch.randn(50, 24), torch.arange(20)
     weights = torch.randn(2, 20)
     found, expected = [], []
     for kernels, into, dtype in ((KERNELS, found, torch.float32), (TRUTH, expected, torch.float64)):
         x, w = (v.detach().to(dtype, copy=True).requires_grad_() for v in (hidden, weight))
-        scored = kernels.token_logprobs(x, w, targets, temperature)
+        scored = kernels.token_logprobs(x, w, targets, temperature, cap)
         (scored.raw * weights[0] + scored.scaled * weights[1]).sum().backward()
         assert x.grad is not None and w.grad is not None
         into += [scored.raw.detach(), scored.scaled.detach(), scored.entropy, x.grad, w.grad]
     for ours, theirs in zip(found, expected, strict=True):
         assert error(ours, theirs) < 1e-5
-    assert torch.equal(found[0], KERNELS.logits_logprobs(KERNELS.linear(hidden, weight, None), targets))
+    logits = KERNELS.linear(hidden, weight, None)
+    assert torch.equal(found[0], KERNELS.logits_logprobs(logits if cap is None else KERNELS.soft_cap(logits, cap), targets))
 
 
 def test_gradients_are_those_of_the_reference_in_float64() -> None:
@@ -149,7 +154,7 @@ def test_gradients_of_norms_gates_and_the_rotation_are_those_of_float64_beside_a
         )  # fmt: skip
         normed, total = kernels.add_rms_norm(a, b, c, 1e-6)
         alone = kernels.rms_norm(b, c, 1e-6)
-        gated = kernels.silu_mul(a)
+        gated = kernels.silu_mul(a) + kernels.gelu_mul(a) + kernels.soft_cap(a, 1.5)[:, : width // 2]
         turned = kernels.rope(d, positions, table, heads, None, None, 1e-6)
         assert normed.dtype == total.dtype == dtypes[1] and gated.dtype == turned[0].dtype == dtypes[0]
         outputs = (normed + alone, total, gated, *turned)
@@ -165,13 +170,13 @@ def _numbers() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(3, 1, None), (2, 2, 9)])
-def test_attentions_gradients_are_those_of_float64_over_several_tiles(heads: int, kv_heads: int, window: int | None) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "window", "cap"), [(3, 1, None, None), (2, 2, 9, None), (3, 1, 30, 1.5)])
+def test_attentions_gradients_are_those_of_float64_over_several_tiles(heads: int, kv_heads: int, window: int | None, cap: float | None) -> None:
     lengths, grads = [1, 75, 20], []
     qkv, weights = make(lengths, 24, heads, kv_heads), torch.randn(96, heads, 24)
     for attend, dtype in (
-        (lambda q, k, v: KERNELS.packed_attention(q, k, v, bounds_of(lengths), 75, 0.2, window), torch.float32),
-        (lambda q, k, v: exact(q, k, v, bounds_of(lengths), 0.2, window), torch.float64),
+        (lambda q, k, v: KERNELS.packed_attention(q, k, v, bounds_of(lengths), 75, 0.2, window, cap=cap), torch.float32),
+        (lambda q, k, v: exact(q, k, v, bounds_of(lengths), 0.2, window, cap), torch.float64),
     ):
         given = [x.detach().to(dtype, copy=True).requires_grad_() for x in qkv]
         (attend(*given) * weights).sum().backward()
@@ -181,23 +186,23 @@ def test_attentions_gradients_are_those_of_float64_over_several_tiles(heads: int
         assert error(ours, theirs) < 1e-6
 
 
-CASES = [(24, 3, 1, 20), pytest.param(80, 4, 2, None, marks=pytest.mark.full)]
+CASES = [(24, 3, 1, 20, None), pytest.param(80, 4, 2, None, None, marks=pytest.mark.full), (16, 2, 1, None, 1.5)]
 LENGTHS = [1, 12, 100]
 
 
-@pytest.mark.parametrize(("size", "heads", "kv_heads", "window"), CASES)
+@pytest.mark.parametrize(("size", "heads", "kv_heads", "window", "cap"), CASES)
 def test_attention_is_attention_and_decoding_chunks_and_whole_prompts_have_the_same_bits(
-    size: int, heads: int, kv_heads: int, window: int | None
+    size: int, heads: int, kv_heads: int, window: int | None, cap: float | None
 ) -> None:
     qkv = make(LENGTHS, size, heads, kv_heads)
-    expected = exact(*qkv, bounds_of(LENGTHS), size**-0.5, window)
-    whole = KERNELS.packed_attention(*qkv, bounds_of(LENGTHS), max(LENGTHS), size**-0.5, window)
+    expected = exact(*qkv, bounds_of(LENGTHS), size**-0.5, window, cap)
+    whole = KERNELS.packed_attention(*qkv, bounds_of(LENGTHS), max(LENGTHS), size**-0.5, window, cap=cap)
     assert error(whole, expected) < 1e-6
     for splits in (True, False):
         paged, out = Paged(interpreted(splits), LENGTHS, size, kv_heads), torch.full_like(qkv[0], math.nan)
         # The second split begins at 64. The last steps have one token per sequence.
         for chunks in ({1: 9, 2: 63}, {0: 1, 2: 1, 1: 1}, {1: 1, 2: 34}, {1: 1, 2: 1}, {2: 1}):
-            paged.step(chunks, qkv, size**-0.5, window, out)
+            paged.step(chunks, qkv, size**-0.5, window, out, cap)
         assert torch.equal(out, whole), splits
 
 

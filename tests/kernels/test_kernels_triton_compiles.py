@@ -19,13 +19,13 @@ def test_every_program_compiles_for_hopper_and_all_tiles_of_16_bits_use_one_kind
     done = subprocess.run([sys.executable, str(script), dtype], env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    names = {"linear", "grouped_linear", "rms_norm", "silu_mul", "sample", "chunk_sums", "logprobs", "rope", "attention", "merge_splits",
-             "logprobs_backward", "attention_queries", "attention_keys", "rms_norm_backward", "silu_mul_backward", "rope_backward"}  # fmt: skip
+    names = {"linear", "grouped_linear", "rms_norm", "gate_mul", "soft_cap", "sample", "chunk_sums", "logprobs", "rope", "attention", "merge_splits",
+             "logprobs_backward", "attention_queries", "attention_keys", "rms_norm_backward", "gate_mul_backward", "rope_backward"}  # fmt: skip
     assert {program["program"] for program in found} == names
     assert all(program["cubin"] > 0 for program in found)
     # The shared memory of one multiprocessor.
     assert all(program["shared"] <= 227 * 1024 for program in found)
     if dtype == "bfloat16":
         products = [program for program in found if program["program"] in ("linear", "grouped_linear", "attention")]
-        assert len(products) == 17
+        assert len(products) == 18
         assert all(program["wgmma"] > 0 and program["mma"] == 0 for program in products)

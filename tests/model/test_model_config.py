@@ -14,6 +14,7 @@ BASE = {
     "model_type": "qwen3", "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 80,
 }  # fmt: skip
+WITHOUT_NULL = ("gemma", "gemma2", "gemma3_text", "glm4", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
 
 
 def read(folder, **changes) -> ModelShapes:
@@ -33,9 +34,10 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) ->
     assert shapes.rms_norm_eps == peer.rms_norm_eps
     assert shapes.rope_theta == peer.rope_parameters.get("full_attention", peer.rope_parameters)["rope_theta"]
     assert shapes.tie_word_embeddings == peer.tie_word_embeddings
-    window = peer.sliding_window if model_type in ("mistral", "olmo3") else None
-    assert shapes.layer_windows == (() if window is None else (window,) * 3)
-    assert (shapes.attention_bias, shapes.mlp_bias) == (model_type == "qwen2", False)
+    window = peer.sliding_window if model_type in ("mistral", "olmo3", "gemma3_text") else None
+    expected = (4096, None, 4096) if model_type == "gemma2" else () if window is None else (window,) * 3
+    assert shapes.layer_windows == expected
+    assert (shapes.attention_bias, shapes.mlp_bias) == (model_type in ("qwen2", "qwen2_moe", "glm4"), False)
     assert shapes.attention_scale == getattr(peer, "attention_multiplier", shapes.head_dim**-0.5)
 
 
@@ -70,6 +72,25 @@ def test_layers_without_rotary_embedding_are_those_of_transformers(tmp_path) -> 
         assert kinds == peer.layer_types
 
 
+def test_gemmas_caps_query_scale_and_bases_are_those_of_transformers(tmp_path) -> None:
+    from transformers import AutoConfig
+
+    for keys in (
+        {"model_type": "gemma2"}, {"model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": 20.0, "query_pre_attn_scalar": 144},
+        {"model_type": "gemma3_text"}, {"model_type": "gemma3_text", "rope_local_base_freq": 500.0, "rope_theta": 7e5, "sliding_window_pattern": 2},
+        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "final_logit_softcapping": 30.0},
+    ):  # fmt: skip
+        shapes = read(tmp_path, **{"rope_theta": "absent", "num_hidden_layers": 6, **keys})
+        peer = AutoConfig.from_pretrained(tmp_path)
+        assert (shapes.score_cap, shapes.logit_cap) == (peer.attn_logit_softcapping, peer.final_logit_softcapping)
+        assert shapes.attention_scale == peer.query_pre_attn_scalar**-0.5
+        assert ["full_attention" if shapes.window(layer) is None else "sliding_attention" for layer in range(6)] == peer.layer_types
+        if keys["model_type"] == "gemma3_text":
+            full, window = (peer.rope_parameters[kind] for kind in ("full_attention", "sliding_attention"))
+            assert shapes.window_rotary == Rotary(window["rope_theta"], RopeScaling())
+            assert (shapes.rope_theta, shapes.rope_scaling.kind, shapes.rope_scaling.factor) == (full["rope_theta"], full["rope_type"], full.get("factor", 1.0))
+
+
 def test_keys_of_other_families_that_turn_nothing_on_are_accepted(tmp_path) -> None:
     assert read(tmp_path, logits_scaling=1.0, n_shared_experts=0, clip_qkv=None, scoring_func="softmax", n_group=1) == read(tmp_path)
 
@@ -79,8 +100,8 @@ def test_key_heads_default_as_in_transformers(model_type, tmp_path) -> None:
     from transformers import AutoConfig
 
     content = {"model_type": model_type, "num_attention_heads": 64, "hidden_size": 256, "head_dim": 4}
-    # transformers refuses a null for Mistral and for mixtures of experts.
-    for absent in ("absent",) if model_type in ("mistral", "qwen3_moe", "mixtral", "smollm3") else ("absent", None):
+    # transformers refuses a null for these.
+    for absent in ("absent",) if model_type in WITHOUT_NULL else ("absent", None):
         shapes = read(tmp_path, **content, num_key_value_heads=absent)
         assert shapes.num_key_value_heads == AutoConfig.from_pretrained(tmp_path).num_key_value_heads
 
@@ -126,6 +147,15 @@ def test_windows_follow_the_rules_of_the_checkpoint(changes, windows, tmp_path) 
     assert read(tmp_path, **changes).layer_windows == windows
 
 
+@pytest.mark.parametrize("most", [0, 2, 28])
+def test_windows_of_qwen2_moe_are_those_of_transformers(most, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    shapes = read(tmp_path, model_type="qwen2_moe", num_hidden_layers=5, use_sliding_window=True, sliding_window=16, max_window_layers=most)
+    peer = AutoConfig.from_pretrained(tmp_path)
+    assert [shapes.window(i) for i in range(5)] == [16 if kind == "sliding_attention" else None for kind in peer.layer_types]
+
+
 def test_mistral_has_one_window_for_all_layers_and_a_null_turns_it_off(tmp_path) -> None:
     """Mistral 7B v0.1 has a number, v0.2 and later null; a missing key means transformers' default."""
     assert read(tmp_path, model_type="mistral", sliding_window=16).layer_windows == (16, 16, 16)
@@ -147,6 +177,11 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
         ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "llama, mistral, mixtral"]),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, ["no_rope_layers [1, 0]", "each of 3 layers"]),
         ({"model_type": "granite", "residual_multiplier": 0}, ["residual_multiplier 0", "above 0"]),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, ["'gemma3'", "model_type 'gemma3_text'", "Gemma3ForCausalLM"]),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, ["hidden_activation 'gelu'", "'gelu_pytorch_tanh'", "gemma2"]),
+        ({"model_type": "gemma2", "attn_logit_softcapping": -1.0}, ["attn_logit_softcapping -1.0", "above 0"]),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, ["use_bidirectional_attention True"]),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, ["rope_parameters", "full_attention and sliding_attention"]),
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping 30.0", "qwen3 model", "no such term"]),
         ({"logits_scaling": 8.0}, ["logits_scaling 8.0"]),
         ({"no_rope_layers": [1, 1, 0]}, ["no_rope_layers [1, 1, 0]"]),
@@ -161,6 +196,9 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
         ({"head_dim": 11}, ["head_dim 11"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "'yes'"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+        ({"model_type": "glm4", "partial_rotary_factor": 1.5}, ["partial_rotary_factor 1.5", "at most 1"]),
+        ({"model_type": "glm4", "head_dim": 16, "partial_rotary_factor": 0.2}, ["rotary_fraction 0.2 of 16 numbers is 3", "even"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "'dynamic'"]),
         ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "'longrope'"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters", "full_attention"]),

@@ -29,6 +29,10 @@ GRANITE = ModelShapes(
     "granite", 61, 48, 3, 4, 2, 16, 80, 128, True, post_norms=True, unrotated_layers=(1,), multipliers=Multipliers(3.0, 0.22, 0.3, 0.8)
 )
 """With terms of other families too."""
+GEMMA = ModelShapes(
+    "gemma3_text", 61, 48, 3, 4, 2, 16, 80, 128, True, qk_norm=True, post_norms=True, layer_windows=(9, None, 9), activation="gelu_pytorch_tanh",
+    norms_from_one=True, scaled_embedding=True, score_cap=2.0, logit_cap=3.0,
+)
 LENGTHS = (23, 1, 40, 9)
 
 
@@ -46,7 +50,7 @@ def gradients(model, recompute):
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("shapes", [LLAMA, QWEN3, MIXTRAL, OLMO3, GRANITE], ids=lambda s: s.architecture)
+@pytest.mark.parametrize("shapes", [LLAMA, QWEN3, MIXTRAL, OLMO3, GRANITE, GEMMA], ids=lambda s: s.architecture)
 def test_recomputed_gradients_have_the_same_bits(kernels, shapes, recompute) -> None:
     model = Decoder(shapes, kernels)
     initialise(model, 0, 0.2)

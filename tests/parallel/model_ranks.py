@@ -12,9 +12,10 @@ from ranks import RankContext
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.mesh import GroupName
-from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, parameters
+from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary, parameters
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
+from tandem.model.families import qwen2_moe
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.losses.aggregate import counts_of
@@ -30,11 +31,20 @@ from tandem.types import TrainSequence
 QWEN3 = ModelShapes("qwen3", 43, 32, 2, 4, 2, 16, 48, 128, True, qk_norm=True)
 LLAMA = ModelShapes("llama", 43, 32, 2, 4, 4, 8, 48, 128, False, attention_bias=True, output_bias=True, mlp_bias=True)
 QWEN3_MOE = ModelShapes("qwen3_moe", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, experts=ExpertShapes(6, 2, 24))
+QWEN2_MOE = ModelShapes(
+    "qwen2_moe", 43, 32, 3, 4, 2, 16, 48, 128, False, attention_bias=True,
+    experts=ExpertShapes(6, 2, 24, normalised=False, dense_layers=(1,), names=qwen2_moe.NAMES, shared_intermediate_size=40, shared_gate=True),
+)
 MISTRAL = ModelShapes("mistral", 43, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(5, 5))
 GRANITE = ModelShapes("granite", 43, 32, 2, 4, 2, 16, 48, 128, False, multipliers=Multipliers(3.0, 0.22, 0.3, 0.8), post_norms=True)
 """With norms after attention and MLP too, so that both happen to what ranks have summed."""
 SMOLLM3 = ModelShapes("smollm3", 43, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(None, 5), unrotated_layers=(1,))
 OLMO2 = ModelShapes("olmo2", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, qk_norm_all_heads=True, pre_norms=False, post_norms=True)
+GEMMA = ModelShapes(
+    "gemma3_text", 43, 32, 2, 4, 2, 16, 48, 128, True, qk_norm=True, post_norms=True, layer_windows=(5, None), window_rotary=Rotary(500.0, RopeScaling()),
+    activation="gelu_pytorch_tanh", norms_from_one=True, scaled_embedding=True, score_cap=2.0, logit_cap=3.0, multipliers=Multipliers(attention=0.4),
+)
+"""With all terms of Gemma 2 and 3."""
 WINDOWED = replace(QWEN3, layer_windows=(5, None))
 LEARNING_RATE = 1e-2
 

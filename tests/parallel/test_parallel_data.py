@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from data_parallel_training import trained
-from model_ranks import LEARNING_RATE, LLAMA, QWEN3, QWEN3_MOE, Case, build, by_one_process, check, ranks_of, sequences_of
+from model_ranks import GEMMA, LEARNING_RATE, LLAMA, QWEN2_MOE, QWEN3, QWEN3_MOE, Case, build, by_one_process, check, ranks_of, sequences_of
 from ranks import RankContext, Ranks
 
 from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes
@@ -53,8 +53,16 @@ def test_weights_gathered_for_a_layer_are_there_again_when_it_is_recomputed(reco
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 
-def test_experts_are_replicas_too(ranks: Ranks) -> None:
-    case = Case(QWEN3_MOE)
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_one_is_added_to_the_norms_of_a_layer_while_they_are_there(recompute: Any, ranks: Ranks) -> None:
+    case = Case(GEMMA, recompute=recompute)
+    check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
+
+
+@pytest.mark.parametrize("shapes", [QWEN3_MOE, pytest.param(QWEN2_MOE, marks=pytest.mark.full)], ids=lambda shapes: shapes.architecture)
+def test_experts_are_replicas_too(shapes: Any, ranks: Ranks) -> None:
+    case = Case(shapes)
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 

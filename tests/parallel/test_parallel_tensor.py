@@ -4,7 +4,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_ranks import GRANITE, LLAMA, MISTRAL, QWEN3, QWEN3_MOE, SMOLLM3, Case, Trained, build, by_one_process, check, sequences_of, train
+from model_ranks import (
+    GEMMA,
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    SMOLLM3,
+    Case,
+    Trained,
+    build,
+    by_one_process,
+    check,
+    sequences_of,
+    train,
+)
 from ranks import RankContext, Ranks
 
 from tandem.config.parallel import ParallelConfig
@@ -27,7 +43,7 @@ def trained(here: RankContext, case: Case) -> Trained:
 FAST = {(LLAMA, False, False), (LLAMA, True, False), (LLAMA, True, True), (QWEN3, True, False), (QWEN3_MOE, False, True), (QWEN3_MOE, True, False)}
 CASES = [
     pytest.param(Case(shapes, deterministic=deterministic, sequence=sequence), marks=[] if (shapes, sequence, deterministic) in FAST else FULL)
-    for shapes in (QWEN3, LLAMA, QWEN3_MOE, MISTRAL, GRANITE, SMOLLM3)
+    for shapes in (QWEN3, LLAMA, QWEN3_MOE, MISTRAL, GRANITE, SMOLLM3, GEMMA, QWEN2_MOE)
     for sequence in (False, True)
     for deterministic in (False, True)
 ]
@@ -46,7 +62,7 @@ def test_tensor_ranks_in_fp32_at_a_temperature(ranks: Ranks, sequence) -> None:
 
 
 @pytest.mark.parametrize(
-    "shapes", [LLAMA, QWEN3_MOE, MISTRAL, *(pytest.param(shapes, marks=FULL) for shapes in (GRANITE, SMOLLM3))], ids=lambda s: s.architecture
+    "shapes", [LLAMA, QWEN3_MOE, MISTRAL, *(pytest.param(shapes, marks=FULL) for shapes in (GRANITE, SMOLLM3, GEMMA, QWEN2_MOE))], ids=lambda s: s.architecture
 )
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 def test_a_deterministic_cut_has_the_bits_of_one_process(ranks: Ranks, shapes, sequence) -> None:

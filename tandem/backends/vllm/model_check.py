@@ -2,6 +2,7 @@
 
 from tandem.config.recipe import Recipe
 from tandem.layout.shapes import ModelShapes
+from tandem.model.family import family_named
 from tandem.types.errors import UserError
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -14,6 +15,8 @@ _TO_TANDEM = "set rollout.backend to tandem"
 def check_model(shapes: ModelShapes, device: str, recipe: Recipe) -> None:
     """Raises ``UserError`` for a model whose weights are not read back from vLLM, or that it has no kernel for on ``device``: it would end in its first
     step. And for a mixture of experts whose routing cannot be replayed."""
+    if family_named(shapes.architecture).is_renamed:
+        raise UserError(f"the model is a {shapes.architecture}, whose folder names tensors otherwise than published weights do; {_TO_TANDEM}")
     if device == "cpu" and shapes.head_dim not in CPU_HEAD_SIZES:
         raise UserError(
             f"the model has heads of {shapes.head_dim} values, for which vLLM has no attention on a CPU (it has {', '.join(map(str, CPU_HEAD_SIZES))}); "

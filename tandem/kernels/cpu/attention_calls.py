@@ -95,7 +95,7 @@ class AttentionCalls:
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None,
-        log_sum: Tensor | None, query_start: Tensor | None = None,
+        log_sum: Tensor | None, query_start: Tensor | None = None, cap: float | None = None,
     ) -> Tensor:
         queries, heads, size = q.shape
         tokens, kv_heads = (queries if query_start is None else k.shape[0]), k.shape[1]
@@ -111,7 +111,7 @@ class AttentionCalls:
         out = q.new_empty(queries, heads, size)
         code = self._c.packed_attention(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), bounds.data_ptr(), starts.data_ptr(), len(bounds) - 1, tokens, queries, heads, kv_heads,
-            size, scale, window or 0, out.data_ptr(), address(log_sum),
+            size, scale, window or 0, cap or 0.0, out.data_ptr(), address(log_sum),
         )  # fmt: skip
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
@@ -121,7 +121,7 @@ class AttentionCalls:
 
     def packed_attention_backward(
         self, grad: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], cu_seqlens: Tensor, scale: float,
-        window: int | None, query_start: Tensor | None = None,
+        window: int | None, query_start: Tensor | None = None, cap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes the gradients. ``saved``: q, k, v, out, log_sum."""
         q, k, v, out, log_sum = saved
@@ -130,12 +130,12 @@ class AttentionCalls:
         grads = tuple(empty_like(x) for x in (q, k, v))
         self._c.packed_attention_backward(
             grad.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), log_sum.data_ptr(),
-            bounds.data_ptr(), starts.data_ptr(), len(bounds) - 1, heads, kv_heads, size, scale, window or 0,
+            bounds.data_ptr(), starts.data_ptr(), len(bounds) - 1, heads, kv_heads, size, scale, window or 0, cap or 0.0,
             *(g.data_ptr() for g in grads),
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
+    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
         tokens, heads, size = q.shape
         blocks, kv_heads = cache.keys.shape[:2]
         addresses = _cache_addresses(cache, kv_heads, size)
@@ -149,7 +149,7 @@ class AttentionCalls:
         out = q.new_empty(tokens, heads, size)
         code = self._c.paged_attention(
             q.data_ptr(), *addresses, tokens, blocks, heads, kv_heads, size, starts.data_ptr(), lengths.data_ptr(),
-            tables.data_ptr(), sequences, width, scale, window or 0, out.data_ptr(),
+            tables.data_ptr(), sequences, width, scale, window or 0, cap or 0.0, out.data_ptr(),
         )  # fmt: skip
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")

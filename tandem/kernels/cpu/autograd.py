@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.kernels.cpu.attention_calls import AttentionCalls
 from tandem.kernels.cpu.calls import Calls, dense
+from tandem.layout.shapes import Activation
 
 
 def _dense_or_none(x: Tensor | None) -> Tensor | None:
@@ -119,17 +120,30 @@ class AddRmsNorm(torch.autograd.Function):
         return grad_x, grad_x, grad_weight, None, None
 
 
-class SiluMul(torch.autograd.Function):
+class GateMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, calls: Calls) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: Activation, calls: Calls) -> Tensor:
         gate_up = dense(gate_up)
         ctx.save_for_backward(gate_up)
-        ctx.calls = calls
-        return calls.silu_mul(gate_up)
+        ctx.activation, ctx.calls = activation, calls
+        return calls.gate_mul(gate_up, activation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.calls.silu_mul_backward(ctx.saved_tensors[0], dense(grad)), None
+        return ctx.calls.gate_mul_backward(ctx.saved_tensors[0], dense(grad), ctx.activation), None, None
+
+
+class SoftCap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cap: float, calls: Calls) -> Tensor:
+        out = calls.soft_cap(dense(x), cap)
+        ctx.save_for_backward(out)
+        ctx.cap, ctx.calls = cap, calls
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.calls.soft_cap_backward(ctx.saved_tensors[0], dense(grad), ctx.cap), None, None
 
 
 class Rope(torch.autograd.Function):
@@ -169,17 +183,17 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, calls: AttentionCalls,
-        query_start: Tensor | None,
+        query_start: Tensor | None, cap: float | None,
     ) -> Tensor:
         q, k, v = dense(q), dense(k), dense(v)
         log_sum = torch.empty(q.shape[:2], dtype=torch.float32)
-        out = calls.packed_attention(q, k, v, cu_seqlens, scale, window, log_sum, query_start)
+        out = calls.packed_attention(q, k, v, cu_seqlens, scale, window, log_sum, query_start, cap)
         ctx.save_for_backward(q, k, v, out, log_sum, cu_seqlens, query_start)
-        ctx.scale, ctx.window, ctx.calls = scale, window, calls
+        ctx.scale, ctx.window, ctx.cap, ctx.calls = scale, window, cap, calls
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         *saved, cu_seqlens, query_start = ctx.saved_tensors
-        grads = ctx.calls.packed_attention_backward(dense(grad), tuple(saved), cu_seqlens, ctx.scale, ctx.window, query_start)
-        return *grads, None, None, None, None, None
+        grads = ctx.calls.packed_attention_backward(dense(grad), tuple(saved), cu_seqlens, ctx.scale, ctx.window, query_start, ctx.cap)
+        return *grads, None, None, None, None, None, None

@@ -10,6 +10,10 @@ from torch import Tensor, empty, empty_like, float32, float64, int64
 
 from tandem.kernels.api import PackedGroups, PackedWeight, Routing, SampledRows
 from tandem.kernels.cpu.library import Library
+from tandem.layout.shapes import Activation
+
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1}
+"""The codes of rows.h."""
 
 
 def dense(x: Tensor) -> Tensor:
@@ -132,7 +136,7 @@ class Calls:
         return Routing(gates, chosen, bounds, order, inverse)
 
     def gated_mlp(
-        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation
     ) -> Tensor:
         (rows, hidden), inner = x.shape, down.columns
         if (gate_up.rows, gate_up.columns) != (2 * inner, hidden):
@@ -142,7 +146,7 @@ class Calls:
         out = x.new_empty(rows, hidden)
         self._c.gated_mlp(
             x.data_ptr(), gate_up.data.data_ptr(), address(gate_up_bias), down.data.data_ptr(), address(down_bias),
-            rows, hidden, inner, out.data_ptr(),
+            rows, hidden, inner, _ACTIVATIONS[activation], out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -199,17 +203,28 @@ class Calls:
         )  # fmt: skip
         return grad_x, grad_weight
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, width = gate_up.shape
         if width % 2:
-            raise shape_error("silu_mul gate_up", gate_up, "[T, 2 F]")
+            raise shape_error("gate_mul gate_up", gate_up, "[T, 2 F]")
         out = gate_up.new_empty(rows, width // 2)
-        self._c.silu_mul(gate_up.data_ptr(), rows, width // 2, out.data_ptr())
+        self._c.gate_mul(gate_up.data_ptr(), rows, width // 2, _ACTIVATIONS[activation], out.data_ptr())
         return out
 
-    def silu_mul_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
+    def gate_mul_backward(self, gate_up: Tensor, grad: Tensor, activation: Activation) -> Tensor:
         out = empty_like(gate_up)
-        self._c.silu_mul_backward(gate_up.data_ptr(), grad.data_ptr(), len(grad), grad.shape[1], out.data_ptr())
+        self._c.gate_mul_backward(gate_up.data_ptr(), grad.data_ptr(), len(grad), grad.shape[1], _ACTIVATIONS[activation], out.data_ptr())
+        return out
+
+    def soft_cap(self, x: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
+        """Writes ``Kernels.soft_cap`` of a dense ``x[T, N]`` to ``out``, which may be ``x``."""
+        out = empty_like(x) if out is None else out
+        self._c.soft_cap(x.data_ptr(), *x.shape, cap, out.data_ptr())
+        return out
+
+    def soft_cap_backward(self, capped: Tensor, grad: Tensor, cap: float) -> Tensor:
+        out = empty_like(grad)
+        self._c.soft_cap_backward(capped.data_ptr(), grad.data_ptr(), *grad.shape, cap, out.data_ptr())
         return out
 
     def logits(self, hidden: Tensor, weight: Tensor | PackedWeight, out: Tensor) -> Tensor:
@@ -238,13 +253,13 @@ class Calls:
 
     def logprobs_backward(
         self, logits: Tensor, targets: Tensor, first: int, temperature: float, softmaxes: Tensor, grad_raw: Tensor,
-        grad_scaled: Tensor | None, out: Tensor,
+        grad_scaled: Tensor | None, out: Tensor, cap: float | None = None,
     ) -> None:
         """Writes the gradient by ``logits`` [T, N] of the token ids from ``first`` on to the dense ``out[T, N]``, which may be
-        ``logits``."""
+        ``logits``. ``cap``: they are capped, and the gradient is that by what was capped."""
         rows, width = logits.shape
         self._c.logprobs_backward(
-            logits.data_ptr(), logits.stride(0), targets.data_ptr(), rows, first, width, 1 / temperature, softmaxes.data_ptr(),
+            logits.data_ptr(), logits.stride(0), targets.data_ptr(), rows, first, width, 1 / temperature, cap or 0.0, softmaxes.data_ptr(),
             softmaxes.shape[1], grad_raw.data_ptr(), address(grad_scaled), out.data_ptr(),
         )  # fmt: skip
 

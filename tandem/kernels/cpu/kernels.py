@@ -15,6 +15,7 @@ from tandem.kernels.cpu.library import Library
 from tandem.kernels.cpu.quantized import QuantizedCalls
 from tandem.kernels.quantized import PackedParts, PackedQuantized, QuantizedWeight, with_parts
 from tandem.layout.panels import place_in_panels
+from tandem.layout.shapes import Activation
 
 
 class CpuKernels:
@@ -73,9 +74,9 @@ class CpuKernels:
         return self._quantized.linear(dense(x), weight, bias)
 
     def gated_mlp_packed(
-        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation = "silu"
     ) -> Tensor:
-        return self._calls.gated_mlp(dense(x), gate_up, gate_up_bias, down, down_bias)
+        return self._calls.gated_mlp(dense(x), gate_up, gate_up_bias, down, down_bias, activation)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
         if _wants_grad(x, weight, None):
@@ -126,24 +127,35 @@ class CpuKernels:
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None,
+        query_start: Tensor | None = None, cap: float | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention, query_start)  # type: ignore[no-any-return]
-        return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None, query_start)
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention, query_start, cap)  # type: ignore[no-any-return]
+        return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None, query_start, cap)
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
-        return self._attention.paged_attention(dense(q), cache, batch, scale, window)
+    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
+        return self._attention.paged_attention(dense(q), cache, batch, scale, window, cap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        if gate_up.requires_grad and torch.is_grad_enabled():
-            return autograd.SiluMul.apply(gate_up, self._calls)  # type: ignore[no-any-return]
-        return self._calls.silu_mul(dense(gate_up))
+        return self._gate_mul(gate_up, "silu")
 
-    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(gate_up, "gelu_pytorch_tanh")
+
+    def _gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if gate_up.requires_grad and torch.is_grad_enabled():
+            return autograd.GateMul.apply(gate_up, activation, self._calls)  # type: ignore[no-any-return]
+        return self._calls.gate_mul(dense(gate_up), activation)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return autograd.SoftCap.apply(x, cap, self._calls)  # type: ignore[no-any-return]
+        return self._calls.soft_cap(dense(x), cap)
+
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None) -> TokenLogprobs:
         if not temperature > 0:
             raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
-        return lm_head.token_logprobs(hidden, weight, targets, temperature, self._calls)
+        return lm_head.token_logprobs(hidden, weight, targets, temperature, self._calls, cap)
 
     def logits_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits = dense(logits)

@@ -11,7 +11,7 @@ from tandem.kernels.triton.tiles import Tiles
 
 def packed(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_total: Tensor, cu_seqlens: Tensor, scale: float, window: int | None,
-    tiles: Tiles,
+    cap: float | None, tiles: Tiles,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients by ``q[T, Hq, D]``, ``k`` and ``v`` [T, Hkv, D] of ``packed_attention``, whose output ``out`` has the gradient
     ``grad``. ``log_total``: from the forward pass."""
@@ -27,7 +27,7 @@ def packed(
     inner = (out.float() * grad.float()).sum(-1)
     starts = cu_seqlens.to(q.device)
     shape = {
-        "GROUP": group, "GROUP_ROWS": group_rows, "WINDOW": window or 0, "D": size, "BLOCK_M": rows, "BLOCK_N": keys,
+        "GROUP": group, "GROUP_ROWS": group_rows, "WINDOW": window or 0, "CAP": (cap or 0.0) * LOG2_E, "D": size, "BLOCK_M": rows, "BLOCK_N": keys,
         "BLOCK_D": max(16, power_of_two(size)), "WIDEN": IS_INTERPRETED, "num_warps": 8, "num_stages": 1, **UNFUSED,
     }  # fmt: skip
     sizes = sequences, query_heads, kv_heads, scale, scale * LOG2_E

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.kernels.reference_dtype import soft_cap_slope
 from tandem.kernels.triton import attention, attention_backward, rope, rows, rows_backward
 from tandem.kernels.triton import logits as logit_calls
 from tandem.kernels.triton.tiles import Tiles
+from tandem.layout.shapes import Activation
 
 Outputs = Tensor | tuple[Tensor, ...]
 
@@ -69,16 +71,31 @@ class RmsNorm(torch.autograd.Function):
         return by_x, by_residual, by_weight, None
 
 
-class SiluMul(torch.autograd.Function):
+class GateMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return rows.silu_mul(gate_up)
+        ctx.activation = activation
+        return rows.gate_mul(gate_up, activation)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gate_up,) = ctx.saved_tensors
-        return rows_backward.silu_mul(grad, gate_up)
+        return rows_backward.gate_mul(grad, gate_up, ctx.activation), None
+
+
+class SoftCap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
+        out = rows.soft_cap(x, cap)
+        ctx.save_for_backward(out)
+        ctx.cap = cap
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (capped,) = ctx.saved_tensors
+        return (grad * soft_cap_slope(capped, ctx.cap)).to(grad.dtype), None
 
 
 class Rope(torch.autograd.Function):
@@ -142,17 +159,17 @@ class GroupedLinear(torch.autograd.Function):
 class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, tiles: Tiles
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, cap: float | None, tiles: Tiles
     ) -> Tensor:
         log_total = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        out = attention.packed(q, k, v, cu_seqlens, scale, window, tiles, log_total)
+        out = attention.packed(q, k, v, cu_seqlens, scale, window, tiles, log_total, cap)
         ctx.save_for_backward(q, k, v, out, log_total, cu_seqlens)
-        ctx.settings = scale, window, tiles
+        ctx.settings = scale, window, cap, tiles
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *attention_backward.packed(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+        return *attention_backward.packed(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -161,14 +178,15 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, multiply: Callable[..., Tensor], block: int,
-        chunks: list[slice],
+        chunks: list[slice], cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         raw, scaled, entropy = (torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(3))
         for chunk in chunks:
-            part = logit_calls.logprobs(multiply(hidden[chunk], weight, None), targets[chunk], temperature, block)
+            logits = multiply(hidden[chunk], weight, None)
+            part = logit_calls.logprobs(logits if cap is None else rows.soft_cap(logits, cap), targets[chunk], temperature, block)
             raw[chunk], scaled[chunk], entropy[chunk] = part.raw, part.scaled, part.entropy
         ctx.save_for_backward(hidden, weight, targets, raw, scaled)
-        ctx.temperature, ctx.multiply, ctx.block, ctx.chunks = temperature, multiply, block, chunks
+        ctx.temperature, ctx.multiply, ctx.block, ctx.chunks, ctx.cap = temperature, multiply, block, chunks, cap
         ctx.mark_non_differentiable(entropy)
         return raw, scaled, entropy
 
@@ -178,12 +196,16 @@ class TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
         for chunk in ctx.chunks:
-            logits = ctx.multiply(hidden[chunk], weight, None)
+            logits, slope = ctx.multiply(hidden[chunk], weight, None), None
+            if ctx.cap is not None:
+                logits = rows.soft_cap(logits, ctx.cap)
+                slope = soft_cap_slope(logits, ctx.cap)
             grad = logit_calls.logprobs_backward(
                 logits, targets[chunk], raw[chunk], scaled[chunk], grad_raw[chunk], grad_scaled[chunk], ctx.temperature, ctx.block
             )
+            grad = grad if slope is None else (grad * slope).to(grad.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[chunk]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None, None

@@ -15,6 +15,7 @@ from tandem.kernels.triton.autograd import through_reference, wants_grad
 from tandem.kernels.triton.launch import DTYPES, IS_INTERPRETED
 from tandem.kernels.triton.tiles import INTERPRETED, Tiles, tiles_for
 from tandem.layout import lm_head as sizes
+from tandem.layout.shapes import Activation
 
 
 class TritonKernels(PlainPacking):
@@ -110,34 +111,47 @@ class TritonKernels(PlainPacking):
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None,
+        query_start: Tensor | None = None, cap: float | None = None,
     ) -> Tensor:
         if q.dtype not in DTYPES:
-            return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start)
+            return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap)
         if query_start is not None:
-            return attend_last(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start)
+            return attend_last(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap=cap)
         if wants_grad(q, k, v):
-            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype])  # type: ignore[no-any-return]
-        return attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype])
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, cap, self._tiles[q.dtype])  # type: ignore[no-any-return]
+        return attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype], cap=cap)
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None) -> Tensor:
+    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
         if q.dtype not in DTYPES:
-            return self._reference.paged_attention(q, cache, batch, scale, window)
-        return attention.paged(q, cache, batch, scale, window, self._tiles[q.dtype], self._splits)
+            return self._reference.paged_attention(q, cache, batch, scale, window, cap)
+        return attention.paged(q, cache, batch, scale, window, self._tiles[q.dtype], self._splits, cap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in DTYPES:
             return self._reference.silu_mul(gate_up)
-        return autograd.SiluMul.apply(gate_up) if wants_grad(gate_up) else rows.silu_mul(gate_up)  # type: ignore[no-any-return]
+        return self._gate_mul(gate_up, "silu")
 
-    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> TokenLogprobs:
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.dtype not in DTYPES:
+            return self._reference.gelu_mul(gate_up)
+        return self._gate_mul(gate_up, "gelu_pytorch_tanh")
+
+    def _gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        return autograd.GateMul.apply(gate_up, activation) if wants_grad(gate_up) else rows.gate_mul(gate_up, activation)  # type: ignore[no-any-return]
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        if x.dtype not in DTYPES:
+            return self._reference.soft_cap(x, cap)
+        return autograd.SoftCap.apply(x, cap) if wants_grad(x) else rows.soft_cap(x, cap)  # type: ignore[no-any-return]
+
+    def token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None = None) -> TokenLogprobs:
         if not temperature > 0:
             raise ValueError(f"token_logprobs temperature is {temperature}; it must be above 0")
         if hidden.dtype not in DTYPES:
-            return self._reference.token_logprobs(hidden, weight, targets, temperature)
+            return self._reference.token_logprobs(hidden, weight, targets, temperature, cap)
         chunks = sizes.row_chunks(len(hidden), len(weight), sizes.GPU_LOGITS)
         raw, scaled, entropy = autograd.TokenLogprobs.apply(
-            hidden, weight, targets.long(), temperature, self._multiply, self._tiles[hidden.dtype].vocabulary, chunks
+            hidden, weight, targets.long(), temperature, self._multiply, self._tiles[hidden.dtype].vocabulary, chunks, cap
         )
         return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
 

@@ -1,10 +1,11 @@
-"""Launches the programs over rows: norms and the gate of an MLP."""
+"""Launches the programs over rows: norms, the gate of an MLP and soft caps."""
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.triton.launch import UNFUSED, check, dense, power_of_two
 from tandem.kernels.triton.programs import rows as programs
+from tandem.layout.shapes import Activation
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -26,15 +27,27 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     return out, total
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Runs ``Kernels.silu_mul``."""
+def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Runs ``Kernels.silu_mul`` or ``gelu_mul``."""
     rows, double = gate_up.shape
-    check("silu_mul gate_up", gate_up, rows, double)
+    check("gate_mul gate_up", gate_up, rows, double)
     gate_up, width = dense(gate_up), double // 2
     out = gate_up.new_empty(rows, width)
     if out.numel():
         block = min(1024, power_of_two(width))
-        programs.silu_mul[(rows, -(-width // block))](gate_up, out, width, BLOCK=block, num_warps=4, **UNFUSED)
+        programs.gate_mul[(rows, -(-width // block))](gate_up, out, width, GELU=activation != "silu", BLOCK=block, num_warps=4, **UNFUSED)
+    return out
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Runs ``Kernels.soft_cap``."""
+    rows, width = x.shape
+    check("soft_cap x", x, rows, width)
+    x = dense(x)
+    out = torch.empty_like(x)
+    if out.numel():
+        block = min(1024, power_of_two(width))
+        programs.soft_cap[(rows, -(-width // block))](x, out, width, CAP=cap, BLOCK=block, num_warps=4, **UNFUSED)
     return out
 
 

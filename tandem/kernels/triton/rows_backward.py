@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tandem.kernels.triton.launch import UNFUSED, dense, power_of_two, processors
 from tandem.kernels.triton.programs import rows_backward as programs
+from tandem.layout.shapes import Activation
 
 _PROGRAMS_A_PROCESSOR = 4
 _HEADS_AT_ONCE = 16
@@ -33,12 +34,14 @@ def rms_norm(
     return by_y, by_x, partial.sum(0).to(weight.dtype)
 
 
-def silu_mul(grad: Tensor, gate_up: Tensor) -> Tensor:
+def gate_mul(grad: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
     grad, gate_up = dense(grad), dense(gate_up)
     grad_gate_up, width = torch.empty_like(gate_up), gate_up.shape[1] // 2
     if grad_gate_up.numel():
         block = min(1024, power_of_two(width))
-        programs.silu_mul_backward[(len(gate_up), -(-width // block))](grad, gate_up, grad_gate_up, width, BLOCK=block, num_warps=4, **UNFUSED)
+        programs.gate_mul_backward[(len(gate_up), -(-width // block))](
+            grad, gate_up, grad_gate_up, width, GELU=activation != "silu", BLOCK=block, num_warps=4, **UNFUSED
+        )
     return grad_gate_up
 
 

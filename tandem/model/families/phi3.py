@@ -11,6 +11,7 @@ FAMILY = Family(
         ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
         ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
     ),
+    rotary_fraction=1.0,
     max_position_embeddings=4096,
     rms_norm_eps=1e-5,
 )

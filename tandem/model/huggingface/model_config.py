@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.layout.shapes import ModelShapes, ValueHead, check_tensor_count
-from tandem.model.family import family_named, family_of_config
+from tandem.model.family import Family, family_named, family_of_config
 from tandem.model.huggingface.arithmetic_keys import refuse_other_terms
 from tandem.model.huggingface.config_reader import ConfigReader
-from tandem.model.huggingface.rotary_config import read_rotaries, rotary_keys
+from tandem.model.huggingface.rotary_config import read_rotaries, read_rotary_fraction, rotary_keys
 from tandem.types import UserError
 from tandem.types.input_file import MOST_JSON_BYTES, read_input
 
@@ -65,10 +65,11 @@ def read_shapes(folder: str | Path, heads: Heads = "language") -> ModelShapes:
 
 def class_of(shapes: ModelShapes) -> str:
     """Returns the name of transformers' class for ``shapes``."""
-    name = family_named(shapes.architecture).class_name
+    family = family_named(shapes.architecture)
     if shapes.language_head:
-        return name
-    return name.removesuffix(LANGUAGE_CLASS) + (TRUNK_CLASS if shapes.value_head == "none" else VALUE_CLASSES[shapes.value_head])
+        return family.class_name
+    start = family.other_classes or family.class_name.removesuffix(LANGUAGE_CLASS)
+    return start + (TRUNK_CLASS if shapes.value_head == "none" else VALUE_CLASSES[shapes.value_head])
 
 
 def value_head_of(config: Mapping[str, Any], where: str = "config.json") -> tuple[ValueHead, int]:
@@ -89,8 +90,7 @@ def value_head_of(config: Mapping[str, Any], where: str = "config.json") -> tupl
 def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes:
     """Returns the shapes that the content of a ``config.json`` describes; ``where`` names it in errors."""
     read, family = ConfigReader(config, where), family_of_config(config, where)
-    read.only("hidden_act", "silu")
-    read.only("partial_rotary_factor", 1.0)
+    _check_activation(read, family)
     heads, hidden, layers = (read.integer(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     try:
         check_tensor_count(layers, 0)
@@ -120,11 +120,12 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
             rms_norm_eps=read.number("rms_norm_eps", family.rms_norm_eps),
             rope_theta=rotary.theta,
             rope_scaling=rotary.scaling,
+            rotary_fraction=read_rotary_fraction(read, family),
             window_rotary=None if window_rotary == rotary else window_rotary,
             attention_bias=biases.attention,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
-            **family.norms,
+            **family.constants,
             **({} if family.terms is None else family.terms.read(read, layers, head_dim)),
             layer_windows=family.mask.read(read, layers),
             experts=None if family.experts is None else family.experts.read(read, layers),
@@ -138,10 +139,19 @@ def shapes_of(config: dict[str, Any], where: str = "config.json") -> ModelShapes
     return shapes
 
 
+def _check_activation(read: ConfigReader, family: Family) -> None:
+    """Raises ``UserError`` for another activation than that of ``family``, in either key."""
+    for key in ("hidden_act", "hidden_activation"):
+        value = read.config.get(key)
+        aliases = (family.activation, family.activation_alias) if key == family.activation_key else (family.activation,)
+        if value is not None and value not in aliases:
+            raise read.fail(key, value, f"only {family.activation!r} is supported for {family.model_type}")
+
+
 def _keys_of_family(shapes: ModelShapes) -> dict[str, Any]:
     """Returns the keys by which the ``config.json`` of a family says what others do not have."""
     family = family_named(shapes.architecture)
-    content: dict[str, Any] = family.bias_keys(shapes) | family.mask.write(_all_windows(shapes))
+    content: dict[str, Any] = {family.activation_key: family.activation} | family.bias_keys(shapes) | family.mask.write(_all_windows(shapes))
     if family.experts is not None and shapes.experts is not None:
         content |= family.experts.write(shapes.experts)
     return content if family.terms is None else content | family.terms.write(shapes)
@@ -167,7 +177,7 @@ def config_json(
         "num_attention_heads": shapes.num_attention_heads,
         "num_key_value_heads": shapes.num_key_value_heads,
         "head_dim": shapes.head_dim,
-        "hidden_act": "silu",
+        family.activation_key: family.activation,
         "max_position_embeddings": shapes.max_position_embeddings,
         "rms_norm_eps": shapes.rms_norm_eps,
         "tie_word_embeddings": shapes.tie_word_embeddings,

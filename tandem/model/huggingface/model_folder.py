@@ -14,7 +14,17 @@ from torch import Tensor
 from tandem.config.lora import LoraConfig
 from tandem.kernels.api import Kernels
 from tandem.layout.pipeline_stages import Span
-from tandem.layout.shapes import ExpertNames, ValueHead, adapted_shapes, is_of_adapter, matrix_name, parameters, trained_parameters
+from tandem.layout.shapes import (
+    SHARED_GATE,
+    ExpertNames,
+    ValueHead,
+    adapted_shapes,
+    is_of_adapter,
+    linear_name,
+    matrix_name,
+    parameters,
+    trained_parameters,
+)
 from tandem.layout.sharding import ShardSpec, is_held, local_parameters, shard_slices
 from tandem.model.decoder import Decoder, Layer, Linear
 from tandem.model.described import DescribedModel
@@ -111,11 +121,10 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
         tensors |= _unfused(layer.o_proj, [f"{at}self_attn.o_proj"], (layer.o_proj.rows,))
         if layer.experts is not None:
             tensors |= _experts_of(layer.experts, layer.experts.shapes.names, at, decoder.shard_spec.expert_rank * layer.experts.held)
-        elif layer.gate_up_proj is not None and layer.down_proj is not None:
-            tensors |= _unfused(
-                layer.gate_up_proj, [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], (shapes.intermediate_size,) * 2
-            )
-            tensors |= _unfused(layer.down_proj, [f"{at}mlp.down_proj"], (layer.down_proj.rows,))
+        if layer.gate_up_proj is not None and layer.down_proj is not None:
+            gate, up, down = (linear_name(shapes, index, module) for module in ("gate_proj", "up_proj", "down_proj"))
+            tensors |= _unfused(layer.gate_up_proj, [gate, up], (layer.gate_up_proj.rows // 2,) * 2)
+            tensors |= _unfused(layer.down_proj, [down], (layer.down_proj.rows,))
         if layer.q_norm is not None and layer.k_norm is not None:
             tensors[f"{at}self_attn.q_norm.weight"] = layer.q_norm.weight
             tensors[f"{at}self_attn.k_norm.weight"] = layer.k_norm.weight
@@ -126,6 +135,8 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
 def _experts_of(experts: Experts, names: ExpertNames, at: str, first: int) -> dict[str, Tensor]:
     assert experts.gate_up_proj is not None and experts.down_proj is not None
     tensors: dict[str, Tensor] = {f"{at}{names.router}.weight": experts.router}
+    if experts.shared_gate is not None:
+        tensors[f"{at}{SHARED_GATE}"] = experts.shared_gate
     gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)
     for kind, stacked in ((names.gate, gate), (names.up, up), (names.down, experts.down_proj.detach())):
         tensors |= {f"{at}{kind.format(expert)}.weight": own for expert, own in enumerate(stacked, first)}

@@ -34,17 +34,35 @@ def read_rotaries(read: ConfigReader, max_position_embeddings: int, family: Fami
     if not family.rotary_by_window:
         rotary = Rotary(*_rope(read, max_position_embeddings, family.rope_theta))
         return rotary, rotary
-    by_kind = given if isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()) else dict.fromkeys(LAYER_KINDS, given)
+    is_by_kind = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
+    if family.window_rope_theta is not None and given and not is_by_kind:
+        raise read.fail("rope_parameters", given, f"it must have an object for each of {' and '.join(LAYER_KINDS)}")
+    by_kind: dict[str, Any] = given if given is not None and is_by_kind else dict.fromkeys(LAYER_KINDS, given)
     for kind in by_kind.keys() - set(LAYER_KINDS):
         raise read.fail("rope_parameters", kind, f"the kinds of layers are {' and '.join(LAYER_KINDS)}")
     full, window = (
         ConfigReader({**read.config, "rope_parameters": by_kind.get(kind), "rope_scaling": scaling}, read.where)
         for kind, scaling in zip(LAYER_KINDS, (None if by_kind.get(LAYER_KINDS[0]) else read.config.get("rope_scaling"), None), strict=True)
     )
-    return (
-        Rotary(*_rope(full, max_position_embeddings, family.rope_theta)),
-        Rotary(*_rope(window, max_position_embeddings, family.rope_theta)),
-    )
+    window_theta = family.rope_theta
+    if family.window_rope_theta is not None:
+        window_theta = read.number("rope_local_base_freq", family.window_rope_theta)
+        window = ConfigReader({key: value for key, value in window.config.items() if key != "rope_theta"}, read.where)
+    return Rotary(*_rope(full, max_position_embeddings, family.rope_theta)), Rotary(*_rope(window, max_position_embeddings, window_theta))
+
+
+def read_rotary_fraction(read: ConfigReader, family: Family) -> float:
+    """Returns the part of each head that is rotated, of a family that has one: from either key style, or beside them."""
+    given = read.config.get("rope_scaling") or read.config.get("rope_parameters") or {}
+    inside = ConfigReader(given if isinstance(given, dict) else {}, read.where)
+    if family.rotary_fraction is None:
+        read.only("partial_rotary_factor", 1.0)
+        inside.only("partial_rotary_factor", 1.0)
+        return 1.0
+    fraction = inside.number("partial_rotary_factor", read.number("partial_rotary_factor", family.rotary_fraction))
+    if fraction > 1:
+        raise read.fail("partial_rotary_factor", fraction, "it must be at most 1")
+    return fraction
 
 
 def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling]:
@@ -62,7 +80,6 @@ def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float
         raise rope.fail("rope_type", kind, "supported are default, linear, llama3 and yarn")
     for name in given.keys() - _ROPE_KEYS:
         raise rope.fail(name, given[name], "it is not supported")
-    rope.only("partial_rotary_factor", 1.0)
     theta = rope.number("rope_theta", read.number("rope_theta", default_theta))
     if kind == "default":
         return theta, RopeScaling()
@@ -99,11 +116,16 @@ def rotary_keys(shapes: ModelShapes, family: Family) -> dict[str, Any]:
     """Returns the keys that describe the rotary embeddings of ``shapes`` in both styles."""
     scaling = _scaling_json(shapes.rope_scaling)
     own = {**scaling, "rope_theta": shapes.rope_theta}
+    fraction = {} if family.rotary_fraction is None else {"partial_rotary_factor": shapes.rotary_fraction}
+    own |= fraction
+    if fraction and shapes.rope_scaling.kind != "default":
+        scaling |= fraction
     of_windows = shapes.window_rotary
     other = own if of_windows is None else {**_scaling_json(of_windows.scaling), "rope_theta": of_windows.theta}
     return {
         "rope_theta": shapes.rope_theta,
         "rope_scaling": None if shapes.rope_scaling.kind == "default" else scaling,
+        **fraction,
         "rope_parameters": dict(zip(LAYER_KINDS, (own, other), strict=True)) if family.rotary_by_window else own,
     }
 

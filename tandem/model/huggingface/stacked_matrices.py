@@ -1,4 +1,5 @@
-"""Matrices that the folder of a family has as one, such as Phi-3's ``qkv_proj``, and that Tandem names one by one: splits and joins them."""
+"""Matrices that the folder of a family has as one, such as Phi-3's ``qkv_proj``, and that Tandem names one by one: splits and joins them. A tensor with
+another name in the folder is a stack of one."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +52,7 @@ class Stacks:
         for name, tensor in tensors:
             parts = self.parts(name)
             if len(parts) == 1:
-                yield name, tensor
+                yield parts[0].name, tensor
                 continue
             rows = [part.rows for part in parts]
             if tensor.ndim == 0 or len(tensor) != sum(rows):

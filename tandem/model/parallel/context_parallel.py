@@ -28,15 +28,17 @@ class SharedContext:
 
 
 def shared_attention(
-    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: SharedContext, scale: float, window: int | None
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: SharedContext, scale: float, window: int | None, cap: float | None = None
 ) -> Tensor:
     """Computes attention: ``q[t, Hq, D]``, ``k, v[t, Hkv, D]`` of this rank's t tokens, with rotary embedding applied -> [t, Hq, D]."""
     if q.shape[1] % context.ranks.size:
-        return _over_gathered_keys(kernels, q, k, v, context, scale, window)
-    return _over_heads(kernels, q, k, v, context, scale, window)
+        return _over_gathered_keys(kernels, q, k, v, context, scale, window, cap)
+    return _over_heads(kernels, q, k, v, context, scale, window, cap)
 
 
-def _over_heads(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: SharedContext, scale: float, window: int | None) -> Tensor:
+def _over_heads(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: SharedContext, scale: float, window: int | None, cap: float | None
+) -> Tensor:
     ranks, counts, tokens = context.ranks, context.counts, len(q)
     heads, size = q.shape[1] // ranks.size, q.shape[2]
     chosen = _key_value_heads(q.shape[1], k.shape[1], ranks.size, q.device)
@@ -45,7 +47,7 @@ def _over_heads(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: Shar
     arrived = exchanged(parts, here, counts, ranks, "tokens for heads")
     pairs = chosen.shape[1]
     own_q, own_k, own_v = (part.contiguous() for part in arrived.split([heads, pairs, pairs], dim=1))
-    mixed = kernels.packed_attention(own_q, own_k, own_v, context.cu_seqlens, context.max_seqlen, scale, window)
+    mixed = kernels.packed_attention(own_q, own_k, own_v, context.cu_seqlens, context.max_seqlen, scale, window, cap=cap)
     back = exchanged(mixed, counts, here, ranks, "heads for tokens")
     return back.view(ranks.size, tokens, heads, size).transpose(0, 1).flatten(1, 2)
 
@@ -61,7 +63,7 @@ def _key_value_heads(query_heads: int, key_value_heads: int, ranks: int, device:
 
 
 def _over_gathered_keys(
-    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: SharedContext, scale: float, window: int | None
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, context: SharedContext, scale: float, window: int | None, cap: float | None
 ) -> Tensor:
     ranks, counts = context.ranks, context.counts
     pairs = gathered_runs(torch.cat((k, v), dim=1), counts, ranks, "keys and values")
@@ -79,5 +81,5 @@ def _over_gathered_keys(
     edges = [*starts, last]
     cu_seqlens = context.cu_seqlens.new_tensor([edge - begin for edge in edges])
     longest = max(after - before for before, after in itertools.pairwise(edges))
-    mixed = kernels.packed_attention(queries, seen_k, seen_v, cu_seqlens, longest, scale, window)
+    mixed = kernels.packed_attention(queries, seen_k, seen_v, cu_seqlens, longest, scale, window, cap=cap)
     return mixed[first - begin :]

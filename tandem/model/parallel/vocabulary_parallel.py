@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.kernels.api import Kernels, TokenLogprobs
 from tandem.kernels.mixed import head_kernels
+from tandem.kernels.reference_dtype import soft_cap_slope
 from tandem.kernels.reference_logprobs import HeadGradients
 from tandem.layout import lm_head as sizes
 from tandem.model.parallel.collective_ops import gathered_columns, gathered_head, joined_rows
@@ -19,12 +20,13 @@ from tandem.runtime.collectives.communicator import Communicator
 
 class Head(NamedTuple):
     """``weight[n, H]``: this rank's rows of the head, from token id ``first`` on, of ``size`` in total; every rank but the last holds
-    ``part``."""
+    ``part``. ``cap``: the soft cap of the logits (``None``: without)."""
 
     weight: Tensor
     first: int
     part: int
     size: int
+    cap: float | None = None
 
 
 def shared_logprobs(
@@ -39,7 +41,7 @@ def shared_logprobs(
     mine = slice(edges[rank], edges[rank + 1])
     states = gathered_hidden(parallel, hidden, last - first).index_select(0, rows[mine] - first)
     if parallel.tensor.size == 1:
-        own = kernels.token_logprobs(states, head.weight, targets[mine], temperature)
+        own = kernels.token_logprobs(states, head.weight, targets[mine], temperature, head.cap)
     else:
         own = vocabulary_logprobs(kernels, parallel, states, head, targets[mine], temperature)
     if parallel.context.size == 1:
@@ -51,6 +53,7 @@ def shared_logits(kernels: Kernels, parallel: ModelParallel, hidden: Tensor, hea
     """Returns the logits [tokens, V] of the whole batch, on every rank."""
     bounds, rank = parallel.bounds(tokens), parallel.context.rank
     own = head_kernels(kernels).linear(gathered_hidden(parallel, hidden, bounds[rank + 1] - bounds[rank]), head.weight, None)
+    own = own if head.cap is None else kernels.soft_cap(own, head.cap)
     if parallel.tensor.size > 1:
         padded = F.pad(own, (0, head.part - own.shape[1]))
         own = gathered_columns(padded, parallel.tensor, "logits", partial=False)[:, : head.size]
@@ -77,9 +80,9 @@ def vocabulary_logprobs(
         whole = gathered_head(head.weight, head.part, head.size, ranks, "rows of the head")
         bounds = [len(hidden) * rank // ranks.size for rank in range(ranks.size + 1)]
         mine = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
-        own = kernels.token_logprobs(hidden[mine], whole, targets[mine], temperature)
+        own = kernels.token_logprobs(hidden[mine], whole, targets[mine], temperature, head.cap)
         return _joined(own, [end - start for start, end in itertools.pairwise(bounds)], ranks, temperature)
-    raw, scaled, entropy = _VocabularyLogprobs.apply(hidden, head.weight, targets, temperature, head.first, ranks, kernels)
+    raw, scaled, entropy = _VocabularyLogprobs.apply(hidden, head.weight, targets, temperature, head.first, ranks, kernels, head.cap)
     return TokenLogprobs(raw, raw if temperature == 1 else scaled, entropy)
 
 
@@ -95,7 +98,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, first: int, ranks: Communicator, kernels: Kernels
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, first: int, ranks: Communicator, kernels: Kernels,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         compute = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         own = targets - first
@@ -104,7 +108,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
         temperatures = (1.0,) if temperature == 1 else (1.0, temperature)
         parts = torch.empty(len(temperatures), 4, len(hidden), dtype=compute, device=hidden.device)
         for rows in sizes.row_chunks(len(hidden), len(weight), sizes.FORWARD_LOGITS):
-            parts[:, :, rows] = _row_sums(kernels.linear(hidden[rows], weight, None).to(compute), own[rows], held[rows], temperatures)
+            logits = _capped(kernels, kernels.linear(hidden[rows], weight, None), cap)
+            parts[:, :, rows] = _row_sums(logits.to(compute), own[rows], held[rows], temperatures)
         largest = ranks.all_gather(parts[:, 0], "largest logits").amax(0)
         rescale = torch.exp(parts[:, 0] - largest).unsqueeze(1)
         sums = ranks.all_reduce(torch.cat((parts[:, 1:3] * rescale, parts[:, 3:]), dim=1), "sums over the vocabulary")
@@ -112,7 +117,7 @@ class _VocabularyLogprobs(torch.autograd.Function):
         logprobs = sums[:, 2] - normaliser
         entropy = normaliser[-1] - sums[-1, 1] / sums[-1, 0]
         ctx.save_for_backward(hidden, weight, own, held, normaliser)
-        ctx.temperatures, ctx.kernels, ctx.compute = temperatures, kernels, compute
+        ctx.temperatures, ctx.kernels, ctx.compute, ctx.cap = temperatures, kernels, compute, cap
         ctx.mark_non_differentiable(entropy)
         return logprobs[0], logprobs[-1] if temperature != 1 else logprobs.new_empty(0), entropy
 
@@ -121,7 +126,8 @@ class _VocabularyLogprobs(torch.autograd.Function):
         hidden, weight, own, held, normaliser = ctx.saved_tensors
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         for rows in sizes.row_chunks(len(hidden), len(weight), sizes.BACKWARD_LOGITS):
-            logits = ctx.kernels.linear(hidden[rows], weight, None).to(ctx.compute)
+            logits = _capped(ctx.kernels, ctx.kernels.linear(hidden[rows], weight, None), ctx.cap).to(ctx.compute)
+            slope = None if ctx.cap is None else soft_cap_slope(logits, ctx.cap)
             total: Tensor | None = None
             for place, divisor in enumerate(ctx.temperatures):
                 of_rows = (grads[place][rows] / divisor).unsqueeze(1)
@@ -131,9 +137,13 @@ class _VocabularyLogprobs(torch.autograd.Function):
                 grad.scatter_add_(1, own[rows].unsqueeze(1), of_rows * held[rows].unsqueeze(1))
                 total = grad if total is None else total.add_(grad)
             assert total is not None
-            gradients.add(total, rows)
-            del logits, scaled, grad, total
-        return *gradients.result(), None, None, None, None, None
+            gradients.add(total if slope is None else total.mul_(slope), rows)
+            del logits, slope, scaled, grad, total
+        return *gradients.result(), None, None, None, None, None, None
+
+
+def _capped(kernels: Kernels, logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else kernels.soft_cap(logits, cap)
 
 
 def _row_sums(logits: Tensor, own: Tensor, held: Tensor, temperatures: Sequence[float]) -> Tensor:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.kernels.api import gate_of
 from tandem.model.attention import attend, rotations
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.layer_pass import added, to_residual
+from tandem.model.layer_weights import with_factors
 from tandem.runtime.machine.available_memory import total_bytes
 from tandem.text.long_text import ENCODING_BYTES_PER_BYTE
 from tandem.text.tokenizer import Tokenizer
@@ -89,12 +91,12 @@ def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
     """Returns what layer ``index`` computes from ``chunk`` up to ``stage``: the inputs [T, K] of a linear layer, or at ``END`` the residual
     stream [T, H] after it."""
     kernels, eps = decoder.kernels, decoder.shapes.rms_norm_eps
-    step = decoder._plain_steps()[index]
+    step = with_factors(decoder._plain_steps()[index])
     x, residual = added(kernels, None, chunk.residual, step.input_norm, eps)
     if stage == QKV:
         return x
     qkv = kernels.linear(x, step.qkv, step.qkv_bias)
-    rotation = rotations(chunk.positions, decoder.rotary_tables)[step.attention.rotation]
+    rotation = rotations(chunk.positions, decoder.rotary_tables, decoder.rotary_order)[step.attention.rotation]
     x = attend(kernels, step.attention, qkv, rotation, chunk.context)
     if stage == OUTPUT:
         return x
@@ -103,7 +105,7 @@ def inputs_of(decoder: Decoder, index: int, stage: int, chunk: Chunk) -> Tensor:
     x, residual = added(kernels, x, residual, step.mlp_norm, eps)
     if stage == GATE_UP:
         return x
-    x = kernels.silu_mul(kernels.linear(x, step.gate_up, step.gate_up_bias))
+    x = gate_of(kernels, step.activation)(kernels.linear(x, step.gate_up, step.gate_up_bias))
     if stage == DOWN:
         return x
     x = kernels.linear(x, step.down, step.down_bias)

@@ -84,6 +84,8 @@ def quantize_folder(
         raise UserError(f"'{source}' is a {decoder.shapes.architecture} model, whose folder stacks matrices; quantize it when it is loaded (--quantization)")
     if options.method == "awq" and decoder.shapes.post_norms:
         raise UserError(f"'{source}' has norms after attention and MLP, which --method awq cannot fold its scales into; choose another method")
+    if options.method == "awq" and decoder.shapes.norms_from_one:
+        raise UserError(f"'{source}' has norms that multiply with 1 plus their weights, which --method awq cannot fold its scales into; choose another method")
     dtype = _dtype(source)
     partial = target.with_name(f".{target.name}.partial")
     try:

@@ -65,7 +65,9 @@ class ActivationOffload:
             each.release()
         self._passes.rotate(-1)
         # Weights and the rotary tables stay in memory.
-        stays = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.rotary_tables)}
+        order = self._model.rotary_order
+        constants = (*self._model.rotary_tables, *(() if order is None else (order,)))
+        stays = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *constants)}
         newest = self._passes[-1]
         newest.begin(stays)
         self._hooks = saved_tensors_hooks(newest.pack, newest.unpack)

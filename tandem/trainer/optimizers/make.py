@@ -38,10 +38,10 @@ def make_piece_optimizer(
     if config.offload == "nvme":
         return PagedAdamW(pieces.items(), config, offload_folder(config, directory), paged=paged, decayed=matrices)
     if config.optimizer == "muon":
-        hidden = [name for name in parameters if name in matrices and name.startswith("layers.") and not name.endswith("router")]
+        hidden = [name for name in parameters if name in matrices and name.startswith("layers.") and not name.endswith(("router", "shared_gate"))]
         return Muon(pieces.items(), config, hidden, matrices=matrices_of(model, hidden, buckets), decayed=matrices)
     if config.optimizer == "adamw8bit":
-        whole = [name for name in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router"))]
+        whole = [name for name in parameters if name.endswith(("embed_tokens", "lm_head.weight", "router", "shared_gate"))]
         # The sizes of the whole model decide, so that what is coded does not depend on the mesh.
         shard_spec = model.shard_spec
         ranks_of = lambda name: shard_spec.size * (shard_spec.expert_size if ".experts." in name else 1)
@@ -83,5 +83,6 @@ def stacked_parts(names: Sequence[str], shapes: ModelShapes) -> dict[str, tuple[
             assert shapes.experts is not None
             rows[name] = (shapes.experts.intermediate_size,) * 2
         elif "gate_up_proj" in name:
-            rows[name] = (shapes.intermediate_size,) * 2
+            experts = shapes.experts_of(int(name.split(".")[1]))
+            rows[name] = (shapes.intermediate_size if experts is None else experts.shared_intermediate_size,) * 2
     return rows

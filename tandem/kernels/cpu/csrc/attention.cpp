@@ -81,13 +81,12 @@ struct Source {
 };
 
 // The softmax over the keys of the tiles first <= t < last, which lie in one span.
-template <int ROWS>
-__attribute__((noinline)) void attend_span(const Rows& rows, const Source& source, int64_t size, float scale, int64_t first, int64_t last,
+template <int ROWS, typename Scores>
+__attribute__((noinline)) void attend_span(const Rows& rows, const Source& source, int64_t size, Scores scoring, int64_t first, int64_t last,
                                            State<ROWS>& state) {
   alignas(64) SpanBuffer scores;
   alignas(64) float decoded[DECODED_TILES * BLOCK_TOKENS * MAX_HEAD_SIZE];
   const int64_t padded = (size + LANES - 1) / LANES * LANES, step = source.tiles_at_once();
-  const V factor = set1(scale);
   for (int64_t t = first; t < last; t += step) {
     const int64_t end = std::min(last, t + step);
     dot_tiles<ROWS, tiles_at_once(ROWS)>(rows.data, size, t, end, source.key_view(t, end, size, decoded), scores[0] + (t - first) * LANES);
@@ -98,7 +97,7 @@ __attribute__((noinline)) void attend_span(const Rows& rows, const Source& sourc
     V most = set1(NEVER), total = zero();
     for (int64_t t = first; t < last; ++t) {
       float* at = scores[r] + (t - first) * LANES;
-      const V score = mask_unseen(mul(load(at), factor), rows, r, t, NEVER);
+      const V score = mask_unseen(scoring.score(load(at)), rows, r, t, NEVER);
       most = max(most, score);
       store(at, score);
     }
@@ -141,14 +140,14 @@ INLINE std::pair<int64_t, int64_t> tiles_of_span(const Rows& rows, int64_t span)
   return {std::max(rows.first_tile(), span * SPAN_TILES), std::min(rows.last_tile(), (span + 1) * SPAN_TILES)};
 }
 
-template <int ROWS>
-void attend(const Rows& rows, const Source& source, int64_t size, float scale, float* const* out, float* const* log_sum) {
+template <int ROWS, typename Scores>
+void attend(const Rows& rows, const Source& source, int64_t size, Scores scoring, float* const* out, float* const* log_sum) {
   State<ROWS> state, more;
   bool begun[ROWS] = {};
   for (int64_t span = rows.first_tile() / SPAN_TILES; span * SPAN_TILES < rows.last_tile(); ++span) {
     const auto [first, last] = tiles_of_span(rows, span);
     const bool is_first = span == rows.first_tile() / SPAN_TILES;
-    attend_span(rows, source, size, scale, first, last, is_first ? state : more);
+    attend_span(rows, source, size, scoring, first, last, is_first ? state : more);
     for (int r = 0; r < ROWS; ++r) {
       if (!rows.sees_tiles(r, first, last)) continue;
       if (begun[r]) {
@@ -174,6 +173,7 @@ struct Queries {
   int64_t heads, kv_heads, size;
   float scale;
   int64_t window;  // 0: none
+  float cap;       // of the scores; 0: none
   float* out;
   float* log_sum;  // [rows, heads] or null
 
@@ -209,7 +209,9 @@ void run_task(const Task& task, const Queries& q, Source source) {
       out[r] = q.out + at[r] * q.size;
       log_sum[r] = q.log_sum ? q.log_sum + at[r] : nullptr;
     }
-    for_row_count(rows.count, [&](auto n) { attend<decltype(n)::value>(rows, source, q.size, q.scale, out, q.log_sum ? log_sum : nullptr); });
+    with_scores(q.scale, q.cap, [&](auto scoring) {
+      for_row_count(rows.count, [&](auto n) { attend<decltype(n)::value>(rows, source, q.size, scoring, out, q.log_sum ? log_sum : nullptr); });
+    });
   }
 }
 
@@ -222,7 +224,7 @@ void run_piece(const Rows& rows, const Queries& q, const Source& source, int64_t
   for_row_count(rows.count, [&](auto n) {
     State<decltype(n)::value> state;
     const auto [first, last] = tiles_of_span(rows, span);
-    attend_span(rows, source, q.size, q.scale, first, last, state);
+    with_scores(q.scale, q.cap, [&](auto scoring) { attend_span(rows, source, q.size, scoring, first, last, state); });
     for (int r = 0; r < rows.count; ++r, floats += width) {
       std::copy_n(state.sums[r], width - LANES, floats);
       floats[width - LANES] = state.highest[r];
@@ -308,12 +310,12 @@ int64_t add_tasks(std::vector<Task>& tasks, int64_t sequence, int64_t kv_heads, 
 
 extern "C" {
 
-// keys and values as `kind` says (cache.h), scales null where it needs none. Returns 0, or 1 where a head is too large, 2 where a
+// keys and values as `kind` says (cache.h), scales null where it needs none; cap of the scores, 0 for none. Returns 0, or 1 where a head is too large, 2 where a
 // sequence's bounds do not fit, 3 where a block lies outside the cache.
 int tandem_paged_attention(const float* q, int kind, const void* keys, const void* values, const float* key_scales,
                            const float* value_scales, int64_t tokens, int64_t blocks, int64_t heads, int64_t kv_heads, int64_t size,
                            const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, int64_t sequences,
-                           int64_t table_width, float scale, int64_t window, float* out) {
+                           int64_t table_width, float scale, int64_t window, float cap, float* out) {
   return or_out_of_memory([&] {
     if (size > MAX_HEAD_SIZE) return 1;
     std::vector<Task> tasks;
@@ -331,7 +333,7 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
     }
     const int64_t tile = BLOCK_TOKENS * size;
     const int64_t bytes = kind == 0 ? 4 : kind == 1 ? 2 : 1;
-    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, out, nullptr}, work * heads * size, [&](const Task& task) -> Source {
+    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, out, nullptr}, work * heads * size, [&](const Task& task) -> Source {
       const int64_t scales = task.kv_head * BLOCK_TOKENS;
       return {kind,
               static_cast<const char*>(keys) + task.kv_head * tile * bytes,
@@ -353,7 +355,7 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
 // sequence's queries are its last positions. Returns 0, 1 where a head is too large, 2 where the bounds do not fit.
 int tandem_packed_attention(const float* q, const float* k, const float* v, const int32_t* bounds, const int32_t* query_start,
                             int64_t sequences, int64_t tokens, int64_t queries, int64_t heads, int64_t kv_heads, int64_t size, float scale,
-                            int64_t window, float* out, float* log_sum) {
+                            int64_t window, float cap, float* out, float* log_sum) {
   return or_out_of_memory([&] {
     if (size > MAX_HEAD_SIZE) return 1;
     if (bounds[0] != 0 || bounds[sequences] != tokens || query_start[0] != 0 || query_start[sequences] != queries) return 2;
@@ -375,7 +377,7 @@ int tandem_packed_attention(const float* q, const float* k, const float* v, cons
       for (int64_t head = 0; head < kv_heads; ++head)
         transpose_tiles(k + bounds[s] * row + head * size, row, bounds[s + 1] - bounds[s], size,
                         transposed + (first_tile[static_cast<size_t>(s)] * kv_heads + head) * tile, kv_heads * tile);
-    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, out, log_sum}, work * heads * size, [&](const Task& task) -> Source {
+    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, out, log_sum}, work * heads * size, [&](const Task& task) -> Source {
       const int64_t begin = bounds[task.sequence];
       return {0,
               transposed + (first_tile[static_cast<size_t>(task.sequence)] * kv_heads + task.kv_head) * tile,

@@ -44,6 +44,31 @@ struct Rows {
 
 using SpanBuffer = float[MAX_ROWS_AT_ONCE][SPAN];
 
+// A query's scores from its dot products with keys, and the slope of a score by the dot product.
+struct Scaled {
+  float scale;
+
+  INLINE_MEMBER V score(V dot) const { return mul(dot, set1(scale)); }
+  INLINE_MEMBER V slope(V) const { return set1(scale); }
+};
+
+// With a soft cap (Bello et al., 2016).
+struct Capped {
+  float scale, cap;
+
+  INLINE_MEMBER V score(V dot) const { return soft_cap(mul(dot, set1(scale)), set1(cap)); }
+  INLINE_MEMBER V slope(V score) const { return mul(soft_cap_slope(score, set1(cap)), set1(scale)); }
+};
+
+// Runs call(scores) with one of the two; `cap` 0: none.
+template <typename Call>
+INLINE void with_scores(float scale, float cap, Call call) {
+  if (cap == 0.0f)
+    call(Scaled{scale});
+  else
+    call(Capped{scale, cap});
+}
+
 // out[r SPAN + (t - first) 16 ..] = rows[r] . key for the tiles first <= t < last.
 // TILES are walked at once, so that few rows still keep the multipliers busy.
 template <int ROWS, int TILES>

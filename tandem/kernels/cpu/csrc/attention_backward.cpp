@@ -29,10 +29,10 @@ struct Section {
   float *grad_k_tiles, *grad_v_tiles;
 };
 
-// For R rows: with p = exp(scale q.k - log_sum) and e = scale p (grad.v - delta),
+// For R rows: with p = exp(score - log_sum) and e = p (grad.v - delta) times the score's slope by q.k,
 // grad_q = e k, grad_k += e^T q, grad_v += p^T grad.
-template <int ROWS>
-void backward_rows(const Rows& rows, const float* const* grad, const float* const* out, const float* log_sum, float scale, const Section& h,
+template <int ROWS, typename Scores>
+void backward_rows(const Rows& rows, const float* const* grad, const float* const* out, const float* log_sum, Scores scoring, const Section& h,
                    float* const* grad_q) {
   alignas(64) SpanBuffer weights, slopes;
   alignas(64) float sums[ROWS][MAX_HEAD_SIZE];
@@ -44,7 +44,6 @@ void backward_rows(const Rows& rows, const float* const* grad, const float* cons
     delta[r] = set1(sum(along));
   }
   const int64_t last_tile = rows.last_tile(), tile = h.size * BLOCK_TOKENS;
-  const V factor = set1(scale);
   for (int64_t first = rows.first_tile(); first < last_tile;) {
     const int64_t last = std::min(last_tile, (first / SPAN_TILES + 1) * SPAN_TILES);
     dot_tiles<ROWS, tiles_at_once(ROWS)>(rows.data, h.size, first, last, {h.k_tiles, tile, 0, nullptr, h.first_tile}, weights[0]);
@@ -54,8 +53,9 @@ void backward_rows(const Rows& rows, const float* const* grad, const float* cons
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r) {
         float *weight = weights[r] + (t - first) * LANES, *slope = slopes[r] + (t - first) * LANES;
-        p[r] = exp(sub(mask_unseen(mul(load(weight), factor), rows, r, t, NEVER), set1(log_sum[r])));
-        e[r] = mask_unseen(mul(mul(p[r], sub(load(slope), delta[r])), factor), rows, r, t, 0.0f);
+        const V score = scoring.score(load(weight));
+        p[r] = exp(sub(mask_unseen(score, rows, r, t, NEVER), set1(log_sum[r])));
+        e[r] = mask_unseen(mul(mul(p[r], sub(load(slope), delta[r])), scoring.slope(score)), rows, r, t, 0.0f);
         store(slope, e[r]);
       }
       float *to_k = h.grad_k_tiles + (t - h.first_tile) * tile, *to_v = h.grad_v_tiles + (t - h.first_tile) * tile;
@@ -83,6 +83,7 @@ struct Call {
   int64_t heads, kv_heads, size;
   float scale;
   int64_t window;
+  float cap;  // of the scores; 0: none
   float *grad_q, *grad_k, *grad_v;
 
   int64_t group() const { return heads / kv_heads; }
@@ -119,8 +120,10 @@ void run_task(const Task& task, const Call& c) {
       row_log_sum[r] = c.log_sum[index];
       row_grad_q[r] = task.grad_q ? task.grad_q + (i + r) * c.size : c.grad_q + index * c.size;
     }
-    for_row_count(rows.count,
-                  [&](auto n) { backward_rows<decltype(n)::value>(rows, row_grad, row_out, row_log_sum, c.scale, section, row_grad_q); });
+    with_scores(c.scale, c.cap, [&](auto scoring) {
+      for_row_count(rows.count,
+                    [&](auto n) { backward_rows<decltype(n)::value>(rows, row_grad, row_out, row_log_sum, scoring, section, row_grad_q); });
+    });
   }
   untranspose_tiles(section.grad_k_tiles, tile, keys, c.size, c.grad_k + offset, row);
   untranspose_tiles(section.grad_v_tiles, tile, keys, c.size, c.grad_v + offset, row);
@@ -185,9 +188,9 @@ extern "C" {
 // Gradients by q[queries, heads, size] and k, v[tokens, kv_heads, size]; every token must lie in a sequence.
 int tandem_packed_attention_backward(const float* grad, const float* q, const float* k, const float* v, const float* out,
                                      const float* log_sum, const int32_t* bounds, const int32_t* query_start, int64_t sequences, int64_t heads, int64_t kv_heads,
-                                     int64_t size, float scale, int64_t window, float* grad_q, float* grad_k, float* grad_v) {
+                                     int64_t size, float scale, int64_t window, float cap, float* grad_q, float* grad_k, float* grad_v) {
   return or_out_of_memory(
-      [&] { run({grad, q, k, v, out, log_sum, bounds, query_start, heads, kv_heads, size, scale, window, grad_q, grad_k, grad_v}, sequences); });
+      [&] { run({grad, q, k, v, out, log_sum, bounds, query_start, heads, kv_heads, size, scale, window, cap, grad_q, grad_k, grad_v}, sequences); });
 }
 
 }  // extern "C"

@@ -38,10 +38,10 @@ int tandem_linear(const float* x, const float* weight, int packed, const float* 
   return or_out_of_memory([&] { multiply({m, n, k, {x, k, 1}, {weight, packed ? Layout::PACKED : Layout::COLUMNS, k}, out, n, bias, false}); });
 }
 
-// out[m, hidden] = silu_mul(x gate_up^T + gate_up_bias) down^T + down_bias, with both weights packed, a few rows after the other:
+// out[m, hidden] = gate_mul(x gate_up^T + gate_up_bias) down^T + down_bias, with both weights packed, a few rows after the other:
 // what lies between stays in the cache, and no [m, 2 inner] is ever allocated.
 int tandem_gated_mlp(const float* x, const float* gate_up, const float* gate_up_bias, const float* down, const float* down_bias,
-                     int64_t m, int64_t hidden, int64_t inner, float* out) {
+                     int64_t m, int64_t hidden, int64_t inner, int activation, float* out) {
   return or_out_of_memory([&] {
     thread_local Scratch memory;
     const int64_t at_once = std::min(m, ROW_CHUNK * threads_for(m * hidden * inner));
@@ -50,7 +50,7 @@ int tandem_gated_mlp(const float* x, const float* gate_up, const float* gate_up_
       const int64_t rows = std::min(at_once, m - first);
       multiply({rows, 2 * inner, hidden, {x + first * hidden, hidden, 1}, {gate_up, Layout::PACKED, hidden}, both, 2 * inner, gate_up_bias,
                 false});
-      silu_mul(both, rows, inner, gated);
+      gate_mul(both, rows, inner, activation, gated);
       multiply({rows, hidden, inner, {gated, inner, 1}, {down, Layout::PACKED, inner}, out + first * hidden, hidden, down_bias, false});
     }
   });

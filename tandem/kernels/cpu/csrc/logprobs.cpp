@@ -55,9 +55,10 @@ int tandem_logprobs(const float* logits, const int64_t* targets, int64_t rows, i
 
 // The columns first .. first + width of the gradient by the logits: grad (onehot - softmax) of each of the two temperatures, added.
 // A row of `logits` holds these columns and starts `stride` floats after the one before it; `each` floats of `softmaxes` are those
-// that tandem_logprobs wrote of a row. grad_logits[rows][width] may be the logits.
+// that tandem_logprobs wrote of a row. `cap` (0: none): the logits are soft-capped, and the gradient is that by what was capped.
+// grad_logits[rows][width] may be the logits.
 void tandem_logprobs_backward(const float* logits, int64_t stride, const int64_t* targets, int64_t rows, int64_t first, int64_t width,
-                              float inverse_temperature, const float* softmaxes, int64_t each, const float* grad_raw,
+                              float inverse_temperature, float cap, const float* softmaxes, int64_t each, const float* grad_raw,
                               const float* grad_scaled, float* grad_logits) {
   const int threads = threads_for(rows * width * COST_OF_EXP);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -66,19 +67,25 @@ void tandem_logprobs_backward(const float* logits, int64_t stride, const int64_t
     float* to = grad_logits + r * width;
     const V minus = set1(-grad_raw[r] / kept[1]), by = set1(1.0f), shift = set1(kept[0]);
     float at_target = grad_raw[r];
+    const int64_t target = targets[r] - first;
+    const bool has_target = target >= 0 && target < width;
+    const auto write = [&](int64_t i, V grad, int n) {
+      put(to + i, cap == 0.0f ? grad : mul(grad, soft_cap_slope(get(row + i, n), set1(cap))), n);
+    };
+    // Read before the row is written over.
+    const float share = has_target && cap != 0.0f ? row[target] / cap : 0.0f;
     if (grad_scaled) {
       const float slope = grad_scaled[r] * inverse_temperature;
       const V other_minus = set1(-slope / kept[3]), other_by = set1(inverse_temperature), other_shift = set1(kept[2]);
       at_target += slope;
       each_vector(width, [&](int64_t i, int n) {
         const V e = mul(exp_shifted(row, i, n, by, shift), minus);
-        put(to + i, fma(exp_shifted(row, i, n, other_by, other_shift), other_minus, e), n);
+        write(i, fma(exp_shifted(row, i, n, other_by, other_shift), other_minus, e), n);
       });
     } else {
-      each_vector(width, [&](int64_t i, int n) { put(to + i, mul(exp_shifted(row, i, n, by, shift), minus), n); });
+      each_vector(width, [&](int64_t i, int n) { write(i, mul(exp_shifted(row, i, n, by, shift), minus), n); });
     }
-    const int64_t target = targets[r] - first;
-    if (target >= 0 && target < width) to[target] += at_target;
+    if (has_target) to[target] += at_target * fma1(-share, share, 1.0f);
   }
 }
 

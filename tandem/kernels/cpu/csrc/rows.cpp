@@ -40,17 +40,43 @@ void sum_partials(const float* partials, int64_t count, int64_t width, float* ou
   });
 }
 
-void silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out) {
+namespace {
+
+template <typename Activation>
+void gate_rows(const float* gate_up, int64_t rows, int64_t width, Activation activation, float* out) {
   const int threads = threads_for(rows * width * 16);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t r = 0; r < rows; ++r) {
     const float *gate = gate_up + r * 2 * width, *up = gate + width;
     float* to = out + r * width;
+    each_vector(width, [&](int64_t i, int n) { put(to + i, mul(activation.value(get(gate + i, n)), get(up + i, n)), n); });
+  }
+}
+
+template <typename Activation>
+void gate_rows_backward(const float* gate_up, const float* grad, int64_t rows, int64_t width, Activation activation, float* grad_gate_up) {
+  const int threads = threads_for(rows * width * 16);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    const float *gate = gate_up + r * 2 * width, *up = gate + width, *from = grad + r * width;
+    float *to_gate = grad_gate_up + r * 2 * width, *to_up = to_gate + width;
     each_vector(width, [&](int64_t i, int n) {
-      const V g = get(gate + i, n);
-      put(to + i, mul(div(g, add(set1(1.0f), exp(sub(zero(), g)))), get(up + i, n)), n);
+      const V d = get(from + i, n);
+      V value, slope;
+      activation.both(get(gate + i, n), value, slope);
+      put(to_gate + i, mul(mul(d, get(up + i, n)), slope), n);
+      put(to_up + i, mul(d, value), n);
     });
   }
+}
+
+}  // namespace
+
+void gate_mul(const float* gate_up, int64_t rows, int64_t width, int activation, float* out) {
+  if (activation == SILU)
+    gate_rows(gate_up, rows, width, Silu{}, out);
+  else
+    gate_rows(gate_up, rows, width, GeluTanh{}, out);
 }
 
 extern "C" {
@@ -83,25 +109,40 @@ int tandem_rms_norm_backward(const float* x, const float* weight, const float* g
   });
 }
 
-void tandem_silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out) { silu_mul(gate_up, rows, width, out); }
+// `activation`: a code of rows.h.
+void tandem_gate_mul(const float* gate_up, int64_t rows, int64_t width, int activation, float* out) {
+  gate_mul(gate_up, rows, width, activation, out);
+}
 
-void tandem_silu_mul_backward(const float* gate_up, const float* grad, int64_t rows, int64_t width, float* grad_gate_up) {
+void tandem_gate_mul_backward(const float* gate_up, const float* grad, int64_t rows, int64_t width, int activation, float* grad_gate_up) {
+  if (activation == SILU)
+    gate_rows_backward(gate_up, grad, rows, width, Silu{}, grad_gate_up);
+  else
+    gate_rows_backward(gate_up, grad, rows, width, GeluTanh{}, grad_gate_up);
+}
+
+// out[rows, width] = cap tanh(x / cap); out may be x.
+void tandem_soft_cap(const float* x, int64_t rows, int64_t width, float cap, float* out) {
+  const V most = set1(cap);
   const int threads = threads_for(rows * width * 16);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < rows; ++r) {
-    const float *gate = gate_up + r * 2 * width, *up = gate + width, *from = grad + r * width;
-    float *to_gate = grad_gate_up + r * 2 * width, *to_up = to_gate + width;
+  for (int64_t r = 0; r < rows; ++r)
+    each_vector(width, [&](int64_t i, int n) { put(out + r * width + i, soft_cap(get(x + r * width + i, n), most), n); });
+}
+
+// grad_x = grad times the slope of the cap where its value is capped[rows, width].
+void tandem_soft_cap_backward(const float* capped, const float* grad, int64_t rows, int64_t width, float cap, float* grad_x) {
+  const V most = set1(cap);
+  const int threads = threads_for(rows * width * 8);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r)
     each_vector(width, [&](int64_t i, int n) {
-      const V g = get(gate + i, n), u = get(up + i, n), d = get(from + i, n), one = set1(1.0f);
-      const V sigmoid = div(one, add(one, exp(sub(zero(), g))));
-      const V slope = mul(sigmoid, fma(g, sub(one, sigmoid), one));  // silu'
-      put(to_gate + i, mul(mul(d, u), slope), n);
-      put(to_up + i, mul(d, mul(g, sigmoid)), n);
+      const int64_t at = r * width + i;
+      put(grad_x + at, mul(get(grad + at, n), soft_cap_slope(get(capped + at, n), most)), n);
     });
-  }
 }
 
 }  // extern "C"
 
 DIRECT(rms_norm);
-DIRECT(silu_mul);
+DIRECT(gate_mul);

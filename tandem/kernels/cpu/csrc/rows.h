@@ -62,5 +62,33 @@ INLINE void norm_row_grad(const float* x, const float* weight, const float* grad
 // out[width] = the partials[count][width] added in order.
 void sum_partials(const float* partials, int64_t count, int64_t width, float* out);
 
-// out[rows, width] = silu(gate_up[:, :width]) gate_up[:, width:].
-void silu_mul(const float* gate_up, int64_t rows, int64_t width, float* out);
+// x sigmoid(x), and its slope.
+struct Silu {
+  INLINE_MEMBER V value(V x) const { return div(x, add(set1(1.0f), exp(sub(zero(), x)))); }
+  // (value, slope) in the roundings of the backward pass.
+  INLINE_MEMBER void both(V x, V& value, V& slope) const {
+    const V one = set1(1.0f), sigmoid = div(one, add(one, exp(sub(zero(), x))));
+    value = mul(x, sigmoid);
+    slope = mul(sigmoid, fma(x, sub(one, sigmoid), one));
+  }
+};
+
+// GELU by tanh (Hendrycks and Gimpel, 2016): x (1 + tanh(y)) / 2 = x sigmoid(2 y) with y = sqrt(2 / pi) (x + 0.044715 x^3).
+struct GeluTanh {
+  // exp(-2 y)
+  INLINE_MEMBER V decay(V x) const { return exp(mul(fma(mul(mul(x, x), x), set1(0.044715f), x), set1(-1.5957691216057308f))); }
+  INLINE_MEMBER V value(V x) const { return mul(x, div(set1(1.0f), add(set1(1.0f), decay(x)))); }
+  INLINE_MEMBER void both(V x, V& value, V& slope) const {
+    const V one = set1(1.0f), e = decay(x), sigmoid = div(one, add(one, e));
+    const V rise = fma(mul(x, x), set1(0.2140644488f), set1(1.5957691216057308f));  // d(2 y) / dx
+    value = mul(x, sigmoid);
+    // 1 - sigmoid is e sigmoid, without the cancellation.
+    slope = mul(sigmoid, fma(mul(x, rise), mul(e, sigmoid), one));
+  }
+};
+
+// The codes of an MLP's activation.
+constexpr int SILU = 0, GELU_TANH = 1;
+
+// out[rows, width] = activation(gate_up[:, :width]) gate_up[:, width:].
+void gate_mul(const float* gate_up, int64_t rows, int64_t width, int activation, float* out);

@@ -12,6 +12,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 constexpr int LANES = 16;
 
@@ -179,6 +180,29 @@ INLINE V exp(V x) {
   p = fma(p, r, set1(5.0000001201e-1f));
   p = add(fma(p, mul(r, r), r), set1(1.0f));
   return where_less(x, low, zero(), scale_by_power(p, n));
+}
+
+// tanh within about two units in the last place; NaN stays NaN.
+// Near 0 the polynomial of Cephes' tanhf (Moshier, 1989), else 1 - 2 / (exp(2 |x|) + 1) with the sign of x.
+INLINE V tanh(V x) {
+  const V size = max(x, sub(zero(), x)), square = mul(x, x), one = set1(1.0f);
+  V p = set1(-5.70498872745e-3f);
+  p = fma(p, square, set1(2.06390887954e-2f));
+  p = fma(p, square, set1(-5.37397155531e-2f));
+  p = fma(p, square, set1(1.33314422036e-1f));
+  p = fma(p, square, set1(-3.33332819422e-1f));
+  const V near = fma(mul(p, square), x, x);
+  const V far = sub(one, div(set1(2.0f), add(exp(add(size, size)), one)));
+  return where_less(size, set1(0.625f), near, where_less(x, zero(), sub(zero(), far), far));
+}
+
+// cap tanh(x / cap): x where it is small beside cap, never more than cap.
+INLINE V soft_cap(V x, V cap) { return mul(cap, tanh(div(x, cap))); }
+
+// Its slope where its value is `capped`.
+INLINE V soft_cap_slope(V capped, V cap) {
+  const V share = div(capped, cap);
+  return fnma(share, share, set1(1.0f));
 }
 
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)

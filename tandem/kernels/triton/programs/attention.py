@@ -9,7 +9,7 @@ round alike. Masked keys add exact zeros to a row, so that neither the tile nor 
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import decode_fp8, group_rows, product, sequence_with, tile_of
+from tandem.kernels.triton.programs.common import capped, decode_fp8, group_rows, product, sequence_with, tile_of
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _load_values(
 @triton.jit
 def _attend_block(
     largest, total, acc, q, position, low, start, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys ``start .. start + BLOCK_N - 1``, none below ``low`` or from ``end`` on, for ``q[BLOCK_M, BLOCK_D]`` at ``position[BLOCK_M]``
@@ -82,6 +82,8 @@ def _attend_block(
     read = (at < end) & (at >= low) if MASKED else at >= 0
     keys = _load_keys(k, k_scales, table, at, read, head, d, start_row, kv_heads, MASKED, PAGED, CODES, D, BLOCK_D).to(q.dtype)
     scores = product(q, keys, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDEN) * scale_log2
+    if CAP > 0:
+        scores = capped(scores, CAP)
     if MASKED:
         seen = (at[None, :] <= position[:, None]) & read[None, :]
         if WINDOW > 0:
@@ -106,7 +108,7 @@ def _attend_block(
 @triton.jit
 def _attend_split(
     q, position, low, begin, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, WINDOW: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attends to keys ``begin .. end - 1`` of one split."""
@@ -116,7 +118,7 @@ def _attend_split(
     for start in range(begin, end, BLOCK_N):
         largest, total, acc = _attend_block(
             largest, total, acc, q, position, low, start, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
-            MASKED, CAREFUL, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+            MASKED, CAREFUL, WINDOW, CAP, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
         )  # fmt: skip
     return largest, total, acc
 
@@ -136,7 +138,7 @@ def _merge(largest, total, acc, split_largest, split_total, split_acc):
 @triton.jit
 def _attend_all(
     q, position, low, whole, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
-    CAREFUL: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
+    CAREFUL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr, PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attends to all splits, in order. Every row sees all keys before ``whole``, a border of splits: one loop over their blocks, so that loads are
@@ -152,7 +154,7 @@ def _attend_all(
         for start in range(begun, whole, BLOCK_N):
             one, sum_of_one, acc_of_one = _attend_block(
                 one, sum_of_one, acc_of_one, q, position, low, start, end, k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
-                False, False, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+                False, False, WINDOW, CAP, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
             )  # fmt: skip
             if (start + BLOCK_N) % SPLIT == 0:
                 largest, total, acc = _merge(largest, total, acc, one, sum_of_one, acc_of_one)
@@ -163,7 +165,7 @@ def _attend_all(
     for begin in range(begun, end, SPLIT):
         last, sum_of_last, acc_of_last = _attend_split(
             q, position, low, begin, tl.minimum(begin + SPLIT, end), k, v, k_scales, v_scales, table, head, start_row, kv_heads, scale_log2,
-            True, CAREFUL, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+            True, CAREFUL, WINDOW, CAP, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
         )  # fmt: skip
         largest, total, acc = _merge(largest, total, acc, last, sum_of_last, acc_of_last)
     return largest, total, acc
@@ -179,7 +181,7 @@ def _not_finite(acc):
 def attention(
     q, k, v, k_scales, v_scales, tables, starts, lengths, out, log_total, partial, partial_largest, partial_total, sequences, table_width,
     query_heads, kv_heads, scale_log2, splits, KEEPS_TOTAL: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr,
     PAGED: tl.constexpr, CODES: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +190,7 @@ def attention(
     Grid: (tiles, key-value heads, splits or 1). ``starts[S + 1]``: where sequences start in ``q[T, Hq, D]``. ``lengths[S]``: paged, their
     tokens in the cache, the new ones at the end; packed, their tokens in q. ``IS_SPLIT``: writes this program's split to ``partial[T, Hq,
     splits, D]``, ``partial_largest`` and ``partial_total`` [T, Hq, splits]; otherwise all splits, in order, to ``out[T, Hq, D]``, and with
-    ``KEEPS_TOTAL`` the base-2 logarithm of the sum of weights to ``log_total[T, Hq]``."""
+    ``KEEPS_TOTAL`` the base-2 logarithm of the sum of weights to ``log_total[T, Hq]``. ``CAP``: the soft cap of the scores in units of log 2 (0: none)."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP_ROWS
     head = tl.program_id(1)
     s, row, count, first = tile_of(starts, sequences, TOKENS)
@@ -218,17 +220,17 @@ def attention(
         if begin + SPLIT <= whole:
             largest, total, acc = _attend_split(
                 queries, position, low, begin, until, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
-                False, False, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+                False, False, WINDOW, CAP, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
             )  # fmt: skip
         else:
             largest, total, acc = _attend_split(
                 queries, position, low, begin, until, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
-                True, False, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+                True, False, WINDOW, CAP, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
             )  # fmt: skip
         if _not_finite(acc):
             largest, total, acc = _attend_split(
                 queries, position, low, begin, until, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
-                True, True, WINDOW, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+                True, True, WINDOW, CAP, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
             )  # fmt: skip
         to = at * splits + split
         tl.store(partial_largest + to, largest, mask=is_row)
@@ -237,13 +239,13 @@ def attention(
     else:
         largest, total, acc = _attend_all(
             queries, position, low, whole, end, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
-            False, WINDOW, SPLIT, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+            False, WINDOW, CAP, SPLIT, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
         )  # fmt: skip
         # 0 times a value that is not finite is not 0: only then is the tile computed once more, with care.
         if _not_finite(acc):
             largest, total, acc = _attend_all(
                 queries, position, low, whole, end, k, v, k_scales, v_scales, table, head, row, kv_heads, scale_log2,
-                True, WINDOW, SPLIT, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
+                True, WINDOW, CAP, SPLIT, PAGED, CODES, D, BLOCK_M, BLOCK_N, BLOCK_D, WIDEN,
             )  # fmt: skip
         result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
         tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)

@@ -4,23 +4,25 @@ inputs give the same bits."""
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import group_rows, product, tile_of
+from tandem.kernels.triton.programs.common import cap_slope, capped, group_rows, product, tile_of
 
 
 @triton.jit
-def _weights(q, k, position, at, log_total, scale_log2, last, WINDOW: tl.constexpr, WIDEN: tl.constexpr):
-    """Returns the weights [M, N] of the keys ``k[N, D]`` at positions ``at[N]``, up to ``last``, for ``q[M, D]`` at ``position[M]``."""
+def _weights(q, k, position, at, log_total, scale_log2, last, WINDOW: tl.constexpr, CAP: tl.constexpr, WIDEN: tl.constexpr):
+    """Returns the weights [M, N] of the keys ``k[N, D]`` at positions ``at[N]``, up to ``last``, for ``q[M, D]`` at ``position[M]``, and their scores."""
     scores = product(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32), WIDEN) * scale_log2
+    if CAP > 0:
+        scores = capped(scores, CAP)
     seen = (at[None, :] <= position[:, None]) & (at < last)[None, :]
     if WINDOW > 0:
         seen = seen & (at[None, :] > position[:, None] - WINDOW)
-    return tl.where(seen, tl.exp2(scores - log_total[:, None]), 0.0)
+    return tl.where(seen, tl.exp2(scores - log_total[:, None]), 0.0), scores
 
 
 @triton.jit
 def attention_queries(
     q, k, v, grad, log_total, inner, starts, grad_q, sequences, query_heads, kv_heads, scale, scale_log2,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients by ``q[T, Hq, D]`` of a tile of rows, tiled as in ``attention``. ``grad[T, Hq, D]``: the gradients by its
@@ -47,9 +49,11 @@ def attention_queries(
         read = (n < count)[:, None] & (d < D)[None, :]
         keys = tl.load(k + from_key, mask=read, other=0)
         values = tl.load(v + from_key, mask=read, other=0)
-        weights = _weights(queries, keys, position, n, total, scale_log2, count, WINDOW, WIDEN)
+        weights, scores = _weights(queries, keys, position, n, total, scale_log2, count, WINDOW, CAP, WIDEN)
         by_weight = product(grads, tl.trans(values), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDEN)
         by_score = weights * (by_weight - own[:, None])
+        if CAP > 0:
+            by_score = by_score * cap_slope(scores, CAP)
         acc = product(by_score.to(keys.dtype), keys, acc, WIDEN)
     tl.store(grad_q + offset, (acc * scale).to(grad_q.dtype.element_ty), mask=mask)
 
@@ -57,7 +61,7 @@ def attention_queries(
 @triton.jit
 def attention_keys(
     q, k, v, grad, log_total, inner, starts, grad_k, grad_v, sequences, query_heads, kv_heads, scale, scale_log2,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients by ``k`` and ``v`` [T, Hkv, D] of ``BLOCK_N`` keys of a sequence. Grid: (tiles of keys, key-value heads)."""
@@ -84,10 +88,12 @@ def attention_keys(
         grads = tl.load(grad + offset, mask=mask, other=0)
         total = tl.load(log_total + at, mask=is_row, other=0.0)
         own = tl.load(inner + at, mask=is_row, other=0.0)
-        weights = _weights(queries, keys, position, n, total, scale_log2, count, WINDOW, WIDEN)
+        weights, scores = _weights(queries, keys, position, n, total, scale_log2, count, WINDOW, CAP, WIDEN)
         by_value = product(tl.trans(weights.to(grads.dtype)), grads, by_value, WIDEN)
         by_weight = product(grads, tl.trans(values), tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDEN)
         by_score = weights * (by_weight - own[:, None])
+        if CAP > 0:
+            by_score = by_score * cap_slope(scores, CAP)
         by_key = product(tl.trans(by_score.to(queries.dtype)), queries, by_key, WIDEN)
     tl.store(grad_k + to_key, (by_key * scale).to(grad_k.dtype.element_ty), mask=read)
     tl.store(grad_v + to_key, by_value.to(grad_v.dtype.element_ty), mask=read)

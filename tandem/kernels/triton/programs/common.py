@@ -116,3 +116,31 @@ def encode_fp8(x):
 def encode_int8(x):
     """Encodes fp32 ``x`` of magnitude at most 127 to int8, rounded to nearest, ties to even."""
     return ((x + 12582912.0) - 12582912.0).to(tl.int8)
+
+
+@triton.jit
+def capped(x, CAP: tl.constexpr):
+    """Returns ``CAP tanh(x / CAP)``: near 0 by the polynomial of Cephes' tanhf (Moshier, 1989), else ``1 - 2 / (exp(2 |y|) + 1)`` with the sign of y."""
+    y = tl.div_rn(x, tl.full(x.shape, CAP, tl.float32))
+    square = y * y
+    p = tl.fma(tl.full(x.shape, -5.70498872745e-3, tl.float32), square, tl.full(x.shape, 2.06390887954e-2, tl.float32))
+    p = tl.fma(p, square, tl.full(x.shape, -5.37397155531e-2, tl.float32))
+    p = tl.fma(p, square, tl.full(x.shape, 1.33314422036e-1, tl.float32))
+    p = tl.fma(p, square, tl.full(x.shape, -3.33332819422e-1, tl.float32))
+    near = tl.fma(p * square, y, y)
+    size = tl.abs(y)
+    far = 1.0 - tl.div_rn(tl.full(x.shape, 2.0, tl.float32), tl.exp(size + size) + 1.0)
+    return tl.where(size < 0.625, near, tl.where(y < 0, -far, far)) * CAP
+
+
+@triton.jit
+def cap_slope(value, CAP: tl.constexpr):
+    """Returns the slope of ``capped`` where it is ``value``."""
+    share = value / CAP
+    return 1.0 - share * share
+
+
+@triton.jit
+def gelu_inner(x):
+    """Returns ``2 sqrt(2 / pi) (x + 0.044715 x^3)``, whose sigmoid GELU by tanh (Hendrycks and Gimpel, 2016) multiplies x with."""
+    return 1.5957691216057308 * (x + 0.044715 * x * x * x)

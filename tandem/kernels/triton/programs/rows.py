@@ -1,7 +1,9 @@
-"""Programs over rows: norms and the gate of an MLP. Sums are fp32; their order is a function of the row's width."""
+"""Programs over rows: norms, the gate of an MLP and soft caps. Sums are fp32; their order is a function of the row's width."""
 
 import triton
 import triton.language as tl
+
+from tandem.kernels.triton.programs.common import capped, gelu_inner
 
 
 @triton.jit
@@ -23,11 +25,23 @@ def rms_norm(x, residual, weight, out, total, width, eps, ADD: tl.constexpr, BLO
 
 
 @triton.jit
-def silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
-    """Computes ``silu(gate_up[:, :F]) * gate_up[:, F:]``. Grid: (T, tiles of F)."""
+def gate_mul(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Computes ``silu(gate_up[:, :F]) * gate_up[:, F:]``, or with ``GELU`` GELU by tanh in its place. Grid: (T, tiles of F)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
     gate = tl.load(gate_up + row * 2 * width + at, mask=mask, other=0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=mask, other=0).to(tl.float32)
-    tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=mask)
+    # x (1 + tanh(y)) / 2 is x sigmoid(2 y).
+    inner = gelu_inner(gate) if GELU else gate
+    tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-inner)) * up).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def soft_cap(x, out, width, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Computes ``CAP tanh(x[T, N] / CAP)``. Grid: (T, tiles of N)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < width
+    value = tl.load(x + row * width + at, mask=mask, other=0).to(tl.float32)
+    tl.store(out + row * width + at, capped(value, CAP).to(out.dtype.element_ty), mask=mask)
