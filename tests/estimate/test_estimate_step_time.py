@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import planner_errors
 
 from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.training.attention import Kernel, attention_seconds
 from tandem.estimate.training.collectives import all_to_all_seconds, gather_seconds
@@ -276,6 +277,18 @@ def test_pytorch_copies_what_tensor_parallel_ranks_gather_and_scatter_and_gather
     # Over the link and, read and written, over the memory.
     one = gather_seconds(H100, 4, 1, moved, FITTED) + 2 * moved / (3.35e12 * FITTED.memory)
     assert times[0] == pytest.approx((4 * one, 4 * one)) and times[1] == pytest.approx((3 * one, 4 * one), rel=0.02)
+
+
+def test_inputs_of_products_in_eight_bits_are_cast_before_ranks_gather_them_and_sums_are_not() -> None:
+    layout = TrainingLayout(ParallelConfig(tensor=8, data=1), 4096, 8, 1, tensor_overlap="none")
+    cast = replace(layout, precision="fp8")
+    own = replace(cast, trainer=TrainerConfig(learning_rate=1e-4))
+    times = [LayerTimes(GPT, each, H100, FITTED)._tensor_seconds(0.0, None) for each in (layout, cast, own)]
+    sums, inputs = (gather_seconds(H100, 8, 1, size * 4096.0 * 4096, FITTED) for size in (2, 1))
+    assert times[0] == times[2] == pytest.approx((4 * sums, 6 * sums)), "Tandem's trainer gathers 16 bits"
+    assert times[1] == pytest.approx((2 * inputs + 2 * sums, 4 * inputs + 2 * sums))
+    whole = replace(cast, parallel=replace(cast.parallel, sequence_parallel=False))
+    assert LayerTimes(GPT, whole, H100, FITTED)._tensor_seconds(0.0, None) == pytest.approx((4 * sums, 4 * sums)), "an all-reduce adds up 16 bits"
 
 
 def test_operands_scaled_by_their_own_largest_value_are_read_once_more_and_their_casts_are_more_kernels() -> None:
