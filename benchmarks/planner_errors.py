@@ -266,7 +266,7 @@ def of_held_out(name: str, rows: Sequence[Row], share: float) -> list[str]:
 
 
 def published_twice(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each layout that several publications or releases measured, and how far apart they are: no prediction from the layout is closer."""
+    """Returns a line for each layout that several publications or releases measured, and how far apart they are: one of them is missed by half of that."""
     same: dict[object, list[Row]] = {}
     for row in rows:
         same.setdefault((row.name, row.hardware.name, row.shapes, row.layouts), []).append(row)
