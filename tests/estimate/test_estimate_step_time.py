@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import planner_errors
 
 from tandem.config.parallel import ParallelConfig
+from tandem.config.trainer import TrainerConfig
 from tandem.estimate.hardware.load import load_hardware
 from tandem.estimate.training.attention import Kernel, attention_seconds
 from tandem.estimate.training.collectives import all_to_all_seconds, gather_seconds
@@ -45,14 +46,17 @@ def test_published_steps_are_predicted_within_six_percent_on_average_and_fifteen
 
 @pytest.mark.full
 def test_steps_that_nothing_was_fitted_on_are_predicted_better_than_by_a_constant_utilisation() -> None:
-    rows, held = (planner_errors.read(planner_errors.FOLDER / f"planner-{name}.csv") for name in ("measured", "held-out"))
+    rows = planner_errors.read(planner_errors.FOLDER / "planner-measured.csv")
+    held = [row for name in planner_errors.HELD_OUT for row in planner_errors.read(planner_errors.FOLDER / name)]
     tested = [abs(error) for error in planner_errors.folds(rows, planner_errors.by_fit)]
-    assert fmean(tested) < 0.06 and max(tested) < 0.18
+    assert fmean(tested) < 0.06 and max(tested) < 0.15
     constant = planner_errors.utilisation(rows)
-    for day, most in {"2026-11-26": 0.075, "2026-11-27": 0.18, "2026-11-27 later": 0.15}.items():
+    for day, most in {"2026-11-26": 0.065, "2026-11-27": 0.15, "2026-11-27 later": 0.15, "2026-11-27 second": 0.12}.items():
         added = [row for row in held if row.collected == day]
         ours = fmean(abs(row.predicted(FITTED) / row.seconds - 1) for row in added)
         assert ours < most and ours < 0.6 * fmean(abs(row.baseline(constant) / row.seconds - 1) for row in added)
+    strangers = [row.first_s / row.seconds - 1 for row in held if row.collected == "2026-11-27 second"]
+    assert len(strangers) == 60 and fmean(map(abs, strangers)) == pytest.approx(0.104, abs=0.001), "predicted before anything was changed"
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "micro_batches"), [(2, 1, 2), (4, 1, 8), (8, 1, 8), (4, 1, 2), (2, 2, 4), (4, 2, 8), (4, 3, 12), (8, 4, 16)])
@@ -273,6 +277,18 @@ def test_pytorch_copies_what_tensor_parallel_ranks_gather_and_scatter_and_gather
     # Over the link and, read and written, over the memory.
     one = gather_seconds(H100, 4, 1, moved, FITTED) + 2 * moved / (3.35e12 * FITTED.memory)
     assert times[0] == pytest.approx((4 * one, 4 * one)) and times[1] == pytest.approx((3 * one, 4 * one), rel=0.02)
+
+
+def test_inputs_of_products_in_eight_bits_are_cast_before_ranks_gather_them_and_sums_are_not() -> None:
+    layout = TrainingLayout(ParallelConfig(tensor=8, data=1), 4096, 8, 1, tensor_overlap="none")
+    cast = replace(layout, precision="fp8")
+    own = replace(cast, trainer=TrainerConfig(learning_rate=1e-4))
+    times = [LayerTimes(GPT, each, H100, FITTED)._tensor_seconds(0.0, None) for each in (layout, cast, own)]
+    sums, inputs = (gather_seconds(H100, 8, 1, size * 4096.0 * 4096, FITTED) for size in (2, 1))
+    assert times[0] == times[2] == pytest.approx((4 * sums, 6 * sums)), "Tandem's trainer gathers 16 bits"
+    assert times[1] == pytest.approx((2 * inputs + 2 * sums, 4 * inputs + 2 * sums))
+    whole = replace(cast, parallel=replace(cast.parallel, sequence_parallel=False))
+    assert LayerTimes(GPT, whole, H100, FITTED)._tensor_seconds(0.0, None) == pytest.approx((4 * sums, 4 * sums)), "an all-reduce adds up 16 bits"
 
 
 def test_operands_scaled_by_their_own_largest_value_are_read_once_more_and_their_casts_are_more_kernels() -> None:

@@ -12,13 +12,13 @@ class Efficiency:
     collectives; ``latency_s``: of a message. ``kernel_s``: from one kernel to the next. ``contention``: share of hidden communication by which it slows the
     kernels that hide it."""
 
-    products: float = 0.89
-    tile_s: float = 3e-6
-    memory: float = 0.61
-    links: float = 0.92
+    products: float = 0.88
+    tile_s: float = 4.2e-6
+    memory: float = 0.677
+    links: float = 0.86
     latency_s: float = 5e-6
     kernel_s: float = 3e-6
-    contention: float = 0.235
+    contention: float = 0.4
 
 
 FITTED = Efficiency()

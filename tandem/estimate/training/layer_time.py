@@ -254,13 +254,17 @@ class LayerTimes:
             # Autograd keeps what was gathered; in fp8 the inputs of products are cast before (torchtitan, docs/float8.md).
             forward, backward = 2 * self._copied_seconds(self.layout.product_bytes) + 2 * self._copied_seconds(), 4 * self._copied_seconds()
             return forward, backward
-        one = gather_seconds(self.hardware, tensor, 1, ACTIVATION_BYTES * self.tokens * self.shapes.hidden_size, self.given)
-        forward, backward = 4 * one, (6 if self.layout.shares_tokens else 4) * one
+        elements = self.tokens * self.shapes.hidden_size
+        sums = gather_seconds(self.hardware, tensor, 1, ACTIVATION_BYTES * elements, self.given)
+        # Transformer Engine (pytorch/module/layernorm_linear.py) casts the input of a product before it is gathered, in both passes; sums have 16 bits.
+        input_bytes = ACTIVATION_BYTES if self.layout.trainer else min(self.layout.product_bytes, ACTIVATION_BYTES)
+        inputs = gather_seconds(self.hardware, tensor, 1, input_bytes * elements, self.given) if self.layout.shares_tokens else sums
+        forward, backward = 2 * inputs + 2 * sums, (4 if self.layout.shares_tokens else 2) * inputs + 2 * sums
         if hides == "none":
             return forward, backward
         if hides == "backward":
             # The all-gather of a gradient before the first product of a pair has nothing to hide behind.
-            exposed = 2 * one if self.layout.shares_tokens else 0.0
+            exposed = 2 * inputs if self.layout.shares_tokens else 0.0
             return forward, exposed + hidden_seconds(backward - exposed, products, self.given)
         # Of as many parts as ranks, the first waits for its input or the last for its output.
         first = 1 / tensor
