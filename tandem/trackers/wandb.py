@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import wandb
 
@@ -61,7 +61,7 @@ class WeightsAndBiases:
         self._next = 0 if self._offline else int(self._run.step)
         return min(first_step, self._next)
 
-    def _begun(self, facts: RunFacts, mode: str) -> Any:
+    def _begun(self, facts: RunFacts, mode: Literal["online", "offline"]) -> Any:
         return wandb.init(
             mode=mode, project=self._project, name=facts.name, id=service_run(facts.directory, SERVICE), resume="allow" if mode == "online" else None,
             reinit="finish_previous", dir=str(facts.directory), config=dict(facts.config), allow_val_change=True,
