@@ -67,12 +67,14 @@ ALERTS = (
         "'tandem status RUN' names it, with the reason. A spare has its place, if one was left; repair the node before the next run.",
     ),
     Alert(
-        "TandemStraggler", "max by (run, job, instance, rank, node) (tandem_rank_straggler) == 1", "warning",
+        # Where steps are short and other work is heavy, a rank is named, no longer, and named again.
+        "TandemStraggler", "max by (run, job, instance, rank, node) (avg_over_time(tandem_rank_straggler[2m])) > 0.25", "warning",
         "rank {{ $labels.rank }} on {{ $labels.node }} holds up run {{ $labels.run }}",
         "The run's events say in which phase. Look at the node's clocks, temperature and other processes.", "1m",
     ),
     Alert(
-        "TandemSlowLink", "max by (run, job, instance, link) (tandem_link_slow) == 1", "warning", "the link {{ $labels.link }} holds up run {{ $labels.run }}",
+        "TandemSlowLink", "max by (run, job, instance, link) (avg_over_time(tandem_link_slow[2m])) > 0.25", "warning",
+        "the link {{ $labels.link }} holds up run {{ $labels.run }}",
         "The run's events have its round trip. Look at the network of the two nodes.", "1m",
     ),
     Alert(

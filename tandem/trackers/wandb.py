@@ -1,21 +1,24 @@
 """Weights & Biases, by the package ``wandb``: online with a login, otherwise in files that ``wandb sync`` sends.
 
 The service cannot remove points, and an offline run cannot be continued in its file. So each life of an offline run writes all rows of the run
-again, in one folder; online, the service says which step is next.
+again, in one folder; online, the service says which step is next. A run that has never reached the service is offline until its next life.
 """
 
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import wandb
 
 from tandem.trackers.service_run import forget_service_run, service_run
 from tandem.trackers.tracker import RunFacts, SampleRow, Status, Value
+from tandem.types.one_line import describe
 
 SERVICE = "wandb"
+INIT_S = 30.0
+"""In which the service must answer the beginning of a run."""
 _QUIET = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_stats": True}
 """Beside the metrics of the run nothing is collected."""
 
@@ -35,18 +38,35 @@ class WeightsAndBiases:
             self._say("has no login (wandb login, or WANDB_API_KEY), so it writes files; send them with 'wandb sync'")
         # Files that wait to be sent: W&B's place for them is below the home folder.
         os.environ.setdefault("WANDB_DATA_DIR", str(facts.directory.resolve() / "wandb" / "data"))
+        if not self._offline:
+            try:
+                self._run = self._begun(facts, "online")
+            except wandb.errors.CommError as error:
+                if _was_online(facts.directory).exists():
+                    # Its points are there, and are continued when the service answers again.
+                    raise
+                wandb.teardown()
+                self._offline = True
+                self._say(f"does not reach W&B, so it writes files; send them with 'wandb sync' ({describe(error)})")
+            else:
+                _was_online(facts.directory).touch()
+        # Of an earlier life: all rows are written again, to the files or to the service.
         if self._offline:
             shutil.rmtree(facts.directory / "wandb" / "data", ignore_errors=True)
-            for folder in (facts.directory / "wandb").glob("offline-run-*"):
-                shutil.rmtree(folder)
-        self._run = wandb.init(
-            mode="offline" if self._offline else "online", project=self._project, name=facts.name, id=service_run(facts.directory, SERVICE),
-            resume=None if self._offline else "allow", reinit="finish_previous", dir=str(facts.directory), config=dict(facts.config), allow_val_change=True,
-            settings=wandb.Settings(**_QUIET),
-        )  # fmt: skip
+        for folder in (facts.directory / "wandb").glob("offline-run-*"):
+            shutil.rmtree(folder)
+        if self._offline:
+            self._run = self._begun(facts, "offline")
         # Rows that a killed life had sent without recording it are there.
         self._next = 0 if self._offline else int(self._run.step)
         return min(first_step, self._next)
+
+    def _begun(self, facts: RunFacts, mode: Literal["online", "offline"]) -> Any:
+        return wandb.init(
+            mode=mode, project=self._project, name=facts.name, id=service_run(facts.directory, SERVICE), resume="allow" if mode == "online" else None,
+            reinit="finish_previous", dir=str(facts.directory), config=dict(facts.config), allow_val_change=True,
+            settings=wandb.Settings(init_timeout=INIT_S, **_QUIET),
+        )  # fmt: skip
 
     def restart(self, facts: RunFacts) -> None:
         forget_service_run(facts.directory, SERVICE)
@@ -79,6 +99,11 @@ class WeightsAndBiases:
         if self._run is not None:
             run, self._run = self._run, None
             run.finish(exit_code=0 if status == "finished" else 1)
+
+
+def _was_online(directory: Path) -> Path:
+    """Returns the file that says that the service has points of the run in ``directory``."""
+    return directory / "trackers" / f"{SERVICE}.online"
 
 
 def _has_login() -> bool:

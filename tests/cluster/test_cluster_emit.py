@@ -85,9 +85,9 @@ def test_the_autoscaler_asks_for_metrics_that_exist_and_the_gateways_know_every_
 @pytest.mark.parametrize("topology", ["inference", "training"])
 def test_grafana_reaches_its_data_sources_and_has_every_dashboard(here: Here, tmp_path: Path, topology: str) -> None:
     here("emit", "--topology", topology, "--on", "kubernetes")
-    found = manifests(tmp_path / topology)
-    (pod,) = [each["spec"]["template"] for each in of_kind(found, "Deployment") if each["metadata"]["name"] == "grafana"]
-    maps = {each["metadata"]["name"]: each["data"] for each in of_kind(found, "ConfigMap")}
+    objects = manifests(tmp_path / topology)
+    (pod,) = [each["spec"]["template"] for each in of_kind(objects, "Deployment") if each["metadata"]["name"] == "grafana"]
+    maps = {each["metadata"]["name"]: each["data"] for each in of_kind(objects, "ConfigMap")}
     (container,) = pod["spec"]["containers"]
     files = {f"{mount['mountPath']}/{name}": text for mount in container["volumeMounts"] for name, text in maps.get(mount["name"], {}).items()}
     sources = yaml.safe_load(files["/etc/grafana/provisioning/datasources/tandem.yml"])["datasources"]
@@ -96,15 +96,15 @@ def test_grafana_reaches_its_data_sources_and_has_every_dashboard(here: Here, tm
     assert sorted(each["title"] for each in dashboards.values()) == sorted(each.title for each in DASHBOARDS)
     asked = {target["datasource"]["uid"] for each in dashboards.values() for panel in each["panels"] for target in panel.get("targets", ())}
     assert asked <= {each["uid"] for each in sources}
-    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(found, "Service")}
+    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(objects, "Service")}
     for url in (urlsplit(each["url"]) for each in sources):
         assert url.port in [port["port"] for port in services[url.hostname]["ports"]], url
-        for policy in of_kind(found, "NetworkPolicy"):
+        for policy in of_kind(objects, "NetworkPolicy"):
             if policy["spec"]["podSelector"]["matchLabels"].items() <= services[url.hostname]["selector"].items():
                 allowed = [rule for rule in policy["spec"]["ingress"] if url.port in [port["port"] for port in rule["ports"]]]
                 labels = [peer["podSelector"]["matchLabels"] for rule in allowed for peer in rule["from"]]
                 assert any(each.items() <= pod["metadata"]["labels"].items() for each in labels), url
-    (own,) = [each for each in of_kind(found, "NetworkPolicy") if each["metadata"]["name"] == "grafana"]
+    (own,) = [each for each in of_kind(objects, "NetworkPolicy") if each["metadata"]["name"] == "grafana"]
     assert own["spec"]["ingress"] == [], "no pod reaches it"
 
 

@@ -177,6 +177,28 @@ def test_an_mlflow_run_that_was_deleted_there_is_written_anew(tracked: Tracked, 
     assert tracked.read() == points(tracked.directory)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("tracked", ["wandb"], indirect=True)
+def test_a_run_that_never_reaches_wandb_is_in_files_and_one_that_did_waits_for_it(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr("tandem.trackers.wandb.INIT_S", 3.0)
+    metrics = MetricsFile(tracked.directory / "metrics.jsonl")
+    (tracked.directory / "trackers").mkdir()
+    for _ in range(2):
+        follows = tracked.life()
+        metrics.append(row(len(points(tracked.directory))))
+        assert follows.catch_up(all_settled=True) and follows.tracker is not None, tracked.said
+        follows.tracker.finish("finished")
+        assert tracked.read() == points(tracked.directory)
+    assert all(line.startswith("does not reach W&B, so it writes files; send them with 'wandb sync' (CommError: ") for line in tracked.said), tracked.said
+    (tracked.directory / "trackers" / "wandb.online").touch()
+    metrics.append(row(2))
+    assert not tracked.life().catch_up(all_settled=True)
+    assert tracked.said[-1].startswith("failed and is tried again, the run does not wait for it: CommError: ") and "\n" not in tracked.said[-1]
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_package_that_is_missing_is_one_line_with_what_installs_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
