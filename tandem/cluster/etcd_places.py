@@ -65,7 +65,7 @@ class EtcdPlaces:
             return f"{self.data.parent.parent}: {error.strerror or error}"
         if free >= _FULL_BYTES:
             return ""
-        return f"the disk of {self.data.parent.parent} is full, and no other place here has room; make room, then resume the run"
+        return f"the disk of {self.data.parent.parent} is full, and no other place here has room"
 
     def close(self) -> None:
         self._stack.close()

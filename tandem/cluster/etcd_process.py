@@ -80,6 +80,10 @@ def own_etcd(
     again with what it has, there or in the next place with room, which ``say`` is told; the run waits for it. ``lost`` is told why, once, if it cannot run for
     ``LOST_S``. Raises ``RunError`` if it does not start."""
     binary = check_etcd_program()
+
+    def tell_lost(why: str) -> None:
+        lost(f"the etcd of the run cannot run on this node: {why}; see '{log}', then resume the run")
+
     with contextlib.ExitStack() as stack:
         places = stack.enter_context(contextlib.closing(EtcdPlaces(shared)))
         data = places.begin()
@@ -101,12 +105,12 @@ def own_etcd(
                     terminate(process)
                 time.sleep(0.05)
             if process.poll() is None:
-                stack.enter_context(contextlib.closing(_KeptRunning(process, start, places, partial(_answers, client), say, lost)))
+                stack.enter_context(contextlib.closing(_KeptRunning(process, start, places, partial(_answers, client), say, tell_lost)))
                 break
             # Another process may have taken a port meanwhile.
             if not left:
-                where = f"see '{log}'"
-                raise RunError(f"etcd did not start at {host} ({describe_exit(process.poll())}); {places.trouble() or where}")
+                full = f"{why}; " if (why := places.trouble()) else ""
+                raise RunError(f"etcd did not start at {host} ({describe_exit(process.poll())}); {full}see '{log}'")
         _authenticate(client, password_file.read_text(encoding="ascii").strip(), prefix)
         config = CoordinationConfig(store="etcd", endpoints=(client,), user=USER, password_file=str(password_file))
         with contextlib.closing(EtcdStore(config, prefix)) as store:
@@ -134,7 +138,7 @@ class _KeptRunning:
                 continue
             away = away or time.monotonic()
             if time.monotonic() - away > LOST_S:
-                self._lost(f"the etcd of the run cannot run on this node: {self._places.trouble() or describe_exit(status)}")
+                self._lost(self._places.trouble() or describe_exit(status))
                 return
             if status is None:
                 continue

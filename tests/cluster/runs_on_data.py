@@ -10,6 +10,11 @@ from package_data import make_datasets
 from pretrain_recipe import recipe_sections
 from sharded import is_same
 
+from tandem.dashboard.hardware import newest_by_node
+from tandem.dashboard.open_run import OpenRun
+from tandem.metrics_database.answers import Answers
+from tandem.metrics_database.store import FILE, MetricsReader
+
 MESH = ("--parallel.data=2",)
 
 
@@ -39,3 +44,18 @@ def assert_equal_to_local(runs: LaunchedRuns, name: str, recipe: str | Path, *se
     assert runs.model(name) == runs.model("local") and rows(runs.directory(name)) == rows(runs.directory("local"))
     newest = max((runs.directory("local") / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2])).name
     assert is_same(*(runs.directory(each) / "checkpoints" / newest for each in (name, "local")))
+
+
+WATCHED = ("--metrics={port: 0, interval_s: 1}", "--health.every_s=0.5")
+"""With which what is watched of the nodes stays beside the journal."""
+
+
+def assert_watched(runs: LaunchedRuns, name: str, node: str) -> None:
+    """Checks that the run ``name`` was told of the further ``node`` while it trained: its heartbeats, the times of its rank and the memory of its processes."""
+    run = OpenRun(name, runs.directory(name))
+    assert node in newest_by_node(run)
+    reader = MetricsReader(run.directory / FILE)
+    span = reader.span_ms()
+    assert span is not None
+    for series in (f'tandem_rank_own_seconds_total{{node="{node}",rank="1"}}', f'tandem_process_resident_memory_bytes{{node="{node}",rank="1"}}'):
+        assert Answers(reader.read).over(f"last_over_time({series}[1h])", [span[1]]) != {}, series

@@ -89,7 +89,8 @@ def test_an_etcd_whose_disk_is_full_goes_on_elsewhere_with_what_it_had_and_one_w
                 time.sleep(0.05)
         assert said == [f"the disk of {disks[0]} is full: the etcd of the run goes on in {disks[1]}"]
         assert lost == [
-            f"the etcd of the run cannot run on this node: the disk of {disks[1]} is full, and no other place here has room; make room, then resume the run"
+            f"the etcd of the run cannot run on this node: the disk of {disks[1]} is full, and no other place here has room; see '{tmp_path / 'etcd.log'}', "
+            "then resume the run"
         ]
         assert [path.name for disk in disks for path in disk.iterdir()] == ["fill", "fill"], "nothing is left behind"
 

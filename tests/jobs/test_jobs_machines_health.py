@@ -69,10 +69,10 @@ def machines(data: Path, tmp_path: Path) -> Iterator[DataMachines]:
 
 def wait_for(machines: DataMachines, what: Callable[[], Any]) -> Any:
     ends = time.monotonic() + _LIMIT_S
-    while not (found := what()):
+    while not (value := what()):
         assert time.monotonic() < ends and machines.commands["train"].poll() is None, machines.said("train")
         time.sleep(0.1)
-    return found
+    return value
 
 
 def series(machines: DataMachines, name: str) -> dict[frozenset[tuple[str, str]], float]:
