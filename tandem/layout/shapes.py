@@ -73,10 +73,21 @@ class ExpertNames(NamedTuple):
     shared: str = "mlp.shared_experts"
 
 
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+"""The name of a router's bias, after ``model.layers.N.``."""
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 """The name of the gate of a layer's shared experts, after ``model.layers.N.``."""
 STANDARD_NAMES = ExpertNames()
 """The names in Qwen's and most other families."""
+
+
+class SigmoidRouting(NamedTuple):
+    """The routing of DeepSeek-V3 (DeepSeek-AI, 2024, section 2.1.2): an expert's score is the sigmoid of its logit, and the experts are chosen by score plus a
+    bias that has no gradient, from the ``groups_per_tok`` of ``groups`` whose two best sum to the most. Gates are the scores, times ``scaling``."""
+
+    groups: int = 1
+    groups_per_tok: int = 1
+    scaling: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,7 @@ class ExpertShapes:
 
     ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a plain MLP instead,
     ascending. ``names``: the family's names of the matrices. ``shared_intermediate_size``: the inner size of the shared experts together, which every token
-    visits (0: none), with a gate, a sigmoid, if ``shared_gate``.
+    visits (0: none), with a gate, a sigmoid, if ``shared_gate``. ``sigmoid``: how experts are chosen (``None``: those of the largest probabilities).
     """
 
     num_experts: int
@@ -96,6 +107,7 @@ class ExpertShapes:
     names: ExpertNames = STANDARD_NAMES
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    sigmoid: SigmoidRouting | None = None
 
     @property
     def visited_size(self) -> int:
@@ -198,6 +210,14 @@ class ModelShapes:
                 raise ValueError(f"model experts' {name} is {getattr(experts, name)}; it must be at least 1")
         if experts.shared_intermediate_size < 0:
             raise ValueError(f"model experts' shared_intermediate_size is {experts.shared_intermediate_size}; it must be at least 0")
+        if (routing := experts.sigmoid) is not None:
+            size = experts.num_experts // max(1, routing.groups)
+            if routing.groups < 1 or experts.num_experts % routing.groups or size < 2:
+                raise ValueError(f"model experts' groups {routing.groups} do not divide its {experts.num_experts} experts into two or more each")
+            if not 1 <= routing.groups_per_tok <= routing.groups or routing.groups_per_tok * size < experts.num_experts_per_tok:
+                raise ValueError(
+                    f"model experts' groups_per_tok {routing.groups_per_tok} of {routing.groups} groups of {size} have no {experts.num_experts_per_tok} experts"
+                )
         if experts.num_experts_per_tok > experts.num_experts:
             raise ValueError(f"model num_experts_per_tok {experts.num_experts_per_tok} is more than its num_experts {experts.num_experts}")
         for name in (experts.names.gate, experts.names.up, experts.names.down):
@@ -268,6 +288,7 @@ class ModelShapes:
             "a scaled embedding": self.scaled_embedding,
             "a rotary embedding of a part of each head": self.rotated_size != self.head_dim,
             "a rotary embedding of neighbouring components": self.rotary_interleaved,
+            "experts chosen by sigmoid scores": self.experts is not None and self.experts.sigmoid is not None,
             "shared experts": self.experts is not None and self.experts.shared_intermediate_size > 0,
             "a soft cap of attention scores": self.score_cap is not None,
             "a soft cap of logits": self.logit_cap is not None,
@@ -463,6 +484,8 @@ def _latent_parameters(shapes: ModelShapes, latent: LatentAttention, at: str, hi
 def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[Parameter]:
     names, inner = experts.names, experts.intermediate_size
     yield Parameter(f"{at}{names.router}.weight", (experts.num_experts, hidden))
+    if experts.sigmoid is not None:
+        yield Parameter(f"{at}{CHOICE_BIAS}", (experts.num_experts,))
     for expert in range(experts.num_experts):
         for name, shape in ((names.gate, (inner, hidden)), (names.up, (inner, hidden)), (names.down, (hidden, inner))):
             yield Parameter(f"{at}{name.format(expert)}.weight", shape)
@@ -475,8 +498,8 @@ def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[
 
 
 def parameter_count(shapes: ModelShapes) -> int:
-    """Returns the number of parameters; tied embeddings count once."""
-    return sum(p.numel for p in parameters(shapes))
+    """Returns the number of parameters; tied embeddings count once, and biases by which experts are chosen not, which have no gradient."""
+    return sum(p.numel for p in parameters(shapes) if not p.name.endswith(CHOICE_BIAS))
 
 
 def adapted_shapes(shapes: ModelShapes, lora: LoraConfig | None) -> ModelShapes:

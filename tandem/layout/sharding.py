@@ -33,7 +33,7 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.(weight|bias)", "replicated", None),
     Rule(r"model\.layers\.\d+\.mlp\.shared_experts?\.(gate|up)_proj\.weight", "column", 0),
     Rule(r"model\.layers\.\d+\.mlp\.shared_experts?\.down_proj\.weight", "row", 1),
-    Rule(r"model\.layers\.\d+\.mlp\.shared_expert_gate\.weight", "replicated", None),
+    Rule(r"model\.layers\.\d+\.mlp\.(shared_expert_gate\.weight|gate\.e_score_correction_bias)", "replicated", None),
     Rule(r"model\.layers\.\d+\.mlp\.(gate|up)_proj\.(weight|bias)", "column", 0),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.mlp\.down_proj\.bias", "replicated", None),

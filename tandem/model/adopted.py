@@ -13,11 +13,12 @@ from tandem.kernels.api import Kernels, PackedGroups, PackedWeight
 from tandem.kernels.quantized import PackedParts
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.panels import EMBEDDING, HEAD, Stacks, expert_stacks, is_stackable, panels_of_rows
-from tandem.layout.shapes import SHARED_GATE, ModelShapes, linear_name, published_parameters
+from tandem.layout.shapes import CHOICE_BIAS, SHARED_GATE, ModelShapes, linear_name, published_parameters
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.layer import STACKED
-from tandem.model.moe import ExpertLayer
+from tandem.model.moe import ExpertLayer, router_weight
+from tandem.model.routing import Selection
 from tandem.types import RunError
 from tandem.types.weights import Layout
 
@@ -69,7 +70,12 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
             router = f"{at}{experts.names.router}.weight"
             gate_up, down = (matrices.groups(stacks) for stacks in expert_stacks(matrices.known.keys(), at, experts.names))
             shared_gate = matrices.stack([f"{at}{SHARED_GATE}"]) if experts.shared_gate else None
-            mixture = ExpertLayer(matrices.stack([router]), gate_up, down, experts.num_experts_per_tok, experts.normalised, shared_gate)
+            selection = None if experts.sigmoid is None else Selection(experts.sigmoid, tensors[f"{at}{CHOICE_BIAS}"])
+            is_wide = selection is None or decoder.dtype == torch.float32
+            multiplied = matrices.stack([router]) if is_wide else decoder.kernels.pack(router_weight(matrices.in_rows(router), experts))
+            mixture = ExpertLayer(multiplied, gate_up, down, experts.num_experts_per_tok, experts.normalised, shared_gate, selection)
+            if selection is not None:
+                own[f"layers.{index}.experts.choice_bias"] = selection.bias
             own[f"layers.{index}.experts.router"] = matrices.in_rows(router)
             if experts.shared_gate:
                 own[f"layers.{index}.experts.shared_gate"] = matrices.in_rows(f"{at}{SHARED_GATE}")

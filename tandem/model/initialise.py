@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tandem.layout.shapes import is_of_adapter, parameters
+from tandem.layout.shapes import CHOICE_BIAS, is_of_adapter, parameters
 from tandem.model.decoder import Decoder
 from tandem.model.drawn import generator_of, new_adapter
 from tandem.model.huggingface.model_folder import load_adapter_tensors, part_of, to_huggingface
@@ -26,7 +26,7 @@ def initialise(decoder: Decoder, seed: int, standard_deviation: float = 0.02) ->
     for name, tensor in to_huggingface(decoder):
         if name.endswith("norm.weight"):
             tensor.fill_(0.0 if decoder.shapes.norms_from_one else 1.0)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", CHOICE_BIAS)):
             tensor.fill_(0.0)
         elif is_of_adapter(name):
             continue

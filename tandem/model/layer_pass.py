@@ -79,7 +79,7 @@ def run_layer(
     x, residual = added(kernels, x, residual, mlp_norm, eps)
     x = enter(x)
     if experts is not None:
-        route = kernels.route if replayed is None else partial(replayed.route, attention.index)
+        route = experts.route(kernels) if replayed is None else partial(replayed.route, attention.index, experts.selection)
         route = route if balance is None else partial(balance.route, route, attention.index)
         routed = mixture(kernels, experts, x, router_logits, before, expert_ranks, route)
         if gate_up is not None:

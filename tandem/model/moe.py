@@ -15,13 +15,14 @@ from tandem.kernels.api import Kernels, Routing, sum_in_order
 from tandem.kernels.mixed import whole_precision
 from tandem.layout.shapes import ExpertShapes
 from tandem.model.parallel.expert_parallel import on_their_ranks
+from tandem.model.routing import Route, Selection
 from tandem.runtime.collectives.communicator import Communicator
 
 
 class Experts(nn.Module):
     """The parameters of one layer's mixture of E experts, of which this rank holds ``held``: ``router[E, H]``, ``gate_up_proj[held, 2 F,
     H]`` (an expert's rows of gate, then those of up) and ``down_proj[held, N, I]``, [held, H, F] if the model is not sharded. Packing drops
-    the last two and keeps the router. ``shared_gate[1, H]``: of the shared experts, if they have one."""
+    the last two and keeps the router. ``shared_gate[1, H]``: of the shared experts, if they have one; ``choice_bias[E]``: of sigmoid routing."""
 
     gate_up_proj: nn.Parameter | None
     down_proj: nn.Parameter | None
@@ -34,6 +35,7 @@ class Experts(nn.Module):
         self.shapes, self.hidden, self.held = shapes, hidden, held or shapes.num_experts
         self.down = down or (hidden, shapes.intermediate_size)
         self.router = nn.Parameter(torch.empty(shapes.num_experts, hidden, dtype=dtype, device=device))
+        self.choice_bias = None if shapes.sigmoid is None else nn.Parameter(torch.empty(shapes.num_experts, dtype=dtype, device=device))
         self.shared_gate = nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=device)) if shapes.shared_gate else None
         self.allocate()
 
@@ -54,7 +56,13 @@ class Experts(nn.Module):
         down, self.down_proj = kernels.pack_groups(self.down_proj), None
         plain = whole_precision(kernels)
         shared_gate = None if self.shared_gate is None else plain.pack(self.shared_gate)
-        return ExpertLayer(plain.pack(self.router), gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised, shared_gate)
+        router = plain.pack(router_weight(self.router, self.shapes))
+        return ExpertLayer(router, gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised, shared_gate, self.selection)
+
+    @property
+    def selection(self) -> Selection | None:
+        """The sigmoid routing, if the mixture has it."""
+        return None if self.shapes.sigmoid is None or self.choice_bias is None else Selection(self.shapes.sigmoid, self.choice_bias)
 
     def drop(self) -> None:
         """Drops the plain matrices, for a decoder that has packed ones from elsewhere."""
@@ -63,8 +71,14 @@ class Experts(nn.Module):
     def plain(self) -> "ExpertLayer":
         """Returns the layer over the parameters themselves."""
         return ExpertLayer(
-            self.router, self.gate_up_proj, self.down_proj, self.shapes.num_experts_per_tok, self.shapes.normalised, self.shared_gate
-        )
+            router_weight(self.router, self.shapes), self.gate_up_proj, self.down_proj, self.shapes.num_experts_per_tok, self.shapes.normalised,
+            self.shared_gate, self.selection,
+        )  # fmt: skip
+
+
+def router_weight(weight: Tensor, shapes: ExpertShapes) -> Tensor:
+    """Returns what a router multiplies with: for sigmoid scores in at least fp32, as transformers does."""
+    return weight if shapes.sigmoid is None else weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 class ExpertLayer(NamedTuple):
@@ -76,6 +90,11 @@ class ExpertLayer(NamedTuple):
     num_experts_per_tok: int
     normalised: bool
     shared_gate: Any = None
+    selection: Selection | None = None
+
+    def route(self, kernels: Kernels) -> Route:
+        """Returns how the router chooses."""
+        return kernels.route if self.selection is None else self.selection.route
 
 
 def gated(kernels: Kernels, layer: ExpertLayer, x: Tensor, shared: Tensor) -> Tensor:
@@ -93,7 +112,7 @@ def gated(kernels: Kernels, layer: ExpertLayer, x: Tensor, shared: Tensor) -> Te
 def mixture(
     kernels: Kernels, layer: ExpertLayer, x: Tensor, router_logits: list[Tensor] | None = None,
     before_down: Callable[[Tensor], Tensor] | None = None, ranks: Communicator | None = None,
-    route: Callable[[Tensor, int, bool], Routing] | None = None,
+    route: Route | None = None,
 ) -> Tensor:
     """Computes ``x[T, H]`` -> [T, H] through each token's experts. ``router_logits``: a list that receives the [T, E] of this layer;
     ``before_down``: applied to the input of ``down``. ``ranks``: those that the experts are sharded over. ``route``: replaces the kernels'
@@ -103,10 +122,10 @@ def mixture(
     # Small differences decide which experts a token is routed to, so the router never runs in mixed precision.
     plain = whole_precision(kernels)
     router: Any = plain.linear_packed if is_packed else plain.linear
-    logits = router(x, layer.router, None)
+    logits = router(x if layer.selection is None else x.to(torch.promote_types(x.dtype, torch.float32)), layer.router, None)
     if router_logits is not None:
         router_logits.append(logits)
-    routing = (route or kernels.route)(logits, layer.num_experts_per_tok, layer.normalised)
+    routing = (route or layer.route(kernels))(logits, layer.num_experts_per_tok, layer.normalised)
 
     def compute(rows: Tensor, bounds: Tensor) -> Tensor:
         inner = kernels.silu_mul(grouped(rows, layer.gate_up, bounds))

@@ -49,9 +49,8 @@ def shapes_of(config: NewModelConfig, vocab_size: int) -> ModelShapes:
             attention_bias=biases.attention,
             output_bias=biases.output,
             mlp_bias=biases.mlp,
-            **family.constants,
             rotary_fraction=1.0 if family.rotary_fraction is None else family.rotary_fraction,
-            **({} if family.terms is None else family.terms.new(config.num_hidden_layers)),
+            **(family.constants | ({} if family.terms is None else family.terms.new(config.num_hidden_layers))),
             experts=experts,
         )
         config_json(shapes)

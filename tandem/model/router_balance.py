@@ -8,7 +8,7 @@ The bias (Wang et al., 2024; DeepSeek-V3, section 2.1.2) is added to the probabi
 changes by a fixed amount: up for experts with less than their share of the step's tokens, down for the others.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import Routing
-from tandem.model.routing import routed_to
+from tandem.model.routing import Route, routed_to
 from tandem.runtime.collectives.communicator import Communicator
 
-Route = Callable[[Tensor, int, bool], Routing]
-"""``Kernels.route``, or what replaces it."""
 ALONE = Communicator("alone", 0, 1, None, 0.0)
 
 

@@ -1,22 +1,77 @@
-"""The routing of tokens to experts that are chosen elsewhere than by the router's largest probabilities."""
+"""The routing of tokens to experts that are chosen otherwise than by the router's largest probabilities."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.api import Routing, sum_in_order
+from tandem.layout.shapes import SigmoidRouting
+
+Route = Callable[[Tensor, int, bool], Routing]
+"""``Kernels.route``, or what replaces it."""
+SMALLEST_SUM = 1e-20
+"""Added to the sum that gates of sigmoid scores are divided by, as in transformers."""
 
 
-def routed_to(logits: Tensor, experts: Tensor, normalised: bool) -> Routing:
+class Selection(NamedTuple):
+    """Sigmoid routing with its ``bias[E]`` on the choice."""
+
+    routing: SigmoidRouting
+    bias: Tensor
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Returns the scores [T, E] of ``logits[T, E]``, in at least fp32."""
+        # torch's sigmoid gives the last elements of a tensor other bits than the others; below -80 its value is 0 and its slope too.
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous().clamp_min(-80.0)
+        return 1.0 / (1.0 + torch.exp(-wide))
+
+    @torch.no_grad()
+    def choose(self, scores: Tensor, each: int) -> Tensor:
+        """Returns the experts [T, each] int64 of each token; ties go to the lowest groups and ids."""
+        wanted = scores + self.bias.to(scores.dtype)
+        groups = self.routing.groups
+        if groups > 1:
+            by_group = wanted.view(len(wanted), groups, wanted.shape[1] // groups)
+            best = by_group.sort(dim=-1, descending=True, stable=True).values
+            kept = (best[..., 0] + best[..., 1]).sort(dim=-1, descending=True, stable=True).indices[:, : self.routing.groups_per_tok]
+            is_left_out = torch.ones(len(wanted), groups, dtype=torch.bool, device=wanted.device).scatter_(1, kept, False)
+            wanted = by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(1)
+        return wanted.sort(dim=-1, descending=True, stable=True).indices[:, :each]
+
+    def route(self, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
+        """Does ``Kernels.route`` with the experts of the largest scores."""
+        return routed_to(logits, self.choose(self.scores(logits.detach()), experts_per_token), normalised, self)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Returns ``gates``; ``bias`` gets a gradient of 0, as a parameter that no optimizer changes."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = bias
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad, torch.zeros_like(ctx.bias)
+
+
+def routed_to(logits: Tensor, experts: Tensor, normalised: bool, selection: Selection | None = None) -> Routing:
     """Routes T tokens to ``experts[T, k]`` int64, with the gates that ``Kernels.route`` gives them: their probabilities under ``softmax(logits[T, E])``, in at
-    least fp32, divided by their sum if ``normalised``. Gradients go to all logits, as they do for the largest."""
-    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    least fp32, or their scores of ``selection``, divided by their sum if ``normalised``. Gradients go to all logits, as they do for the largest."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    probabilities = logits.to(wide).softmax(-1) if selection is None else selection.scores(logits)
     gates = probabilities.gather(1, experts)
     if normalised:
-        gates = gates / sum_in_order(gates.unbind(1)).unsqueeze(1)
+        total = sum_in_order(gates.unbind(1)).unsqueeze(1)
+        gates = gates / (total if selection is None else total + SMALLEST_SUM)
+    if selection is not None:
+        gates = gates if selection.routing.scaling == 1.0 else gates * selection.routing.scaling
+        if selection.bias.requires_grad and torch.is_grad_enabled():
+            gates = _WithoutGradient.apply(gates, selection.bias)
     ordered, order = experts.reshape(-1).sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
@@ -62,10 +117,12 @@ class Replay(NamedTuple):
     experts: Tensor
     counts: ReplayCount
 
-    def route(self, layer: int, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
-        """Does ``Kernels.route`` with the experts recorded for ``layer``."""
+    def route(self, layer: int, selection: Selection | None, logits: Tensor, experts_per_token: int, normalised: bool) -> Routing:
+        """Does ``Kernels.route``, or that of ``selection``, with the experts recorded for ``layer``."""
         experts = self.experts[:, layer].long()
         assert experts.shape == (len(logits), experts_per_token), "the recorded routing is of other tokens, or of another model"
         with torch.no_grad():
-            self.counts.add(experts, logits.sort(dim=-1, descending=True, stable=True).indices[:, :experts_per_token])
-        return routed_to(logits, experts, normalised)
+            largest = logits.sort(dim=-1, descending=True, stable=True).indices[:, :experts_per_token]
+            own = largest if selection is None else selection.choose(selection.scores(logits), experts_per_token)
+            self.counts.add(experts, own)
+        return routed_to(logits, experts, normalised, selection)

@@ -33,7 +33,6 @@ TRAITS = {
     "deepseek_v2": OTHER,
     "deepseek_v3": FamilyTraits(mlp_bias=False),
     "kimi_k2": FamilyTraits(mlp_bias=False),
-    "glm4_moe": FamilyTraits(output_bias=False, mlp_bias=False, qk_norm=ConfigFlag("use_qk_norm")),
     "gpt2": FamilyTraits(gated_mlp=False, ties=True),
     "gpt_bigcode": FamilyTraits(gated_mlp=False, ties=True),
     "opt": FamilyTraits(gated_mlp=False, ties=True),

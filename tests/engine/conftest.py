@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.llm import LLM
 from tandem.kernels import select
-from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers
+from tandem.layout.shapes import CHOICE_BIAS, ExpertShapes, ModelShapes, Multipliers, SigmoidRouting
 from tandem.model.decoder import Decoder
 from tandem.model.families import mixtral, qwen2_moe
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
@@ -31,6 +31,10 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
         "tie_word_embeddings": False, "attention_bias": True,
         "experts": ExpertShapes(6, 2, 40, normalised=False, names=qwen2_moe.NAMES, shared_intermediate_size=48, shared_gate=True),
+    },
+    "glm4_moe": {
+        "tie_word_embeddings": False, "rotary_fraction": 0.5, "qk_norm": True,
+        "experts": ExpertShapes(8, 3, 40, dense_layers=(0,), shared_intermediate_size=80, sigmoid=SigmoidRouting(4, 2, 1.7)),
     },
     "mistral": {"tie_word_embeddings": False, "layer_windows": (20, 20)},
     "gemma2": {
@@ -59,7 +63,9 @@ def random_decoder(architecture: str, seed: int) -> Decoder:
     initialise(decoder, seed)
     with torch.no_grad():
         for name, tensor in to_huggingface(decoder):
-            if not name.endswith("norm.weight"):
+            if name.endswith(CHOICE_BIAS):
+                tensor.copy_(torch.linspace(-0.2, 0.2, len(tensor)))
+            elif not name.endswith("norm.weight"):
                 tensor.mul_(10 if "proj" in name else 3)
             elif decoder.shapes.norms_from_one:
                 tensor.copy_(torch.linspace(-0.3, 0.3, len(tensor)))

@@ -8,7 +8,7 @@ import torch
 
 from tandem import LLM, SamplingParams
 from tandem.kernels import KernelChoice, select
-from tandem.layout.shapes import STANDARD_NAMES, ExpertShapes, ModelShapes
+from tandem.layout.shapes import STANDARD_NAMES, ExpertShapes, ModelShapes, SigmoidRouting
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
 from tandem.model.families.mixtral import NAMES as MIXTRAL
@@ -41,6 +41,10 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
         "tie_word_embeddings": False, "attention_bias": True,
         "experts": ExpertShapes(16, 2, 64, normalised=False, dense_layers=(1,), names=QWEN2_MOE, shared_intermediate_size=80, shared_gate=True),
+    },
+    "glm4_moe": {
+        "tie_word_embeddings": False, "rotary_fraction": 0.5, "qk_norm": True,
+        "experts": ExpertShapes(16, 2, 64, dense_layers=(0,), shared_intermediate_size=64, sigmoid=SigmoidRouting(4, 2, 1.7)),
     },
     # Experts of whole panels, a router in panels (16 experts) and one that is not, a layer without experts, and tensors with other names.
     "qwen3_moe": {"tie_word_embeddings": False, "qk_norm": True, "experts": ExpertShapes(16, 2, 64)},

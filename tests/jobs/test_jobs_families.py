@@ -7,6 +7,7 @@ import pytest
 from tandem.cli.main import main
 from tandem.config.model import NewModelConfig
 from tandem.jobs.start import train
+from tandem.layout.shapes import CHOICE_BIAS
 from tandem.model.create_model import create_model
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_folder import read_shapes, read_tensors
@@ -40,5 +41,6 @@ def test_grpo_trains_a_folder_of_the_family_for_ten_steps_and_generate_reads_the
     before, after = dict(read_tensors(folder)), dict(read_tensors(trained))
     assert before.keys() == after.keys()
     assert any(not before[name].equal(tensor) for name, tensor in after.items())
+    assert all(before[name].equal(tensor) for name, tensor in after.items() if name.endswith(CHOICE_BIAS))
     assert main(["generate", str(trained), "--prompt", "12", "--max-tokens", "4", "--temperature", "0"]) in (0, None)
     assert capsys.readouterr().out

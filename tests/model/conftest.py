@@ -50,6 +50,9 @@ def peer_model() -> Callable[..., Any]:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.15)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.2)
         return model
 
     return make

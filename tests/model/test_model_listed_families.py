@@ -25,7 +25,7 @@ from tandem.model.families_document import with_table
 from tandem.model.family import all_families
 from tandem.model.huggingface.model_folder import load_model, read_tensors, save_model, to_huggingface
 from tandem.model.huggingface.peft_folder import merged_tensors
-from tandem.model.huggingface.safetensors_file import read_file
+from tandem.model.huggingface.safetensors_file import read_file, write_file
 from tandem.model.layer import factor_of_norm
 from tandem.model.quantization.calibration import END, chunks_of, inputs_of
 from tandem.model.quantization.formats import read_format
@@ -51,6 +51,10 @@ TINY: dict[str, dict[str, Any]] = {
         },
     },
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "glm4_moe": {
+        "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True, "head_dim": 16,
+    },
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 0.8, "attention_bias": True,
     },
@@ -131,6 +135,18 @@ def exact_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logits, gates / gates.sum(-1, keepdim=True) if getattr(module, "norm_topk_prob", True) else gates, experts
 
 
+def exact_sigmoid_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The router of DeepSeek-V3's kind without the rounding to fp32 in transformers."""
+    logits = nn.functional.linear(hidden.view(-1, hidden.shape[-1]), module.weight)
+    scores = logits.sigmoid()
+    by_group = (scores + module.e_score_correction_bias).view(len(scores), module.num_group, -1)
+    groups = by_group.topk(2, dim=-1).values.sum(-1).topk(module.topk_group, dim=-1).indices
+    allowed = torch.zeros(by_group.shape[:2], dtype=torch.bool).scatter_(1, groups, True)
+    experts = by_group.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1).topk(module.top_k, dim=-1).indices
+    gates = scores.gather(1, experts)
+    return logits, gates / (gates.sum(-1, keepdim=True) + 1e-20) * module.routed_scaling_factor, experts
+
+
 def test_every_listed_family_has_a_row() -> None:
     assert sorted(TINY) == sorted(all_families())
 
@@ -183,6 +199,8 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
             monkeypatch.setattr(type(module), "forward", exact_norm)
         if type(module).__name__.endswith("TopKRouter"):
             monkeypatch.setattr(type(module), "forward", exact_router)
+        if type(module).__name__.endswith("TopkRouter"):
+            monkeypatch.setattr(type(module), "forward", exact_sigmoid_router)
     peer.set_experts_implementation("eager")
     monkeypatch.setattr(nn.functional, "softmax", exact_softmax)
     decoder = load_model(tiny.folder, select("reference"), dtype=torch.float64)
@@ -203,6 +221,9 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
     for gradients, near in ((dict(to_huggingface(decoder)), 1e-7), (dict(to_huggingface(in_fp32)), 1e-3)):
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():
+            if name.endswith("e_score_correction_bias"):
+                assert not gradients[name].any(), "the bias of the choice has no gradient"
+                continue
             assert (gradients[name] - gradient).norm() <= near * gradient.norm(), name
 
 
@@ -293,6 +314,14 @@ def test_a_part_of_each_head_that_is_rotated_is_that_of_transformers(
     decoder = load_model(tmp_path / "model", select("cpu"))
     assert decoder.shapes.rotated_size == 12
     assert (logits_of(decoder) - peer_logits(peer)).abs().max() < 1e-4
+
+
+def test_layers_that_predict_further_tokens_are_left_out(peer_model: Callable[..., Any], tmp_path: Path) -> None:
+    peer = peer_model("glm4_moe", **TINY["glm4_moe"])
+    peer.save_pretrained(tmp_path)
+    tensors = {name: tensor.clone() for name, tensor in read_file(tmp_path / "model.safetensors")}
+    write_file(tmp_path / "model.safetensors", [*tensors.items(), (f"model.layers.{peer.config.num_hidden_layers}.eh_proj.weight", torch.zeros(3, 3))])
+    assert [name for name, _ in to_huggingface(load_model(tmp_path, select("reference"))) if name not in tensors] == []
 
 
 def test_a_stack_with_rows_for_other_heads_is_named(peer_model: Callable[..., Any], tmp_path: Path) -> None:

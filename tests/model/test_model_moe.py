@@ -8,12 +8,13 @@ import torch
 
 from tandem.kernels import Kernels, select
 from tandem.kernels.reference import ReferenceKernels
-from tandem.layout.shapes import ExpertShapes, ModelShapes
+from tandem.layout.shapes import ExpertShapes, ModelShapes, SigmoidRouting
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import mixtral
 from tandem.model.huggingface.model_folder import load_model, load_tensors, read_shapes, save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.model.moe import Experts, load_balancing_loss, mixture
+from tandem.model.routing import Replay, ReplayCount, Selection
 from tandem.types import UserError
 
 SHAPES = ModelShapes("mixtral", 40, 24, 2, 2, 1, 16, 32, 64, False, experts=ExpertShapes(6, 2, 32, names=mixtral.NAMES))
@@ -171,3 +172,27 @@ def test_random_mixtures_have_the_logits_of_transformers(seed: int, peer_model, 
         (ours,) = packed_logits(decoder, [tokens])
         theirs = peer(tokens.unsqueeze(0)).logits[0]
     assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_sigmoid_routing_gives_a_token_the_same_bits_in_any_batch_and_when_its_own_choice_is_replayed() -> None:
+    logits = torch.randn(50, 12) * 3
+    selection = Selection(SigmoidRouting(4, 2, 1.7), torch.randn(12))
+    whole = selection.route(logits, 3, True)
+    for first, last in ((0, 1), (7, 20), (13, 50), (9, 9)):
+        part = selection.route(logits[first:last].clone(), 3, True)
+        assert torch.equal(part.gates, whole.gates[first:last]) and torch.equal(part.experts, whole.experts[first:last])
+    replayed = Replay(whole.experts.unsqueeze(1).to(torch.int16), ReplayCount())
+    again = replayed.route(0, selection, logits, 3, True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, whole, strict=True))
+    assert replayed.counts.take(logits.device).tolist() == [0, 50]
+    groups = [len(set(row)) for row in (whole.experts // 3).tolist()]
+    assert max(groups) == 2, "from two of the four groups of three experts"
+
+
+def test_a_bias_on_the_choice_changes_who_is_chosen_and_no_gate_and_has_no_gradient() -> None:
+    logits, bias = torch.randn(40, 6, requires_grad=True), torch.tensor([0.0, 9.0, 0, 0, 0, 0], requires_grad=True)
+    routing = Selection(SigmoidRouting(), bias).route(logits, 2, False)
+    assert (routing.experts[:, 0] == 1).all()
+    assert torch.allclose(routing.gates, logits.sigmoid().gather(1, routing.experts))
+    routing.gates.sum().backward()
+    assert bias.grad is not None and not bias.grad.any() and logits.grad is not None and logits.grad.any()

@@ -12,7 +12,7 @@ from ranks import RankContext
 from tandem.config.trainer import TrainerConfig
 from tandem.kernels import select
 from tandem.layout.mesh import GroupName
-from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary, parameters
+from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary, SigmoidRouting, parameters
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
 from tandem.model.families import qwen2_moe
@@ -34,6 +34,10 @@ QWEN3_MOE = ModelShapes("qwen3_moe", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_nor
 QWEN2_MOE = ModelShapes(
     "qwen2_moe", 43, 32, 3, 4, 2, 16, 48, 128, False, attention_bias=True,
     experts=ExpertShapes(6, 2, 24, normalised=False, dense_layers=(1,), names=qwen2_moe.NAMES, shared_intermediate_size=40, shared_gate=True),
+)
+GLM4_MOE = ModelShapes(
+    "glm4_moe", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, rotary_fraction=0.5,
+    experts=ExpertShapes(8, 3, 24, dense_layers=(0,), shared_intermediate_size=48, sigmoid=SigmoidRouting(4, 2, 1.7)),
 )
 MISTRAL = ModelShapes("mistral", 43, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(5, 5))
 GRANITE = ModelShapes("granite", 43, 32, 2, 4, 2, 16, 48, 128, False, multipliers=Multipliers(3.0, 0.22, 0.3, 0.8), post_norms=True)

@@ -10,7 +10,21 @@ from typing import Any
 import pytest
 import torch
 from data_parallel_training import trained
-from model_ranks import GEMMA, LEARNING_RATE, LLAMA, QWEN2_MOE, QWEN3, QWEN3_MOE, Case, build, by_one_process, check, ranks_of, sequences_of
+from model_ranks import (
+    GEMMA,
+    GLM4_MOE,
+    LEARNING_RATE,
+    LLAMA,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    Case,
+    build,
+    by_one_process,
+    check,
+    ranks_of,
+    sequences_of,
+)
 from ranks import RankContext, Ranks
 
 from tandem.estimate.model_bytes import cut_by_zero, optimizer_bytes
@@ -60,7 +74,10 @@ def test_one_is_added_to_the_norms_of_a_layer_while_they_are_there(recompute: An
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 
-@pytest.mark.parametrize("shapes", [QWEN3_MOE, pytest.param(QWEN2_MOE, marks=pytest.mark.full)], ids=lambda shapes: shapes.architecture)
+FURTHER = [pytest.param(shapes, marks=pytest.mark.full) for shapes in (QWEN2_MOE, GLM4_MOE)]
+
+
+@pytest.mark.parametrize("shapes", [QWEN3_MOE, *FURTHER], ids=lambda shapes: shapes.architecture)
 def test_experts_are_replicas_too(shapes: Any, ranks: Ranks) -> None:
     case = Case(shapes)
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))

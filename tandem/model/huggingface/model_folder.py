@@ -15,6 +15,7 @@ from tandem.config.lora import LoraConfig
 from tandem.kernels.api import Kernels
 from tandem.layout.pipeline_stages import Span
 from tandem.layout.shapes import (
+    CHOICE_BIAS,
     SHARED_GATE,
     ExpertNames,
     ValueHead,
@@ -135,6 +136,8 @@ def _parameters_of(decoder: Decoder) -> dict[str, Tensor]:
 def _experts_of(experts: Experts, names: ExpertNames, at: str, first: int) -> dict[str, Tensor]:
     assert experts.gate_up_proj is not None and experts.down_proj is not None
     tensors: dict[str, Tensor] = {f"{at}{names.router}.weight": experts.router}
+    if experts.choice_bias is not None:
+        tensors[f"{at}{CHOICE_BIAS}"] = experts.choice_bias
     if experts.shared_gate is not None:
         tensors[f"{at}{SHARED_GATE}"] = experts.shared_gate
     gate, up = experts.gate_up_proj.detach().chunk(2, dim=1)

@@ -30,7 +30,7 @@ def placement(model: Decoder, name: str) -> Placement:
         return Placement("shard", "tokens")
     if re.search(r"(o|down)_proj\.bias$", name):
         return Placement("shard" if model.shard_spec.deterministic else residual, "tokens")
-    if re.search(r"([qk]_norm\.weight|experts\.(router|shared_gate))$", name):
+    if re.search(r"([qk]_norm\.weight|experts\.(router|shared_gate|choice_bias))$", name):
         # These are applied to this rank's heads, or weigh this rank's part of the experts' outputs.
         return Placement("partial", "tokens")
     if is_adapter_parameter(name):

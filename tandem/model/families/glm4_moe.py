@@ -1,0 +1,60 @@
+"""GLM-4.5 and later (Zhipu AI, 2025): a mixture of experts with shared ones, chosen by sigmoid scores as in DeepSeek-V3, behind a few dense layers."""
+
+from typing import Any
+
+from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes, SigmoidRouting
+from tandem.model.family import ConfigFlag, Family, Mixture, Terms
+from tandem.model.huggingface.config_reader import ConfigReader
+
+NAMES = ExpertNames()
+
+
+def read_experts(reader: ConfigReader, layers: int) -> ExpertShapes:
+    """Reads the experts; the first ``first_k_dense_replace`` layers are dense."""
+    dense, inner = reader.config.get("first_k_dense_replace", 1), reader.integer("moe_intermediate_size", 1408)
+    if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense < layers:
+        raise reader.fail("first_k_dense_replace", dense, f"it must be a whole number below the {layers} layers")
+    groups = SigmoidRouting(reader.integer("n_group", 1), reader.integer("topk_group", 1), reader.number("routed_scaling_factor", 1.0))
+    return ExpertShapes(
+        reader.integer("n_routed_experts" if "n_routed_experts" in reader.config else "num_local_experts", 128),
+        reader.integer("num_experts_per_tok", 8),
+        inner,
+        normalised=reader.boolean("norm_topk_prob", True),
+        dense_layers=tuple(range(dense)),
+        names=NAMES,
+        shared_intermediate_size=inner * reader.integer("n_shared_experts", 1),
+        sigmoid=groups,
+    )
+
+
+def write_experts(experts: ExpertShapes) -> dict[str, Any]:
+    routing = experts.sigmoid or SigmoidRouting()
+    return {
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_tok,
+        "moe_intermediate_size": experts.intermediate_size,
+        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
+        "first_k_dense_replace": len(experts.dense_layers),
+        "norm_topk_prob": experts.normalised,
+        "n_group": routing.groups,
+        "topk_group": routing.groups_per_tok,
+        "routed_scaling_factor": routing.scaling,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def write_norms(shapes: ModelShapes) -> dict[str, Any]:
+    return {"use_qk_norm": shapes.qk_norm}
+
+
+FAMILY = Family(
+    model_type="glm4_moe",
+    class_name="Glm4MoeForCausalLM",
+    attention_bias=ConfigFlag("attention_bias"),
+    rotary_fraction=0.5,
+    terms=Terms(lambda reader, layers, head_dim: {"qk_norm": reader.boolean("use_qk_norm", False)}, write_norms),
+    experts=Mixture(NAMES, read_experts, write_experts, lambda inner: {"shared_intermediate_size": inner, "sigmoid": SigmoidRouting()}),
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+)
