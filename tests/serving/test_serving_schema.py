@@ -19,7 +19,7 @@ def fuzz(running: Server, examples: int, seed: int) -> None:
         sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run", f"{running.url}/openapi.json",
         "--checks", "all", "--exclude-checks", EXCLUDED,
         "--max-examples", str(examples), "--seed", str(seed), "--phases", "examples,coverage,fuzzing", "--header", "Authorization: Bearer control",
-        "--exclude-path-regex", "^/(sleep|pause)$", "--request-timeout", "60", "--no-color", "--generation-database", "none",
+        "--exclude-path-regex", "^/(sleep|pause)$", "--request-timeout", "60", "--max-response-time", "60", "--no-color", "--generation-database", "none",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000, cwd=running.log.parent)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
