@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.kernels import Kernels, PackedWeight
 from tandem.kernels.reference import ReferenceKernels
-from tandem.layout.shapes import ExpertShapes, ModelShapes, RopeScaling
+from tandem.layout.shapes import Activation, ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.decoder import Decoder
 from tandem.model.families import mixtral
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
@@ -194,8 +194,9 @@ class ReorderedSum:
         return self.linear(x, weight.data, bias)
 
     def gated_mlp_packed(
-        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None
+        self, x: Tensor, gate_up: PackedWeight, gate_up_bias: Tensor | None, down: PackedWeight, down_bias: Tensor | None, activation: Activation = "silu"
     ) -> Tensor:
+        assert activation == "silu"
         return self.linear_packed(self.inner.silu_mul(self.linear_packed(x, gate_up, gate_up_bias)), down, down_bias)
 
 
