@@ -17,7 +17,7 @@ from tandem.layout.shapes import CHOICE_BIAS, SHARED_GATE, ModelShapes, linear_n
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.layer import STACKED
-from tandem.model.moe import ExpertLayer, router_weight
+from tandem.model.moe import ExpertLayer, wide
 from tandem.model.routing import Selection
 from tandem.types import RunError
 from tandem.types.weights import Layout
@@ -72,7 +72,7 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
             shared_gate = matrices.stack([f"{at}{SHARED_GATE}"]) if experts.shared_gate else None
             selection = None if experts.sigmoid is None else Selection(experts.sigmoid, tensors[f"{at}{CHOICE_BIAS}"])
             is_wide = selection is None or decoder.dtype == torch.float32
-            multiplied = matrices.stack([router]) if is_wide else decoder.kernels.pack(router_weight(matrices.in_rows(router), experts))
+            multiplied = matrices.stack([router]) if is_wide else decoder.kernels.pack(wide(matrices.in_rows(router)))
             mixture = ExpertLayer(multiplied, gate_up, down, experts.num_experts_per_tok, experts.normalised, shared_gate, selection)
             if selection is not None:
                 own[f"layers.{index}.experts.choice_bias"] = selection.bias

@@ -56,7 +56,7 @@ class Experts(nn.Module):
         down, self.down_proj = kernels.pack_groups(self.down_proj), None
         plain = whole_precision(kernels)
         shared_gate = None if self.shared_gate is None else plain.pack(self.shared_gate)
-        router = plain.pack(router_weight(self.router, self.shapes))
+        router = plain.pack(self.router if self.shapes.sigmoid is None else wide(self.router))
         return ExpertLayer(router, gate_up, down, self.shapes.num_experts_per_tok, self.shapes.normalised, shared_gate, self.selection)
 
     @property
@@ -71,14 +71,14 @@ class Experts(nn.Module):
     def plain(self) -> "ExpertLayer":
         """Returns the layer over the parameters themselves."""
         return ExpertLayer(
-            router_weight(self.router, self.shapes), self.gate_up_proj, self.down_proj, self.shapes.num_experts_per_tok, self.shapes.normalised,
+            self.router, self.gate_up_proj, self.down_proj, self.shapes.num_experts_per_tok, self.shapes.normalised,
             self.shared_gate, self.selection,
         )  # fmt: skip
 
 
-def router_weight(weight: Tensor, shapes: ExpertShapes) -> Tensor:
-    """Returns what a router multiplies with: for sigmoid scores in at least fp32, as transformers does."""
-    return weight if shapes.sigmoid is None else weight.to(torch.promote_types(weight.dtype, torch.float32))
+def wide(x: Tensor) -> Tensor:
+    """Returns ``x`` in at least fp32, in which routers with sigmoid scores multiply, as in transformers."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class ExpertLayer(NamedTuple):
@@ -105,8 +105,8 @@ def gated(kernels: Kernels, layer: ExpertLayer, x: Tensor, shared: Tensor) -> Te
     multiply: Any = plain.linear if isinstance(layer.shared_gate, Tensor) else plain.linear_packed
     logits: Tensor = multiply(x, layer.shared_gate, None)
     # torch's sigmoid gives the last elements of a tensor other bits than the others; below -80 its value is 0 and its slope too.
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous().clamp_min(-80.0)
-    return (shared * (1.0 / (1.0 + torch.exp(-wide)))).to(shared.dtype)
+    bounded = wide(logits).contiguous().clamp_min(-80.0)
+    return (shared * (1.0 / (1.0 + torch.exp(-bounded)))).to(shared.dtype)
 
 
 def mixture(
@@ -122,7 +122,11 @@ def mixture(
     # Small differences decide which experts a token is routed to, so the router never runs in mixed precision.
     plain = whole_precision(kernels)
     router: Any = plain.linear_packed if is_packed else plain.linear
-    logits = router(x if layer.selection is None else x.to(torch.promote_types(x.dtype, torch.float32)), layer.router, None)
+    read, weight = x, layer.router
+    if layer.selection is not None:
+        # Converted here, because only while the layer runs is the weight sure to be there; a packed one has been.
+        read, weight = wide(x), weight if is_packed else wide(weight)
+    logits = router(read, weight, None)
     if router_logits is not None:
         router_logits.append(logits)
     routing = (route or layer.route(kernels))(logits, layer.num_experts_per_tok, layer.normalised)

@@ -186,7 +186,7 @@ def test_attentions_gradients_are_those_of_float64_over_several_tiles(heads: int
         assert error(ours, theirs) < 1e-6
 
 
-CASES = [(24, 3, 1, 20, None), pytest.param(80, 4, 2, None, None, marks=pytest.mark.full), (16, 2, 1, None, 1.5)]
+CASES = [(24, 3, 1, 20, None), pytest.param(80, 4, 2, None, None, marks=pytest.mark.full), pytest.param(16, 2, 1, None, 1.5, marks=pytest.mark.full)]
 LENGTHS = [1, 12, 100]
 
 

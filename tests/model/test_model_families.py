@@ -105,7 +105,7 @@ def test_every_family_is_created_from_a_recipe(model_type: str, tmp_path: Path) 
     ("config", "message"),
     [
         (NewModelConfig("qwen4"), "'model.create.architecture' is 'qwen4'.*llama, mistral, mixtral.*Did you mean 'qwen3'"),
-        (NewModelConfig("llama", num_experts=4), "'model.create.num_experts' is 4, which is not read: llama .* no experts; .*mixtral, qwen3_moe"),
+        (NewModelConfig("llama", num_experts=4), "'model.create.num_experts' is 4, which is not read: llama .* no experts; .*mixtral, qwen2_moe, qwen3_moe"),
         (NewModelConfig("qwen3", moe_intermediate_size=24), "'model.create.moe_intermediate_size' is 24, which is not read"),
         (NewModelConfig("mixtral", moe_intermediate_size=24), "section 'model.create'.*mixtral.*experts.intermediate_size 24.*512"),
     ],

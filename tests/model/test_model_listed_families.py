@@ -76,7 +76,7 @@ TINY: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9},
 }  # fmt: skip
 """By ``model_type``: keys of a ``config.json`` that turn on what the family has beside the sizes of ``peer_model``."""
-BY_OTHERS = ("gemma", "gemma3_text", "llama", "mistral", "mixtral", "olmo2", "qwen3")
+BY_OTHERS = ("gemma", "gemma3_text", "glm4", "llama", "mistral", "mixtral", "olmo2", "qwen2_moe", "qwen3")
 """Families whose terms are all in others, so that ``make test`` leaves them out."""
 SEQUENCES = [torch.randint(3, 40, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 2, 34)]
 
