@@ -18,7 +18,7 @@ from tandem.layout.pipeline_stages import own_spans, spans_of
 from tandem.model.decoder import Decoder
 from tandem.model.drawn import new_adapter
 from tandem.model.huggingface.model_config import read_shapes
-from tandem.model.huggingface.model_folder import load_tensors, read_tensors, unfilled_model
+from tandem.model.huggingface.model_folder import load_tensors, read_held, unfilled_model
 from tandem.model.value_folder import new_head
 from tandem.trainer.checkpoint.model_state import parts_of
 from tandem.trainer.checkpoint.replica_state import ReplicaState, fill_parts
@@ -52,7 +52,7 @@ class ReplicaSettings:
 
     def tensors(self, model: Decoder) -> Iterator[tuple[str, Tensor]]:
         """Yields what ``model`` starts with."""
-        yield from read_tensors(self.start, model.holds)
+        yield from read_held(self.start, model)
         if model.shapes.lora is not None:
             yield from new_adapter(model.shapes, self.seed)
         if self.head_seed is not None:
@@ -91,7 +91,7 @@ def build_frozen(settings: ReplicaSettings, ranks: Ranks, kernels: Kernels) -> F
     parts = parts_of(model)
     shards.reshard()
     with _named(settings.start):
-        fill_parts(model, parts, read_tensors(settings.start, model.holds), shards.fill)
+        fill_parts(model, parts, read_held(settings.start, model), shards.fill)
     return FrozenReplica(ranks, model, pipeline, shards)
 
 

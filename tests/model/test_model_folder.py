@@ -269,3 +269,14 @@ def test_initial_weights_have_the_stated_distribution() -> None:
         else:
             expected = 0.02 / 4 if "o_proj" in name or "down_proj" in name else 0.02
             assert abs(tensor.std() / expected - 1) < 0.03 and abs(tensor.mean()) < expected / 20
+
+
+def test_weights_of_layers_behind_the_last_one_are_refused_unless_they_predict_further_tokens(tmp_path) -> None:
+    save_model(decoder_of(BIASED), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(UserError, match=r"tensor 'model\.layers\.1\.[a-z_.]+' is not a parameter of this llama model; check config\.json"):
+        load_model(tmp_path / "model", select("reference"))
+    path.write_text(json.dumps({**config, "num_hidden_layers": 1, "num_nextn_predict_layers": 1}))
+    assert len(load_model(tmp_path / "model", select("reference")).layers) == 1

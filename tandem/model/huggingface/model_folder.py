@@ -1,6 +1,7 @@
 """Reads and writes Hugging Face folders: names, fused matrices, files."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -90,6 +91,19 @@ def _stacks_of(folder: Path) -> Stacks | None:
         return None
     family = all_families().get(str(read_json(folder / "config.json").get("model_type")))
     return Stacks(read_shapes(folder, "labels")) if family is not None and family.stacked else None
+
+
+def read_held(folder: str | Path, decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of the folder that ``decoder`` holds, and those of layers that its model does not have, for which ``load_tensors`` refuses it, but for
+    layers of multi-token prediction. Raises ``UserError`` as ``read_tensors``."""
+    further = read_json(Path(folder) / "config.json").get("num_nextn_predict_layers")
+    layers = decoder.shapes.num_hidden_layers + (further if isinstance(further, int) else 0)
+
+    def is_behind(name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return layer is not None and int(layer[1]) >= layers
+
+    return read_tensors(folder, lambda name: decoder.holds(name) or is_behind(name))
 
 
 def trunk_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -285,7 +299,7 @@ def load_model(
     decoder = unfilled_model(folder, kernels, dtype=dtype, device=device, group=group, spans=spans, parallel=parallel, heads=heads, lora=lora)
     decoder.quantization = quantization or decoder.quantization
     try:
-        tensors = trunk_tensors(folder) if heads == "none" else read_tensors(folder, decoder.holds)
+        tensors = trunk_tensors(folder) if heads == "none" else read_held(folder, decoder)
         load_tensors(decoder, chain(tensors, new_adapter(decoder.shapes, seed)), pack=pack)
     except UserError as error:
         raise UserError(f"model '{folder}': {error}") from None
