@@ -46,7 +46,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
     class Recording:
         def __init__(self, batch: LayerBatch, layer: int, rows: Any) -> None:
             self.kernels, self.layer = batch.kernels, layer
-            self.positions = batch.positions if rows is None else batch.positions[rows]
+            positions = batch.rotations[0].positions
+            self.positions = positions if rows is None else positions[rows]
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.kernels, name)
