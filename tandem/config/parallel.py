@@ -114,6 +114,22 @@ class ParallelConfig:
             raise UserError(f"'parallel.pipeline_layers' is {list(counts)}; it must name 1 layer or more for each of {stages} stages")
 
 
+def pods_of_a_replica(data: int, pipeline: int, pods: int) -> int:
+    """Returns over how many of ``pods`` the pipeline stages of each of ``data`` replicas are divided: 1 where every pod has whole replicas, 0 where neither
+    replicas nor stages can be divided evenly."""
+    if data % pods == 0:
+        return 1
+    each, rest = divmod(pods, data)
+    return each if rest == 0 and pipeline % each == 0 else 0
+
+
+def how_to_divide(data: int, pods: int) -> str:
+    """Returns what to set so that ``pods`` can divide ``data`` replicas or, where that is possible, the stages of each."""
+    each, rest = divmod(pods, data)
+    stages = f", or parallel.pipeline to a multiple of {each}, whose stages are then on {each} machines" if rest == 0 else ""
+    return f"set parallel.data to a multiple of {pods}{stages}"
+
+
 def check_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
     """Raises ``UserError`` for a mesh that does not work with ``trainer``."""
     if parallel.zero and parallel.data * parallel.context == 1 and trainer.backend != "deepspeed":

@@ -6,7 +6,7 @@ from typing import Literal
 from tandem.config.addresses import check_no_secret
 from tandem.config.coordination import CoordinationConfig
 from tandem.config.limits import check_at_least_one, check_seconds
-from tandem.config.parallel import ParallelConfig
+from tandem.config.parallel import ParallelConfig, how_to_divide, pods_of_a_replica
 from tandem.config.unread import refuse_unread
 from tandem.types.errors import UserError
 
@@ -25,7 +25,8 @@ class PodsConfig:
     trainer_count: int = 1
     """Pods that train, as `nnodes` of verl and `actor-num-nodes` of slime: each has the ranks of `parallel.data` / `trainer_count` data-parallel replicas, and
     gives its engines their weights through its own shared memory. Those of `count` come first, then pods that joined and have the run's folder. Of a run on
-    data: its machines, each with such a share of the ranks, of which all but the first join (`training.md`)."""
+    data: its machines, of which all but the first join, each with such a share of the ranks or, where the number is a multiple of `parallel.data`, with some
+    of the pipeline stages of one replica (`training.md`)."""
     min_count: int = 1
     """A rollout waits until so many pods are there, those of `count` included, as the minimum of `torchrun --nnodes=MIN:MAX`."""
     max_count: int = 0
@@ -137,21 +138,30 @@ class PodsConfig:
             )
 
 
-def check_trainer_pods(pods: PodsConfig, parallel: ParallelConfig) -> None:
-    """Raises ``UserError`` unless every pod that trains can hold whole data-parallel replicas of the model."""
+def check_trainer_pods(pods: PodsConfig, parallel: ParallelConfig, *, divides_replicas: bool = False) -> None:
+    """Raises ``UserError`` unless every pod that trains can hold whole data-parallel replicas of the model or, with ``divides_replicas``, whole pipeline
+    stages of one."""
     count = pods.trainer_count
     given = f"'pods.trainer_count' is {count}"
     if count > max(pods.count, pods.max_count):
         most = f"pods.max_count {pods.max_count}" if pods.may_join else f"pods.count {pods.count}"
         raise UserError(f"{given} and {most}; lower it, or raise {most.split()[0]}")
-    if parallel.data % count:
-        raise UserError(f"{given}, which does not divide parallel.data {parallel.data}: a pod has whole replicas; set parallel.data to a multiple")
+    over = pods_of_a_replica(parallel.data, parallel.pipeline, count)
+    if over != 1 and not divides_replicas:
+        why = ", because pipeline stages over several pods are for runs on data in this version" if parallel.pipeline > 1 else ""
+        raise UserError(f"{given}, which does not divide parallel.data {parallel.data}: a pod has whole replicas{why}; set parallel.data to a multiple")
+    if not over:
+        raise UserError(
+            f"{given}, which divides neither parallel.data {parallel.data} nor the stages (parallel.pipeline {parallel.pipeline}) of each replica evenly; "
+            f"{how_to_divide(parallel.data, count)}"
+        )
     if parallel.zero == 3:
         raise UserError(f"{given} with parallel.zero 3, which gathers every layer's weights from all data-parallel ranks; set parallel.zero to 2 or less")
-    if parallel.data // count * parallel.context % parallel.expert:
+    replicas = parallel.data // count if over == 1 else 1
+    if replicas * parallel.context % parallel.expert:
         raise UserError(
-            f"{given} with parallel.expert {parallel.expert}, so that a pod of {parallel.data // count} data-parallel ranks would not have all experts; "
-            "lower one of the two or raise parallel.data"
+            f"{given} with parallel.expert {parallel.expert}, so that a pod of {replicas} data-parallel rank{'' if replicas == 1 else 's'} would not have all "
+            "experts; lower one of the two or raise parallel.data"
         )
     if parallel.ranks_per_node:
         raise UserError(f"{given} with parallel.ranks_per_node {parallel.ranks_per_node}; a pod has world / trainer_count ranks: leave ranks_per_node out")

@@ -264,7 +264,7 @@ class PretrainRecipe:
             for name, section in (("pods", pods), ("coordination", self.coordination), ("cluster", self.cluster)):
                 refuse_unread(name, section, "all ranks of the run are on one machine", *type(section).__dataclass_fields__, fix=fix)
             return
-        check_trainer_pods(pods, self.parallel)
+        check_trainer_pods(pods, self.parallel, divides_replicas=True)
         check_joining_pods(pods, self.coordination, self.run.name)
         if self.run.elastic:
             raise UserError(f"{given} with run.elastic: a mesh over several machines keeps its ranks; set run.elastic to false")

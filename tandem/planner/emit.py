@@ -5,6 +5,8 @@ from typing import Any, Literal
 import yaml
 
 from tandem.config.load import read_yaml
+from tandem.config.parallel import pods_of_a_replica
+from tandem.config.recipe import ON_DATA
 from tandem.planner.automatic import CHOSEN
 from tandem.planner.plan import named
 from tandem.planner.request import own_recompute
@@ -17,12 +19,12 @@ Target = Literal["recipe", "slurm", "kubernetes"]
 
 def emitted(score: Score, target: Target, recipe: str | None, model: str | None) -> str:
     """Returns the YAML of a recipe with the layout of ``score``: ``recipe`` with its sections changed, or one that pretrains ``model``. Raises ``UserError``
-    for a layout whose replicas do not divide over the trainer pods of the nodes."""
+    for a layout whose replicas, or in training on data their stages, do not divide over the trainer pods of the nodes."""
     data = read_yaml(recipe) if recipe is not None else _new_recipe(score, model)
     kept = {key: value for key, value in data.get("parallel", {}).items() if key not in ("layout", *CHOSEN)}
     data["parallel"] = {**kept, **parallel_section(score)}
     if target != "recipe" and _nodes(score) > 1:
-        data["pods"] = {**data.get("pods", {}), "trainer_count": _trainer_pods(score)}
+        data["pods"] = {**data.get("pods", {}), "trainer_count": _trainer_pods(score, data.get("algorithm", {}).get("name") in ON_DATA)}
     data["trainer"] = {**data.get("trainer", {}), **trainer_section(score)}
     command = f"tandem train FILE{'' if target == 'recipe' else f' --on {target}'}"
     if target == "slurm":
@@ -69,12 +71,15 @@ def _new_recipe(score: Score, model: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _trainer_pods(score: Score) -> int:
+def _trainer_pods(score: Score, is_on_data: bool) -> int:
     """Returns the pods that train, one on each node."""
     parallel, nodes = score.layout.parallel, _nodes(score)
-    if parallel.data % nodes:
+    over = pods_of_a_replica(parallel.data, parallel.pipeline, nodes)
+    if not over or (over > 1 and not is_on_data):
+        stages = " or, with --pp, whole stages of one" if is_on_data else ""
         raise UserError(
-            f"a pod for each of {nodes} nodes trains whole data-parallel replicas, and --dp {parallel.data} does not divide over them; choose a --dp that does"
+            f"a pod for each of {nodes} nodes trains whole data-parallel replicas{stages}, and --dp {parallel.data} does not divide over them; choose a --dp "
+            "that does"
         )
     return nodes
 

@@ -23,6 +23,16 @@ def test_every_node_that_is_no_spare_has_ranks() -> None:
     assert values(1) == ([], False)
 
 
+def test_nodes_of_which_there_are_several_for_a_replica_have_its_stages() -> None:
+    given = ["--coordination.store=etcd", "--pods.max_count=4", "--pods.trainer_count=4", '--pods.credential_file="/runs/text/launch/pods.secret"']
+    assert values(5, parallel={"data": 2, "pipeline": 4}, cluster={"spares": 1}) == (given, True)
+    with pytest.raises(UserError, match=(
+        r"^'slurm.nodes' is 4 and 'parallel.data' 2, which 4 nodes with ranks do not divide; set parallel.data to a multiple of 4, or parallel.pipeline to a "
+        r"multiple of 2, whose stages are then on 2 machines$"
+    )):  # fmt: skip
+        values(4, parallel={"data": 2, "pipeline": 3})
+
+
 @pytest.mark.parametrize(("nodes", "spares"), [(1, 0), (3, 1)])
 def test_more_pods_that_train_than_nodes_are_refused(nodes: int, spares: int) -> None:
     with pytest.raises(UserError, match=rf"^'pods.trainer_count' is 3, and {nodes - spares} of the nodes can train .*; lower it, or raise slurm.nodes$"):

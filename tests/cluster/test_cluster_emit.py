@@ -185,6 +185,11 @@ def test_a_run_on_data_has_ranks_on_every_gpu_of_the_nodes_that_are_no_spares_wh
     (tmp_path / "own.yaml").write_text((ROOT / "recipes" / "pretrain.yaml").read_text().replace("data: 1\n", "data: 8\n"))
     here("emit", "--topology", "training", "--on", "slurm", "--recipe", tmp_path / "own.yaml", "--folder", "own", *nodes)
     assert yaml.safe_load((tmp_path / "own" / "recipe.yaml").read_text())["parallel"]["data"] == 8
+    # A replica of more GPUs than a node has is on several.
+    (tmp_path / "wide.yaml").write_text((ROOT / "recipes" / "pretrain.yaml").read_text().replace("data: 1\n", "data: 1\n  pipeline: 4\n"))
+    here("emit", "--topology", "training", "--on", "slurm", "--recipe", tmp_path / "wide.yaml", "--folder", "wide", *nodes)
+    wide = yaml.safe_load((tmp_path / "wide" / "recipe.yaml").read_text())["parallel"]
+    assert (wide["data"], wide["pipeline"]) == (1, 4)
     (tmp_path / "own.yaml").write_text((tmp_path / "own.yaml").read_text().replace("data: 8\n", "data: 3\n"))
     assert here("emit", "--topology", "training", "--on", "slurm", "--recipe", tmp_path / "own.yaml", "--folder", "odd", *nodes).startswith(
         "'--gpu-nodes' is 3 and 'parallel.data' 3, which 2 nodes with ranks do not divide; set parallel.data to a multiple of 2"

@@ -68,6 +68,10 @@ def test_a_plan_of_two_nodes_has_a_run_on_data_train_on_both(here: Here, tmp_pat
     printed = here("plan", *SIZES[:-4], "--gpus", "16", "--dp", "16", *DATA, "--emit", "slurm", "--recipe", "plan.yaml")
     assert "#SBATCH --nodes=2" in printed
     assert yaml.safe_load((tmp_path / "plan.yaml").read_text())["pods"] == {"trainer_count": 2}
+    # A replica on both nodes has its stages there.
+    here("plan", *SIZES[:-4], "--gpus", "16", "--dp", "1", "--tp", "8", "--pp", "2", *DATA, "--emit", "slurm", "--recipe", "stages.yaml")
+    made = yaml.safe_load((tmp_path / "stages.yaml").read_text())
+    assert (made["pods"], made["parallel"]["data"], made["parallel"]["pipeline"]) == ({"trainer_count": 2}, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from pretrain_recipe import recipe_sections
 
+from tandem.config.bundled import recipe_file
 from tandem.config.load import to_mapping
 from tandem.config.pretrain import PretrainRecipe
 from tandem.config.recipe import load_config, recipe_of
@@ -18,6 +19,8 @@ from tandem.layout.shapes import ModelShapes
 from tandem.types import UserError
 
 PODS = ("--parallel.data=4", "--pods.trainer_count=2", "--pods.credential_file=/secret", "--coordination.store=etcd")
+
+STAGES = (*PODS[1:], "--parallel.data=1", "--parallel.pipeline=2")
 
 
 def recipe(folder: Path, *overrides: str) -> PretrainRecipe:
@@ -35,10 +38,40 @@ def test_as_many_pods_may_join_as_train_beside_that_of_the_run(tmp_path: Path) -
     assert recipe_of(to_mapping(two)) == two
 
 
+@pytest.mark.parametrize(("more", "here"), [((), 1), (("--parallel.data=2", "--pods.trainer_count=4", "--parallel.tensor=2"), 2)])
+def test_a_replica_has_its_stages_on_as_many_machines_as_there_are_for_it(more: tuple[str, ...], here: int, tmp_path: Path) -> None:
+    divided = recipe(tmp_path, *STAGES, *more)
+    assert divided.ranks_here == here == divided.parallel.world // divided.pods.max_count
+
+
+def test_stages_of_reinforcement_learning_stay_in_a_pod(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        load_config(recipe_file("sort"), ["--pods.count=2", "--pods.trainer_count=2", "--parallel.pipeline=2"])
+    assert str(refused.value) == (
+        "'pods.trainer_count' is 2, which does not divide parallel.data 1: a pod has whole replicas, because pipeline stages over several pods are for runs on "
+        "data in this version; set parallel.data to a multiple"
+    )
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ((*PODS, "--parallel.data=3"), "'pods.trainer_count' is 2, which does not divide parallel.data 3"),
+        (
+            (*PODS, "--parallel.data=3"),
+            "'pods.trainer_count' is 2, which divides neither parallel.data 3 nor the stages (parallel.pipeline 1) of each replica evenly; "
+            "set parallel.data to a multiple of 2",
+        ),
+        (
+            (*PODS, "--parallel.data=2", "--parallel.pipeline=3", "--pods.trainer_count=4"),
+            "'pods.trainer_count' is 4, which divides neither parallel.data 2 nor the stages (parallel.pipeline 3) of each replica evenly; "
+            "set parallel.data to a multiple of 4, or parallel.pipeline to a multiple of 2, whose stages are then on 2 machines",
+        ),
+        ((*PODS, "--parallel.data=1", "--parallel.pipeline=2", "--parallel.context=2", "--parallel.zero=3"), "'pods.trainer_count' is 2 with parallel.zero 3"),
+        (
+            (*PODS, "--parallel.data=2", "--parallel.pipeline=2", "--pods.trainer_count=4", "--parallel.expert=2"),
+            "'pods.trainer_count' is 4 with parallel.expert 2, so that a pod of 1 data-parallel rank would not have all experts",
+        ),
+        ((*PODS, "--parallel.data=1", "--parallel.pipeline=2", "--run.elastic=true"), "'pods.trainer_count' is 2 with run.elastic"),
         ((*PODS, "--parallel.zero=3"), "'pods.trainer_count' is 2 with parallel.zero 3"),
         ((*PODS, "--run.elastic=true"), "'pods.trainer_count' is 2 with run.elastic"),
         ((*PODS, "--run.name="), "which find a run by its name; set run.name"),
@@ -70,4 +103,8 @@ def test_a_machine_is_checked_for_the_memory_of_its_own_ranks(tmp_path: Path) ->
     kept = data_run_needs(recipe(tmp_path, *PODS, "--checkpoint.memory_every_steps=1"), shapes, "cpu")
     # The files of its own two ranks, and of the two of the other machine.
     assert kept.kept == keeper_bytes(checkpoint_bytes(shapes, TrainerConfig(learning_rate=3e-3)), 4)
+    # The embedding is in the first stage, the head in the last, which both have half of the layers.
+    stages = data_run_needs(recipe(tmp_path, *STAGES, "--checkpoint.memory_every_steps=1"), shapes, "cpu")
+    assert stages.kept == pytest.approx(keeper_bytes(checkpoint_bytes(shapes, TrainerConfig(learning_rate=3e-3)), 2), rel=0.05)
+    assert stages.kept >= keeper_bytes(checkpoint_bytes(shapes, TrainerConfig(learning_rate=3e-3)), 2)
     assert of_two == pytest.approx(of_one, rel=0.01) and of_two < data_run_needs(recipe(tmp_path, PODS[0]), shapes, "cpu").host

@@ -88,8 +88,8 @@ def test_ranks_on_two_machines_have_the_bits_of_two_on_one(more: str, data: Path
     assert machines.events("recovery") == [] and machines.left_behind() == []
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_examples_and_pairs_are_learned_on_two_machines_with_the_bits_of_one(name: str, machines: DataMachines, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "mesh"), [("sft", ()), ("dpo", ()), ("dpo", ("--parallel.data=1", "--parallel.pipeline=2"))])
+def test_examples_and_pairs_are_learned_on_two_machines_with_the_bits_of_one(name: str, mesh: tuple[str, ...], machines: DataMachines, tmp_path: Path) -> None:
     form = DocumentFormat(suffixes=(), examples=name == "sft", pairs=name == "dpo")
     write_byte_model(tmp_path / "bytes", "{% for m in messages %}{{ m.content }}{% endfor %}")
     lines = [{"prompt": f"{i}+{i}=", "completion": f"{i + i}", "chosen": f"{i + i}", "rejected": f"{i}"} for i in range(1, 9)]
@@ -105,7 +105,8 @@ def test_examples_and_pairs_are_learned_on_two_machines_with_the_bits_of_one(nam
             "run": {"max_steps": STEPS, "directory": str(folder), "name": "run"}, "checkpoint": {"every_steps": 4},
         }  # fmt: skip
         (folder / "recipe.yaml").write_text(yaml.safe_dump(sections))
-    command("train", "recipe.yaml", "--parallel.data=2", folder=tmp_path / "other")
+    command("train", "recipe.yaml", "--parallel.data=2", *mesh, folder=tmp_path / "other")
+    machines.settings = mesh
     machines.pod("b")
     machines.train()
     machines.ended("train")

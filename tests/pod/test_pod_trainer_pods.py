@@ -1,6 +1,7 @@
 """The trainer's ranks in several pods: the bits of as many ranks in one, whatever dies."""
 
 import gc
+import itertools
 import os
 import signal
 import time
@@ -23,8 +24,8 @@ from tandem.config.load import to_mapping
 from tandem.config.recipe import Recipe, load_config
 from tandem.jobs.checks.check_rl import check_rl_run
 from tandem.jobs.pod_plan import plan_of
-from tandem.layout.mesh import Mesh, MeshShape
-from tandem.layout.placement import ranks_of_pods
+from tandem.layout.mesh import Mesh, MeshShape, crossing
+from tandem.layout.placement import pods_of_ranks, ranks_of_pods
 from tandem.layout.residents import KEEP
 from tandem.layout.shapes import ModelShapes
 from tandem.model.huggingface.model_config import read_shapes
@@ -75,9 +76,31 @@ def test_each_pod_has_whole_replicas_of_the_model(shape: MeshShape, pods: int) -
             assert {*mesh.group("tensor"), *mesh.group("pipeline"), *mesh.group("context"), *mesh.group("expert")} <= {*share}
 
 
-def test_pods_that_do_not_divide_the_replicas_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 pods cannot divide 4 data-parallel replicas"):
-        ranks_of_pods(MeshShape(4), 3)
+@pytest.mark.parametrize(
+    ("shape", "pods"), [(MeshShape(pipeline=2), 2), (MeshShape(2, 1, 2), 4), (MeshShape(2, 2, 4, 2), 4), (MeshShape(3, 2, 6, 2, 2), 9)],
+)  # fmt: skip
+def test_pods_of_which_there_are_several_for_each_replica_have_neighbouring_stages_of_one(shape: MeshShape, pods: int) -> None:
+    shares, each = ranks_of_pods(shape, pods), pods // shape.data
+    stages = shape.pipeline // each
+    # Ranks are numbered with tensor innermost, then context, data and pipeline.
+    inner = shape.tensor * shape.context
+    for pod, share in enumerate(shares):
+        first = pod % each * stages
+        assert share == tuple(
+            (stage * shape.data + pod // each) * inner + rank for stage in range(first, first + stages) for rank in range(inner)
+        )  # fmt: skip
+    node_of = pods_of_ranks(shape, pods)
+    assert {*crossing(shape, node_of)} <= {"data", "pipeline"}
+    # The next stage is in the same pod or in the next one.
+    for rank in range(shape.world):
+        pipeline = [node_of[peer] for peer in Mesh(shape, rank).group("pipeline")]
+        assert {after - before for before, after in itertools.pairwise(pipeline)} <= {0, 1}
+
+
+@pytest.mark.parametrize(("shape", "pods"), [(MeshShape(4), 3), (MeshShape(pipeline=2), 4), (MeshShape(pipeline=3), 2), (MeshShape(2, 1, 2), 3)])
+def test_pods_that_divide_neither_replicas_nor_stages_are_refused(shape: MeshShape, pods: int) -> None:
+    with pytest.raises(ValueError, match=f"{pods} pods cannot divide {shape.data} data-parallel replicas of {shape.pipeline} stages"):
+        ranks_of_pods(shape, pods)
 
 
 # -- what fails ----------------------------------------------------------------------------------------------------------------

@@ -51,7 +51,11 @@ def _parallel_on_data(topology: TrainingTopology, own: Mapping[str, Any]) -> dic
     if own.get("data", 1) != 1 or own.get("layout") == "auto":
         return dict(own)
     replica = math.prod(size for name in ("tensor", "context", "pipeline") if isinstance(size := own.get(name, 1), int))
-    return {**own, "data": (len(topology.gpu_nodes) - topology.spares) * max(1, topology.node.gpus // max(1, replica))}
+    nodes, gpus = len(topology.gpu_nodes) - topology.spares, topology.node.gpus
+    if 0 < gpus < replica:
+        # Its stages are on several nodes.
+        return {**own, "data": max(1, nodes * gpus // replica)}
+    return {**own, "data": nodes * max(1, gpus // max(1, replica))}
 
 
 def shared_sections(topology: TrainingTopology, shared: Path, jaeger: str) -> dict[str, dict[str, Any]]:

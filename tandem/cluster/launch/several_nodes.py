@@ -14,6 +14,7 @@ from tandem.cluster.launch.record import CREDENTIAL, FOLDER
 from tandem.config.bundled import recipe_file
 from tandem.config.cluster import ClusterConfig
 from tandem.config.load import apply_overrides, build, read_yaml
+from tandem.config.parallel import how_to_divide, pods_of_a_replica
 from tandem.config.recipe import ON_DATA, AnyRecipe, recipe_of
 from tandem.jobs.prepare import prepare
 from tandem.runtime.process.program import program
@@ -56,11 +57,12 @@ def for_nodes(data: Mapping[str, Any], directory: Path, nodes_of: NodesOf, *, et
                 f"'pods.trainer_count' is {train}, and {nodes - spares} of the nodes can train ('{key}' {nodes}, cluster.spares {spares}); lower it, or raise "
                 f"{key}"
             )
-        replicas = section(data, "parallel").get("data", 1)
-        if isinstance(replicas, int) and replicas % train:
+        replicas, stages = (section(data, "parallel").get(name, 1) for name in ("data", "pipeline"))
+        # What is no size of a mesh is refused with the rest of the section.
+        is_mesh = all(isinstance(size, int) and size > 0 for size in (replicas, stages, train))
+        if is_mesh and not pods_of_a_replica(replicas, stages, train):
             raise UserError(
-                f"'{key}' is {nodes} and 'parallel.data' {replicas}, which {train} nodes with ranks do not divide; set parallel.data to a multiple of "
-                f"{train}"
+                f"'{key}' is {nodes} and 'parallel.data' {replicas}, which {train} nodes with ranks do not divide; {how_to_divide(replicas, train)}"
             )
         values |= {"pods.trainer_count": train, "pods.max_count": max(most, train)}
     if not pods.get("credential_file"):

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from tandem.config.parallel import pods_of_a_replica
 from tandem.config.pretrain import DataConfig, PretrainRecipe
 from tandem.config.recipe import AnyRecipe
 from tandem.data.logprob_files import reference_bytes
@@ -15,7 +16,8 @@ from tandem.estimate.disk_bytes import offloaded_bytes, run_bytes_on_disk
 from tandem.estimate.kept_checkpoints import keeper_bytes, keepers_bytes
 from tandem.estimate.memory import host_bytes_beside_gpu
 from tandem.estimate.processes import data_run_bytes, rank_process_bytes
-from tandem.estimate.training.rank_memory import machine_bytes, predict_rank_memory
+from tandem.estimate.training.layout import TrainingLayout
+from tandem.estimate.training.rank_memory import machine_bytes, memory_by_stage, predict_rank_memory
 from tandem.estimate.training_bytes import batch_bytes, checkpoint_bytes
 from tandem.jobs.checks.check_counts import check_held_out
 from tandem.jobs.checks.check_examples import check_demonstrations, check_examples
@@ -33,7 +35,7 @@ from tandem.jobs.checks.smallest_change import smallest_change
 from tandem.jobs.data_run.train_data import dataset_paths
 from tandem.layout.mesh import describe
 from tandem.layout.pipeline_stages import Span
-from tandem.layout.placement import check_placement, mesh_of
+from tandem.layout.placement import check_placement, mesh_of, pods_of_ranks
 from tandem.layout.schedules import PipelineShape, published_bubble_share
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.model.huggingface.model_config import read_shapes
@@ -105,7 +107,7 @@ def check_data_run(recipe: PretrainRecipe) -> list[str]:
             *(warn_of_cores(here) if device == "cpu" else []),
             f"predicted disk: {disk / 2**20:,.0f} MiB in '{recipe.run.directory}'",
             *describe_offloaded(recipe.trainer, offloaded),
-            *describe(mesh_of(parallel), parallel.nodes()),
+            *_describe_mesh(recipe),
             *_describe_pipeline(recipe, spans),
         ]
 
@@ -127,12 +129,22 @@ def data_run_needs(recipe: PretrainRecipe, shapes: ModelShapes, device: Device) 
     kept = keepers_bytes(size, nodes, ranks) if keeps else 0
     if keeps and ranks < world:
         # Its keeper has the files of the ranks here, and of those of another machine.
-        kept = keeper_bytes(2 * size * ranks / world, 2 * ranks)
+        kept = keeper_bytes(2 * size * _largest_share(recipe, shapes, layout), 2 * ranks)
     beside = ranks * batch_bytes(recipe.data, recipe.parallel, recipe.sequences_each) + data_run_bytes(recipe.trainer, ranks) + kept
     if device == "cpu":
         return Needs(machine_bytes(shapes, layout, ranks) + beside, 0, kept)
     process = ranks * rank_process_bytes(recipe.trainer, layout.is_forked)
     return Needs(process + host_bytes_beside_gpu(shapes, recipe.trainer) + beside, predict_rank_memory(shapes, layout).allocated, kept)
+
+
+def _largest_share(recipe: PretrainRecipe, shapes: ModelShapes, layout: TrainingLayout) -> float:
+    """Returns the largest part of a checkpoint that the ranks of one of several machines write: stages that machines divide are not of one size."""
+    parallel, machines = recipe.parallel, recipe.pods.trainer_count
+    over = pods_of_a_replica(parallel.data, parallel.pipeline, machines)
+    if over == 1:
+        return 1 / machines
+    trained, each = [stage.gradients for stage in memory_by_stage(shapes, layout)], parallel.pipeline // over
+    return max(sum(trained[first : first + each]) for first in range(0, len(trained), each)) / sum(trained) / parallel.data
 
 
 def _fix(recipe: PretrainRecipe, shapes: ModelShapes, device: Device, free: int) -> str:
@@ -158,6 +170,11 @@ def _describe_text(data: DataConfig, max_steps: int, datasets: Sequence[tuple[st
     asked = max_steps * data.global_batch_size * data.sequence_length
     marked = [f"'{path}' has a loss mask, which pretraining ignores" for path, files in train if files.dataset.has_masks]
     return [f"data: {total:,} tokens in {len(train)} datasets", f"asked for: {asked:,} tokens, {asked / total:.2f} epochs", *marked]
+
+
+def _describe_mesh(recipe: PretrainRecipe) -> list[str]:
+    shape, machines = mesh_of(recipe.parallel), recipe.pods.trainer_count
+    return describe(shape, recipe.parallel.nodes()) if machines == 1 else describe(shape, pods_of_ranks(shape, machines), "machine")
 
 
 def _describe_pipeline(recipe: PretrainRecipe, spans: Sequence[Span]) -> list[str]:

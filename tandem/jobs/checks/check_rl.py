@@ -31,7 +31,7 @@ from tandem.jobs.checks.check_run import (
 from tandem.jobs.checks.check_value_model import check_reference, check_value_model
 from tandem.jobs.pod_plan import kept_by_joined, plan_of
 from tandem.layout.mesh import describe
-from tandem.layout.placement import check_placement, mesh_of, ranks_of_pods
+from tandem.layout.placement import check_placement, mesh_of, pods_of_ranks
 from tandem.layout.shapes import ModelShapes, adapted_shapes
 from tandem.layout.sharding import ShardSpec
 from tandem.model.huggingface.hub import hub_model
@@ -162,8 +162,7 @@ def check_rl_run(recipe: Recipe) -> RunPlan:
 def _trainer_pods(recipe: Recipe) -> list[str]:
     """Returns lines on which of several trainer pods has which ranks."""
     shape, count = mesh_of(recipe.parallel), recipe.pods.trainer_count
-    pod_of = {rank: pod for pod, ranks in enumerate(ranks_of_pods(shape, count)) for rank in ranks}
-    return describe(shape, [pod_of[rank] for rank in range(shape.world)], "trainer pod") if count > 1 else []
+    return describe(shape, pods_of_ranks(shape, count), "trainer pod") if count > 1 else []
 
 
 def _shown(prompt: Prompt) -> str:
