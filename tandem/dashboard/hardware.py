@@ -162,5 +162,5 @@ def _newest_processes(run: OpenRun) -> list[dict[str, Any]]:
     answers = _answers(reader)
     memory = answers.over("tandem_process_resident_memory_bytes", [span[1]])
     cores = {_name(PANELS[1].legend, labels): values[0][1] for labels, values in answers.over("rate(tandem_process_cpu_seconds_total[1m])", [span[1]]).items()}
-    found = [{"name": name, "bytes": values[0][1], "cores": cores.get(name)} for labels, values in memory.items() if (name := _name(PANELS[3].legend, labels))]
-    return sorted(found, key=lambda each: -each["bytes"])
+    rows = [{"name": name, "bytes": values[0][1], "cores": cores.get(name)} for labels, values in memory.items() if (name := _name(PANELS[3].legend, labels))]
+    return sorted(rows, key=lambda each: -each["bytes"])

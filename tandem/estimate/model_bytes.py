@@ -71,7 +71,7 @@ def cut_by_zero(weights: int, moments: int, ranks: int, stage: int, gradients: i
 def held_parameters(shapes: ModelShapes) -> list[tuple[int, bool]]:
     """(numbers, whether it is a matrix of a layer) of every parameter as the decoder holds it: projections stacked."""
     layers = [held_by_layer(shapes, layer) for layer in range(shapes.num_hidden_layers)]
-    return [(count, False) for count in held_outside_layers(shapes)] + [found for layer in layers for found in layer]
+    return [(count, False) for count in held_outside_layers(shapes)] + [held for layer in layers for held in layer]
 
 
 def held_outside_layers(shapes: ModelShapes) -> list[int]:
@@ -85,16 +85,16 @@ def held_outside_layers(shapes: ModelShapes) -> list[int]:
 def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
     """``held_parameters`` of one layer."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
-    found = [(shapes.qkv_size * hidden, True), (hidden * shapes.query_size, True), *((hidden, False) for _ in shapes.layer_norms)]
-    found += [(size, False) for size in shapes.qk_norm_sizes]
-    found += [(shapes.qkv_size, False)] if shapes.attention_bias else []
-    found += [(hidden, False)] if shapes.output_bias else []
+    held = [(shapes.qkv_size * hidden, True), (hidden * shapes.query_size, True), *((hidden, False) for _ in shapes.layer_norms)]
+    held += [(size, False) for size in shapes.qk_norm_sizes]
+    held += [(shapes.qkv_size, False)] if shapes.attention_bias else []
+    held += [(hidden, False)] if shapes.output_bias else []
     experts = shapes.experts_of(layer)
     if experts is not None:
         matrix = experts.num_experts * hidden * experts.intermediate_size
-        found += [(experts.num_experts * hidden, False), (2 * matrix, True), (matrix, True)]
+        held += [(experts.num_experts * hidden, False), (2 * matrix, True), (matrix, True)]
     else:
         into = (shapes.mlp_matrices - 1) * inner
-        found += [(into * hidden, True), (inner * hidden, True)]
-        found += [(into, False), (hidden, False)] if shapes.mlp_bias else []
-    return found
+        held += [(into * hidden, True), (inner * hidden, True)]
+        held += [(into, False), (hidden, False)] if shapes.mlp_bias else []
+    return held
