@@ -80,9 +80,9 @@ def watch(out: Path) -> None:
         pods.append(pod)
         begin(pod)
 
-    def load_and_note(sidecar: TrainerSidecar, *given: Any) -> Any:
+    def load_and_note(sidecar: TrainerSidecar, *given: Any, **options: Any) -> Any:
         note("trainer_started", 0, folder_of(pods[-1]))
-        return load(sidecar, *given)
+        return load(sidecar, *given, **options)
 
     def start_and_note(sidecar: RolloutSidecar, *given: Any, **options: Any) -> Any:
         note("engine_started", 0, folder_of(pods[-1]))
