@@ -28,12 +28,18 @@ class Span(NamedTuple):
 
     def holds(self, name: str, tied: bool) -> bool:
         """Returns whether a stage has the parameter of this Hugging Face name. The last stage has a copy of a ``tied`` embedding."""
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer:
-            return self.start <= int(layer[1]) < self.stop
+        layer = layer_of(name)
+        if layer is not None:
+            return self.start <= layer < self.stop
         if name.startswith("model.embed_tokens"):
             return self.is_first or (self.is_last and tied)
         return self.is_last
+
+
+def layer_of(name: str) -> int | None:
+    """Returns the layer of the parameter of this Hugging Face name; ``None`` if it is in none."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return None if layer is None else int(layer[1])
 
 
 def whole(layers: int) -> Span:

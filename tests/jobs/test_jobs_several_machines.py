@@ -35,13 +35,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_datasets(tmp_path_factory.mktemp("data"), "json", "held-out")
 
 
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"), options=("--unsafe-no-fsync",)).start()
-    yield server
-    server.kill()
-
-
 def write(folder: Path, data: Path, steps: int) -> None:
     write_recipe(
         folder, data, data={"train": [{"path": str(data / "json")}], "held_out": str(data / "held-out"), "global_batch_size": 6},

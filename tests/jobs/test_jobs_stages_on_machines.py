@@ -29,13 +29,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_datasets(tmp_path_factory.mktemp("data"), "json", "held-out")
 
 
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"), options=("--unsafe-no-fsync",)).start()
-    yield server
-    server.kill()
-
-
 @pytest.fixture
 def machines(data: Path, etcd: EtcdServer, tmp_path: Path) -> Iterator[DataMachines]:
     write(tmp_path, data)

@@ -58,7 +58,7 @@ def for_nodes(data: Mapping[str, Any], directory: Path, nodes_of: NodesOf, *, et
                 f"{key}"
             )
         replicas, stages = (section(data, "parallel").get(name, 1) for name in ("data", "pipeline"))
-        # What is no size of a mesh is refused with the rest of the section.
+        # A value that is not a positive number is refused with the rest of the section.
         is_mesh = all(isinstance(size, int) and size > 0 for size in (replicas, stages, train))
         if is_mesh and not pods_of_a_replica(replicas, stages, train):
             raise UserError(

@@ -1,7 +1,6 @@
 """Reads and writes Hugging Face folders: names, fused matrices, files."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from tandem.config.lora import LoraConfig
 from tandem.kernels.api import Kernels
-from tandem.layout.pipeline_stages import Span
+from tandem.layout.pipeline_stages import Span, layer_of
 from tandem.layout.shapes import (
     CHOICE_BIAS,
     SHARED_GATE,
@@ -99,11 +98,7 @@ def read_held(folder: str | Path, decoder: Decoder) -> Iterator[tuple[str, Tenso
     further = read_json(Path(folder) / "config.json").get("num_nextn_predict_layers")
     layers = decoder.shapes.num_hidden_layers + (further if isinstance(further, int) else 0)
 
-    def is_behind(name: str) -> bool:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return layer is not None and int(layer[1]) >= layers
-
-    return read_tensors(folder, lambda name: decoder.holds(name) or is_behind(name))
+    return read_tensors(folder, lambda name: decoder.holds(name) or (layer_of(name) or 0) >= layers)
 
 
 def trunk_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

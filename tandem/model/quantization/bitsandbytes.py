@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tandem.kernels.quantized import INT8_MAX, NORMAL_FLOATS, QuantizedWeight
 from tandem.model.quantization.checkpoint_tensors import Tensors, take
+from tandem.model.quantization.formats import CheckpointFormat
 from tandem.types import UserError
 
 
-def read_four_bits(module: str, tensors: Tensors, rows: int, columns: int) -> QuantizedWeight:
+def read_four_bits(module: str, _: CheckpointFormat, tensors: Tensors, rows: int, columns: int, __: int) -> QuantizedWeight:
     """Returns the weight [N, K] of ``module`` from ``tensors``, removing what it reads. A group has as many columns as are in one block in every row."""
     name = f"{module}.weight"
     state = _read_state(name, tensors)
@@ -36,7 +37,7 @@ def read_four_bits(module: str, tensors: Tensors, rows: int, columns: int) -> Qu
     return QuantizedWeight("nf4", codes.contiguous(), scales[starts // size].contiguous(), None, group)
 
 
-def read_int8(module: str, tensors: Tensors, rows: int, columns: int) -> QuantizedWeight:
+def read_int8(module: str, _: CheckpointFormat, tensors: Tensors, rows: int, columns: int, __: int) -> QuantizedWeight:
     """Returns the weight [N, K] of ``module`` from ``tensors``, removing what it reads. Its inputs are not rounded: which columns LLM.int8() has in 16 bits
     depends on the other tokens of a batch."""
     codes = take(f"{module}.weight", tensors, (rows, columns))

@@ -125,17 +125,11 @@ def read_weight(module: str, stored: CheckpointFormat, tensors: Tensors, shape: 
     """Returns the weight [N, K] of ``module`` from ``tensors``, removing what it reads. Raises ``UserError``."""
     rows, columns = shape
     group = stored.group_size or columns
-    if stored.layout in ("nf4", "llm-int8"):
-        read = bitsandbytes.read_four_bits if stored.layout == "nf4" else bitsandbytes.read_int8
-        return _finite(module, read(module, tensors, rows, columns))
     readers: dict[str, Callable[..., QuantizedWeight]] = {
         "awq": _awq, "gptq": _gptq, "pack-quantized": _pack_quantized, "int-quantized": _int_quantized,
-        "float-quantized": _float8, "fp8": _float8,
+        "float-quantized": _float8, "fp8": _float8, "nf4": bitsandbytes.read_four_bits, "llm-int8": bitsandbytes.read_int8,
     }  # fmt: skip
-    return _finite(module, readers[stored.layout](module, stored, tensors, rows, columns, group))
-
-
-def _finite(module: str, weight: QuantizedWeight) -> QuantizedWeight:
+    weight = readers[stored.layout](module, stored, tensors, rows, columns, group)
     for name, x in (("scales", weight.scales), ("weight", weight.codes.float() if weight.kind == "float8_e4m3" else None)):
         if x is not None and not bool(x.isfinite().all()):
             raise UserError(f"tensor '{module}.{name}' contains a value that is not finite; download the folder again")
