@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from tandem.config.lora import ATTENTION_MODULES, LINEAR_MODULES, MLP_MODULES, LoraConfig
 from tandem.layout.latent_attention import AttentionMatrix, LatentAttention
+from tandem.layout.transformers_module import TransformersModule
 from tandem.types.errors import UserError
 
 
@@ -129,6 +130,7 @@ class ModelShapes:
     multiplied with sqrt(hidden_size), rounded to the weights' dtype. ``score_cap``, ``logit_cap``: the soft caps of the attention scores and of the logits,
     x -> cap tanh(x / cap) (``None``: without). ``rotary_fraction``: the part of each head, from its start, that is rotated; ``rotary_interleaved``: a component
     is rotated with its neighbour, not with the one half of that part behind it.
+    ``transformers``: the module of transformers that computes the network, whose parameters have the module's names (``None``: Tandem's decoder does).
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -171,6 +173,7 @@ class ModelShapes:
     logit_cap: float | None = None
     rotary_fraction: float = 1.0
     rotary_interleaved: bool = False
+    transformers: TransformersModule | None = None
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -292,6 +295,7 @@ class ModelShapes:
             "shared experts": self.experts is not None and self.experts.shared_intermediate_size > 0,
             "a soft cap of attention scores": self.score_cap is not None,
             "a soft cap of logits": self.logit_cap is not None,
+            "a module of transformers (model.implementation: transformers)": self.transformers is not None,
         }
         return tuple(term for term, is_there in terms.items() if is_there)
 
@@ -388,6 +392,9 @@ class Parameter(NamedTuple):
 
 def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
     """Yields every parameter of the Hugging Face folder, each matrix followed by its adapter, in the order in which checkpoints list them."""
+    if shapes.transformers is not None:
+        yield from (Parameter(name, shape) for name, shape in shapes.transformers.parameters)
+        return
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     yield Parameter("model.embed_tokens.weight", (shapes.vocab_size, hidden))
     for layer in range(shapes.num_hidden_layers):

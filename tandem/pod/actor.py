@@ -120,6 +120,7 @@ def build_actor(
     ranks, directory = rank.ranks, rank.directory
     most = max(recipe.trainer.micro_batch_tokens, context_tokens(recipe.model, recipe.rollout.max_tokens, start))
     settings = ReplicaSettings(start, directory, recipe.trainer, recipe.parallel, most, recipe.rollout.engine.kv_cache_dtype, seed=recipe.run.seed)
+    settings = replace(settings, implemented_by=recipe.model.implemented_by)
     trained = replace(settings, head_seed=recipe.run.seed) if recipe.has_shared_critic else settings
     state, guard = build_state(trained, rank, kernels), GradScaler(recipe.trainer)
     critic = _build_critic(recipe, rank, kernels, start, most) if recipe.has_critic else None
@@ -133,7 +134,9 @@ def build_actor(
     follows = recipe.reference.follows
     referred = settings
     if recipe.reference.path:
-        referred = ReplicaSettings(found_model(recipe.reference.path).resolve(), directory, recipe.trainer, recipe.parallel, most)
+        referred = ReplicaSettings(
+            found_model(recipe.reference.path).resolve(), directory, recipe.trainer, recipe.parallel, most, implemented_by=recipe.model.implemented_by
+        )
     reference = frozen("updated_reference" if follows else "reference", referred) if recipe.holds_reference else None
     reward_model = None
     if recipe.reward_model.path:
