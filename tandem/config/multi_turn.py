@@ -6,8 +6,8 @@ from typing import Literal
 from tandem.config.limits import check_at_least_one, check_seconds
 
 ToolCallParser = Literal[
-    "hermes", "llama3_json", "mistral", "pythonic", "llama4_pythonic", "deepseek_v3", "deepseek_v31", "kimi_k2", "granite", "granite4", "phi4_mini_json", "olmo3",
-    "cohere_command3", "openai",
+    "hermes", "llama3_json", "mistral", "pythonic", "llama4_pythonic", "deepseek_v3", "deepseek_v31", "kimi_k2", "granite", "granite4", "phi4_mini_json",
+    "olmo3", "cohere_command3", "openai",
 ]  # fmt: skip
 """The formats of ``tandem serve`` in which a call has the types of its arguments."""
 
