@@ -42,12 +42,13 @@ class Biases(NamedTuple):
 class Mixture(NamedTuple):
     """The mixture of experts of a family. ``names``: of its matrices in the folder; ``read(reader, layers)`` and ``write(experts)``
     translate from and to the keys of ``config.json``; ``new(inner)`` returns further fields of ``ExpertShapes`` for a model that is created, whose experts have
-    the inner size ``inner``."""
+    the inner size ``inner``. ``stacked``: the folder has the matrices of all experts of a layer as one (``huggingface.stacked_experts``)."""
 
     names: ExpertNames
     read: Callable[[ConfigReader, int], ExpertShapes]
     write: Callable[[ExpertShapes], dict[str, Any]]
     new: Callable[[int], dict[str, Any]] = lambda inner: {}
+    stacked: bool = False
 
 
 class Terms(NamedTuple):
@@ -125,7 +126,7 @@ class Family:
     @property
     def is_renamed(self) -> bool:
         """Whether the folder has another name for a tensor than ``layout.shapes.parameters``."""
-        return any(len(parts) == 1 for _, parts in self.stacked)
+        return any(len(parts) == 1 for _, parts in self.stacked) or (self.experts is not None and self.experts.stacked)
 
     def biases(self, reader: ConfigReader) -> Biases:
         """Returns which linear layers have biases according to a ``config.json``."""
