@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from tandem.layout.shapes import Activation, ExpertNames, ExpertShapes, ModelShapes
+from tandem.layout.shapes import Activation, ExpertNames, ExpertShapes, ModelShapes, RopeScaling
 from tandem.model import families
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.sliding_windows import FULL_ATTENTION, Mask
@@ -115,6 +115,7 @@ class Family:
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
 
     @property

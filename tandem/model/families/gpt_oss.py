@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes
+from tandem.layout.shapes import ExpertNames, ExpertShapes, ModelShapes, RopeScaling
 from tandem.model.family import ConfigFlag, Family, Mixture, Terms, read_expert_count
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.sliding_windows import windows_by_type
@@ -22,11 +22,9 @@ def write_experts(experts: ExpertShapes) -> dict[str, Any]:
 
 
 def read_terms(reader: ConfigReader, layers: int, head_dim: int) -> dict[str, Any]:
-    """Reads the bounds of the gate, of which there is one kernel, and refuses a configuration without a rotary embedding: transformers takes YaRN then."""
+    """Reads the bounds of the gate, of which the kernels have one kind."""
     reader.only("swiglu_alpha", ALPHA)
     reader.only("swiglu_limit", LIMIT)
-    if not (reader.config.get("rope_scaling") or reader.config.get("rope_parameters")):
-        raise reader.fail("rope_parameters", None, "a gpt_oss model needs its rotary embedding there, or in rope_scaling")
     return {"attention_sinks": True}
 
 
@@ -49,4 +47,5 @@ FAMILY = Family(
     max_position_embeddings=131072,
     rms_norm_eps=1e-5,
     rope_theta=150000.0,
+    rope_scaling=RopeScaling("yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
 )
