@@ -89,10 +89,13 @@ def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
     held += [(size, False) for size in shapes.qk_norm_sizes]
     held += [(shapes.qkv_size, False)] if shapes.attention_bias else []
     held += [(hidden, False)] if shapes.output_bias else []
+    held += [(shapes.num_attention_heads, False)] if shapes.attention_sinks else []
     experts = shapes.experts_of(layer)
     if experts is not None:
         matrix = experts.num_experts * hidden * experts.intermediate_size
         held += [(experts.num_experts * hidden, False), (2 * matrix, True), (matrix, True)]
+        if experts.biased:
+            held += [(experts.num_experts * size, False) for size in (1, 2 * experts.intermediate_size, hidden)]
     else:
         into = (shapes.mlp_matrices - 1) * inner
         held += [(into * hidden, True), (inner * hidden, True)]

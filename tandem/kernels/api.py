@@ -200,16 +200,17 @@ class Kernels(Protocol):
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None, cap: float | None = None,
+        query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes causal attention within each of the sequences marked by ``cu_seqlens[S + 1]`` int32 -> [T, Hq, D]; positions start at 0
         in each. A query at position p attends to keys ``max(0, p - window + 1) .. p``. Same bits as ``paged_attention``. ``query_start[S + 1]``
         int32: sequence s has queries at its last positions only, the rows ``query_start[s]:query_start[s + 1]`` of ``q`` and of the result. ``cap``: the
-        scores, scaled, are replaced by ``cap tanh(score / cap)`` (``None``: they are not)."""
+        scores, scaled, are replaced by ``cap tanh(score / cap)`` (``None``: they are not). ``sinks[Hq]``: a score of each head that joins the softmax's
+        denominator, as of a key without a value (Xiao et al., 2023)."""
         ...
 
     def paged_attention(
-        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Computes causal attention of an engine's new tokens over the cache -> [T, Hq, D]. No gradient."""
         ...
@@ -220,6 +221,11 @@ class Kernels(Protocol):
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """Does ``silu_mul`` with GELU in its approximation by tanh (Hendrycks and Gimpel, 2016)."""
+        ...
+
+    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
+        """Computes ``g sigmoid(1.702 g) (u + 1)`` of ``gate_up[T, 2 F]`` with g its first half, up to 7, and u its second, between -7 and 7: [T, F], as in
+        gpt-oss (OpenAI, 2025)."""
         ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
@@ -251,9 +257,13 @@ class Kernels(Protocol):
         ...
 
 
+_GATES: dict[Activation, str] = {"silu": "silu_mul", "gelu_pytorch_tanh": "gelu_mul", "clamped_swiglu": "clamped_swiglu_mul"}
+
+
 def gate_of(kernels: Kernels, activation: Activation) -> Callable[[Tensor], Tensor]:
     """Returns the gate of an MLP: [T, 2 F] -> [T, F]."""
-    return kernels.silu_mul if activation == "silu" else kernels.gelu_mul
+    gate: Callable[[Tensor], Tensor] = getattr(kernels, _GATES[activation])
+    return gate
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -32,6 +32,8 @@ from tandem.kernels.reference_dtype import TILE_ROWS, compute_dtype, soft_cap
 from tandem.kernels.reference_logprobs import TokenLogprobsFunction, filter_logits, first_argmax, gather_columns, log_softmax
 
 GELU_SLOPE = math.sqrt(2 / math.pi)
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+MOST_EXPONENT = 80.0
 FEWEST_COLUMNS = 16
 """Narrower products (observed with 2 to 11 columns) give a row different bits depending on its position in the tile; they are padded."""
 
@@ -113,18 +115,20 @@ class ReferenceKernels(PlainPacking):
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None, cap: float | None = None,
+        query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         bounds = cu_seqlens.tolist()
         queries = bounds if query_start is None else query_start.tolist()
         parts = [
-            attend(q[first:last], k[start:end], v[start:end], (end - start) - (last - first), scale, window, cap)
+            attend(q[first:last], k[start:end], v[start:end], (end - start) - (last - first), scale, window, cap, sinks)
             for (start, end), (first, last) in zip(itertools.pairwise(bounds), itertools.pairwise(queries), strict=True)
             if last > first
         ]
         return torch.cat(parts) if parts else torch.empty_like(q)
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         out = torch.empty_like(q)
         starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
         with torch.no_grad():
@@ -134,7 +138,7 @@ class ReferenceKernels(PlainPacking):
                     first = length - (end - start)
                     behind = 0 if window is None else max(0, first - window + 1) // BLOCK_TOKENS
                     k, v = gather(cache, batch.block_tables[s], length, behind, q.dtype)
-                    out[start:end] = attend(q[start:end], k, v, first, scale, window, cap)
+                    out[start:end] = attend(q[start:end], k, v, first, scale, window, cap, sinks)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -147,6 +151,13 @@ class ReferenceKernels(PlainPacking):
         gate = gate.contiguous()
         # F.gelu computes the last elements of a tensor by another function than the others, so that their bits depend on the number of rows.
         return (0.5 * gate * (1 + torch.tanh(GELU_SLOPE * (gate + 0.044715 * gate * gate * gate))) * up).to(gate_up.dtype)
+
+    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.to(compute_dtype(gate_up.dtype)).chunk(2, dim=-1)
+        gate, up = gate.contiguous().clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        # Where the sigmoid is below 1e-34 it is that constant: an exponential that overflows has no gradient.
+        decay = torch.exp((gate * -SWIGLU_ALPHA).clamp(max=MOST_EXPONENT))
+        return (gate / (1 + decay) * (up + 1)).to(gate_up.dtype)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return soft_cap(x, cap)

@@ -23,7 +23,7 @@ def gather(cache: KVLayer, table: Tensor, length: int, behind: int, dtype: torch
     return F.pad(keys, (0, 0, 0, 0, skipped, 0)), F.pad(values, (0, 0, 0, 0, skipped, 0))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, cap: float | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """Computes attention of ``q[n, Hq, D]`` at positions ``first .. first + n - 1`` over ``k, v[first + n, Hkv, D]`` -> [n, Hq, D].
 
     A row that attends to a non-finite value is NaN; for other rows it counts as 0. Tile t holds the positions ``64 t .. 64 t + 63``: always
@@ -53,7 +53,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float, window: in
         if window is not None:
             hidden = hidden | (seen <= at - window)
         scores = scores.view(kv_heads, group, TILE_ROWS, width).masked_fill(hidden, -math.inf)
-        weights = scores.to(compute_dtype(q.dtype)).softmax(-1).to(q.dtype).view(kv_heads, group * TILE_ROWS, width)
+        scores = scores.to(compute_dtype(q.dtype))
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            column = sinks.to(scores.dtype).view(kv_heads, group, 1, 1).expand(-1, -1, TILE_ROWS, 1)
+            weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :width]
+        weights = weights.to(q.dtype).reshape(kv_heads, group * TILE_ROWS, width)
         out = torch.bmm(weights, values[:, :width].contiguous())
         if wrong is not None:
             sees = (~hidden).to(q.dtype).repeat(group, 1).expand(kv_heads, -1, -1)

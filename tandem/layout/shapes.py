@@ -42,8 +42,9 @@ class Rotary(NamedTuple):
     scaling: RopeScaling
 
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
-"""The activation of an MLP's gate, by its name in transformers; the second is GELU in its approximation by tanh."""
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
+"""The activation of an MLP's gate, by its name in transformers; the second is GELU in its approximation by tanh. The third, which has no name there, is that of
+gpt-oss, which also bounds and shifts what the gate multiplies (``Kernels.clamped_swiglu_mul``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 """The name of a router's bias, after ``model.layers.N.``."""
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 """The name of the gate of a layer's shared experts, after ``model.layers.N.``."""
+SINKS = "self_attn.sinks"
+"""The name of a layer's attention sinks, after ``model.layers.N.``."""
 STANDARD_NAMES = ExpertNames()
 """The names in Qwen's and most other families."""
 
@@ -97,6 +100,7 @@ class ExpertShapes:
     ``normalised``: the gates of a token's experts are divided by their sum. ``dense_layers``: the layers that have a plain MLP instead,
     ascending. ``names``: the family's names of the matrices. ``shared_intermediate_size``: the inner size of the shared experts together, which every token
     visits (0: none), with a gate, a sigmoid, if ``shared_gate``. ``sigmoid``: how experts are chosen (``None``: those of the largest probabilities).
+    ``biased``: the router and the experts' matrices have biases.
     """
 
     num_experts: int
@@ -108,6 +112,7 @@ class ExpertShapes:
     shared_intermediate_size: int = 0
     shared_gate: bool = False
     sigmoid: SigmoidRouting | None = None
+    biased: bool = False
 
     @property
     def visited_size(self) -> int:
@@ -128,7 +133,8 @@ class ModelShapes:
     window (``None``: as the others). ``norms_from_one``: norms multiply with 1 plus their weights. ``scaled_embedding``: the embedding's rows are
     multiplied with sqrt(hidden_size), rounded to the weights' dtype. ``score_cap``, ``logit_cap``: the soft caps of the attention scores and of the logits,
     x -> cap tanh(x / cap) (``None``: without). ``rotary_fraction``: the part of each head, from its start, that is rotated; ``rotary_interleaved``: a component
-    is rotated with its neighbour, not with the one half of that part behind it.
+    is rotated with its neighbour, not with the one half of that part behind it. ``attention_sinks``: a learned score of each query head joins the softmax's
+    denominator.
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -171,6 +177,7 @@ class ModelShapes:
     logit_cap: float | None = None
     rotary_fraction: float = 1.0
     rotary_interleaved: bool = False
+    attention_sinks: bool = False
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -292,6 +299,8 @@ class ModelShapes:
             "shared experts": self.experts is not None and self.experts.shared_intermediate_size > 0,
             "a soft cap of attention scores": self.score_cap is not None,
             "a soft cap of logits": self.logit_cap is not None,
+            "attention sinks": self.attention_sinks,
+            "biases of experts": self.experts is not None and self.experts.biased,
         }
         return tuple(term for term, is_there in terms.items() if is_there)
 
@@ -400,6 +409,8 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         if shapes.output_bias:
             yield Parameter(f"{at}self_attn.o_proj.bias", (hidden,))
         yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.attended_size)
+        if shapes.attention_sinks:
+            yield Parameter(f"{at}{SINKS}", (shapes.num_attention_heads,))
         for name, size in zip("qk", shapes.qk_norm_sizes, strict=False):
             yield Parameter(f"{at}self_attn.{name}_norm.weight", (size,))
         experts = shapes.experts_of(layer)
@@ -484,11 +495,15 @@ def _latent_parameters(shapes: ModelShapes, latent: LatentAttention, at: str, hi
 def _expert_parameters(experts: ExpertShapes, at: str, hidden: int) -> Iterator[Parameter]:
     names, inner = experts.names, experts.intermediate_size
     yield Parameter(f"{at}{names.router}.weight", (experts.num_experts, hidden))
+    if experts.biased:
+        yield Parameter(f"{at}{names.router}.bias", (experts.num_experts,))
     if experts.sigmoid is not None:
         yield Parameter(f"{at}{CHOICE_BIAS}", (experts.num_experts,))
     for expert in range(experts.num_experts):
         for name, shape in ((names.gate, (inner, hidden)), (names.up, (inner, hidden)), (names.down, (hidden, inner))):
             yield Parameter(f"{at}{name.format(expert)}.weight", shape)
+            if experts.biased:
+                yield Parameter(f"{at}{name.format(expert)}.bias", shape[:1])
     shared = experts.shared_intermediate_size
     if shared:
         for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):

@@ -29,6 +29,7 @@ PLAN: tuple[Rule, ...] = (
     Rule(r"model\.layers\.\d+\.self_attn\.[qkv]_proj\.(weight|bias)", "column", 0),
     Rule(r"model\.layers\.\d+\.self_attn\.o_proj\.weight", "row", 1),
     Rule(r"model\.layers\.\d+\.self_attn\.o_proj\.bias", "replicated", None),
+    Rule(r"model\.layers\.\d+\.self_attn\.sinks", "column", 0),
     Rule(r"model\.layers\.\d+\.self_attn\.(q|kv)_b_proj\.weight", "column", 0),
     Rule(r"model\.layers\.\d+\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.(weight|bias)", "replicated", None),
     Rule(r"model\.layers\.\d+\.mlp\.shared_experts?\.(gate|up)_proj\.weight", "column", 0),
@@ -61,8 +62,12 @@ def plan_with(names: ExpertNames) -> tuple[Rule, ...]:
     """Returns ``PLAN`` with the rules of a mixture whose matrices have ``names``."""
     patterns = {field: re.escape(name).replace(re.escape("{}"), r"\d+") for field, name in names._asdict().items()}
     experts = (Rule(rf"model\.layers\.\d+\.{patterns[field]}\.weight", placement, axis) for field, placement, axis in EXPERT_PLAN)
+    biases = (
+        Rule(rf"model\.layers\.\d+\.{patterns[field]}\.bias", *(("column", 0) if placement == "column" else ("replicated", None)))
+        for field, placement, _ in EXPERT_PLAN
+    )
     # Expert rules come first, because most names of a mixture are those of experts.
-    return (*experts, *PLAN)
+    return (*experts, *biases, *PLAN)
 
 
 def rule_for(name: str, names: ExpertNames | None = None) -> Rule:

@@ -13,11 +13,11 @@ from tandem.kernels.api import Kernels, PackedGroups, PackedWeight
 from tandem.kernels.quantized import PackedParts
 from tandem.kernels.reference import ReferenceKernels
 from tandem.layout.panels import EMBEDDING, HEAD, Stacks, expert_stacks, is_stackable, panels_of_rows
-from tandem.layout.shapes import CHOICE_BIAS, SHARED_GATE, ModelShapes, linear_name, published_parameters
+from tandem.layout.shapes import CHOICE_BIAS, SHARED_GATE, SINKS, ExpertShapes, ModelShapes, linear_name, published_parameters
 from tandem.layout.sharding import ShardSpec, shard_slices
 from tandem.model.decoder import Decoder
 from tandem.model.layer import STACKED
-from tandem.model.moe import ExpertLayer, wide
+from tandem.model.moe import ExpertBiases, ExpertLayer, wide
 from tandem.model.routing import Selection
 from tandem.types import RunError
 from tandem.types.weights import Layout
@@ -73,7 +73,12 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
             selection = None if experts.sigmoid is None else Selection(experts.sigmoid, tensors[f"{at}{CHOICE_BIAS}"])
             is_wide = selection is None or decoder.dtype == torch.float32
             multiplied = matrices.stack([router]) if is_wide else decoder.kernels.pack(wide(matrices.in_rows(router)))
-            mixture = ExpertLayer(multiplied, gate_up, down, experts.num_experts_per_tok, experts.normalised, shared_gate, selection)
+            each, normalised = experts.num_experts_per_tok, experts.normalised
+            biases = _biases(experts, at, tensors) if experts.biased else None
+            mixture = ExpertLayer(multiplied, gate_up, down, each, normalised, shared_gate, selection, biases, shapes.activation)
+            if biases is not None:
+                at_bias = f"layers.{index}.experts."
+                own |= {f"{at_bias}router_bias": biases.router, f"{at_bias}gate_up_bias": biases.gate_up, f"{at_bias}down_bias": biases.down}
             if selection is not None:
                 own[f"layers.{index}.experts.choice_bias"] = selection.bias
             own[f"layers.{index}.experts.router"] = matrices.in_rows(router)
@@ -81,11 +86,21 @@ def adopt(decoder: Decoder, shared: SharedTensors) -> None:
                 own[f"layers.{index}.experts.shared_gate"] = matrices.in_rows(f"{at}{SHARED_GATE}")
         mixtures.append(mixture)
         own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}{norm}.weight"] for norm in shapes.layer_norms}
+        if shapes.attention_sinks:
+            own[f"layers.{index}.sinks"] = tensors[f"{at}{SINKS}"]
         if shapes.qk_norm:
             own |= {f"layers.{index}.{norm}.weight": tensors[f"{at}self_attn.{norm}.weight"] for norm in ("q_norm", "k_norm")}
     head = matrices.stack([EMBEDDING if shapes.tie_word_embeddings else HEAD])
     own["embed_tokens"] = matrices.in_rows(EMBEDDING)
     decoder.adopt(own, layers, mixtures, head if EMBEDDING in shared.in_panels else None, head)
+
+
+def _biases(experts: ExpertShapes, at: str, tensors: Mapping[str, Tensor]) -> ExpertBiases:
+    """Returns the biases of a mixture in the layer ``at``, those of all experts as one."""
+    names = experts.names
+    of_experts = lambda *kinds: _as_one([tensors[f"{at}{kind.format(e)}.bias"] for e in range(experts.num_experts) for kind in kinds])
+    gate_up, down = (stack.view(experts.num_experts, -1) for stack in (of_experts(names.gate, names.up), of_experts(names.down)))
+    return ExpertBiases(tensors[f"{at}{names.router}.bias"], gate_up, down)
 
 
 class _Matrices:

@@ -41,7 +41,8 @@ AttentionContext = PackedContext | PagedContext
 class AttentionLayer:
     """The inputs of attention that belong to layer ``index``. ``heads``: (query heads, key-value heads, head size); ``window`` in tokens
     (``None``: full causal attention); ``q_norm`` and ``k_norm`` [D] if the architecture has them, or with ``norms_all_heads`` [Hq D] and [Hkv D].
-    ``rotation``: the index of its rotation in the batch's (see ``rotations``). ``cap``: the soft cap of the scores (``None``: without)."""
+    ``rotation``: the index of its rotation in the batch's (see ``rotations``). ``cap``: the soft cap of the scores (``None``: without). ``sinks``: the
+    scores [Hq] of its sinks, if it has them."""
 
     index: int
     heads: tuple[int, int, int]
@@ -53,6 +54,7 @@ class AttentionLayer:
     norms_all_heads: bool = False
     rotation: int = 0
     cap: float | None = None
+    sinks: Tensor | None = None
 
 
 class Rotation(NamedTuple):
@@ -86,20 +88,24 @@ def attend(
         q = kernels.rope_to_cache(
             qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps, cache, context.batch.slots
         )
-        mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window, layer.cap)
+        mixed = kernels.paged_attention(q, cache, context.batch, layer.scale, layer.window, layer.cap, layer.sinks)
     else:
         q, k, v = kernels.rope(qkv, positions, cos_sin, layer.heads, q_norm, k_norm, layer.eps)
         # Mixed precision computes with 16-bit values, which fp32 represents exactly.
         if kv_dtype is not None and kv_dtype not in (qkv.dtype, torch.float32):
             k, v = kernels.round_kv(k, kv_dtype), kernels.round_kv(v, kv_dtype)
         if isinstance(context, SharedContext):
-            mixed = shared_attention(kernels, q, k, v, context, layer.scale, layer.window, layer.cap)
+            mixed = shared_attention(kernels, q, k, v, context, layer.scale, layer.window, layer.cap, layer.sinks)
         elif context.prompts is not None:
             k, v = (gathered_runs_of(x, context.prompts.runs) for x in (k, v))
             query_start = context.prompts.query_start
-            mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, query_start, layer.cap)
+            mixed = kernels.packed_attention(
+                q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, query_start, layer.cap, layer.sinks
+            )
         else:
-            mixed = kernels.packed_attention(q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, cap=layer.cap)
+            mixed = kernels.packed_attention(
+                q, k, v, context.cu_seqlens, context.max_seqlen, layer.scale, layer.window, cap=layer.cap, sinks=layer.sinks
+            )
     return mixed.flatten(1)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.api import PackedWeight
-from tandem.layout.shapes import matrix_name
+from tandem.layout.shapes import SINKS, matrix_name
 from tandem.model.decoder import Decoder
 from tandem.model.layer import STACKED, Layer
 from tandem.model.quantization.scheme import pack_weight
@@ -69,6 +69,8 @@ def _plain_parameters(decoder: Decoder) -> list[tuple[str, Tensor]]:
         found += [(f"{at}{name}.weight", weight) for name, weight in layer.norms().items()]
         if layer.q_norm is not None and layer.k_norm is not None:
             found += [(f"{at}self_attn.q_norm.weight", layer.q_norm.weight), (f"{at}self_attn.k_norm.weight", layer.k_norm.weight)]
+        if layer.sinks is not None:
+            found.append((f"{at}{SINKS}", layer.sinks))
         for linear, stacked, of_each in zip(layer.linears(), STACKED, rows, strict=False):
             if linear.bias is not None:
                 parts = linear.bias.detach().split(of_each or (linear.rows,))

@@ -37,12 +37,12 @@ def _traits(family: Family) -> list[str]:
         "none before them": not family.pre_norms,
         "a rotary embedding of a part of each head": family.rotary_fraction is not None,
         "neighbouring components rotated together": family.rotary_interleaved,
-        "GELU": family.activation != "silu",
+        "GELU": family.activation == "gelu_pytorch_tanh",
         "norms that multiply with 1 plus their weights": family.norms_from_one,
         "a scaled embedding": family.scaled_embedding,
         "sliding windows": bool(family.mask.write((1,))),
         "terms of its own in `config.json`": family.terms is not None,
-        "stacked matrices in the folder": bool(family.stacked),
+        "stacked matrices in the folder": bool(family.stacked) or (family.experts is not None and family.experts.stacked),
         "a mixture of experts": family.experts is not None,
     }
     return [f"biases of {what}{_switch(trait)}" for what, trait in biases.items() if trait is not False] + [name for name, is_on in terms.items() if is_on]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from tandem.layout.shapes import Activation, ExpertNames, ExpertShapes, ModelShapes
+from tandem.layout.shapes import Activation, ExpertNames, ExpertShapes, ModelShapes, RopeScaling
 from tandem.model import families
 from tandem.model.huggingface.config_reader import ConfigReader
 from tandem.model.sliding_windows import FULL_ATTENTION, Mask
@@ -42,12 +42,13 @@ class Biases(NamedTuple):
 class Mixture(NamedTuple):
     """The mixture of experts of a family. ``names``: of its matrices in the folder; ``read(reader, layers)`` and ``write(experts)``
     translate from and to the keys of ``config.json``; ``new(inner)`` returns further fields of ``ExpertShapes`` for a model that is created, whose experts have
-    the inner size ``inner``."""
+    the inner size ``inner``. ``stacked``: the folder has the matrices of all experts of a layer as one (``huggingface.stacked_experts``)."""
 
     names: ExpertNames
     read: Callable[[ConfigReader, int], ExpertShapes]
     write: Callable[[ExpertShapes], dict[str, Any]]
     new: Callable[[int], dict[str, Any]] = lambda inner: {}
+    stacked: bool = False
 
 
 class Terms(NamedTuple):
@@ -114,6 +115,7 @@ class Family:
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
 
     @property
@@ -125,7 +127,7 @@ class Family:
     @property
     def is_renamed(self) -> bool:
         """Whether the folder has another name for a tensor than ``layout.shapes.parameters``."""
-        return any(len(parts) == 1 for _, parts in self.stacked)
+        return any(len(parts) == 1 for _, parts in self.stacked) or (self.experts is not None and self.experts.stacked)
 
     def biases(self, reader: ConfigReader) -> Biases:
         """Returns which linear layers have biases according to a ``config.json``."""

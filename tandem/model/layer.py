@@ -80,13 +80,15 @@ class Layer(nn.Module):
         q_norm, k_norm = shapes.qk_norm_sizes or (0, 0)
         self.q_norm = Norm(q_norm, dtype, device) if q_norm else None
         self.k_norm = Norm(k_norm, dtype, device) if k_norm else None
+        self.sinks = nn.Parameter(torch.empty(shapes.num_attention_heads, dtype=dtype, device=device)) if shapes.attention_sinks else None
         self.o_proj = Linear(rows, of.query_size, shapes.output_bias, dtype, device)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         experts, whole_experts = shapes.experts_of(index), of.experts_of(index)
         self.experts = self.gate_up_proj = self.down_proj = None
         if experts is not None and whole_experts is not None:
             down = (rows, whole_experts.intermediate_size)
-            self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // shard_spec.expert_size)
+            adds_bias = shard_spec.deterministic or shard_spec.rank == 0
+            self.experts = Experts(experts, hidden, dtype, device, down, experts.num_experts // shard_spec.expert_size, shapes.activation, adds_bias)
             if experts.shared_intermediate_size:
                 self.gate_up_proj = Linear(2 * experts.shared_intermediate_size, hidden, False, dtype, device)
                 self.down_proj = Linear(rows, whole_experts.shared_intermediate_size, False, dtype, device)

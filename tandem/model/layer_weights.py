@@ -68,7 +68,7 @@ def layer_weights(
         norms.get("input_layernorm"),
         AttentionLayer(
             index, heads, shapes.attention_scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps, shapes.qk_norm_all_heads,
-            shapes.rotary_of(index), shapes.score_cap,
+            shapes.rotary_of(index), shapes.score_cap, layer.sinks,
         ),
         qkv,
         layer.qkv_proj.bias,

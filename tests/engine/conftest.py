@@ -12,7 +12,7 @@ from tandem.engine.llm import LLM
 from tandem.kernels import select
 from tandem.layout.shapes import CHOICE_BIAS, ExpertShapes, ModelShapes, Multipliers, SigmoidRouting
 from tandem.model.decoder import Decoder
-from tandem.model.families import mixtral, qwen2_moe
+from tandem.model.families import gpt_oss, mixtral, qwen2_moe
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
 from tandem.model.initialise import initialise
 from tandem.model.quantization.quantize import QuantizeOptions, quantize_folder
@@ -35,6 +35,10 @@ TRAITS: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "tie_word_embeddings": False, "rotary_fraction": 0.5, "qk_norm": True,
         "experts": ExpertShapes(8, 3, 40, dense_layers=(0,), shared_intermediate_size=80, sigmoid=SigmoidRouting(4, 2, 1.7)),
+    },
+    "gpt_oss": {
+        "tie_word_embeddings": False, "attention_bias": True, "output_bias": True, "layer_windows": (20, None), "activation": "clamped_swiglu",
+        "attention_sinks": True, "experts": ExpertShapes(6, 2, 48, names=gpt_oss.NAMES, biased=True),
     },
     "mistral": {"tie_word_embeddings": False, "layer_windows": (20, 20)},
     "gemma2": {
@@ -65,6 +69,8 @@ def random_decoder(architecture: str, seed: int) -> Decoder:
         for name, tensor in to_huggingface(decoder):
             if name.endswith(CHOICE_BIAS):
                 tensor.copy_(torch.linspace(-0.2, 0.2, len(tensor)))
+            elif decoder.shapes.attention_sinks and name.endswith((".bias", ".sinks")):
+                tensor.copy_(torch.linspace(-0.3, 0.8, len(tensor)))
             elif not name.endswith("norm.weight"):
                 tensor.mul_(10 if "proj" in name else 3)
             elif decoder.shapes.norms_from_one:

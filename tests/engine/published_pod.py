@@ -11,6 +11,7 @@ from tandem.kernels import KernelChoice, select
 from tandem.layout.shapes import STANDARD_NAMES, ExpertShapes, ModelShapes, SigmoidRouting
 from tandem.layout.shard_offsets import ShardOffsets
 from tandem.model.decoder import Decoder
+from tandem.model.families.gpt_oss import NAMES as GPT_OSS
 from tandem.model.families.mixtral import NAMES as MIXTRAL
 from tandem.model.families.qwen2_moe import NAMES as QWEN2_MOE
 from tandem.model.huggingface.model_folder import save_model, to_huggingface
@@ -45,6 +46,10 @@ TRAITS: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "tie_word_embeddings": False, "rotary_fraction": 0.5, "qk_norm": True,
         "experts": ExpertShapes(16, 2, 64, dense_layers=(0,), shared_intermediate_size=64, sigmoid=SigmoidRouting(4, 2, 1.7)),
+    },
+    "gpt_oss": {
+        "tie_word_embeddings": False, "attention_bias": True, "output_bias": True, "activation": "clamped_swiglu", "attention_sinks": True,
+        "intermediate_size": 64, "experts": ExpertShapes(16, 2, 64, names=GPT_OSS, biased=True),
     },
     # Experts of whole panels, a router in panels (16 experts) and one that is not, a layer without experts, and tensors with other names.
     "qwen3_moe": {"tie_word_embeddings": False, "qk_norm": True, "experts": ExpertShapes(16, 2, 64)},

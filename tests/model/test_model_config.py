@@ -14,7 +14,7 @@ BASE = {
     "model_type": "qwen3", "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 80,
 }  # fmt: skip
-WITHOUT_NULL = ("gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
+WITHOUT_NULL = ("gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "smollm3")
 
 
 def read(folder, **changes) -> ModelShapes:
@@ -35,10 +35,30 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) ->
     assert shapes.rope_theta == peer.rope_parameters.get("full_attention", peer.rope_parameters)["rope_theta"]
     assert shapes.tie_word_embeddings == peer.tie_word_embeddings
     window = peer.sliding_window if model_type in ("mistral", "olmo3", "gemma3_text") else None
-    expected = (4096, None, 4096) if model_type == "gemma2" else () if window is None else (window,) * 3
+    alternating = {"gemma2": (4096, None, 4096), "gpt_oss": (128, None, 128)}
+    expected = alternating.get(model_type, () if window is None else (window,) * 3)
     assert shapes.layer_windows == expected
-    assert (shapes.attention_bias, shapes.mlp_bias) == (model_type in ("qwen2", "qwen2_moe", "glm4"), False)
+    assert (shapes.attention_bias, shapes.mlp_bias) == (model_type in ("qwen2", "qwen2_moe", "glm4", "gpt_oss"), False)
     assert shapes.attention_scale == getattr(peer, "attention_multiplier", shapes.head_dim**-0.5)
+
+
+@pytest.mark.parametrize("keys", [{}, {"rope_theta": 5e5}, {"rope_scaling": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}], ids=str)
+def test_the_rotary_embedding_of_gpt_oss_is_that_of_transformers(keys, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    shapes = read(tmp_path, model_type="gpt_oss", **keys)
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert (shapes.rope_theta, shapes.rope_scaling.kind) == (theirs["rope_theta"], theirs["rope_type"])
+    for name in ("factor", "original_max_position_embeddings", "truncate") if theirs["rope_type"] == "yarn" else ():
+        assert getattr(shapes.rope_scaling, name) == theirs[name]
+
+
+def test_another_bound_of_the_gate_of_gpt_oss_is_refused(tmp_path) -> None:
+    assert read(tmp_path, model_type="gpt_oss", swiglu_limit=7) == read(tmp_path, model_type="gpt_oss")
+    with pytest.raises(UserError, match=r"has swiglu_limit 5.0; only 7.0 is supported"):
+        read(tmp_path, model_type="gpt_oss", swiglu_limit=5.0)
+    with pytest.raises(UserError, match=r"has swiglu_limit 7.0; a qwen3 model here has no such term"):
+        read(tmp_path, swiglu_limit=7.0)
 
 
 @pytest.mark.parametrize("keys", [{}, {"sliding_window": 16}, {"layer_types": ["full_attention"] * 3 + ["sliding_attention"] * 2}], ids=str)

@@ -55,6 +55,10 @@ TINY: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True, "head_dim": 16,
     },
+    "gpt_oss": {
+        "num_hidden_layers": 3, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False},
+    },
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 0.8, "attention_bias": True,
     },
@@ -197,7 +201,8 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
     for module in peer.modules():
         if type(module).__name__.endswith("RMSNorm"):
             monkeypatch.setattr(type(module), "forward", exact_norm)
-        if type(module).__name__.endswith("TopKRouter"):
+        # That of gpt-oss computes in the dtype of its inputs.
+        if type(module).__name__.endswith("TopKRouter") and tiny.family != "gpt_oss":
             monkeypatch.setattr(type(module), "forward", exact_router)
         if type(module).__name__.endswith("TopkRouter"):
             monkeypatch.setattr(type(module), "forward", exact_sigmoid_router)

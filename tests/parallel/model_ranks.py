@@ -15,7 +15,7 @@ from tandem.layout.mesh import GroupName
 from tandem.layout.shapes import ExpertShapes, ModelShapes, Multipliers, RopeScaling, Rotary, SigmoidRouting, parameters
 from tandem.layout.sharding import ShardSpec, is_held, shard_slices
 from tandem.model.decoder import Decoder, PackedContext
-from tandem.model.families import qwen2_moe
+from tandem.model.families import gpt_oss, qwen2_moe
 from tandem.model.huggingface.model_folder import load_tensors, to_huggingface
 from tandem.runtime.collectives.communicator import Communicator
 from tandem.trainer.losses.aggregate import counts_of
@@ -38,6 +38,10 @@ QWEN2_MOE = ModelShapes(
 GLM4_MOE = ModelShapes(
     "glm4_moe", 43, 32, 2, 4, 2, 16, 48, 128, False, qk_norm=True, rotary_fraction=0.5,
     experts=ExpertShapes(8, 3, 24, dense_layers=(0,), shared_intermediate_size=48, sigmoid=SigmoidRouting(4, 2, 1.7)),
+)
+GPT_OSS = ModelShapes(
+    "gpt_oss", 43, 32, 2, 4, 2, 16, 48, 128, False, attention_bias=True, output_bias=True, activation="clamped_swiglu", attention_sinks=True,
+    layer_windows=(5, None), experts=ExpertShapes(6, 2, 48, names=gpt_oss.NAMES, biased=True),
 )
 MISTRAL = ModelShapes("mistral", 43, 32, 2, 4, 2, 16, 48, 128, False, layer_windows=(5, 5))
 GRANITE = ModelShapes("granite", 43, 32, 2, 4, 2, 16, 48, 128, False, multipliers=Multipliers(3.0, 0.22, 0.3, 0.8), post_norms=True)

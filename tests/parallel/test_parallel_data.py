@@ -13,6 +13,7 @@ from data_parallel_training import trained
 from model_ranks import (
     GEMMA,
     GLM4_MOE,
+    GPT_OSS,
     LEARNING_RATE,
     LLAMA,
     QWEN2_MOE,
@@ -74,7 +75,7 @@ def test_one_is_added_to_the_norms_of_a_layer_while_they_are_there(recompute: An
     check(ranks.run(MeshShape(data=2), trained, case, 3), by_one_process(case))
 
 
-FURTHER = [pytest.param(shapes, marks=pytest.mark.full) for shapes in (QWEN2_MOE, GLM4_MOE)]
+FURTHER = [pytest.param(shapes, marks=pytest.mark.full) for shapes in (QWEN2_MOE, GLM4_MOE, GPT_OSS)]
 
 
 @pytest.mark.parametrize("shapes", [QWEN3_MOE, *FURTHER], ids=lambda shapes: shapes.architecture)

@@ -95,7 +95,7 @@ class AttentionCalls:
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None,
-        log_sum: Tensor | None, query_start: Tensor | None = None, cap: float | None = None,
+        log_sum: Tensor | None, query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         queries, heads, size = q.shape
         tokens, kv_heads = (queries if query_start is None else k.shape[0]), k.shape[1]
@@ -111,7 +111,7 @@ class AttentionCalls:
         out = q.new_empty(queries, heads, size)
         code = self._c.packed_attention(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), bounds.data_ptr(), starts.data_ptr(), len(bounds) - 1, tokens, queries, heads, kv_heads,
-            size, scale, window or 0, cap or 0.0, out.data_ptr(), address(log_sum),
+            size, scale, window or 0, cap or 0.0, _sinks_address(sinks, heads), out.data_ptr(), address(log_sum),
         )  # fmt: skip
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
@@ -135,7 +135,15 @@ class AttentionCalls:
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
+    def sinks_backward(self, grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+        """Returns the gradient by ``sinks[Hq]`` of the attention ``out[T, Hq, D]``, whose gradient is ``grad``."""
+        by_sinks = empty_like(sinks)
+        self._c.sinks_backward(grad.data_ptr(), out.data_ptr(), log_sum.data_ptr(), sinks.data_ptr(), *out.shape, by_sinks.data_ptr())
+        return by_sinks
+
+    def paged_attention(
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         tokens, heads, size = q.shape
         blocks, kv_heads = cache.keys.shape[:2]
         addresses = _cache_addresses(cache, kv_heads, size)
@@ -149,7 +157,7 @@ class AttentionCalls:
         out = q.new_empty(tokens, heads, size)
         code = self._c.paged_attention(
             q.data_ptr(), *addresses, tokens, blocks, heads, kv_heads, size, starts.data_ptr(), lengths.data_ptr(),
-            tables.data_ptr(), sequences, width, scale, window or 0, cap or 0.0, out.data_ptr(),
+            tables.data_ptr(), sequences, width, scale, window or 0, cap or 0.0, _sinks_address(sinks, heads), out.data_ptr(),
         )  # fmt: skip
         if code == 1:
             raise ValueError(f"attention: head size {size} is above {_MAX_HEAD}")
@@ -158,6 +166,14 @@ class AttentionCalls:
         if code == 3:
             raise IndexError(f"attention: a block table names a block outside the cache of {blocks} blocks")
         return out
+
+
+def _sinks_address(sinks: Tensor | None, heads: int) -> int:
+    if sinks is None:
+        return 0
+    if sinks.shape != (heads,):
+        raise shape_error("attention sinks", sinks, f"[{heads}]")
+    return dense(sinks).data_ptr()
 
 
 def _cache_addresses(cache: KVLayer, kv_heads: int, size: int) -> tuple[int, int, int, int, int]:

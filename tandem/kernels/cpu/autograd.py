@@ -183,17 +183,19 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, calls: AttentionCalls,
-        query_start: Tensor | None, cap: float | None,
+        query_start: Tensor | None, cap: float | None, sinks: Tensor | None,
     ) -> Tensor:
-        q, k, v = dense(q), dense(k), dense(v)
+        q, k, v, sinks = dense(q), dense(k), dense(v), _dense_or_none(sinks)
         log_sum = torch.empty(q.shape[:2], dtype=torch.float32)
-        out = calls.packed_attention(q, k, v, cu_seqlens, scale, window, log_sum, query_start, cap)
-        ctx.save_for_backward(q, k, v, out, log_sum, cu_seqlens, query_start)
+        out = calls.packed_attention(q, k, v, cu_seqlens, scale, window, log_sum, query_start, cap, sinks)
+        ctx.save_for_backward(q, k, v, out, log_sum, cu_seqlens, query_start, sinks)
         ctx.scale, ctx.window, ctx.cap, ctx.calls = scale, window, cap, calls
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *saved, cu_seqlens, query_start = ctx.saved_tensors
-        grads = ctx.calls.packed_attention_backward(dense(grad), tuple(saved), cu_seqlens, ctx.scale, ctx.window, query_start, ctx.cap)
-        return *grads, None, None, None, None, None, None
+        *saved, cu_seqlens, query_start, sinks = ctx.saved_tensors
+        calls, grad = ctx.calls, dense(grad)
+        grads = calls.packed_attention_backward(grad, tuple(saved), cu_seqlens, ctx.scale, ctx.window, query_start, ctx.cap)
+        by_sinks = calls.sinks_backward(grad, *saved[3:], sinks) if ctx.needs_input_grad[9] else None
+        return *grads, None, None, None, None, None, None, by_sinks

@@ -12,7 +12,7 @@ from tandem.kernels.api import PackedGroups, PackedWeight, Routing, SampledRows
 from tandem.kernels.cpu.library import Library
 from tandem.layout.shapes import Activation
 
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1}
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
 """The codes of rows.h."""
 
 

@@ -127,20 +127,25 @@ class CpuKernels:
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None, cap: float | None = None,
+        query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention, query_start, cap)  # type: ignore[no-any-return]
-        return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None, query_start, cap)
+        if _wants_grad(q, k, v) or (sinks is not None and _wants_grad(sinks, None, None)):
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, self._attention, query_start, cap, sinks)  # type: ignore[no-any-return]
+        return self._attention.packed_attention(dense(q), dense(k), dense(v), cu_seqlens, scale, window, None, query_start, cap, sinks)
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
-        return self._attention.paged_attention(dense(q), cache, batch, scale, window, cap)
+    def paged_attention(
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        return self._attention.paged_attention(dense(q), cache, batch, scale, window, cap, sinks)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(gate_up, "silu")
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(gate_up, "gelu_pytorch_tanh")
+
+    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate_mul(gate_up, "clamped_swiglu")
 
     def _gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if gate_up.requires_grad and torch.is_grad_enabled():

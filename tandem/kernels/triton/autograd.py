@@ -159,17 +159,20 @@ class GroupedLinear(torch.autograd.Function):
 class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, cap: float | None, tiles: Tiles
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None, cap: float | None, tiles: Tiles,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         log_total = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        out = attention.packed(q, k, v, cu_seqlens, scale, window, tiles, log_total, cap)
-        ctx.save_for_backward(q, k, v, out, log_total, cu_seqlens)
+        out = attention.packed(q, k, v, cu_seqlens, scale, window, tiles, log_total, cap, sinks)
+        ctx.save_for_backward(q, k, v, out, log_total, cu_seqlens, sinks)
         ctx.settings = scale, window, cap, tiles
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *attention_backward.packed(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None
+        *saved, sinks = ctx.saved_tensors
+        by_sinks = attention_backward.sinks(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[8] else None
+        return *attention_backward.packed(grad, *saved, *ctx.settings), None, None, None, None, None, by_sinks
 
 
 class TokenLogprobs(torch.autograd.Function):

@@ -111,20 +111,22 @@ class TritonKernels(PlainPacking):
 
     def packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
-        query_start: Tensor | None = None, cap: float | None = None,
+        query_start: Tensor | None = None, cap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:
         if q.dtype not in DTYPES:
-            return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap)
+            return self._reference.packed_attention(q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap, sinks)
         if query_start is not None:
-            return attend_last(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap=cap)
-        if wants_grad(q, k, v):
-            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, cap, self._tiles[q.dtype])  # type: ignore[no-any-return]
-        return attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype], cap=cap)
+            return attend_last(self.packed_attention, q, k, v, cu_seqlens, max_seqlen, scale, window, query_start, cap=cap, sinks=sinks)
+        if wants_grad(q, k, v, sinks):
+            return autograd.PackedAttention.apply(q, k, v, cu_seqlens, scale, window, cap, self._tiles[q.dtype], sinks)  # type: ignore[no-any-return]
+        return attention.packed(q, k, v, cu_seqlens, scale, window, self._tiles[q.dtype], cap=cap, sinks=sinks)
 
-    def paged_attention(self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, cache: KVLayer, batch: PagedBatch, scale: float, window: int | None, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         if q.dtype not in DTYPES:
-            return self._reference.paged_attention(q, cache, batch, scale, window, cap)
-        return attention.paged(q, cache, batch, scale, window, self._tiles[q.dtype], self._splits, cap)
+            return self._reference.paged_attention(q, cache, batch, scale, window, cap, sinks)
+        return attention.paged(q, cache, batch, scale, window, self._tiles[q.dtype], self._splits, cap, sinks)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in DTYPES:
@@ -135,6 +137,11 @@ class TritonKernels(PlainPacking):
         if gate_up.dtype not in DTYPES:
             return self._reference.gelu_mul(gate_up)
         return self._gate_mul(gate_up, "gelu_pytorch_tanh")
+
+    def clamped_swiglu_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.dtype not in DTYPES:
+            return self._reference.clamped_swiglu_mul(gate_up)
+        return self._gate_mul(gate_up, "clamped_swiglu")
 
     def _gate_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         return autograd.GateMul.apply(gate_up, activation) if wants_grad(gate_up) else rows.gate_mul(gate_up, activation)  # type: ignore[no-any-return]

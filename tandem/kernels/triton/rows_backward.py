@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tandem.kernels.triton.launch import UNFUSED, dense, power_of_two, processors
 from tandem.kernels.triton.programs import rows_backward as programs
+from tandem.kernels.triton.rows import KINDS
 from tandem.layout.shapes import Activation
 
 _PROGRAMS_A_PROCESSOR = 4
@@ -40,7 +41,7 @@ def gate_mul(grad: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
     if grad_gate_up.numel():
         block = min(1024, power_of_two(width))
         programs.gate_mul_backward[(len(gate_up), -(-width // block))](
-            grad, gate_up, grad_gate_up, width, GELU=activation != "silu", BLOCK=block, num_warps=4, **UNFUSED
+            grad, gate_up, grad_gate_up, width, KIND=KINDS[activation], BLOCK=block, num_warps=4, **UNFUSED
         )
     return grad_gate_up
 

@@ -24,6 +24,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # experts
     "n_shared_experts": (), "num_shared_experts": (), "shared_expert_intermediate_size": (), "shared_intermediate_size": (), "scoring_func": ("softmax",),
     "routed_scaling_factor": (1,), "n_group": (1,), "topk_group": (1,), "first_k_dense_replace": (), "moe_layer_freq": (1,),
+    "swiglu_alpha": (), "swiglu_limit": (),
 }  # fmt: skip
 """By key, the values beside null, false, 0 and empty with which it changes nothing."""
 

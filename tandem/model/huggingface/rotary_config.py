@@ -32,7 +32,7 @@ def read_rotaries(read: ConfigReader, max_position_embeddings: int, family: Fami
     scaling of the first alone, transformers 5 both by the kind of layer."""
     given = read.config.get("rope_parameters")
     if not family.rotary_by_window:
-        rotary = Rotary(*_rope(read, max_position_embeddings, family.rope_theta))
+        rotary = Rotary(*_rope(read, max_position_embeddings, family.rope_theta, family.rope_scaling))
         return rotary, rotary
     is_by_kind = isinstance(given, dict) and any(isinstance(value, dict) for value in given.values())
     if family.window_rope_theta is not None and given and not is_by_kind:
@@ -65,8 +65,9 @@ def read_rotary_fraction(read: ConfigReader, family: Family) -> float:
     return fraction
 
 
-def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float) -> tuple[float, RopeScaling]:
-    """Returns theta and scaling from either key style; ``rope_scaling`` takes precedence over ``rope_parameters`` as in transformers."""
+def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float, default_scaling: RopeScaling | None = None) -> tuple[float, RopeScaling]:
+    """Returns theta and scaling from either key style; ``rope_scaling`` takes precedence over ``rope_parameters`` as in transformers. ``default_scaling``:
+    without either."""
     key = "rope_scaling" if read.config.get("rope_scaling") else "rope_parameters"
     given = read.config.get(key) or {}
     if not isinstance(given, dict):
@@ -81,6 +82,8 @@ def _rope(read: ConfigReader, max_position_embeddings: int, default_theta: float
     for name in given.keys() - _ROPE_KEYS:
         raise rope.fail(name, given[name], "it is not supported")
     theta = rope.number("rope_theta", read.number("rope_theta", default_theta))
+    if not given:
+        return theta, default_scaling or RopeScaling()
     if kind == "default":
         return theta, RopeScaling()
     if kind == "linear":

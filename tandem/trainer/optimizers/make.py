@@ -34,7 +34,8 @@ def make_piece_optimizer(
     """Returns the optimizer ``config.optimizer`` over ``pieces`` of the parameters of ``model``: this rank's pieces of ``buckets`` under
     ZeRO, or the whole parameters without buckets. ``paged``: groups of names whose weights are in the offload file."""
     parameters = dict(model.named_parameters())
-    matrices = {name for name, p in parameters.items() if p.ndim >= 2}
+    # The biases of experts have an axis of experts.
+    matrices = {name for name, p in parameters.items() if p.ndim >= 2 and not name.endswith("_bias")}
     if config.offload == "nvme":
         return PagedAdamW(pieces.items(), config, offload_folder(config, directory), paged=paged, decayed=matrices)
     if config.optimizer == "muon":

@@ -23,14 +23,19 @@ def placement(model: Decoder, name: str) -> Placement:
     """Returns the placement of the parameter ``name`` of ``model.named_parameters()``."""
     # For parameters applied to the residual stream.
     residual: OverTensorRanks = "partial" if model.parallel is not None and model.parallel.sequence else "replicate"
-    if re.search(r"\.experts\.(gate_up|down)_proj$", name):
+    if name.endswith(".experts.down_bias") and not model.shard_spec.deterministic:
+        # One rank adds it to the sum of partial products.
+        return Placement("partial", "expert_data")
+    if re.search(r"\.experts\.(gate_up|down)_(proj|bias)$", name):
         # Without expert parallelism this group has the same ranks as ``tokens``.
         return Placement("shard", "expert_data")
     if re.search(r"(embed_tokens|lm_head\.weight|(qkv|gate_up)_proj\.(weight|bias)|(o|down)_proj\.weight)$", name):
         return Placement("shard", "tokens")
+    if name.endswith(".sinks"):
+        return Placement("shard", "tokens")
     if re.search(r"(o|down)_proj\.bias$", name):
         return Placement("shard" if model.shard_spec.deterministic else residual, "tokens")
-    if re.search(r"([qk]_norm\.weight|experts\.(router|shared_gate|choice_bias))$", name):
+    if re.search(r"([qk]_norm\.weight|experts\.(router|router_bias|shared_gate|choice_bias))$", name):
         # These are applied to this rank's heads, or weigh this rank's part of the experts' outputs.
         return Placement("partial", "tokens")
     if is_adapter_parameter(name):

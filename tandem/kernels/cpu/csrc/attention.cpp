@@ -135,13 +135,24 @@ INLINE void finish(float highest, float total, const float* sums, int64_t size, 
   if (log_sum) *log_sum = highest + std::log(total);
 }
 
+// One row's softmax with the score of its head's sink (Xiao et al., 2023) merged in: a key without a value.
+INLINE void add_sink(float& highest, float& total, float* sums, float sink, int64_t size) {
+  const float now = std::max(highest, sink);
+  const V keep = exp(set1(highest - now)), take = exp(set1(sink - now));
+  alignas(64) float totals[LANES];
+  store(totals, fma(set1(total), keep, take));
+  for (int64_t d = 0; d < size; d += LANES) store(sums + d, mul(load(sums + d), keep));
+  highest = now;
+  total = totals[0];
+}
+
 // The tiles of span `span` that some row sees.
 INLINE std::pair<int64_t, int64_t> tiles_of_span(const Rows& rows, int64_t span) {
   return {std::max(rows.first_tile(), span * SPAN_TILES), std::min(rows.last_tile(), (span + 1) * SPAN_TILES)};
 }
 
 template <int ROWS, typename Scores>
-void attend(const Rows& rows, const Source& source, int64_t size, Scores scoring, float* const* out, float* const* log_sum) {
+void attend(const Rows& rows, const Source& source, int64_t size, Scores scoring, const float* sinks, float* const* out, float* const* log_sum) {
   State<ROWS> state, more;
   bool begun[ROWS] = {};
   for (int64_t span = rows.first_tile() / SPAN_TILES; span * SPAN_TILES < rows.last_tile(); ++span) {
@@ -160,6 +171,8 @@ void attend(const Rows& rows, const Source& source, int64_t size, Scores scoring
       begun[r] = true;
     }
   }
+  if (sinks)
+    for (int r = 0; r < ROWS; ++r) add_sink(state.highest[r], state.total[r], state.sums[r], sinks[r], size);
   for (int r = 0; r < ROWS; ++r) finish(state.highest[r], state.total[r], state.sums[r], size, out[r], log_sum ? log_sum[r] : nullptr);
 }
 
@@ -174,6 +187,7 @@ struct Queries {
   float scale;
   int64_t window;  // 0: none
   float cap;       // of the scores; 0: none
+  const float* sinks;  // the score of each head's sink, or null
   float* out;
   float* log_sum;  // [rows, heads] or null
 
@@ -204,13 +218,14 @@ void run_task(const Task& task, const Queries& q, Source source) {
   for (int64_t i = 0; i < q.rows_of(task); i += MAX_ROWS_AT_ONCE) {
     int64_t at[MAX_ROWS_AT_ONCE];
     const Rows rows = rows_of(task, q, i, at);
-    float *out[MAX_ROWS_AT_ONCE], *log_sum[MAX_ROWS_AT_ONCE];
+    float *out[MAX_ROWS_AT_ONCE], *log_sum[MAX_ROWS_AT_ONCE], sinks[MAX_ROWS_AT_ONCE];
     for (int r = 0; r < rows.count; ++r) {
+      if (q.sinks) sinks[r] = q.sinks[at[r] % q.heads];
       out[r] = q.out + at[r] * q.size;
       log_sum[r] = q.log_sum ? q.log_sum + at[r] : nullptr;
     }
     with_scores(q.scale, q.cap, [&](auto scoring) {
-      for_row_count(rows.count, [&](auto n) { attend<decltype(n)::value>(rows, source, q.size, scoring, out, q.log_sum ? log_sum : nullptr); });
+      for_row_count(rows.count, [&](auto n) { attend<decltype(n)::value>(rows, source, q.size, scoring, q.sinks ? sinks : nullptr, out, q.log_sum ? log_sum : nullptr); });
     });
   }
 }
@@ -247,6 +262,7 @@ void merge_pieces(const Rows& rows, const Queries& q, const int64_t* at, int64_t
       else
         state = more;
     }
+    if (q.sinks) add_sink(state[width - LANES], state[width - LANES + 1], state, q.sinks[at[r] % q.heads], q.size);
     finish(state[width - LANES], state[width - LANES + 1], state, q.size, q.out + at[r] * q.size, q.log_sum ? q.log_sum + at[r] : nullptr);
   }
 }
@@ -310,12 +326,12 @@ int64_t add_tasks(std::vector<Task>& tasks, int64_t sequence, int64_t kv_heads, 
 
 extern "C" {
 
-// keys and values as `kind` says (cache.h), scales null where it needs none; cap of the scores, 0 for none. Returns 0, or 1 where a head is too large, 2 where a
-// sequence's bounds do not fit, 3 where a block lies outside the cache.
+// keys and values as `kind` says (cache.h), scales null where it needs none; cap of the scores, 0 for none; sinks[heads] or null. Returns 0, or 1 where a head is
+// too large, 2 where a sequence's bounds do not fit, 3 where a block lies outside the cache.
 int tandem_paged_attention(const float* q, int kind, const void* keys, const void* values, const float* key_scales,
                            const float* value_scales, int64_t tokens, int64_t blocks, int64_t heads, int64_t kv_heads, int64_t size,
                            const int32_t* query_start, const int32_t* context_lens, const int32_t* block_tables, int64_t sequences,
-                           int64_t table_width, float scale, int64_t window, float cap, float* out) {
+                           int64_t table_width, float scale, int64_t window, float cap, const float* sinks, float* out) {
   return or_out_of_memory([&] {
     if (size > MAX_HEAD_SIZE) return 1;
     std::vector<Task> tasks;
@@ -333,7 +349,7 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
     }
     const int64_t tile = BLOCK_TOKENS * size;
     const int64_t bytes = kind == 0 ? 4 : kind == 1 ? 2 : 1;
-    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, out, nullptr}, work * heads * size, [&](const Task& task) -> Source {
+    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, sinks, out, nullptr}, work * heads * size, [&](const Task& task) -> Source {
       const int64_t scales = task.kv_head * BLOCK_TOKENS;
       return {kind,
               static_cast<const char*>(keys) + task.kv_head * tile * bytes,
@@ -355,7 +371,7 @@ int tandem_paged_attention(const float* q, int kind, const void* keys, const voi
 // sequence's queries are its last positions. Returns 0, 1 where a head is too large, 2 where the bounds do not fit.
 int tandem_packed_attention(const float* q, const float* k, const float* v, const int32_t* bounds, const int32_t* query_start,
                             int64_t sequences, int64_t tokens, int64_t queries, int64_t heads, int64_t kv_heads, int64_t size, float scale,
-                            int64_t window, float cap, float* out, float* log_sum) {
+                            int64_t window, float cap, const float* sinks, float* out, float* log_sum) {
   return or_out_of_memory([&] {
     if (size > MAX_HEAD_SIZE) return 1;
     if (bounds[0] != 0 || bounds[sequences] != tokens || query_start[0] != 0 || query_start[sequences] != queries) return 2;
@@ -377,7 +393,7 @@ int tandem_packed_attention(const float* q, const float* k, const float* v, cons
       for (int64_t head = 0; head < kv_heads; ++head)
         transpose_tiles(k + bounds[s] * row + head * size, row, bounds[s + 1] - bounds[s], size,
                         transposed + (first_tile[static_cast<size_t>(s)] * kv_heads + head) * tile, kv_heads * tile);
-    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, out, log_sum}, work * heads * size, [&](const Task& task) -> Source {
+    run_tasks(tasks, {q, heads, kv_heads, size, scale, window, cap, sinks, out, log_sum}, work * heads * size, [&](const Task& task) -> Source {
       const int64_t begin = bounds[task.sequence];
       return {0,
               transposed + (first_tile[static_cast<size_t>(task.sequence)] * kv_heads + task.kv_head) * tile,

@@ -49,7 +49,7 @@ void gate_rows(const float* gate_up, int64_t rows, int64_t width, Activation act
   for (int64_t r = 0; r < rows; ++r) {
     const float *gate = gate_up + r * 2 * width, *up = gate + width;
     float* to = out + r * width;
-    each_vector(width, [&](int64_t i, int n) { put(to + i, mul(activation.value(get(gate + i, n)), get(up + i, n)), n); });
+    each_vector(width, [&](int64_t i, int n) { put(to + i, gated(activation, get(gate + i, n), get(up + i, n)), n); });
   }
 }
 
@@ -61,11 +61,10 @@ void gate_rows_backward(const float* gate_up, const float* grad, int64_t rows, i
     const float *gate = gate_up + r * 2 * width, *up = gate + width, *from = grad + r * width;
     float *to_gate = grad_gate_up + r * 2 * width, *to_up = to_gate + width;
     each_vector(width, [&](int64_t i, int n) {
-      const V d = get(from + i, n);
-      V value, slope;
-      activation.both(get(gate + i, n), value, slope);
-      put(to_gate + i, mul(mul(d, get(up + i, n)), slope), n);
-      put(to_up + i, mul(d, value), n);
+      V by_gate, by_up;
+      gated_slopes(activation, get(gate + i, n), get(up + i, n), get(from + i, n), by_gate, by_up);
+      put(to_gate + i, by_gate, n);
+      put(to_up + i, by_up, n);
     });
   }
 }
@@ -75,8 +74,10 @@ void gate_rows_backward(const float* gate_up, const float* grad, int64_t rows, i
 void gate_mul(const float* gate_up, int64_t rows, int64_t width, int activation, float* out) {
   if (activation == SILU)
     gate_rows(gate_up, rows, width, Silu{}, out);
-  else
+  else if (activation == GELU_TANH)
     gate_rows(gate_up, rows, width, GeluTanh{}, out);
+  else
+    gate_rows(gate_up, rows, width, ClampedSwiglu{}, out);
 }
 
 extern "C" {
@@ -117,8 +118,10 @@ void tandem_gate_mul(const float* gate_up, int64_t rows, int64_t width, int acti
 void tandem_gate_mul_backward(const float* gate_up, const float* grad, int64_t rows, int64_t width, int activation, float* grad_gate_up) {
   if (activation == SILU)
     gate_rows_backward(gate_up, grad, rows, width, Silu{}, grad_gate_up);
-  else
+  else if (activation == GELU_TANH)
     gate_rows_backward(gate_up, grad, rows, width, GeluTanh{}, grad_gate_up);
+  else
+    gate_rows_backward(gate_up, grad, rows, width, ClampedSwiglu{}, grad_gate_up);
 }
 
 // out[rows, width] = cap tanh(x / cap); out may be x.

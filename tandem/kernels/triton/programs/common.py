@@ -3,6 +3,11 @@
 import triton
 import triton.language as tl
 
+SILU, GELU, SWIGLU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""The codes of an MLP's activation."""
+ALPHA, LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)
+"""Of the clamped SwiGLU."""
+
 
 @triton.jit
 def product(a, b, acc, WIDEN: tl.constexpr):
@@ -138,6 +143,12 @@ def cap_slope(value, CAP: tl.constexpr):
     """Returns the slope of ``capped`` where it is ``value``."""
     share = value / CAP
     return 1.0 - share * share
+
+
+@triton.jit
+def swiglu_bounds(gate, up, LIMIT: tl.constexpr):
+    """Returns the gate up to ``LIMIT`` and up between ``-LIMIT`` and ``LIMIT``; NaN stays NaN."""
+    return tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
 
 
 @triton.jit

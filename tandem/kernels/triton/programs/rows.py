@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton.programs.common import capped, gelu_inner
+from tandem.kernels.triton.programs.common import ALPHA, GELU, LIMIT, SWIGLU, capped, gelu_inner, swiglu_bounds
 
 
 @triton.jit
@@ -25,15 +25,18 @@ def rms_norm(x, residual, weight, out, total, width, eps, ADD: tl.constexpr, BLO
 
 
 @triton.jit
-def gate_mul(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes ``silu(gate_up[:, :F]) * gate_up[:, F:]``, or with ``GELU`` GELU by tanh in its place. Grid: (T, tiles of F)."""
+def gate_mul(gate_up, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Computes ``silu(gate_up[:, :F]) * gate_up[:, F:]``, or by ``KIND`` GELU by tanh in its place, or the clamped SwiGLU. Grid: (T, tiles of F)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
     gate = tl.load(gate_up + row * 2 * width + at, mask=mask, other=0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=mask, other=0).to(tl.float32)
+    if KIND == SWIGLU:
+        gate, up = swiglu_bounds(gate, up, LIMIT)
+        up = up + 1.0
     # x (1 + tanh(y)) / 2 is x sigmoid(2 y).
-    inner = gelu_inner(gate) if GELU else gate
+    inner = gelu_inner(gate) if KIND == GELU else gate * ALPHA if KIND == SWIGLU else gate
     tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-inner)) * up).to(out.dtype.element_ty), mask=mask)
 
 
