@@ -128,7 +128,9 @@ class ModelShapes:
     window (``None``: as the others). ``norms_from_one``: norms multiply with 1 plus their weights. ``scaled_embedding``: the embedding's rows are
     multiplied with sqrt(hidden_size), rounded to the weights' dtype. ``score_cap``, ``logit_cap``: the soft caps of the attention scores and of the logits,
     x -> cap tanh(x / cap) (``None``: without). ``rotary_fraction``: the part of each head, from its start, that is rotated; ``rotary_interleaved``: a component
-    is rotated with its neighbour, not with the one half of that part behind it.
+    is rotated with its neighbour, not with the one half of that part behind it. ``centred_norms``: norms subtract the mean first (LayerNorm without a bias).
+    ``parallel_blocks``: attention and MLP read the same norm, and both are added to the residual stream. ``qk_norm_by_head``: each head has weights of its own
+    in the norm of its queries and keys.
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -171,6 +173,9 @@ class ModelShapes:
     logit_cap: float | None = None
     rotary_fraction: float = 1.0
     rotary_interleaved: bool = False
+    centred_norms: bool = False
+    parallel_blocks: bool = False
+    qk_norm_by_head: bool = False
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -195,6 +200,10 @@ class ModelShapes:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if list(self.unrotated_layers) != sorted(set(self.unrotated_layers) & set(range(self.num_hidden_layers))):
             raise ValueError(f"model unrotated_layers are {list(self.unrotated_layers)}; they must be layers from 0 to {self.num_hidden_layers - 1}, ascending")
+        if self.parallel_blocks and (self.post_norms or not self.pre_norms):
+            raise ValueError("model parallel_blocks need a norm before attention and MLP, and none after them")
+        if self.qk_norm_by_head and self.qk_norm_all_heads:
+            raise ValueError("model qk_norm_by_head and qk_norm_all_heads exclude each other; choose one")
         for name in ("score_cap", "logit_cap"):
             cap = getattr(self, name)
             if cap is not None and not cap > 0:
@@ -262,17 +271,21 @@ class ModelShapes:
     @property
     def layer_norms(self) -> tuple[str, ...]:
         """The names of a layer's norms of the residual stream and of what is added to it."""
+        if self.parallel_blocks:
+            return ("input_layernorm",)
         if not self.pre_norms:
             return "post_attention_layernorm", "post_feedforward_layernorm"
         after = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if self.post_norms else ()
         return "input_layernorm", "post_attention_layernorm", *after
 
     @property
-    def qk_norm_sizes(self) -> tuple[int, ...]:
-        """The sizes of the norms of queries and keys; empty without any."""
+    def qk_norm_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the weights of the norms of queries and keys; empty without any."""
         if not self.qk_norm:
             return ()
-        return (self.query_size, self.key_value_size) if self.qk_norm_all_heads else (self.head_dim, self.head_dim)
+        if self.qk_norm_by_head:
+            return (self.num_attention_heads, self.head_dim), (self.num_key_value_heads, self.head_dim)
+        return ((self.query_size,), (self.key_value_size,)) if self.qk_norm_all_heads else ((self.head_dim,), (self.head_dim,))
 
     @property
     def further_terms(self) -> tuple[str, ...]:
@@ -292,6 +305,9 @@ class ModelShapes:
             "shared experts": self.experts is not None and self.experts.shared_intermediate_size > 0,
             "a soft cap of attention scores": self.score_cap is not None,
             "a soft cap of logits": self.logit_cap is not None,
+            "norms that subtract the mean": self.centred_norms,
+            "attention and MLP in parallel": self.parallel_blocks,
+            "norms of queries and keys with weights for each head": self.qk_norm_by_head,
         }
         return tuple(term for term, is_there in terms.items() if is_there)
 
@@ -400,8 +416,8 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         if shapes.output_bias:
             yield Parameter(f"{at}self_attn.o_proj.bias", (hidden,))
         yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.attended_size)
-        for name, size in zip("qk", shapes.qk_norm_sizes, strict=False):
-            yield Parameter(f"{at}self_attn.{name}_norm.weight", (size,))
+        for name, shape in zip("qk", shapes.qk_norm_shapes, strict=False):
+            yield Parameter(f"{at}self_attn.{name}_norm.weight", shape)
         experts = shapes.experts_of(layer)
         if experts is not None:
             yield from _expert_parameters(experts, at, hidden)

@@ -84,7 +84,7 @@ class Decoder(nn.Module):
             # Layers keep their index in the whole model, so that parameters have the same names on every stage.
             self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.shard_spec))
         if self.holds("model.norm.weight"):
-            self.norm = Norm(shapes.hidden_size, dtype, device)
+            self.norm = Norm((shapes.hidden_size,), dtype, device)
         has_head = self.holds("lm_head.weight") and shapes.language_head and not shapes.tie_word_embeddings
         self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if has_head else None
         has_score = self.holds("score.weight") and shapes.value_head != "none"
@@ -195,7 +195,7 @@ class Decoder(nn.Module):
         if span is not None and not span.is_last:
             return x + residual
         norm = factor_of_norm(self.norm.weight, self.shapes.norms_from_one)
-        return self.kernels.add_rms_norm(x, residual, norm, self.shapes.rms_norm_eps)[0]
+        return self.kernels.add_rms_norm(x, residual, norm, self.shapes.rms_norm_eps, self.shapes.centred_norms)[0]
 
     def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
         if self.shard_spec.size == 1:
