@@ -19,10 +19,11 @@ class RopeScaling:
 
     ``default``: none. ``linear``: positions divided by ``factor``. ``llama3``: the four ``llama3`` fields.
     ``yarn``: ``factor``, ``original_max_position_embeddings``, ``beta_fast``, ``beta_slow``, ``attention_factor``
-    (``None``: 0.1 ln(factor) + 1) and the two ``mscale``s (0: not given).
+    (``None``: 0.1 ln(factor) + 1) and the two ``mscale``s (0: not given). ``longrope``: ``original_max_position_embeddings``, ``attention_factor`` (``None``:
+    of ``factor``), and the divisors of each pair's frequency, ``short_factors`` in runs of up to that many tokens and ``long_factors`` in longer ones.
     """
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -33,6 +34,8 @@ class RopeScaling:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 class Rotary(NamedTuple):
@@ -200,6 +203,12 @@ class ModelShapes:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if list(self.unrotated_layers) != sorted(set(self.unrotated_layers) & set(range(self.num_hidden_layers))):
             raise ValueError(f"model unrotated_layers are {list(self.unrotated_layers)}; they must be layers from 0 to {self.num_hidden_layers - 1}, ascending")
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(self.rope_scaling, name))
+            if self.rope_scaling.kind == "longrope" and count != self.rotated_size // 2:
+                raise ValueError(
+                    f"model {name} of its rotary embedding are {count}; the {self.rotated_size} rotated numbers of a head need {self.rotated_size // 2}"
+                )
         if self.parallel_blocks and (self.post_norms or not self.pre_norms):
             raise ValueError("model parallel_blocks need a norm before attention and MLP, and none after them")
         if self.qk_norm_by_head and self.qk_norm_all_heads:
@@ -251,6 +260,18 @@ class ModelShapes:
         """The rotary embeddings that layers have, ``None`` for none; the first is the model's."""
         of_windows = () if self.window_rotary is None else (self.window_rotary,)
         return Rotary(self.rope_theta, self.rope_scaling), *of_windows, *((None,) if self.unrotated_layers else ())
+
+    def positions_in(self, context: int) -> int:
+        """Returns the positions that sequences of a run may have whose longest has up to ``context`` tokens: all of the model's, or with ``longrope`` those of
+        its short frequencies where they are enough. Every process of a run computes with the same ones, whatever sequences it meets."""
+        short = self.rope_scaling.original_max_position_embeddings
+        is_short = self.rope_scaling.kind == "longrope" and context <= short
+        return min(short, self.max_position_embeddings) if is_short else self.max_position_embeddings
+
+    @property
+    def default_context(self) -> int:
+        """The tokens of the longest sequence of a run that names no other: with ``longrope`` those of its short frequencies, as in vLLM."""
+        return self.positions_in(1)
 
     def rotary_of(self, layer: int) -> int:
         """Returns the index in ``rotaries`` of that of ``layer``."""
@@ -306,6 +327,7 @@ class ModelShapes:
             "a soft cap of attention scores": self.score_cap is not None,
             "a soft cap of logits": self.logit_cap is not None,
             "norms that subtract the mean": self.centred_norms,
+            "rotary frequencies of short and of long runs (longrope)": self.rope_scaling.kind == "longrope",
             "attention and MLP in parallel": self.parallel_blocks,
             "norms of queries and keys with weights for each head": self.qk_norm_by_head,
         }

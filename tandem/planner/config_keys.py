@@ -45,7 +45,7 @@ NO_SIZES = (
     "qk_layernorm", "pretraining_tp", "slow_but_exact", "apply_residual_connection_post_layernorm", "use_parallel_residual", "parallel_attn",
     "new_decoder_architecture", "alibi", "word_embed_proj_dim", "do_layer_norm_before", "layer_norm_elementwise_affine", "_remove_final_layer_norm",
     "use_parallel_block", "use_gated_activation", "use_embedding_sharing", "use_parallel_embedding", "position_embedding_type", "layer_switch",
-    "order_of_interleaved_layers", "use_bidirectional_attention", "is_causal", "rotary", "bias", "inference_runner",
+    "order_of_interleaved_layers", "full_attn_mod", "interpolate_factor", "use_bidirectional_attention", "is_causal", "rotary", "bias", "inference_runner",
     "num_ln_in_parallel_attn", "enable_bias", "scale_attention_softmax_in_fp32", "use_qkv_bias", "learned_pos_emb", "embedding_fraction",
     # positions
     "partial_rotary_factor", "rotary_pct", "rotary_dim", "rotary_emb_base", "original_max_position_embeddings", "use_mrope", "sliding_window_size",
