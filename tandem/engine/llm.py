@@ -18,7 +18,7 @@ from tandem.engine.executor.load import check_quantization, load_decoder
 from tandem.engine.executor.ranks import Ranks, RankSettings
 from tandem.engine.llm_inputs import PromptInput, check_count, lora_requests_of, params_of, prompts_of
 from tandem.engine.llm_options import EngineOptions, whole_signature
-from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tokenizer_of
+from tandem.engine.llm_start import check_device, check_ranks, dtype_of, engine_args, tell_of_long_frequencies, tokenizer_of
 from tandem.engine.llm_traces import TracedCalls, open_exporter
 from tandem.engine.lora.request import LoRARequest
 from tandem.engine.pooling.llm_pooling import GivenParams, LoRARequests, Run, as_list, classified, embedded, encoded, params_for, scored
@@ -111,6 +111,7 @@ class LLM:
         check_ranks(shapes, args)
         check_quantization(folder, args.quantization, args.tensor_parallel_size, args.deterministic)
         settings = resolve(args, shapes, dtype)
+        tell_of_long_frequencies(shapes, settings.max_model_len)
         self.sampling_defaults = default_sampling(folder, args.generation_config, args.override_generation_config)
         self._tokenizer_folder = folder if args.tokenizer is None else find_model(args.tokenizer, "tokenizer")
         given_tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) or args.tokenizer is None else self._tokenizer_folder
@@ -125,7 +126,7 @@ class LLM:
                 RankSettings(
                     str(folder), args.kernels, str(dtype).removeprefix("torch."), args.device, args.load_format, args.seed, args.tensor_parallel_size,
                     args.deterministic, args.rank_timeout_s, args.quantization, args.attention, precision, trained_lora,
-                    heads,
+                    heads, settings.max_model_len,
                 )
             )
             decoder = ranks.decoder

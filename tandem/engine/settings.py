@@ -64,7 +64,7 @@ class EngineSettings:
 
 def resolve(args: EngineArgs, shapes: ModelShapes, dtype: torch.dtype) -> EngineSettings:
     """Returns the settings of an engine for a model of ``shapes`` in ``dtype``. Raises ``UserError`` for what the model does not allow."""
-    length = shapes.max_position_embeddings if args.max_model_len is None else args.max_model_len
+    length = shapes.default_context if args.max_model_len is None else args.max_model_len
     args.check_length(length)
     block_bytes = kv_bytes_per_token(shapes, str(dtype).removeprefix("torch."), args.kv_cache_dtype) * BLOCK_TOKENS
     fills_gpu = args.gpu_memory_utilization is not None and args.device != "cpu"

@@ -1,5 +1,6 @@
 """Bytes of a model's parts, as plain arithmetic. Imports no torch."""
 
+import math
 from typing import Literal
 
 from tandem.layout.shapes import ModelShapes, is_of_adapter, linear_matrices, parameter_count
@@ -86,7 +87,7 @@ def held_by_layer(shapes: ModelShapes, layer: int) -> list[tuple[int, bool]]:
     """``held_parameters`` of one layer."""
     hidden, inner = shapes.hidden_size, shapes.intermediate_size
     held = [(shapes.qkv_size * hidden, True), (hidden * shapes.query_size, True), *((hidden, False) for _ in shapes.layer_norms)]
-    held += [(size, False) for size in shapes.qk_norm_sizes]
+    held += [(math.prod(shape), False) for shape in shapes.qk_norm_shapes]
     held += [(shapes.qkv_size, False)] if shapes.attention_bias else []
     held += [(hidden, False)] if shapes.output_bias else []
     held += [(shapes.num_attention_heads, False)] if shapes.attention_sinks else []

@@ -166,11 +166,12 @@ class Kernels(Protocol):
         side. No gradient."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Computes ``weight * x / sqrt(mean(x^2) + eps)`` over the last axis of [T, H] (Zhang and Sennrich, 2019)."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+        """Computes ``weight * x / sqrt(mean(x^2) + eps)`` over the last axis of [T, H] (Zhang and Sennrich, 2019). ``centred``: of x minus its mean, which is
+        LayerNorm without a bias (Ba et al., 2016). ``weight`` [H], or [G, H] of which row t is multiplied with ``weight[t % G]``: T is a multiple of G."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> tuple[Tensor, Tensor]:
         """Returns ``(rms_norm(x + residual), x + residual)``, both [T, H]."""
         ...
 

@@ -75,14 +75,15 @@ class ReferenceKernels(PlainPacking):
         torch.cumsum(torch.bincount(flat, minlength=logits.shape[1]), 0, out=bounds[1:])
         return Routing(gates, experts, bounds, order, inverse)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
         wide = x.contiguous().to(compute_dtype(x.dtype))
+        wide = wide - wide.mean(-1, keepdim=True) if centred else wide
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (weight.to(wide.dtype) * normed).to(x.dtype)
+        return (weight.to(wide.dtype) * normed.view(-1, *weight.shape)).view(x.shape).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> tuple[Tensor, Tensor]:
         total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        return self.rms_norm(total, weight, eps, centred), total
 
     def rope(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],

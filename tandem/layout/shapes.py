@@ -19,10 +19,11 @@ class RopeScaling:
 
     ``default``: none. ``linear``: positions divided by ``factor``. ``llama3``: the four ``llama3`` fields.
     ``yarn``: ``factor``, ``original_max_position_embeddings``, ``beta_fast``, ``beta_slow``, ``attention_factor``
-    (``None``: 0.1 ln(factor) + 1) and the two ``mscale``s (0: not given).
+    (``None``: 0.1 ln(factor) + 1) and the two ``mscale``s (0: not given). ``longrope``: ``original_max_position_embeddings``, ``attention_factor`` (``None``:
+    of ``factor``), and the divisors of each pair's frequency, ``short_factors`` in runs of up to that many tokens and ``long_factors`` in longer ones.
     """
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -33,6 +34,8 @@ class RopeScaling:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 class Rotary(NamedTuple):
@@ -134,7 +137,9 @@ class ModelShapes:
     multiplied with sqrt(hidden_size), rounded to the weights' dtype. ``score_cap``, ``logit_cap``: the soft caps of the attention scores and of the logits,
     x -> cap tanh(x / cap) (``None``: without). ``rotary_fraction``: the part of each head, from its start, that is rotated; ``rotary_interleaved``: a component
     is rotated with its neighbour, not with the one half of that part behind it. ``attention_sinks``: a learned score of each query head joins the softmax's
-    denominator.
+    denominator. ``centred_norms``: norms subtract the mean first (LayerNorm without a bias).
+    ``parallel_blocks``: attention and MLP read the same norm, and both are added to the residual stream. ``qk_norm_by_head``: each head has weights of its own
+    in the norm of its queries and keys.
     ``language_head``, ``value_head``: the heads; without any, it only computes hidden states, as a model that embeds
     text does. ``lora``: the low-rank adapter that is trained beside the weights (``None``: the weights are).
     """
@@ -178,6 +183,9 @@ class ModelShapes:
     rotary_fraction: float = 1.0
     rotary_interleaved: bool = False
     attention_sinks: bool = False
+    centred_norms: bool = False
+    parallel_blocks: bool = False
+    qk_norm_by_head: bool = False
 
     def __post_init__(self) -> None:
         check_tensor_count(self.num_hidden_layers, 0 if self.experts is None else self.experts.num_experts)
@@ -202,6 +210,16 @@ class ModelShapes:
             raise ValueError(f"model layer_windows has {len(self.layer_windows)} entries for {self.num_hidden_layers} layers")
         if list(self.unrotated_layers) != sorted(set(self.unrotated_layers) & set(range(self.num_hidden_layers))):
             raise ValueError(f"model unrotated_layers are {list(self.unrotated_layers)}; they must be layers from 0 to {self.num_hidden_layers - 1}, ascending")
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(self.rope_scaling, name))
+            if self.rope_scaling.kind == "longrope" and count != self.rotated_size // 2:
+                raise ValueError(
+                    f"model {name} of its rotary embedding are {count}; the {self.rotated_size} rotated numbers of a head need {self.rotated_size // 2}"
+                )
+        if self.parallel_blocks and (self.post_norms or not self.pre_norms):
+            raise ValueError("model parallel_blocks need a norm before attention and MLP, and none after them")
+        if self.qk_norm_by_head and self.qk_norm_all_heads:
+            raise ValueError("model qk_norm_by_head and qk_norm_all_heads exclude each other; choose one")
         for name in ("score_cap", "logit_cap"):
             cap = getattr(self, name)
             if cap is not None and not cap > 0:
@@ -250,6 +268,18 @@ class ModelShapes:
         of_windows = () if self.window_rotary is None else (self.window_rotary,)
         return Rotary(self.rope_theta, self.rope_scaling), *of_windows, *((None,) if self.unrotated_layers else ())
 
+    def positions_in(self, context: int) -> int:
+        """Returns the positions that sequences of a run may have whose longest has up to ``context`` tokens: all of the model's, or with ``longrope`` those of
+        its short frequencies where they are enough. Every process of a run computes with the same ones, whatever sequences it meets."""
+        short = self.rope_scaling.original_max_position_embeddings
+        is_short = self.rope_scaling.kind == "longrope" and context <= short
+        return min(short, self.max_position_embeddings) if is_short else self.max_position_embeddings
+
+    @property
+    def default_context(self) -> int:
+        """The tokens of the longest sequence of a run that names no other: with ``longrope`` those of its short frequencies, as in vLLM."""
+        return self.positions_in(1)
+
     def rotary_of(self, layer: int) -> int:
         """Returns the index in ``rotaries`` of that of ``layer``."""
         if layer in self.unrotated_layers:
@@ -269,17 +299,21 @@ class ModelShapes:
     @property
     def layer_norms(self) -> tuple[str, ...]:
         """The names of a layer's norms of the residual stream and of what is added to it."""
+        if self.parallel_blocks:
+            return ("input_layernorm",)
         if not self.pre_norms:
             return "post_attention_layernorm", "post_feedforward_layernorm"
         after = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if self.post_norms else ()
         return "input_layernorm", "post_attention_layernorm", *after
 
     @property
-    def qk_norm_sizes(self) -> tuple[int, ...]:
-        """The sizes of the norms of queries and keys; empty without any."""
+    def qk_norm_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the weights of the norms of queries and keys; empty without any."""
         if not self.qk_norm:
             return ()
-        return (self.query_size, self.key_value_size) if self.qk_norm_all_heads else (self.head_dim, self.head_dim)
+        if self.qk_norm_by_head:
+            return (self.num_attention_heads, self.head_dim), (self.num_key_value_heads, self.head_dim)
+        return ((self.query_size,), (self.key_value_size,)) if self.qk_norm_all_heads else ((self.head_dim,), (self.head_dim,))
 
     @property
     def further_terms(self) -> tuple[str, ...]:
@@ -301,6 +335,10 @@ class ModelShapes:
             "a soft cap of logits": self.logit_cap is not None,
             "attention sinks": self.attention_sinks,
             "biases of experts": self.experts is not None and self.experts.biased,
+            "norms that subtract the mean": self.centred_norms,
+            "rotary frequencies of short and of long runs (longrope)": self.rope_scaling.kind == "longrope",
+            "attention and MLP in parallel": self.parallel_blocks,
+            "norms of queries and keys with weights for each head": self.qk_norm_by_head,
         }
         return tuple(term for term, is_there in terms.items() if is_there)
 
@@ -411,8 +449,8 @@ def parameters(shapes: ModelShapes) -> Iterator[Parameter]:
         yield from _adapter_parameters(shapes, f"{at}self_attn.o_proj", hidden, shapes.attended_size)
         if shapes.attention_sinks:
             yield Parameter(f"{at}{SINKS}", (shapes.num_attention_heads,))
-        for name, size in zip("qk", shapes.qk_norm_sizes, strict=False):
-            yield Parameter(f"{at}self_attn.{name}_norm.weight", (size,))
+        for name, shape in zip("qk", shapes.qk_norm_shapes, strict=False):
+            yield Parameter(f"{at}self_attn.{name}_norm.weight", shape)
         experts = shapes.experts_of(layer)
         if experts is not None:
             yield from _expert_parameters(experts, at, hidden)

@@ -54,6 +54,8 @@ EXPERT_PLAN: tuple[tuple[str, Placement, int | None], ...] = (
 
 _OF_OUTPUTS = tuple(f"{matrix}_proj.{kind}" for matrix in ("o", "down") for kind in ("bias", "lora_B.weight"))
 """Parameters beside a ``row`` placement with an axis of its outputs."""
+_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+"""Parameters of which each rank holds the rows of its heads, where heads have rows of their own."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -150,7 +152,7 @@ def shard_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], shard_s
     """Returns the part of parameter ``name`` (whole ``shape``) that a rank holds, one slice per axis. Raises ``KeyError`` for an unknown
     name."""
     rule = rule_for(name, shapes.experts.names if shapes.experts is not None else None)
-    axis = rule.axis
+    axis = 0 if shapes.qk_norm_by_head and name.endswith(_HEAD_NORMS) else rule.axis
     if shard_spec.deterministic and name.endswith(".lora_A.weight"):
         axis = None
     elif shard_spec.deterministic and (rule.placement == "row" or name.endswith(_OF_OUTPUTS)):
@@ -161,9 +163,10 @@ def shard_slices(shapes: ModelShapes, name: str, shape: tuple[int, ...], shard_s
     if rule.placement == "vocabulary":
         part = vocabulary_part(shapes, shard_spec)
         start = shard_spec.rank * part
-    elif re.search(r"\.[kv]_proj\.", name):
-        part = max(1, shapes.num_key_value_heads // shard_spec.size) * shapes.head_dim
-        start = shard_spec.rank * shapes.num_key_value_heads // shard_spec.size * shapes.head_dim
+    elif re.search(r"\.([kv]_proj|k_norm)\.", name):
+        each = length // shapes.num_key_value_heads
+        part = max(1, shapes.num_key_value_heads // shard_spec.size) * each
+        start = shard_spec.rank * shapes.num_key_value_heads // shard_spec.size * each
     else:
         part = length // shard_spec.size
         start = shard_spec.rank * part

@@ -40,9 +40,11 @@ AttentionContext = PackedContext | PagedContext
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """The inputs of attention that belong to layer ``index``. ``heads``: (query heads, key-value heads, head size); ``window`` in tokens
-    (``None``: full causal attention); ``q_norm`` and ``k_norm`` [D] if the architecture has them, or with ``norms_all_heads`` [Hq D] and [Hkv D].
+    (``None``: full causal attention); ``q_norm`` and ``k_norm`` [D] if the architecture has them, or with ``norms_apart``, which are computed before the call
+    that rotates, [Hq D] and [Hkv D] of all heads together, or [Hq, D] and [Hkv, D] with weights for each.
     ``rotation``: the index of its rotation in the batch's (see ``rotations``). ``cap``: the soft cap of the scores (``None``: without). ``sinks``: the
-    scores [Hq] of its sinks, if it has them."""
+    scores [Hq] of its sinks, if it has them. ``centred_norms``: the
+    layer's norms subtract the mean first."""
 
     index: int
     heads: tuple[int, int, int]
@@ -51,10 +53,11 @@ class AttentionLayer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
-    norms_all_heads: bool = False
+    norms_apart: bool = False
     rotation: int = 0
     cap: float | None = None
     sinks: Tensor | None = None
+    centred_norms: bool = False
 
 
 class Rotation(NamedTuple):
@@ -78,7 +81,7 @@ def attend(
     are rounded as a KV cache of this dtype would; a paged cache has its own dtype."""
     positions, cos_sin, order = rotation
     q_norm, k_norm = layer.q_norm, layer.k_norm
-    if layer.norms_all_heads:
+    if layer.norms_apart:
         qkv, q_norm, k_norm = _normalised(kernels, layer, qkv), None, None
     if order is not None:
         qkv, of_head = qkv.index_select(1, order), order[: layer.heads[2]]
@@ -110,8 +113,9 @@ def attend(
 
 
 def _normalised(kernels: Kernels, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-    """Returns ``qkv`` with the queries of all heads normalised together, and the keys."""
+    """Returns ``qkv`` with normalised queries and keys: of all heads together, or each with the weights of its head."""
     assert layer.q_norm is not None and layer.k_norm is not None
     query_heads, kv_heads, size = layer.heads
     q, k, v = qkv.split([query_heads * size, kv_heads * size, kv_heads * size], dim=1)
-    return torch.cat((kernels.rms_norm(q, layer.q_norm, layer.eps), kernels.rms_norm(k, layer.k_norm, layer.eps), v), dim=1)
+    of_heads = lambda x, norm: kernels.rms_norm(x.reshape(-1, norm.shape[-1]), norm, layer.eps, layer.centred_norms).view(x.shape)
+    return torch.cat((of_heads(q, layer.q_norm), of_heads(k, layer.k_norm), v), dim=1)

@@ -84,13 +84,14 @@ class Decoder(nn.Module):
             # Layers keep their index in the whole model, so that parameters have the same names on every stage.
             self.layers.add_module(str(index), Layer(shapes, index, dtype, device, self.shard_spec))
         if self.holds("model.norm.weight"):
-            self.norm = Norm(shapes.hidden_size, dtype, device)
+            self.norm = Norm((shapes.hidden_size,), dtype, device)
         has_head = self.holds("lm_head.weight") and shapes.language_head and not shapes.tie_word_embeddings
         self.lm_head = Linear(local.vocab_size, shapes.hidden_size, False, dtype, device) if has_head else None
         has_score = self.holds("score.weight") and shapes.value_head != "none"
         self.score = Linear(shapes.num_labels, shapes.hidden_size, shapes.value_head == "token", dtype, device) if has_score else None
         # Not a buffer, so that it stays fp32 when the parameters are converted.
-        self.rotary_tables = tuple(table.to(device) for table in rotary_tables(shapes))
+        self.positions = shapes.default_context
+        self.rotary_tables = tuple(table.to(device) for table in rotary_tables(shapes, self.positions))
         order = rotary_order(local)
         self.rotary_order = None if order is None else order.to(device)
         self._collectives = collectives(group)
@@ -110,6 +111,12 @@ class Decoder(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(is_adapter_parameter(name))
 
+    def use_context(self, tokens: int) -> None:
+        """Computes from now on as all processes of a run do whose longest sequence has up to ``tokens`` tokens (see ``ModelShapes.positions_in``)."""
+        if (positions := self.shapes.positions_in(tokens)) != self.positions:
+            device, self.positions = self.device, positions
+            self.rotary_tables = tuple(table.to(device) for table in rotary_tables(self.shapes, positions))
+
     @contextlib.contextmanager
     def without_adapter(self) -> Iterator[None]:
         """A context in which a plain decoder computes with its weights alone: as the model that the adapter was added to."""
@@ -128,7 +135,7 @@ class Decoder(nn.Module):
         a ``PagedContext`` requests. With ``parallel`` every rank is given the whole packed batch and returns its own hidden states, as
         ``token_logprobs`` takes them.
 
-        Positions are absolute and must be below ``shapes.max_position_embeddings``, which is not checked under a ``PagedContext``. A packed
+        Positions are absolute and must be below ``positions``, which is not checked under a ``PagedContext``. A packed
         decoder, and any decoder under a ``PagedContext``, computes without gradient. ``router_logits``: a list that receives the [T, E] of
         every mixture of experts (for ``moe.load_balancing_loss``). ``lora``: the rows with an adapter; there is no gradient then.
 
@@ -139,11 +146,8 @@ class Decoder(nn.Module):
         Raises ``ValueError`` if a packed sequence is longer than the model's context.
         """
         is_packed_batch = isinstance(attention, PackedContext)
-        if isinstance(attention, PackedContext) and attention.max_seqlen > self.shapes.max_position_embeddings:
-            raise ValueError(
-                f"a sequence of {attention.max_seqlen} tokens is longer than "
-                f"the model's {self.shapes.max_position_embeddings} positions"
-            )
+        if isinstance(attention, PackedContext) and attention.max_seqlen > self.positions:
+            raise ValueError(f"a sequence of {attention.max_seqlen} tokens is longer than the model's {self.positions} positions")
         if self._packed is None and is_packed_batch and lora is None:
             stage = span or self.spans[0]
             steps = [weights for weights in self._plain_steps() if stage.start <= weights.attention.index < stage.stop]
@@ -195,7 +199,7 @@ class Decoder(nn.Module):
         if span is not None and not span.is_last:
             return x + residual
         norm = factor_of_norm(self.norm.weight, self.shapes.norms_from_one)
-        return self.kernels.add_rms_norm(x, residual, norm, self.shapes.rms_norm_eps)[0]
+        return self.kernels.add_rms_norm(x, residual, norm, self.shapes.rms_norm_eps, self.shapes.centred_norms)[0]
 
     def _embed(self, tokens: Tensor, collectives: Collectives) -> Tensor:
         if self.shard_spec.size == 1:
@@ -378,6 +382,7 @@ class Decoder(nn.Module):
         assert self.group is None and self.parallel is None
         twin = Decoder(self.shapes, self.kernels, dtype=self.dtype, device=self.device)
         twin.quantization, twin.kv_cache_dtype = self.quantization, self.kv_cache_dtype
+        twin.use_context(self.positions)
         return twin
 
     def exchange_weights(self, twin: "Decoder") -> None:

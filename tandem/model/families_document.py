@@ -35,6 +35,8 @@ def _traits(family: Family) -> list[str]:
         "a norm of all heads' queries and keys": family.qk_norm_all_heads,
         "norms after attention and MLP": family.post_norms,
         "none before them": not family.pre_norms,
+        "LayerNorm without biases": family.centred_norms,
+        "attention and MLP side by side": family.parallel_blocks,
         "a rotary embedding of a part of each head": family.rotary_fraction is not None,
         "neighbouring components rotated together": family.rotary_interleaved,
         "GELU": family.activation == "gelu_pytorch_tanh",

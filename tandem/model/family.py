@@ -1,7 +1,7 @@
 """The declaration of a model family, and how a model's family is looked up. Imports no torch.
 
-A family is one module of ``tandem.model.families`` with a constant ``FAMILY``. All families are decoders with RMSNorm, rotary embedding,
-grouped-query attention and a gated MLP or a mixture of them; the declaration says what differs. It is read when a folder is
+A family is one module of ``tandem.model.families`` with a constant ``FAMILY``. All families are decoders with norms without biases, rotary
+embedding, grouped-query attention and a gated MLP or a mixture of them; the declaration says what differs. It is read when a folder is
 opened, written or created. The network is built from the resulting ``ModelShapes`` alone.
 """
 
@@ -74,7 +74,8 @@ class Family:
     ``qk_norm``: queries and keys of each head are normalised before the rotation; ``qk_norm_all_heads``: those of all heads together.
     ``pre_norms``, ``post_norms``: attention and MLP read a norm; their outputs are normalised.
     ``rotary_fraction``: the part of each head that is rotated, where ``partial_rotary_factor`` does not say (``None``: all, and there is no such key).
-    ``rotary_interleaved``: neighbouring components are rotated together.
+    ``rotary_interleaved``: neighbouring components are rotated together. ``centred_norms``: norms subtract the mean first (LayerNorm without a bias).
+    ``parallel_blocks``: attention and MLP read the same norm. ``norm_eps_key``: names what norms add to the variance.
     ``activation``: of the MLP's gate, which ``config.json`` names in ``activation_key``, by this name or by ``activation_alias``. ``norms_from_one``: norms
     multiply with 1 plus their weights. ``scaled_embedding``: the embedding's rows are multiplied with sqrt(hidden_size).
     ``terms``: further terms, which each ``config.json`` sets. ``stacked``: matrices of a layer that the folder has as one, each with the names that its
@@ -117,11 +118,17 @@ class Family:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
+    centred_norms: bool = False
+    parallel_blocks: bool = False
+    norm_eps_key: Literal["rms_norm_eps", "layer_norm_eps"] = "rms_norm_eps"
 
     @property
     def constants(self) -> dict[str, Any]:
         """The traits of all models of the family as fields of ``ModelShapes``."""
-        names = ("qk_norm", "qk_norm_all_heads", "pre_norms", "post_norms", "activation", "norms_from_one", "scaled_embedding", "rotary_interleaved")
+        names = (
+            "qk_norm", "qk_norm_all_heads", "pre_norms", "post_norms", "activation", "norms_from_one", "scaled_embedding", "rotary_interleaved",
+            "centred_norms", "parallel_blocks",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     @property

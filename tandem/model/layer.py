@@ -48,11 +48,11 @@ def factor_of_norm(weight: Tensor, from_one: bool) -> Tensor:
 
 
 class Norm(nn.Module):
-    """The ``weight[H]`` of a root-mean-square norm."""
+    """The ``weight[H]`` of a norm, or ``[G, H]`` of one for each head."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
 class Layer(nn.Module):
@@ -74,10 +74,10 @@ class Layer(nn.Module):
         hidden, inner = shapes.hidden_size, shapes.intermediate_size
         # A matrix sharded by output columns (see ``ShardSpec``) needs no sum over ranks.
         rows, of = (hidden // shard_spec.size, whole) if shard_spec.deterministic else (hidden, shapes)
-        norm = lambda name: Norm(hidden, dtype, device) if name in shapes.layer_norms else None
+        norm = lambda name: Norm((hidden,), dtype, device) if name in shapes.layer_norms else None
         self.input_layernorm = norm("input_layernorm")
         self.qkv_proj = Linear(shapes.qkv_size, hidden, shapes.attention_bias, dtype, device)
-        q_norm, k_norm = shapes.qk_norm_sizes or (0, 0)
+        q_norm, k_norm = shapes.qk_norm_shapes or ((), ())
         self.q_norm = Norm(q_norm, dtype, device) if q_norm else None
         self.k_norm = Norm(k_norm, dtype, device) if k_norm else None
         self.sinks = nn.Parameter(torch.empty(shapes.num_attention_heads, dtype=dtype, device=device)) if shapes.attention_sinks else None

@@ -23,7 +23,7 @@ class LayerWeights(NamedTuple):
     """One layer's plain tensors or packed weights, without modules, so that nothing is looked up. ``summed_output_bias`` and
     ``summed_down_bias`` replace the other two if they are added after the sum over ranks. ``input_norm`` and ``mlp_norm``: ``None`` where attention and MLP
     read the residual stream as it is. ``written``: of attention and MLP, ``None`` where their outputs are added as they are. ``activation``: of the MLP's gate.
-    ``norms_from_one``: norms multiply with 1 plus the weights here (see ``with_factors``)."""
+    ``norms_from_one``: norms multiply with 1 plus the weights here (see ``with_factors``). ``parallel_blocks``: the MLP reads what attention does."""
 
     input_norm: Tensor | None
     attention: AttentionLayer
@@ -42,6 +42,7 @@ class LayerWeights(NamedTuple):
     written: tuple[Written, Written] | None = None
     activation: Activation = "silu"
     norms_from_one: bool = False
+    parallel_blocks: bool = False
 
 
 def layer_weights(
@@ -67,8 +68,8 @@ def layer_weights(
     return LayerWeights(
         norms.get("input_layernorm"),
         AttentionLayer(
-            index, heads, shapes.attention_scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps, shapes.qk_norm_all_heads,
-            shapes.rotary_of(index), shapes.score_cap, layer.sinks,
+            index, heads, shapes.attention_scale, shapes.window(index), q_norm, k_norm, shapes.rms_norm_eps, shapes.qk_norm_all_heads or shapes.qk_norm_by_head,
+            shapes.rotary_of(index), shapes.score_cap, layer.sinks, shapes.centred_norms,
         ),
         qkv,
         layer.qkv_proj.bias,
@@ -85,6 +86,7 @@ def layer_weights(
         written,
         shapes.activation,
         shapes.norms_from_one,
+        shapes.parallel_blocks,
     )
 
 

@@ -51,13 +51,13 @@ class SelectiveKernels:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._make(lambda x, weight: (self._kernels.rms_norm(x, weight, eps),), x, weight)[0]
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+        return self._make(lambda x, weight: (self._kernels.rms_norm(x, weight, eps, centred),), x, weight)[0]
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, total = self._kernels.add_rms_norm(x, residual, weight, eps)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> tuple[Tensor, Tensor]:
+        normed, total = self._kernels.add_rms_norm(x, residual, weight, eps, centred)
         # Recomputed from the stored sum: the norm has the same bits.
-        self._remember(lambda total, weight: (self._kernels.rms_norm(total, weight, eps),), (total, weight), (normed,))
+        self._remember(lambda total, weight: (self._kernels.rms_norm(total, weight, eps, centred),), (total, weight), (normed,))
         return normed, total
 
     def rope(

@@ -12,12 +12,13 @@ from torch import Tensor
 from tandem.layout.shapes import ModelShapes, RopeScaling, Rotary
 
 
-def rotary_tables(shapes: ModelShapes) -> tuple[Tensor, ...]:
-    """Returns ``cos_sin[P, D]`` fp32 on CPU of each of ``shapes.rotaries``, for all ``max_position_embeddings`` P: cosines in the first D / 2 columns, sines
-    in the rest; [1, D] of the rotation by nothing, for layers without rotary embedding. YaRN's attention factor is folded in. Computed on the CPU also where
-    torch's default device is another, whose cosines have other last bits."""
+def rotary_tables(shapes: ModelShapes, context: int) -> tuple[Tensor, ...]:
+    """Returns ``cos_sin[P, D]`` fp32 on CPU of each of ``shapes.rotaries``, for all P positions of a run with this ``context``
+    (``ModelShapes.positions_in``): cosines in the first D / 2 columns, sines in the rest; [1, D] of the rotation by nothing, for layers without rotary
+    embedding. An attention factor is folded in. Computed on the CPU also where torch's default device is another, whose cosines have other last bits."""
+    positions = shapes.positions_in(context)
     with torch.device("cpu"):
-        return tuple(_identity(shapes) if rotary is None else _table(shapes, rotary) for rotary in shapes.rotaries)
+        return tuple(_identity(shapes) if rotary is None else _table(shapes, rotary, positions) for rotary in shapes.rotaries)
 
 
 def _identity(shapes: ModelShapes) -> Tensor:
@@ -25,9 +26,9 @@ def _identity(shapes: ModelShapes) -> Tensor:
     return torch.cat((half + 1, half), dim=1)
 
 
-def _table(shapes: ModelShapes, rotary: Rotary) -> Tensor:
-    frequencies, attention_factor = inverse_frequencies(rotary.scaling, rotary.theta, shapes.rotated_size)
-    angles = torch.arange(shapes.max_position_embeddings, dtype=torch.float32).unsqueeze(1) * frequencies
+def _table(shapes: ModelShapes, rotary: Rotary, positions: int) -> Tensor:
+    frequencies, attention_factor = inverse_frequencies(rotary.scaling, rotary.theta, shapes.rotated_size, positions)
+    angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
     cos, sin = angles.cos(), angles.sin()
     if attention_factor != 1.0:
         cos, sin = cos.mul_(attention_factor), sin.mul_(attention_factor)
@@ -51,8 +52,8 @@ def rotary_order(shapes: ModelShapes) -> Tensor | None:
     return torch.cat((rows.flatten(), values))
 
 
-def inverse_frequencies(scaling: RopeScaling, theta: float, head_dim: int) -> tuple[Tensor, float]:
-    """Returns the radians per position of each pair, [D / 2] fp32, and the factor on cos and sin."""
+def inverse_frequencies(scaling: RopeScaling, theta: float, head_dim: int, positions: int = 0) -> tuple[Tensor, float]:
+    """Returns the radians per position of each pair, [D / 2] fp32, and the factor on cos and sin, in a run of up to ``positions`` tokens."""
     wavelengths = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     plain = 1.0 / wavelengths
     if scaling.kind == "linear":
@@ -61,7 +62,17 @@ def inverse_frequencies(scaling: RopeScaling, theta: float, head_dim: int) -> tu
         return _llama3(plain, scaling), 1.0
     if scaling.kind == "yarn":
         return _yarn(wavelengths, scaling, theta, head_dim), _yarn_attention_factor(scaling)
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if positions > scaling.original_max_position_embeddings else scaling.short_factors
+        return 1.0 / (torch.tensor(factors) * wavelengths), _longrope_attention_factor(scaling)
     return plain, 1.0
+
+
+def _longrope_attention_factor(scaling: RopeScaling) -> float:
+    """Returns the factor of LongRoPE (Ding et al., 2024, as in Phi-3's code), or the checkpoint's own."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings)) if scaling.factor > 1 else 1.0
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:

@@ -45,6 +45,10 @@ TRAITS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True, "layer_windows": (20, None), "post_norms": True, "activation": "gelu_pytorch_tanh", "norms_from_one": True,
         "scaled_embedding": True, "score_cap": 2.0, "logit_cap": 5.0,
     },
+    "cohere": {
+        "tie_word_embeddings": True, "qk_norm": True, "qk_norm_by_head": True, "centred_norms": True, "parallel_blocks": True, "rotary_interleaved": True,
+        "rope_theta": 5e5, "multipliers": Multipliers(logits_scaling=4.0),
+    },
     "granite": {"tie_word_embeddings": True, "multipliers": Multipliers(3.0, 0.22, 0.3, 0.8)},
     "olmo2": {"tie_word_embeddings": False, "qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
     "phi3": {"tie_word_embeddings": False},

@@ -35,6 +35,11 @@ TRAITS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True, "attention_bias": True},
     "qwen3": {"tie_word_embeddings": True, "qk_norm": True},
     "olmo2": {"tie_word_embeddings": False, "qk_norm": True, "qk_norm_all_heads": True, "pre_norms": False, "post_norms": True},
+    # Norms whose 16 rows could be panels are none.
+    "cohere": {
+        "tie_word_embeddings": True, "num_attention_heads": 16, "num_key_value_heads": 16, "qk_norm": True, "qk_norm_by_head": True, "centred_norms": True,
+        "parallel_blocks": True, "rotary_interleaved": True,
+    },
     "gemma2": {
         "tie_word_embeddings": True, "post_norms": True, "activation": "gelu_pytorch_tanh", "norms_from_one": True, "scaled_embedding": True, "score_cap": 2.0,
         "logit_cap": 5.0,

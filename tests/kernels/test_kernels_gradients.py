@@ -96,6 +96,26 @@ def test_norms(kernels: Kernels, rows: int, width: int) -> None:
     )  # fmt: skip
 
 
+def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=1e-5) * weight.repeat(len(x) // len(weight.view(-1, x.shape[-1])), 1).view(x.shape)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (70, 99), (300, 128)])
+def test_norms_of_centred_rows_are_layer_norm_without_a_bias(kernels: Kernels, rows: int, width: int) -> None:
+    x, residual, weight = torch.randn(rows, width) + 3, torch.randn(rows, width), torch.rand(width)
+    check(lambda x, w: kernels.rms_norm(x, w, 1e-5, True), layer_norm, x, weight)
+    check(
+        lambda x, r, w: kernels.add_rms_norm(x, r, w, 1e-5, True), lambda x, r, w: (layer_norm(x + r, w), x + r), x, residual, weight
+    )  # fmt: skip
+
+
+def test_rows_of_norms_take_turns_with_the_weights_of_their_groups(kernels: Kernels) -> None:
+    x, weight = torch.randn(3 * 130, 32) + 1, torch.rand(3, 32)
+    check(lambda x, w: kernels.rms_norm(x, w, 1e-5, True), layer_norm, x, weight)
+    each = [kernels.rms_norm(x[group::3].contiguous(), own, 1e-5) for group, own in enumerate(weight)]
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5), torch.stack(each, 1).view(x.shape))
+
+
 def test_the_sum_alone_carries_a_gradient(kernels: Kernels) -> None:
     check(
         lambda x, r, w: (kernels.add_rms_norm(x, r, w, 1e-6)[1] + w.sum() * 0,), lambda x, r, w: (x + r + w.sum() * 0,),

@@ -106,6 +106,8 @@ def test_row_kernels_give_a_row_the_same_bits_in_any_batch(kernels: Kernels, wid
     ops: dict[str, Callable[[Tensor], Tensor]] = {
         "rms_norm": lambda rows: kernels.rms_norm(rows, weight, 1e-6),
         "add_rms_norm": lambda rows: torch.cat(kernels.add_rms_norm(rows, rows.flip(1), weight, 1e-6), 1),
+        "norm of centred rows": lambda rows: kernels.rms_norm(rows, weight, 1e-6, True),
+        "norm of centred sums": lambda rows: torch.cat(kernels.add_rms_norm(rows, rows.flip(1), weight, 1e-6, True), 1),
         "silu_mul": lambda rows: kernels.silu_mul(rows[:, :even].contiguous()),
         "gelu_mul": lambda rows: kernels.gelu_mul(rows[:, :even].contiguous()),
         "clamped_swiglu_mul": lambda rows: kernels.clamped_swiglu_mul(rows[:, :even].contiguous()),

@@ -87,6 +87,9 @@ def test_rows_of_norms_gates_and_logprobs_are_right_and_keep_their_bits(width: i
     normed, total = KERNELS.add_rms_norm(x, other, weight, 1e-6)
     assert torch.equal(total, x + other)
     assert torch.equal(normed, KERNELS.rms_norm(x + other, weight, 1e-6))
+    of_groups = torch.rand(4, width)
+    assert error(KERNELS.rms_norm(x, of_groups, 1e-6, True), TRUTH.rms_norm(wide, of_groups.double(), 1e-6, True)) < 1e-6
+    assert torch.equal(KERNELS.add_rms_norm(x, other, weight, 1e-6, True)[0], KERNELS.rms_norm(x + other, weight, 1e-6, True))
     even = width // 2 * 2
     assert error(KERNELS.silu_mul(x[:, :even].contiguous()), TRUTH.silu_mul(wide[:, :even])) < 1e-6
     assert error(KERNELS.gelu_mul(x[:, :even].contiguous()), TRUTH.gelu_mul(wide[:, :even])) < 1e-6
@@ -95,6 +98,7 @@ def test_rows_of_norms_gates_and_logprobs_are_right_and_keep_their_bits(width: i
     assert (KERNELS.logits_logprobs(x, target) - wide.log_softmax(-1)[:, 3]).abs().max() < 1e-5
     for op in (
         lambda rows: KERNELS.rms_norm(rows, weight, 1e-6),
+        lambda rows: KERNELS.rms_norm(rows, weight, 1e-6, True),
         lambda rows: KERNELS.silu_mul(rows[:, :even].contiguous()),
         lambda rows: KERNELS.gelu_mul(rows[:, :even].contiguous()),
         lambda rows: KERNELS.clamped_swiglu_mul(rows[:, :even].contiguous()),
@@ -146,6 +150,7 @@ def test_gradients_of_norms_gates_and_the_rotation_are_those_of_float64_beside_a
     rows, width, heads = 9, 24, (3, 1, 16)
     x, residual, weight, qkv = torch.randn(rows, width), torch.randn(rows, width), torch.rand(width), torch.randn(rows, 5 * 16)
     table, positions = torch.randn(40, 16), torch.arange(rows) * 3 % 7
+    scales = torch.tensor([[1.0], [2.0], [0.5]])
     shares = [torch.randn(shape) for shape in ((rows, width), (rows, width), (rows, width // 2), (rows, 3, 16), (rows, 1, 16), (rows, 1, 16))]
     found = []
     for kernels, dtypes in ((KERNELS, (narrow, torch.float32)), (TRUTH, (torch.float64, torch.float64))):
@@ -155,7 +160,7 @@ def test_gradients_of_norms_gates_and_the_rotation_are_those_of_float64_beside_a
             for value, kind in ((x, 0), (residual, 1), (weight, 1), (qkv, 0))
         )  # fmt: skip
         normed, total = kernels.add_rms_norm(a, b, c, 1e-6)
-        alone = kernels.rms_norm(b, c, 1e-6)
+        alone = kernels.rms_norm(b, c, 1e-6) + kernels.rms_norm(b, c.expand(3, -1) * scales.to(c.dtype), 1e-6, True)
         gated = kernels.silu_mul(a) + kernels.gelu_mul(a) + kernels.clamped_swiglu_mul(a * 5) + kernels.soft_cap(a, 1.5)[:, : width // 2]
         turned = kernels.rope(d, positions, table, heads, None, None, 1e-6)
         assert normed.dtype == total.dtype == dtypes[1] and gated.dtype == turned[0].dtype == dtypes[0]

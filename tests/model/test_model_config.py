@@ -31,10 +31,10 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type, tmp_path) ->
     peer = AutoConfig.from_pretrained(tmp_path)
     assert shapes.head_dim == (getattr(peer, "head_dim", None) or 12)
     assert shapes.max_position_embeddings == peer.max_position_embeddings
-    assert shapes.rms_norm_eps == peer.rms_norm_eps
+    assert shapes.rms_norm_eps == getattr(peer, all_families()[model_type].norm_eps_key)
     assert shapes.rope_theta == peer.rope_parameters.get("full_attention", peer.rope_parameters)["rope_theta"]
     assert shapes.tie_word_embeddings == peer.tie_word_embeddings
-    window = peer.sliding_window if model_type in ("mistral", "olmo3", "gemma3_text") else None
+    window = peer.sliding_window if model_type in ("mistral", "olmo3", "gemma3_text", "cohere2") else None
     alternating = {"gemma2": (4096, None, 4096), "gpt_oss": (128, None, 128)}
     expected = alternating.get(model_type, () if window is None else (window,) * 3)
     assert shapes.layer_windows == expected
@@ -208,6 +208,11 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
         ({"n_shared_experts": 1}, ["n_shared_experts 1"]),
         ({"model_type": "mistral3"}, ["model_type", "'mistral3'", "Did you mean 'mistral'?"]),
         ({"model_type": "absent"}, ["model_type", "None"]),
+        ({"model_type": "cohere", "logit_scale": 0}, ["logit_scale 0", "above 0"]),
+        ({"model_type": "cohere", "use_parallel_block": False}, ["use_parallel_block False", "True"]),
+        ({"model_type": "cohere2", "use_qk_norm": True}, ["use_qk_norm True", "cohere2 model"]),
+        ({"model_type": "cohere2", "head_dim": 32}, ["head_dim 32", "hidden_size"]),
+        ({"model_type": "cohere2", "sliding_window": None}, ["sliding_window None", "number of tokens"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({"vocab_size": "absent"}, ["vocab_size"]),
         ({"vocab_size": "61"}, ["vocab_size", "'61'"]),
@@ -223,7 +228,10 @@ def test_a_folder_without_model_type_is_known_by_its_class(tmp_path) -> None:
         ({"model_type": "glm4", "partial_rotary_factor": 1.5}, ["partial_rotary_factor 1.5", "at most 1"]),
         ({"model_type": "glm4", "head_dim": 16, "partial_rotary_factor": 0.2}, ["rotary_fraction 0.2 of 16 numbers is 3", "even"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "'dynamic'"]),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "'longrope'"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "short_factor None", "list of numbers"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1, 2], "long_factor": [1] * 6}}, ["short_factors", "are 2", "128 rotated", "need 64"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [0] * 6, "long_factor": [1] * 6}}, ["short_factor [0, 0", "above 0"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "long_factor": [1] * 6}}, ["long_factor", "not supported"]),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters", "full_attention"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "factor"]),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, ["factor", "'2'"]),

@@ -38,6 +38,8 @@ from tandem.types import UserError
 
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 TINY: dict[str, dict[str, Any]] = {
+    "cohere": {"head_dim": 16, "use_qk_norm": True, "logit_scale": 0.3, "attention_bias": True},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 9, "logit_scale": 0.25, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "gemma": {"head_dim": 16, "attention_bias": True},
     "gemma2": {
         "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
@@ -80,7 +82,7 @@ TINY: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 9},
 }  # fmt: skip
 """By ``model_type``: keys of a ``config.json`` that turn on what the family has beside the sizes of ``peer_model``."""
-BY_OTHERS = ("gemma", "gemma3_text", "glm4", "llama", "mistral", "mixtral", "olmo2", "qwen2_moe", "qwen3")
+BY_OTHERS = ("cohere2", "gemma", "gemma3_text", "glm4", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
 """Families whose terms are all in others, so that ``make test`` leaves them out."""
 SEQUENCES = [torch.randint(3, 40, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 2, 34)]
 
@@ -122,6 +124,8 @@ def peer_logits(peer: Any) -> Tensor:
 
 def exact_norm(module: Any, hidden: Tensor) -> Tensor:
     """The norm without the rounding to fp32 in transformers."""
+    if type(module).__name__.endswith("LayerNorm"):
+        return module.weight * nn.functional.layer_norm(hidden, hidden.shape[-1:], eps=module.variance_epsilon)
     if type(module).__name__.startswith("Gemma"):
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], 1 + module.weight, module.eps)
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
@@ -199,7 +203,7 @@ def test_gradients_by_plain_torch_in_float64_and_by_the_kernels_in_fp32_are_thos
 ) -> None:
     peer = peer_model(tiny.family, vocab_size=40, **TINY[tiny.family]).double()
     for module in peer.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
             monkeypatch.setattr(type(module), "forward", exact_norm)
         # That of gpt-oss computes in the dtype of its inputs.
         if type(module).__name__.endswith("TopKRouter") and tiny.family != "gpt_oss":
@@ -275,21 +279,23 @@ def test_calibration_computes_what_the_decoder_computes(tiny: Tiny) -> None:
         chunk = chunk._replace(residual=inputs_of(decoder, index, END, chunk))
     with torch.no_grad():
         norm = factor_of_norm(decoder.norm.weight, decoder.shapes.norms_from_one)
-        hidden = decoder.kernels.rms_norm(chunk.residual, norm, decoder.shapes.rms_norm_eps)
+        hidden = decoder.kernels.rms_norm(chunk.residual, norm, decoder.shapes.rms_norm_eps, decoder.shapes.centred_norms)
         assert torch.equal(hidden, packed_hidden(decoder, [tokens]))
 
 
-@pytest.mark.parametrize("method", ["int8", "gptq"])
+@pytest.mark.parametrize("method", ["int8", "gptq", "awq"])
 def test_a_quantized_folder_is_near_to_the_float_one(tiny: Tiny, method: Method, tmp_path: Path) -> None:
     decoder = load_model(tiny.folder, select("reference"))
     if decoder.shapes.experts is not None or all_families()[tiny.family].stacked:
         pytest.skip("a mixture of experts and stacked matrices are quantized only when they are loaded")
+    if method == "awq" and not decoder.shapes.parallel_blocks:
+        pytest.skip("AWQ of blocks one behind the other has tests of its own")
     quantize_folder(tiny.folder, tmp_path / method, QuantizeOptions(method, group_size=0), select("reference"), SEQUENCES[::2] * 4, lambda done, of: None)
     stored = read_format(tmp_path / method)
     assert stored is not None
     exact, quantized = logits_of(decoder), logits_of(load_quantized(tmp_path / method, stored, select("reference")))
     # Relative to the spread of the logits: 8 bits, and 4 bits of weights that have no structure to lose.
-    assert 0 < (quantized - exact).square().mean().sqrt() / exact.std() < {"int8": 0.08, "gptq": 0.4}[method]
+    assert 0 < (quantized - exact).square().mean().sqrt() / exact.std() < {"int8": 0.08, "gptq": 0.4, "awq": 0.4}[method]
 
 
 def test_a_conversion_to_megatron_and_back_has_the_same_file_or_is_refused_by_name(tiny: Tiny, tmp_path: Path) -> None:

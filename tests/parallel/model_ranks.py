@@ -53,6 +53,11 @@ GEMMA = ModelShapes(
     activation="gelu_pytorch_tanh", norms_from_one=True, scaled_embedding=True, score_cap=2.0, logit_cap=3.0, multipliers=Multipliers(attention=0.4),
 )
 """With all terms of Gemma 2 and 3."""
+COHERE = ModelShapes(
+    "cohere", 43, 32, 2, 4, 2, 16, 48, 128, True, attention_bias=True, output_bias=True, qk_norm=True, qk_norm_by_head=True, centred_norms=True,
+    parallel_blocks=True, rotary_interleaved=True, multipliers=Multipliers(logits_scaling=4.0), layer_windows=(5, None), unrotated_layers=(1,),
+)
+"""With all terms of Command R+ and R7B."""
 WINDOWED = replace(QWEN3, layer_windows=(5, None))
 LEARNING_RATE = 1e-2
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_ranks import GEMMA, GPT_OSS, GRANITE, OLMO2, QWEN3, SMOLLM3, WINDOWED, Case, Trained, by_one_process, check, train
+from model_ranks import COHERE, GEMMA, GPT_OSS, GRANITE, OLMO2, QWEN3, SMOLLM3, WINDOWED, Case, Trained, by_one_process, check, train
 from ranks import RankContext, Ranks
 
 from tandem.layout.mesh import MeshShape
@@ -34,6 +34,7 @@ def trained(here: RankContext, case: Case) -> Trained:
                 ("norms of all heads", OLMO2, "mixed", MIXED), ("no rotation", SMOLLM3, "mixed", MIXED), ("multipliers", GRANITE, "mixed", MIXED),
                 ("caps", GEMMA, "mixed", MIXED), ("caps and gathered keys", replace(GEMMA, num_attention_heads=3, num_key_value_heads=1), "mixed", MIXED),
                 ("sinks", GPT_OSS, "mixed", MIXED), ("sinks and gathered keys", replace(GPT_OSS, num_attention_heads=3, num_key_value_heads=1), "mixed", MIXED),
+                ("side by side", COHERE, "mixed", MIXED),
             )
         ),
     ],

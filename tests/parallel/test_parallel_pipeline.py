@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_ranks import (
+    COHERE,
     GEMMA,
     GPT_OSS,
     GRANITE,
@@ -78,6 +79,7 @@ CASES = [
     pytest.param(2, "1f1b", 1, (), replace(SMOLLM3, num_hidden_layers=2), id="2 ranks, a layer without rotation", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), GEMMA, id="2 ranks, caps and norms from one", marks=pytest.mark.full),
     pytest.param(2, "1f1b", 1, (), GPT_OSS, id="2 ranks, sinks and biases of experts", marks=pytest.mark.full),
+    pytest.param(2, "1f1b", 1, (), COHERE, id="2 ranks, attention and MLP side by side", marks=pytest.mark.full),
 ]
 
 

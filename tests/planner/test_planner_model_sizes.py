@@ -213,7 +213,7 @@ def test_a_model_with_latent_attention_and_shared_experts_has_layouts() -> None:
     ),
     ids=("number", "switch", "floats", "other-model", "heads", "kind", "kinds"),
 )
-@pytest.mark.parametrize("model_type", ("llama", "cohere2"))
+@pytest.mark.parametrize("model_type", ("llama", "seed_oss"))
 def test_what_is_not_understood_is_refused_in_one_line(model_type: str, keys: dict[str, Any], message: str, tmp_path: Path, capsys: Any) -> None:
     if "layer_types" in keys and model_type == "llama":
         keys = {"surprise": 2, **keys}

@@ -83,31 +83,31 @@ class Route(torch.autograd.Function):
 
 class RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, calls: Calls) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool, calls: Calls) -> Tensor:
         x, weight = dense(x), dense(weight)
         rstd = torch.empty(x.shape[0], dtype=torch.float32)
-        out = calls.rms_norm(x, weight, eps, rstd)
+        out = calls.rms_norm(x, weight, eps, centred, rstd)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.calls = calls
+        ctx.centred, ctx.calls = centred, calls
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, rstd = ctx.saved_tensors
-        grad_x, grad_weight = ctx.calls.rms_norm_backward(x, weight, dense(grad), None, rstd)
-        return grad_x, grad_weight, None, None
+        grad_x, grad_weight = ctx.calls.rms_norm_backward(x, weight, dense(grad), None, ctx.centred, rstd)
+        return grad_x, grad_weight, None, None, None
 
 
 class AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, calls: Calls
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool, calls: Calls
     ) -> tuple[Tensor, Tensor]:
         weight = dense(weight)
         rstd = torch.empty(x.shape[0], dtype=torch.float32)
-        out, total = calls.add_rms_norm(dense(x), dense(residual), weight, eps, rstd)
+        out, total = calls.add_rms_norm(dense(x), dense(residual), weight, eps, centred, rstd)
         ctx.save_for_backward(total, weight, rstd)
-        ctx.calls = calls
+        ctx.centred, ctx.calls = centred, calls
         ctx.set_materialize_grads(False)
         return out, total
 
@@ -115,9 +115,9 @@ class AddRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         total, weight, rstd = ctx.saved_tensors
         if grad is None:
-            return grad_total, grad_total, None, None, None
-        grad_x, grad_weight = ctx.calls.rms_norm_backward(total, weight, dense(grad), _dense_or_none(grad_total), rstd)
-        return grad_x, grad_x, grad_weight, None, None
+            return grad_total, grad_total, None, None, None, None
+        grad_x, grad_weight = ctx.calls.rms_norm_backward(total, weight, dense(grad), _dense_or_none(grad_total), ctx.centred, rstd)
+        return grad_x, grad_x, grad_weight, None, None, None
 
 
 class GateMul(torch.autograd.Function):

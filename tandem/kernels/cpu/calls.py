@@ -28,6 +28,14 @@ def shape_error(name: str, x: Tensor, wanted: str) -> ValueError:
     return ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
 
 
+def norm_groups(weight: Tensor, rows: int, width: int) -> int:
+    """Returns the G of a norm's ``weight[G, H]``, 1 for [H]. Raises ``ValueError`` for one that does not fit ``rows`` of ``width``."""
+    groups = 1 if weight.ndim == 1 else weight.shape[0]
+    if weight.shape[-1] != width or rows % groups:
+        raise shape_error("norm weight", weight, f"[{width}], or [G, {width}] with G a divisor of {rows} rows")
+    return groups
+
+
 def indices(x: Tensor, dtype: object) -> Tensor:
     """Returns ``x`` in contiguous memory of ``dtype``."""
     if x.dtype is not dtype:
@@ -169,36 +177,34 @@ class Calls:
         self._c.linear_grad_bias(grad.data_ptr(), grad.shape[0], grad.shape[1], out.data_ptr())
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, rstd: Tensor | None) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool, rstd: Tensor | None) -> Tensor:
         rows, width = x.shape
-        if weight.shape[0] != width:
-            raise shape_error("norm weight", weight, f"[{width}]")
+        groups = norm_groups(weight, rows, width)
         out = x.new_empty(rows, width)
-        self._c.rms_norm(x.data_ptr(), 0, weight.data_ptr(), rows, width, eps, out.data_ptr(), 0, address(rstd))
+        self._c.rms_norm(x.data_ptr(), 0, weight.data_ptr(), rows, width, groups, eps, centred, out.data_ptr(), 0, address(rstd))
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, rstd: Tensor | None
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool, rstd: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
-        if weight.shape[0] != width:
-            raise shape_error("norm weight", weight, f"[{width}]")
+        groups = norm_groups(weight, rows, width)
         if residual.shape != x.shape:
             raise shape_error("norm residual", residual, f"{list(x.shape)}")
         out, total = x.new_empty(rows, width), x.new_empty(rows, width)
         self._c.rms_norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, width, eps, out.data_ptr(), total.data_ptr(),
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, width, groups, eps, centred, out.data_ptr(), total.data_ptr(),
             address(rstd),
         )  # fmt: skip
         return out, total
 
     def rms_norm_backward(
-        self, x: Tensor, weight: Tensor, grad: Tensor, grad_total: Tensor | None, rstd: Tensor
+        self, x: Tensor, weight: Tensor, grad: Tensor, grad_total: Tensor | None, centred: bool, rstd: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
-        grad_x, grad_weight = x.new_empty(rows, width), x.new_empty(width)
+        grad_x, grad_weight = x.new_empty(rows, width), x.new_empty(weight.shape)
         self._c.rms_norm_backward(
-            x.data_ptr(), weight.data_ptr(), grad.data_ptr(), address(grad_total), rstd.data_ptr(), rows, width,
+            x.data_ptr(), weight.data_ptr(), grad.data_ptr(), address(grad_total), rstd.data_ptr(), rows, width, weight.numel() // width, centred,
             grad_x.data_ptr(), grad_weight.data_ptr(),
         )  # fmt: skip
         return grad_x, grad_weight

@@ -96,15 +96,15 @@ class CpuKernels:
             return torch.cat([self._calls.grouped_linear(dense(x), part, bounds) for part in weight.parts], dim=1)
         return self._calls.grouped_linear(dense(x), weight, bounds)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
         if _wants_grad(x, weight, None):
-            return autograd.RmsNorm.apply(x, weight, eps, self._calls)  # type: ignore[no-any-return]
-        return self._calls.rms_norm(dense(x), dense(weight), eps, None)
+            return autograd.RmsNorm.apply(x, weight, eps, centred, self._calls)  # type: ignore[no-any-return]
+        return self._calls.rms_norm(dense(x), dense(weight), eps, centred, None)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> tuple[Tensor, Tensor]:
         if _wants_grad(x, weight, residual):
-            return autograd.AddRmsNorm.apply(x, residual, weight, eps, self._calls)  # type: ignore[no-any-return]
-        return self._calls.add_rms_norm(dense(x), dense(residual), dense(weight), eps, None)
+            return autograd.AddRmsNorm.apply(x, residual, weight, eps, centred, self._calls)  # type: ignore[no-any-return]
+        return self._calls.add_rms_norm(dense(x), dense(residual), dense(weight), eps, centred, None)
 
     def rope(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],

@@ -53,11 +53,12 @@ class RmsNorm(torch.autograd.Function):
     """Returns (the norm of ``x`` or of ``x + residual``, that sum); saves only the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        out, total = rows.rms_norm(x, residual, weight, eps)
+        out, total = rows.rms_norm(x, residual, weight, eps, centred)
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.x_dtype, ctx.residual_dtype = eps, x.dtype, None if residual is None else residual.dtype
+        ctx.eps, ctx.centred = eps, centred
+        ctx.x_dtype, ctx.residual_dtype = x.dtype, None if residual is None else residual.dtype
         # An input that is returned unchanged is not an output of its own.
         return out, total.view_as(total) if residual is None else total
 
@@ -66,9 +67,9 @@ class RmsNorm(torch.autograd.Function):
         total, weight = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(total)
-        by_y, by_x, by_weight = rows_backward.rms_norm(grad, grad_total, total, weight, ctx.eps, ctx.x_dtype)
+        by_y, by_x, by_weight = rows_backward.rms_norm(grad, grad_total, total, weight, ctx.eps, ctx.centred, ctx.x_dtype)
         by_residual = None if ctx.residual_dtype is None else by_y.to(ctx.residual_dtype)
-        return by_x, by_residual, by_weight, None
+        return by_x, by_residual, by_weight, None, None
 
 
 class GateMul(torch.autograd.Function):

@@ -70,19 +70,19 @@ class TritonKernels(PlainPacking):
         bounds = torch.searchsorted(ordered, torch.arange(logits.shape[1] + 1, device=order.device))
         return Routing(gates, experts, bounds, order, inverse)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
         if x.dtype not in DTYPES:
-            return self._reference.rms_norm(x, weight, eps)
+            return self._reference.rms_norm(x, weight, eps, centred)
         if wants_grad(x, weight):
-            return autograd.RmsNorm.apply(x, None, weight, eps)[0]  # type: ignore[no-any-return]
-        return rows.rms_norm(x, None, weight, eps)[0]
+            return autograd.RmsNorm.apply(x, None, weight, eps, centred)[0]  # type: ignore[no-any-return]
+        return rows.rms_norm(x, None, weight, eps, centred)[0]
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, centred: bool = False) -> tuple[Tensor, Tensor]:
         if x.dtype not in DTYPES:
-            return self._reference.add_rms_norm(x, residual, weight, eps)
+            return self._reference.add_rms_norm(x, residual, weight, eps, centred)
         if wants_grad(x, residual, weight):
-            return autograd.RmsNorm.apply(x, residual, weight, eps)  # type: ignore[no-any-return]
-        return rows.rms_norm(x, residual, weight, eps)
+            return autograd.RmsNorm.apply(x, residual, weight, eps, centred)  # type: ignore[no-any-return]
+        return rows.rms_norm(x, residual, weight, eps, centred)
 
     def rope(
         self, qkv: Tensor, positions: Tensor, cos_sin: Tensor, heads: tuple[int, int, int],

@@ -11,11 +11,11 @@ KINDS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swig
 """The codes of ``programs.common``."""
 
 
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (the norm of ``x`` or of ``x + residual``, that sum), over the last axis. A residual stream of a wider dtype than the layers'
-    outputs keeps its dtype."""
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """Returns (the norm of ``x`` or of ``x + residual``, that sum), over the last axis, as ``Kernels.rms_norm``. A residual stream of a wider dtype than the
+    layers' outputs keeps its dtype."""
     width = x.shape[-1]
-    check("norm weight", weight, width)
+    check("norm weight", weight, *weight.shape[:-1], width)
     check("norm x", x, *x.shape)
     x, weight = dense(x), dense(weight)
     other = x if residual is None else dense(residual)
@@ -25,8 +25,9 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     if rows:
         block = power_of_two(width)
         programs.rms_norm[(rows,)](
-            x, other, weight, out, total, width, eps, ADD=residual is not None, BLOCK=block, num_warps=_warps(block), **UNFUSED
-        )
+            x, other, weight, out, total, width, weight.numel() // width, eps, ADD=residual is not None, CENTRED=centred, BLOCK=block,
+            num_warps=_warps(block), **UNFUSED,
+        )  # fmt: skip
     return out, total
 
 

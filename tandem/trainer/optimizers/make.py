@@ -8,7 +8,7 @@ from torch import nn
 from tandem.config.trainer import TrainerConfig
 from tandem.layout.shapes import ModelShapes
 from tandem.model.decoder import Decoder
-from tandem.trainer.optimizers.adamw import AdamW, Optimizer, PieceOptimizer
+from tandem.trainer.optimizers.adamw import AdamW, Optimizer, PieceOptimizer, matrices_among
 from tandem.trainer.optimizers.adamw_8bit import FEWEST_CODED, AdamW8bit
 from tandem.trainer.optimizers.adamw_host import HostAdamW
 from tandem.trainer.optimizers.adamw_paged import PagedAdamW
@@ -34,8 +34,7 @@ def make_piece_optimizer(
     """Returns the optimizer ``config.optimizer`` over ``pieces`` of the parameters of ``model``: this rank's pieces of ``buckets`` under
     ZeRO, or the whole parameters without buckets. ``paged``: groups of names whose weights are in the offload file."""
     parameters = dict(model.named_parameters())
-    # The biases of experts have an axis of experts.
-    matrices = {name for name, p in parameters.items() if p.ndim >= 2 and not name.endswith("_bias")}
+    matrices = matrices_among(parameters)
     if config.offload == "nvme":
         return PagedAdamW(pieces.items(), config, offload_folder(config, directory), paged=paged, decayed=matrices)
     if config.optimizer == "muon":

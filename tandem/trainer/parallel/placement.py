@@ -37,7 +37,8 @@ def placement(model: Decoder, name: str) -> Placement:
         return Placement("shard" if model.shard_spec.deterministic else residual, "tokens")
     if re.search(r"([qk]_norm\.weight|experts\.(router|router_bias|shared_gate|choice_bias))$", name):
         # These are applied to this rank's heads, or weigh this rank's part of the experts' outputs.
-        return Placement("partial", "tokens")
+        is_own = model.shapes.qk_norm_by_head and name.endswith("_norm.weight")
+        return Placement("shard" if is_own else "partial", "tokens")
     if is_adapter_parameter(name):
         # The second matrix is sharded as the rows of the weight are, and the first as its columns.
         is_by_rows = model.shard_spec.deterministic or re.search(r"(qkv|gate_up)_proj\.", name) is not None

@@ -42,7 +42,20 @@ INLINE float norm_row(const float* x, const float* weight, int64_t width, float 
   return rstd;
 }
 
-// With h = x rstd and u = grad weight: grad_x = rstd (u - h mean(u h)), weight_sum += grad h. grad_x may be grad.
+// out = x - mean(x); out may be x.
+INLINE void centre_row(const float* x, int64_t width, float* out) {
+  V even = zero(), odd = zero();
+  int64_t i = 0;
+  for (; i + 2 * LANES <= width; i += 2 * LANES) {
+    even = add(even, load(x + i));
+    odd = add(odd, load(x + i + LANES));
+  }
+  each_vector(width - i, [&](int64_t j, int n) { even = add(even, get(x + i + j, n)); });
+  const V mean = set1(sum(add(even, odd)) / static_cast<float>(width));
+  each_vector(width, [&](int64_t j, int n) { put(out + j, sub(get(x + j, n), mean), n); });
+}
+
+// With h = x rstd and u = grad weight: grad_x = rstd (u - h mean(u h)), weight_sum += grad h. grad_x may be grad, or x.
 INLINE void norm_row_grad(const float* x, const float* weight, const float* grad, float rstd, int64_t width, float* grad_x,
                           float* weight_sum) {
   const V scale = set1(rstd);

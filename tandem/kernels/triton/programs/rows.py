@@ -7,9 +7,9 @@ from tandem.kernels.triton.programs.common import ALPHA, GELU, LIMIT, SWIGLU, ca
 
 
 @triton.jit
-def rms_norm(x, residual, weight, out, total, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """Computes ``out = weight * y / sqrt(mean(y^2) + eps)`` of one row; y is the row of ``x[T, H]``, or with ``ADD`` ``x + residual``,
-    rounded to its dtype and stored in ``total``. Grid: (T,)."""
+def rms_norm(x, residual, weight, out, total, width, groups, eps, ADD: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr):
+    """Computes ``out = weight[t % groups] * y / sqrt(mean(y^2) + eps)`` of one row; y is the row of ``x[T, H]``, or with ``ADD`` ``x + residual``,
+    rounded to its dtype and stored in ``total``; with ``CENTRED`` minus its mean. Grid: (T,)."""
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     mask = at < width
@@ -18,9 +18,11 @@ def rms_norm(x, residual, weight, out, total, width, eps, ADD: tl.constexpr, BLO
         y = (y + tl.load(residual + row + at, mask=mask, other=0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + row + at, y, mask=mask)
         y = y.to(tl.float32)
+    if CENTRED:
+        y = tl.where(mask, y - tl.sum(y, 0) / width, 0.0)
     mean = tl.sum(y * y, 0) / width
     normed = y * (1.0 / tl.sqrt_rn(mean + eps))
-    scale = tl.load(weight + at, mask=mask, other=0).to(tl.float32)
+    scale = tl.load(weight + tl.program_id(0) % groups * width + at, mask=mask, other=0).to(tl.float32)
     tl.store(out + row + at, (scale * normed).to(out.dtype.element_ty), mask=mask)
 
 

@@ -8,28 +8,33 @@ from tandem.kernels.triton.programs.common import ALPHA, GELU, LIMIT, SWIGLU, ge
 
 @triton.jit
 def rms_norm_backward(
-    grad, grad_total, total, weight, grad_y, grad_x, partial, rows, width, eps, programs,
-    ADDS: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    grad, grad_total, total, weight, grad_y, grad_x, partial, rows, width, groups, eps, programs,
+    ADDS: tl.constexpr, CENTRED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradient by y = ``total[T, H]`` of ``weight * y / sqrt(mean(y^2) + eps)``, whose output gradient is ``grad[T, H]``; with
-    ``ADDS`` plus ``grad_total``. Written to ``grad_y``, and with ``NARROW`` in its dtype to ``grad_x``. ``partial[programs, H]`` fp32
-    receives each program's sum over its rows of the gradient by ``weight``. Grid: (programs,), each of which processes every
-    ``programs``-th row."""
+    """Computes the gradient by y = ``total[T, H]`` of ``weight[t % groups] * y / sqrt(mean(y^2) + eps)``, with ``CENTRED`` of y minus its mean, whose
+    output gradient is ``grad[T, H]``; with ``ADDS`` plus ``grad_total``. Written to ``grad_y``, and with ``NARROW`` in its dtype to ``grad_x``.
+    ``partial[programs, H]`` fp32 receives each program's sum over its rows of the gradient by ``weight``. Grid: (programs,), each of which processes every
+    ``programs``-th row, ``programs`` a multiple of ``groups``."""
     first = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     mask = at < width
-    scale = tl.load(weight + at, mask=mask, other=0).to(tl.float32)
+    scale = tl.load(weight + first % groups * width + at, mask=mask, other=0).to(tl.float32)
     by_weight = tl.zeros((BLOCK,), tl.float32)
     row = first.to(tl.int64)
     for _ in range(first, rows, programs):
         place = row * width + at
         y = tl.load(total + place, mask=mask, other=0).to(tl.float32)
         g = tl.load(grad + place, mask=mask, other=0).to(tl.float32)
+        if CENTRED:
+            y = tl.where(mask, y - tl.sum(y, 0) / width, 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(y * y, 0) / width + eps)
         normed = y * rstd
         by_weight += g * normed
         scaled = g * scale
         grad_of_y = rstd * (scaled - normed * (tl.sum(scaled * normed, 0) / width))
+        if CENTRED:
+            grad_of_y = tl.where(mask, grad_of_y, 0.0)
+            grad_of_y -= tl.sum(grad_of_y, 0) / width
         if ADDS:
             grad_of_y += tl.load(grad_total + place, mask=mask, other=0).to(tl.float32)
         tl.store(grad_y + place, grad_of_y.to(grad_y.dtype.element_ty), mask=mask)
